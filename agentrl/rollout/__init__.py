@@ -1,0 +1,1 @@
+"""Episodes: the engine protocol, the episode loop, groups, and the group ledger (staleness)."""

@@ -1,0 +1,102 @@
+"""The engine protocol: token ids in; token ids, logprobs and weight versions out.
+
+Every backend in `agentrl/backends` implements `Engine` and passes `tests/engines/contract.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+Finish = Literal["stop", "length", "abort"]
+
+WeightBuckets = Iterable[Mapping[str, "torch.Tensor"]]
+"""Full (unsharded) tensors by Hugging Face parameter name, a few at a time. A tied `lm_head.weight` is
+left out; an engine that needs it under that name adds it itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample one turn. `seed` makes a request's random stream its own, whatever else is running."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What the engine sampled: equal-length columns. `logprobs` are log pi under the sampling
+    distribution (temperature applied, renormalized over the top-p / top-k set), `versions` the weights
+    that sampled each token. A stop token, where one ended the turn, is the last id."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since start, for metrics and benchmarks."""
+
+    running: int = 0
+    waiting: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    sampled_tokens: int = 0
+    version: int = 0
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+class Engine(ABC):
+    """An inference engine that serves one policy whose weights change while it lives."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Load the model and be ready. Raises EngineError or a UserError with the cause."""
+
+    @abstractmethod
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        """Sample one continuation of `token_ids`.
+
+        `request_key` names the episode: it routes the turns of one episode to one prefix cache and
+        addresses `abort`. Raises EngineError where the engine failed; cancelling the awaiting task
+        frees what the request holds.
+        """
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Stop sampling after the step under way; requests stay queued and keep what they sampled."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Go on after `pause`. What was running is recomputed under the weights of the day."""
+
+    @abstractmethod
+    async def publish(self, version: int, weights: WeightBuckets) -> None:
+        """Replace the weights. The caller pauses before and resumes after. No cache survives it.
+
+        Raises EngineError where a parameter is missing, unknown or of another shape; the engine then
+        refuses to generate until a publish succeeds.
+        """
+
+    @abstractmethod
+    async def abort(self, request_key: str) -> None:
+        """End the running requests of an episode; their `generate` returns the partial output."""
+
+    @abstractmethod
+    async def stats(self) -> EngineStats:
+        """Counters of this engine."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Free everything; idempotent."""
