@@ -1,0 +1,145 @@
+"""Tool calls in the Hermes / Qwen form: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+Parsing never raises: what a policy samples is data. A malformed call stays in the transcript with its raw
+text and the reason, so that the environment can answer it and a reward spec can count it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import NoReturn
+
+from agentrl.trajectory import Json, ToolCall
+
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
+
+
+def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """Split an assistant turn into its prose and its calls.
+
+    Returns the text outside the call blocks (stripped) and one `ToolCall` a block, with ids `call_0`,
+    `call_1` and so on. A block that is no valid call keeps its text in `raw`, has `arguments=None` and says why in
+    `error`. A string argument may itself contain the closing tag.
+    """
+    prose: list[str] = []
+    calls: list[ToolCall] = []
+    position = 0
+    while (start := text.find(OPEN, position)) >= 0:
+        prose.append(text[position:start])
+        call, position = _block(text, start, f"call_{len(calls)}")
+        calls.append(call)
+    prose.append(text[position:])
+    return "".join(prose).strip(), tuple(calls)
+
+
+def render_tool_calls(calls: Sequence[ToolCall]) -> str:
+    """The text that `parse_tool_calls` reads back. A malformed call is given as it was sampled."""
+    return "\n".join(_render(call) for call in calls)
+
+
+def call_from_json(value: Json, call_id: str, raw: str, arguments_key: str = "arguments") -> ToolCall:
+    """A `ToolCall` from a decoded `{"name": str, "arguments": object}`, with `error` where it is not one."""
+    if not isinstance(value, dict):
+        return malformed(call_id, raw, f"expected a JSON object, got {_kind(value)}")
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return malformed(call_id, raw, 'expected a non-empty string under "name"')
+    if arguments_key not in value:
+        return malformed(call_id, raw, f'expected an object under "{arguments_key}", which is missing', name)
+    arguments = value[arguments_key]
+    if not isinstance(arguments, dict):
+        error = f'expected an object under "{arguments_key}", got {_kind(arguments)}'
+        return malformed(call_id, raw, error, name)
+    return ToolCall(name=name, arguments=arguments, id=call_id, raw=raw)
+
+
+def malformed(call_id: str, raw: str, error: str, name: str = "") -> ToolCall:
+    """The record of a call that cannot be read."""
+    return ToolCall(name=name, arguments=None, id=call_id, raw=raw, error=error)
+
+
+def strict_json(text: str, start: int = 0) -> tuple[Json, int]:
+    """Decode one JSON value at `start` (leading white space allowed); returns it and where it ends.
+
+    Raises ValueError for anything that is not JSON by the standard (NaN and Infinity among it), for
+    nesting over 64 levels and for lone surrogates, which no tokenizer can encode again.
+    """
+    while start < len(text) and text[start] in " \t\r\n":
+        start += 1
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+    except RecursionError:
+        raise ValueError("JSON nested too deep") from None
+    _check(value)
+    return value, end
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+# Values that decode here are encoded again deeper in the stack, where less recursion is left.
+_MAX_DEPTH = 64
+
+
+def _check(value: Json) -> None:
+    """Raises ValueError where a value could not be written as JSON in UTF-8 again."""
+    level: list[Json] = [value]
+    for _ in range(_MAX_DEPTH):
+        inner: list[Json] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner.extend(item.keys())
+                inner.extend(item.values())
+            elif isinstance(item, list):
+                inner.extend(item)
+            elif isinstance(item, str) and any("\ud800" <= char <= "\udfff" for char in item):
+                raise ValueError("lone surrogate in a string")
+        if not inner:
+            return
+        level = inner
+    raise ValueError(f"JSON nested deeper than {_MAX_DEPTH}")
+
+
+def _block(text: str, start: int, call_id: str) -> tuple[ToolCall, int]:
+    """Read the block that opens at `start`; returns the call and the position after the block."""
+    body = start + len(OPEN)
+    try:
+        value, end = strict_json(text, body)
+    except ValueError as problem:
+        return _broken(text, start, call_id, f"not valid JSON: {problem}")
+    close = end + len(text[end:]) - len(text[end:].lstrip())
+    if not text.startswith(CLOSE, close):
+        return _broken(text, start, call_id, f"expected {CLOSE} after the JSON object")
+    stop = close + len(CLOSE)
+    return call_from_json(value, call_id, text[start:stop]), stop
+
+
+def _broken(text: str, start: int, call_id: str, error: str) -> tuple[ToolCall, int]:
+    """A malformed block reaches to its closing tag, the next opening tag or the end, whichever is first."""
+    body = start + len(OPEN)
+    close = text.find(CLOSE, body)
+    following = text.find(OPEN, body)
+    if close >= 0 and (following < 0 or close < following):
+        stop = close + len(CLOSE)
+    else:
+        stop = following if following >= 0 else len(text)
+        error = f"no {CLOSE}: {error}"
+    return malformed(call_id, text[start:stop], error), stop
+
+
+def _render(call: ToolCall) -> str:
+    if call.arguments is None:
+        return call.raw
+    body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+    return f"{OPEN}\n{body}\n{CLOSE}"
+
+
+def _kind(value: Json) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
