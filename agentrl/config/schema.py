@@ -106,7 +106,7 @@ class OptimConfig(Frozen):
 
     lr: Positive = 1e-3
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.99)
     max_grad_norm: Positive = 1.0
     warmup: Annotated[int, Field(ge=0)] = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
