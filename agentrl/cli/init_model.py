@@ -1,0 +1,44 @@
+"""`agentrl init-model FOLDER`: write a tiny random model and its tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+
+from agentrl.config.schema import InitModelConfig
+
+EPILOG = """examples:
+  agentrl init-model models/tiny
+  agentrl init-model models/wider --hidden 128 --mlp 256 --seed 1
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "init-model",
+        help="write a tiny randomly initialized model and its tokenizer",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", help="where to write it")
+    parser.add_argument("--seed", type=int, default=0)
+    for name, value in InitModelConfig().model_dump().items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0; a wrong size is a ConfigError."""
+    from pydantic import ValidationError
+
+    from agentrl.errors import ConfigError
+    from agentrl.train.init_model import init_model
+
+    sizes = {name: getattr(args, name) for name in InitModelConfig.model_fields}
+    try:
+        cfg = InitModelConfig(**sizes)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from error
+    folder = init_model(cfg, args.folder, args.seed)
+    print(f"wrote a random model of {cfg.layers} layers, hidden size {cfg.hidden}, to {folder}")
+    return 0

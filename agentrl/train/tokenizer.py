@@ -1,0 +1,90 @@
+"""The packaged tokenizer: byte-level BPE with about 400 entries and ChatML special tokens.
+
+The file `assets/tokenizer.json` is frozen: training BPE twice may give another merge list, and ids must
+mean the same in every run. `python -m agentrl.train.tokenizer CORPUS OUT` made it from
+`assets/tokenizer_corpus.txt`; run it again only for a new tokenizer under a new name.
+
+Text is first cut into words, single digits and the rest, and merges never cross a cut: so a word in a
+prompt and the same word inside a JSON call are the same tokens, and a small model can learn to copy it.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+PAD = "<|endoftext|>"
+END_OF_TURN = "<|im_end|>"
+SPECIAL_TOKENS = (
+    PAD,
+    "<|im_start|>",
+    END_OF_TURN,
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
+VOCABULARY = 400
+PRE_SPLIT = r"[A-Za-z_]+|[0-9]|[^A-Za-z_0-9]+"
+
+
+def train_bpe(lines: list[str], entries: int = VOCABULARY) -> Any:
+    """A `tokenizers.Tokenizer` trained on `lines`, with at most `entries` entries, special tokens first."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRE_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=entries,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    return tokenizer
+
+
+def packaged_tokenizer(context: int) -> Any:
+    """The frozen tokenizer as a `PreTrainedTokenizerFast` with its chat template.
+
+    All seven control tokens are special: plain text that spells one is cut into bytes when it is encoded
+    with `split_special_tokens=True`, so a tool's output cannot forge a turn.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    assets = files("agentrl.train") / "assets"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_from_text((assets / "tokenizer.json").read_text(encoding="utf-8")),
+        eos_token=END_OF_TURN,
+        pad_token=PAD,
+        additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in (PAD, END_OF_TURN)],
+        chat_template=(assets / "chat_template.jinja").read_text(encoding="utf-8"),
+        clean_up_tokenization_spaces=False,
+        model_max_length=context,
+    )
+
+
+def _from_text(text: str) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(text)
+
+
+def main(corpus: str, out: str) -> int:
+    lines = Path(corpus).read_text(encoding="utf-8").splitlines(keepends=True)
+    tokenizer = train_bpe(lines)
+    tokenizer.save(out, pretty=True)
+    print(f"{tokenizer.get_vocab_size()} entries -> {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2]))
