@@ -87,7 +87,7 @@ class RolloutConfig(Frozen):
     stall_timeout: Positive = 300.0
     retries: Annotated[int, Field(ge=0)] = 1
     min_survivors: Annotated[int, Field(ge=2)] = 2
-    drop_zero_variance: bool = True
+    filter_zero_variance: bool = False
 
 
 class AlgorithmConfig(Frozen):
@@ -120,6 +120,7 @@ class ClusterConfig(Frozen):
     address: str | None = None
     actors: PositiveInt = 1
     startup_timeout: Positive = 180.0
+    max_restarts: Annotated[int, Field(ge=0)] = 2
 
 
 class VllmConfig(Frozen):

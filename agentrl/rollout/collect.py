@@ -1,0 +1,181 @@
+"""Run groups of episodes under the group ledger and hand out the groups of each update.
+
+One code path for synchronous (`max_staleness = 0`), one-step-off and asynchronous training: between two
+`collect` calls, running groups go on as far as the ledger admits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from agentrl.catalog import EnvRef
+from agentrl.config import RolloutConfig
+from agentrl.errors import StalledError
+from agentrl.reward import Scorer
+from agentrl.rollout.engine import WeightBuckets
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.ledger import GroupLedger, GroupState
+from agentrl.rollout.seeds import derive
+from agentrl.trajectory import Group, Trajectory
+
+log = logging.getLogger(__name__)
+
+MAX_REPLACEMENTS_PER_GROUP = 8
+"""An update whose groups were replaced this many times over stops with an error that says why."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the display and the watchdog look at."""
+
+    episodes: int = 0
+    turns: int = 0
+    tokens: int = 0
+    moved: float = field(default_factory=time.monotonic)
+
+
+class Collector:
+    """Keeps groups of episodes running and yields B complete groups an update."""
+
+    def __init__(
+        self, env: EnvRef, policy: Policy, scorer: Scorer, config: RolloutConfig, *, context: int, seed: int,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+    ) -> None:
+        self.env, self.policy, self.scorer, self.config = env, policy, scorer, config
+        self.limits = Limits.of(config, context)
+        self.seed = seed
+        self.ledger = GroupLedger(config.groups, config.max_staleness)
+        self.progress = Progress()
+        self._on_progress = on_progress
+        self._slots = asyncio.Semaphore(config.max_episodes)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._replaced = 0
+        self._reason = "none"
+
+    # -- the loop's side ---------------------------------------------------------------------------
+
+    async def collect(self) -> list[Group]:
+        """The groups of the next update. Raises StalledError, naming what it waited for."""
+        self._replaced = 0
+        while True:
+            self._admit()
+            self._drop_stale()
+            groups = self.ledger.ready()
+            if groups is not None and not self.ledger.must_wait_for():
+                return groups
+            await self._wait()
+
+    def trained(self, groups: list[Group]) -> None:
+        """Record an update; the caller publishes the new weights right after."""
+        self.ledger.train(groups)
+
+    async def publish(self, weights: WeightBuckets) -> None:
+        """Give the engine the weights of the ledger's version: pause, transfer, resume; then admit."""
+        engine = self.policy.engine
+        await engine.pause()
+        try:
+            await engine.publish(self.ledger.version, weights)
+        finally:
+            await engine.resume()
+        if self.config.max_staleness > 0:
+            self._admit()
+
+    async def close(self) -> None:
+        """Cancel what runs and wait until every environment is torn down."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._tasks.clear()
+
+    # -- groups ------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while (index := self.ledger.admit()) is not None:
+            task = asyncio.create_task(self._run_group(index), name=f"group {index}")
+            task.add_done_callback(lambda _: self._changed.set())
+            self._tasks[index] = task
+
+    def _drop_stale(self) -> None:
+        for index in self.ledger.too_old():
+            task = self._tasks.pop(index, None)
+            if task is not None:
+                task.cancel()
+            self._replace(index, GroupState.STALE, "its tokens are older than max_staleness allows")
+
+    async def _run_group(self, index: int) -> None:
+        task_seed = derive(self.seed, "task", index)
+        async with asyncio.TaskGroup() as tasks:
+            members = [tasks.create_task(self._member(index, task_seed, member))
+                       for member in range(self.config.group_size)]
+        group = Group(index, task_seed, [member.result() for member in members])
+        survivors = group.scored()
+        if len(survivors) < min(self.config.min_survivors, self.config.group_size):
+            faults = sorted({f"{t.stop}: {t.error}" for t in group.trajectories if t.reward is None})
+            self._replace(index, GroupState.FAILED, "; ".join(faults) or "unscored by the reward spec")
+        elif self.config.filter_zero_variance and len({t.reward for t in survivors}) == 1:
+            self._replace(index, GroupState.FILTERED, f"every member scored {survivors[0].reward}")
+        else:
+            self.ledger.complete(group)
+        self._tasks.pop(index, None)
+
+    async def _member(self, index: int, task_seed: int, member: int) -> Trajectory:
+        for attempt in range(self.config.retries + 1):
+            spec = EpisodeSpec(task_seed, "train", derive(self.seed, "episode", index, member, attempt), member,
+                               key=f"g{index}.m{member}.a{attempt}")
+            async with self._slots:
+                trajectory = await run_episode(self.env.build(), self.policy, spec, self.limits, self.scorer)
+            self._moved(trajectory)
+            if not trajectory.stop.infrastructure:
+                break
+            log.warning("group %d member %d attempt %d: %s: %s", index, member, attempt, trajectory.stop,
+                        trajectory.error)
+        return trajectory
+
+    def _replace(self, index: int, state: GroupState, reason: str) -> None:
+        log.info("group %d %s: %s", index, state, reason)
+        self.ledger.drop(index, state)
+        self._replaced += 1
+        self._reason = f"group {index} {state}: {reason}"
+
+    def _moved(self, trajectory: Trajectory) -> None:
+        self.progress.episodes += 1
+        self.progress.turns += len(trajectory.turns)
+        self.progress.tokens += trajectory.sampled_tokens
+        self.progress.moved = time.monotonic()
+        self._on_progress(replace(self.progress))
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    async def _wait(self) -> None:
+        limit = MAX_REPLACEMENTS_PER_GROUP * self.config.groups
+        if self._replaced > limit:
+            raise StalledError(f"update {self.ledger.version}: {self._replaced} groups were dropped (limit {limit}); "
+                               f"the last: {self._reason}")
+        self._changed.clear()
+        self._raise_crashed()
+        try:
+            async with asyncio.timeout(self.config.stall_timeout):
+                await self._changed.wait()
+        except TimeoutError:
+            idle = time.monotonic() - self.progress.moved
+            if idle >= self.config.stall_timeout:
+                raise StalledError(self._stalled(idle)) from None
+        self._raise_crashed()
+
+    def _raise_crashed(self) -> None:
+        for index, task in list(self._tasks.items()):
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                del self._tasks[index]
+                task.result()
+
+    def _stalled(self, idle: float) -> str:
+        stats: dict[str, Any] = self.ledger.counts()
+        waiting = ", ".join(sorted(task.get_name() for task in self._tasks.values())[:8])
+        return (f"no episode ended for {idle:.0f} s (rollout.stall_timeout); update {self.ledger.version} waits for "
+                f"{waiting or 'nothing'}; groups by state: {stats}")

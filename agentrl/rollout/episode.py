@@ -1,0 +1,181 @@
+"""One episode: messages out to the environment, token ids out to the engine, and an exact record of both."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from agentrl.config import RolloutConfig
+from agentrl.env import ToolEnv
+from agentrl.errors import EngineError, EnvError
+from agentrl.render.base import Renderer
+from agentrl.reward import Scorer
+from agentrl.rollout.engine import Engine, Generation, Sampling
+from agentrl.rollout.seeds import derive
+from agentrl.trajectory import Message, StopReason, TokenLedger, Trajectory, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSpec:
+    """What one episode is: its task and its place in the run. `key` routes it to one prefix cache."""
+
+    task_seed: int
+    split: str
+    seed: int
+    member: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Budgets of one episode; times in seconds, lengths in tokens. `context` is the model's own limit."""
+
+    max_turns: int
+    max_turn_tokens: int
+    max_episode_tokens: int
+    turn_timeout: float
+    episode_timeout: float
+    context: int
+
+    @classmethod
+    def of(cls, config: RolloutConfig, context: int) -> Limits:
+        """The limits that a rollout section and a model's context length give."""
+        return cls(config.max_turns, config.max_turn_tokens, config.max_episode_tokens, config.turn_timeout,
+                   config.episode_timeout, context)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The engine, the renderer and how to sample: everything that turns messages into the next message."""
+
+    engine: Engine
+    renderer: Renderer
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+async def run_episode(
+    env: ToolEnv, policy: Policy, spec: EpisodeSpec, limits: Limits, scorer: Scorer
+) -> Trajectory:
+    """Run one episode to its end and score it once.
+
+    A fault of the infrastructure (engine, environment, time) never raises here and never becomes a
+    reward: it is recorded as a StopReason with `reward` None. Cancellation tears the environment down
+    and propagates.
+    """
+    started = time.monotonic()
+    episode = _Episode(env, policy, spec, limits)
+    error: str | None = None
+    try:
+        async with asyncio.timeout(limits.episode_timeout):
+            stop = await episode.run()
+    except EngineError as fault:
+        stop, error = StopReason.ENGINE_ERROR, str(fault)
+    except EnvError as fault:
+        stop, error = StopReason.ENV_ERROR, str(fault)
+    except TimeoutError:
+        stop, error = StopReason.EPISODE_TIMEOUT, f"no end within {limits.episode_timeout:g} s"
+    finally:
+        await env.aclose()
+    trajectory = episode.finish(stop, error)
+    trajectory.timings["episode_s"] = time.monotonic() - started
+    await _score(trajectory, scorer)
+    return trajectory
+
+
+async def _score(trajectory: Trajectory, scorer: Scorer) -> None:
+    score = await scorer.ascore(trajectory)
+    trajectory.reward = score.value
+    trajectory.evidence = score.evidence
+    trajectory.metrics = dict(score.metrics)
+    for turn in trajectory.turns:
+        turn.reward = score.turns.get(turn.index)
+
+
+class _Episode:
+    """The state of one episode while it runs."""
+
+    def __init__(self, env: ToolEnv, policy: Policy, spec: EpisodeSpec, limits: Limits) -> None:
+        self.env = env
+        self.policy = policy
+        self.spec = spec
+        self.limits = limits
+        self.ledger = TokenLedger()
+        self.engine_s = 0.0
+        self.env_s = 0.0
+
+    async def run(self) -> StopReason:
+        observation, _ = await self.env.areset(seed=self.spec.task_seed, options={"split": self.spec.split})
+        renderer = self.policy.renderer
+        self.ledger.append_context(renderer.start(observation, self.env.toolbox.schemas()), turn=0)
+        for turn in range(self.limits.max_turns):
+            room, reason = self._room()
+            if room <= 0:
+                return reason
+            prompt_tokens = len(self.ledger)
+            generation = await self._generate(room, turn)
+            message = renderer.parse(generation.token_ids, generation.finish)
+            cut = generation.finish == "length" and room < self.limits.max_turn_tokens
+            if cut:
+                self._record_cut(message, generation, prompt_tokens, turn)
+                return reason
+            began = time.monotonic()
+            observation, _, terminated, truncated, info = await self.env.astep(message)
+            self.env_s += time.monotonic() - began
+            self._locate(self.env.trajectory.turns[-1], generation, prompt_tokens)
+            if terminated:
+                return StopReason.DONE
+            if truncated:
+                return StopReason(info.get("stop", StopReason.MAX_TURNS))
+            self.ledger.append_context(renderer.extend(generation.finish, observation), turn=turn + 1)
+        return StopReason.MAX_TURNS
+
+    def _room(self) -> tuple[int, StopReason]:
+        """Tokens that the next turn may sample, and why the episode ends where none are left."""
+        episode = self.limits.max_episode_tokens - len(self.ledger)
+        context = self.limits.context - len(self.ledger)
+        reason = StopReason.MAX_TOKENS if episode <= context else StopReason.CONTEXT_FULL
+        return min(self.limits.max_turn_tokens, episode, context), reason
+
+    async def _generate(self, room: int, turn: int) -> Generation:
+        policy = self.policy
+        sampling = Sampling(
+            max_tokens=room, temperature=policy.temperature, top_p=policy.top_p, top_k=policy.top_k,
+            stop_token_ids=policy.renderer.stop_token_ids, seed=derive(self.spec.seed, "turn", turn),
+        )
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self.limits.turn_timeout):
+                generation = await policy.engine.generate(self.ledger.ids(), sampling, self.spec.key)
+        except TimeoutError:
+            raise EngineError(f"no answer within {self.limits.turn_timeout:g} s (turn {turn})") from None
+        finally:
+            self.engine_s += time.monotonic() - began
+        if generation.finish == "abort":
+            raise EngineError(f"the request was aborted in turn {turn}")
+        self.ledger.append_sampled(generation.token_ids, generation.logprobs, generation.versions, turn)
+        return generation
+
+    def _locate(self, turn: Turn, generation: Generation, prompt_tokens: int) -> None:
+        turn.ledger, turn.end = 0, len(self.ledger) - 1
+        turn.prompt_tokens, turn.sampled_tokens = prompt_tokens, len(generation.token_ids)
+        turn.finish = generation.finish
+
+    def _record_cut(self, message: Message, generation: Generation, prompt_tokens: int, turn: int) -> None:
+        """A turn that the episode's budget cut: the environment does not answer it, the record keeps it."""
+        self.env.trajectory.messages.append(message)
+        self.env.trajectory.turns.append(Turn(index=turn, message=message))
+        self._locate(self.env.trajectory.turns[-1], generation, prompt_tokens)
+
+    def finish(self, stop: StopReason, error: str | None) -> Trajectory:
+        trajectory = self.env.trajectory
+        trajectory.ledgers = [self.ledger] if len(self.ledger) else []
+        trajectory.seed, trajectory.member = self.spec.seed, self.spec.member
+        trajectory.stop, trajectory.error = stop, error
+        trajectory.terminated = stop is StopReason.DONE
+        trajectory.truncated = not trajectory.terminated and not stop.infrastructure
+        trajectory.state = self.env.state() if not stop.infrastructure else None
+        trajectory.timings = {"engine_s": self.engine_s, "env_s": self.env_s}
+        return trajectory

@@ -1,0 +1,187 @@
+"""The group ledger: the one state machine of a run (staleness, replacement, resume).
+
+    PENDING -> RUNNING -> COMPLETE -> { TRAINED | FILTERED | STALE | FAILED }
+
+Every group that is not FILTERED, STALE or FAILED holds a slot; slot s is meant for update s // B (B
+groups an update). A group is admitted while the update that the next free slot belongs to is
+<= version + eta. A group that is filtered, stale or failed gives its slot back, so another takes its
+place: the schedule is the same whatever happens to single groups.
+
+The bound is hard at consumption: for every trained token, version_at_update - token_version <= eta.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from agentrl.trajectory import Group, Trajectory
+
+
+class GroupState(StrEnum):
+    """Where a group stands. The last four are final."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    COMPLETE = "complete"
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    STALE = "stale"
+    FAILED = "failed"
+
+
+_GAVE_BACK = (GroupState.FILTERED, GroupState.STALE, GroupState.FAILED)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One dispatched group. `born` is the version of the weights when it was admitted: a lower bound for
+    the version of each of its tokens."""
+
+    index: int
+    born: int
+    state: GroupState = GroupState.RUNNING
+    group: Group | None = None
+
+    @property
+    def oldest(self) -> int:
+        """The oldest weights that sampled one of its tokens (`born` while it still runs)."""
+        if self.group is None:
+            return self.born
+        versions = [
+            int(ledger.versions[ledger.sampled].min())
+            for trajectory in self.group.trajectories
+            for ledger in trajectory.ledgers
+            if ledger.sampled.any()
+        ]
+        return min(versions, default=self.born)
+
+
+class GroupLedger:
+    """Admission, selection and accounting of groups. Pure bookkeeping: it starts and awaits nothing."""
+
+    def __init__(self, groups_per_update: int, max_staleness: int) -> None:
+        self.groups_per_update = groups_per_update
+        self.max_staleness = max_staleness
+        self.version = 0
+        self._entries: dict[int, Entry] = {}
+        self._again: list[int] = []
+        self._next = 0
+        self._past: Counter[GroupState] = Counter()
+
+    # -- admission ---------------------------------------------------------------------------------
+
+    def admit(self) -> int | None:
+        """The index of a group to start now, or None while the staleness bound has no room for one."""
+        if self.slots_taken() // self.groups_per_update > self.version + self.max_staleness:
+            return None
+        if self._again:
+            index = self._again.pop(0)
+        else:
+            index, self._next = self._next, self._next + 1
+        self._entries[index] = Entry(index, born=self.version)
+        return index
+
+    def slots_taken(self) -> int:
+        """Groups that run, wait or were trained: all that gave no slot back."""
+        return self._past[GroupState.TRAINED] + len(self._entries)
+
+    # -- what happens to a group -------------------------------------------------------------------
+
+    def complete(self, group: Group) -> None:
+        """RUNNING -> COMPLETE: all members are back and enough of them survived."""
+        entry = self._running(group.index)
+        entry.group, entry.state = group, GroupState.COMPLETE
+
+    def drop(self, index: int, state: GroupState) -> None:
+        """To FILTERED, STALE or FAILED: the group leaves and gives its slot back."""
+        if state not in _GAVE_BACK:
+            raise ValueError(f"a group cannot be dropped as {state}")
+        if index not in self._entries:
+            raise ValueError(f"group {index} is not in the ledger")
+        del self._entries[index]
+        self._past[state] += 1
+
+    def _running(self, index: int) -> Entry:
+        entry = self._entries.get(index)
+        if entry is None or entry.state is not GroupState.RUNNING:
+            raise ValueError(f"group {index} is not running")
+        return entry
+
+    # -- selection ---------------------------------------------------------------------------------
+
+    def too_old(self) -> list[int]:
+        """Groups, running or complete, that can no longer be trained within the bound."""
+        return [e.index for e in self._entries.values() if self.version - e.oldest > self.max_staleness]
+
+    def must_wait_for(self) -> list[int]:
+        """Running groups that the next update would push over the bound: they belong into this one."""
+        return [
+            e.index for e in self._entries.values()
+            if e.state is GroupState.RUNNING and self.version + 1 - e.oldest > self.max_staleness
+        ]
+
+    def ready(self) -> list[Group] | None:
+        """The B groups of the next update, oldest weights first, then lowest index; None if too few."""
+        done = [e for e in self._entries.values() if e.state is GroupState.COMPLETE]
+        usable = [e for e in done if self.version - e.oldest <= self.max_staleness]
+        if len(usable) < self.groups_per_update:
+            return None
+        usable.sort(key=lambda entry: (entry.oldest, entry.index))
+        chosen = sorted(usable[: self.groups_per_update], key=lambda entry: entry.index)
+        return [entry.group for entry in chosen if entry.group is not None]
+
+    def train(self, groups: Iterable[Group]) -> None:
+        """COMPLETE -> TRAINED for the groups of one update, and the version goes up by one."""
+        for group in groups:
+            entry = self._entries.pop(group.index)
+            if entry.state is not GroupState.COMPLETE:
+                raise ValueError(f"group {group.index} is {entry.state}, not complete")
+            self._past[GroupState.TRAINED] += 1
+        self.version += 1
+
+    # -- accounting --------------------------------------------------------------------------------
+
+    def counts(self) -> dict[str, int]:
+        """Groups by state; the values sum to `dispatched`."""
+        now = Counter(entry.state for entry in self._entries.values())
+        return {state.value: now[state] + self._past[state] for state in GroupState} | {
+            GroupState.PENDING.value: len(self._again)
+        }
+
+    @property
+    def dispatched(self) -> int:
+        """Groups ever given an index (those to be run again after a resume count once)."""
+        return self._next
+
+    # -- checkpoint --------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the running groups' progress: those are pending again after a resume."""
+        running = [e.index for e in self._entries.values() if e.state is GroupState.RUNNING]
+        complete = [e for e in self._entries.values() if e.group is not None]
+        return {
+            "version": self.version,
+            "next": self._next,
+            "again": sorted([*self._again, *running]),
+            "past": {state.value: count for state, count in self._past.items()},
+            "complete": [
+                {"index": e.index, "born": e.born, "task_seed": e.group.task_seed,
+                 "trajectories": [t.to_json() for t in e.group.trajectories]}
+                for e in complete if e.group is not None
+            ],
+        }
+
+    def load_json(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `to_json`."""
+        self.version, self._next = state["version"], state["next"]
+        self._again = list(state["again"])
+        self._past = Counter({GroupState(name): count for name, count in state["past"].items()})
+        self._entries = {}
+        for row in state["complete"]:
+            members = [Trajectory.from_json(item) for item in row["trajectories"]]
+            group = Group(row["index"], row["task_seed"], members)
+            self._entries[group.index] = Entry(group.index, row["born"], GroupState.COMPLETE, group)
