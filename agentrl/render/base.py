@@ -33,3 +33,11 @@ class Renderer(ABC):
     def parse(self, token_ids: Sequence[int], finish: str) -> Message:
         """The assistant message that sampled ids spell. Malformed tool calls are kept as ToolCall with
         `arguments=None` and `error` set; never raises on any ids."""
+
+    @abstractmethod
+    def assistant(self, message: Message) -> list[int]:
+        """The inverse of `parse`: ids of an assistant turn as a policy would have sampled them, ending in
+        the stop token (for supervised training on scripted transcripts).
+
+        Raises RenderError where the message is not an assistant's.
+        """

@@ -20,8 +20,8 @@ def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     """Split an assistant turn into its prose and its calls.
 
     Returns the text outside the call blocks (stripped) and one `ToolCall` a block, with ids `call_0`,
-    `call_1` and so on. A block that is no valid call keeps its text in `raw`, has `arguments=None` and says why in
-    `error`. A string argument may itself contain the closing tag.
+    `call_1` and so on. A block that is no valid call keeps its text in `raw`, has `arguments=None` and says
+    why in `error`. A string argument may itself contain the closing tag.
     """
     prose: list[str] = []
     calls: list[ToolCall] = []

@@ -1,0 +1,106 @@
+"""Text to token ids with the template's markup and everybody else's text kept apart.
+
+A tokenizer turns the characters `<|im_end|>` into the control token wherever they stand, so a tool that
+prints them could end its own turn and forge another. Here only `Markup`, which renderers write
+themselves, may become an added token; a plain `str` is always encoded as ordinary text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer
+
+from agentrl.errors import ModelError, RenderError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Markup(str):
+    """Text of the template itself, in which the tokenizer's added tokens are recognized."""
+
+    __slots__ = ()
+
+
+class Codec:
+    """Encodes and decodes for one tokenizer (a `tokenizers`-backed one of transformers)."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises ModelError where the tokenizer has no `tokenizers` backend or spells a control token
+        out of ordinary text."""
+        if not tokenizer.is_fast:
+            raise ModelError(f"{type(tokenizer).__name__} has no `tokenizers` backend (no tokenizer.json)")
+        self._full: Tokenizer = tokenizer.backend_tokenizer
+        entries = self._full.get_added_tokens_decoder()
+        self.added = {entry.content: number for number, entry in entries.items()}
+        self._strip_after = {entry.content for entry in entries.values() if entry.rstrip}
+        self._strip_before = {entry.content for entry in entries.values() if entry.lstrip}
+        unknown = tokenizer.unk_token_id
+        self._forbidden = frozenset(entries) - ({unknown} if unknown is not None else set())
+        longest_first = sorted(self.added, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._plain = _without_added_tokens(self._full)
+        for content in self.added:
+            try:
+                self.encode(content)
+            except RenderError as problem:
+                raise ModelError(f"the tokenizer cannot spell {content!r} as ordinary text: {problem}") from None
+
+    def encode(self, *parts: str) -> list[int]:
+        """Ids of the joined parts. Ordinary text between two added tokens is encoded as one piece, as the
+        tokenizer itself would, whichever parts it came from."""
+        ids: list[int] = []
+        run: list[str] = []
+        strip = False
+        for part in parts:
+            for piece in self._pieces(part) if isinstance(part, Markup) else (part,):
+                if isinstance(piece, Markup):
+                    text = "".join(run)
+                    ids += self._ordinary(text.lstrip() if strip else text, piece in self._strip_before)
+                    ids.append(self.added[piece])
+                    run, strip = [], piece in self._strip_after
+                else:
+                    run.append(piece)
+        text = "".join(run)
+        return ids + self._ordinary(text.lstrip() if strip else text, False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text that ids spell, control tokens by their names; ids the tokenizer lacks are left out."""
+        return str(self._full.decode([i for i in ids if 0 <= i < 2**32], skip_special_tokens=False))
+
+    def _pieces(self, markup: Markup) -> list[str]:
+        pieces: list[str] = []
+        position = 0
+        for match in self._pattern.finditer(markup):
+            pieces += [str(markup[position : match.start()]), Markup(match.group())]
+            position = match.end()
+        return [*pieces, str(markup[position:])]
+
+    def _ordinary(self, text: str, strip: bool) -> list[int]:
+        text = text.rstrip() if strip else text
+        if not text:
+            return []
+        try:
+            ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        except UnicodeEncodeError:
+            ids = self._plain.encode(_without_surrogates(text), add_special_tokens=False).ids
+        if not self._forbidden.isdisjoint(ids):
+            raise RenderError(f"ordinary text became a control token: {text[:80]!r}")
+        return ids
+
+
+def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    spec = json.loads(tokenizer.to_str())
+    spec["added_tokens"] = []
+    spec["post_processor"] = None
+    spec["truncation"] = spec["padding"] = None
+    return Tokenizer.from_str(json.dumps(spec))
+
+
+def _without_surrogates(text: str) -> str:
+    """Lone surrogates become U+FFFD: they are no characters, and no tokenizer takes them."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
