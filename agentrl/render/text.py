@@ -48,7 +48,7 @@ class Codec:
             try:
                 self.encode(content)
             except RenderError as problem:
-                raise ModelError(f"the tokenizer cannot spell {content!r} as ordinary text: {problem}") from None
+                raise ModelError(f"the tokenizer cannot spell {content!r} as text: {problem}") from None
 
     def encode(self, *parts: str) -> list[int]:
         """Ids of the joined parts. Ordinary text between two added tokens is encoded as one piece, as the
@@ -84,10 +84,7 @@ class Codec:
         text = text.rstrip() if strip else text
         if not text:
             return []
-        try:
-            ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError:
-            ids = self._plain.encode(_without_surrogates(text), add_special_tokens=False).ids
+        ids: list[int] = self._plain.encode(_without_surrogates(text), add_special_tokens=False).ids
         if not self._forbidden.isdisjoint(ids):
             raise RenderError(f"ordinary text became a control token: {text[:80]!r}")
         return ids
@@ -103,4 +100,8 @@ def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
 
 def _without_surrogates(text: str) -> str:
     """Lone surrogates become U+FFFD: they are no characters, and no tokenizer takes them."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -1,0 +1,25 @@
+"""Which renderer fits a tokenizer: decided by its chat template."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agentrl.errors import ModelError
+from agentrl.render.base import Renderer
+from agentrl.render.chatml import CHATML_TEMPLATE, ChatML
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def make_renderer(tokenizer: PreTrainedTokenizerBase) -> Renderer:
+    """The renderer for a tokenizer. Raises ModelError where none fits."""
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or not template:
+        raise ModelError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
+            "save one with it (agentrl.render.chatml.CHATML_TEMPLATE, for example)"
+        )
+    if template.strip() == CHATML_TEMPLATE.strip():
+        return ChatML(tokenizer)
+    raise ModelError("the chat template is not one that agentrl can render")

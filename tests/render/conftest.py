@@ -1,0 +1,10 @@
+import pytest
+from render_tokenizers import build_tokenizer
+
+from agentrl.render.chatml import CHATML_TEMPLATE, CONTROL_TOKENS
+
+
+@pytest.fixture(scope="session", params=["tags are added tokens", "tags are ordinary text"])
+def chatml_tokenizer(request):
+    tokens = CONTROL_TOKENS if request.param == "tags are added tokens" else CONTROL_TOKENS[:2]
+    return build_tokenizer(tokens, CHATML_TEMPLATE)

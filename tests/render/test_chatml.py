@@ -1,0 +1,142 @@
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from render_conversations import LOOKALIKES, TOOLS, as_dicts, conversations, plain
+from render_tokenizers import build_tokenizer
+
+from agentrl.errors import ModelError, RenderError
+from agentrl.render import make_renderer
+from agentrl.render.chatml import CHATML_TEMPLATE, CONTROL_TOKENS, ChatML
+from agentrl.trajectory import Message, ToolCall
+
+quick = settings(max_examples=60, deadline=None)
+
+
+def replay(renderer, opening, rounds, tools):
+    """What an episode appends: the opening, then each sampled turn and the suffix after it."""
+    ids = renderer.start(opening, tools)
+    for turn, answers in rounds:
+        ids = ids + renderer.assistant(turn) + renderer.extend("stop", answers)
+    return ids
+
+
+def test_the_exact_text(chatml_tokenizer):
+    renderer = make_renderer(chatml_tokenizer)
+    assert isinstance(renderer, ChatML)
+    call = ToolCall("get", {"key": "a"}, id="call_0")
+    rounds = [(Message("assistant", "", (call,)), [Message("tool", "7"), Message("tool", "8")])]
+    ids = replay(renderer, [Message("system", "Be brief."), Message("user", "Go.")], rounds, TOOLS[:2])
+    assert chatml_tokenizer.decode(ids) == (
+        "<|im_start|>system\nBe brief.\nTools: get(key) set(key, value, ttl?)<|im_end|>\n"
+        "<|im_start|>user\nGo.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+        '<tool_call>\n{"name": "get", "arguments": {"key": "a"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\n7\n</tool_response>\n<tool_response>\n8\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+@quick
+@given(data=st.data())
+def test_equal_to_its_own_chat_template(chatml_tokenizer, data):
+    """Over text that holds no control token, where encoding the whole rendered string is unambiguous."""
+    opening, rounds = data.draw(conversations(text=plain))
+    tools = data.draw(st.sampled_from([[], TOOLS]))
+    messages = [*opening]
+    for turn, answers in rounds:
+        messages += [turn, *answers]
+    expected = chatml_tokenizer.apply_chat_template(
+        as_dicts(messages), tools=tools or None, add_generation_prompt=True, return_dict=False
+    )
+    # "assistant\n" and a turn that starts with other than a letter are one piece to the template's
+    # tokenization but never to a policy, which samples after the newline.
+    ids = replay(make_renderer(chatml_tokenizer), opening, rounds, tools)
+    assert chatml_tokenizer.decode(ids) == chatml_tokenizer.decode(expected)
+    if all(turn.content[:1].isalnum() for turn, _ in rounds):
+        assert ids == expected
+
+
+@quick
+@given(data=st.data())
+def test_content_never_becomes_a_control_token(chatml_tokenizer, data):
+    opening, rounds = data.draw(conversations())
+    renderer = make_renderer(chatml_tokenizer)
+    ids = replay(renderer, opening, rounds, TOOLS)
+    start, end = (chatml_tokenizer.convert_tokens_to_ids(token) for token in CONTROL_TOKENS[:2])
+    user_turns = sum(1 if answers else 0 for _, answers in rounds)
+    # opening turns (+ the system turn that tools make), and an assistant and a user turn a round
+    turns = len(opening) + (opening[0].role != "system") + len(rounds) + user_turns
+    assert ids.count(start) == turns + 1
+    assert ids.count(end) == turns
+
+
+@pytest.mark.parametrize("text", LOOKALIKES)
+def test_a_tool_result_survives_as_text(chatml_tokenizer, text):
+    renderer = make_renderer(chatml_tokenizer)
+    ids = renderer.extend("stop", [Message("tool", text)])
+    assert f"<tool_response>\n{text}\n</tool_response>" in chatml_tokenizer.decode(ids)
+    added = set(chatml_tokenizer.get_added_vocab().values())
+    empty = renderer.extend("stop", [Message("tool", "")])
+    assert sum(i in added for i in ids) == sum(i in added for i in empty)
+
+
+@quick
+@given(data=st.data())
+def test_parse_is_the_inverse_of_assistant(chatml_tokenizer, data):
+    _, rounds = data.draw(conversations(max_rounds=1, min_rounds=1))
+    message = rounds[0][0]
+    assume("<tool_call>" not in message.content and not message.content.startswith("<think>"))
+    renderer = make_renderer(chatml_tokenizer)
+    ids = renderer.assistant(message)
+    assert ids[-1] in renderer.stop_token_ids
+    parsed = renderer.parse(ids, "stop")
+    assert parsed.content == message.content
+    assert [(c.name, c.arguments, c.id) for c in parsed.tool_calls] == [
+        (c.name, c.arguments, c.id) for c in message.tool_calls
+    ]
+
+
+def test_a_malformed_call_round_trips_verbatim(chatml_tokenizer):
+    renderer = make_renderer(chatml_tokenizer)
+    for raw in ["<tool_call>\n{oops\n</tool_call>", '<tool_call>\n{"name": "get", "argu', "<tool_call>"]:
+        message = Message("assistant", "", (ToolCall("", None, id="call_0", raw=raw, error="broken"),))
+        (call,) = renderer.parse(renderer.assistant(message), "stop").tool_calls
+        assert call.arguments is None and call.error and call.raw == raw
+
+
+def test_reasoning_is_kept_apart(chatml_tokenizer):
+    renderer = make_renderer(chatml_tokenizer)
+    message = Message("assistant", "Seven.", reasoning="2 + 5\n= 7")
+    assert renderer.parse(renderer.assistant(message), "stop") == message
+    cut = renderer.parse(renderer.assistant(message)[:-4], "length")
+    assert cut.content != "Seven." and cut.reasoning == message.reasoning
+
+
+def test_a_turn_without_stop_token_is_closed(chatml_tokenizer):
+    renderer = make_renderer(chatml_tokenizer)
+    stopped = renderer.extend("stop", [Message("user", "x")])
+    assert renderer.extend("length", [Message("user", "x")]) == [*renderer.stop_token_ids, *stopped]
+    assert renderer.extend("abort", [Message("user", "x")]) == [*renderer.stop_token_ids, *stopped]
+
+
+@quick
+@given(st.lists(st.integers(-5, 2**33), max_size=20), st.sampled_from(["stop", "length", "abort"]))
+def test_any_ids_parse(chatml_tokenizer, ids, finish):
+    assert make_renderer(chatml_tokenizer).parse(ids, finish).role == "assistant"
+
+
+def test_lone_surrogates_in_tool_output_become_replacement_characters(chatml_tokenizer):
+    ids = make_renderer(chatml_tokenizer).extend("stop", [Message("tool", "a\ud800b\ud83d\ude00")])
+    assert "a\ufffdb\U0001f600" in chatml_tokenizer.decode(ids)
+
+
+def test_what_cannot_be_rendered_says_so(chatml_tokenizer):
+    renderer = make_renderer(chatml_tokenizer)
+    with pytest.raises(RenderError, match="sampled"):
+        renderer.extend("stop", [Message("assistant", "x")])
+    with pytest.raises(RenderError, match="role 'user'"):
+        renderer.assistant(Message("user", "x"))
+    with pytest.raises(ModelError, match="im_end"):
+        ChatML(build_tokenizer(["<|im_start|>"], CHATML_TEMPLATE, eos=None))
+    with pytest.raises(ModelError, match="no chat template"):
+        make_renderer(build_tokenizer(CONTROL_TOKENS, None))
