@@ -1,0 +1,152 @@
+"""Row operations on a batch: a TensorDict whose ragged columns are jagged nested tensors.
+
+All ragged columns of one batch share one offsets tensor, so that they can be combined element-wise.
+Every function here returns fresh storage: a slice of a nested tensor drags its whole storage along
+when it is pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+Rows = Sequence[int] | np.ndarray | torch.Tensor
+
+
+def jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """A nested tensor [N, ragged, ...] over `values` [T, ...] and `offsets` int64 [N + 1]; no copy."""
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+
+def is_ragged(value: Any) -> bool:
+    """True for a jagged nested tensor."""
+    return isinstance(value, torch.Tensor) and value.is_nested
+
+
+def ragged_column(batch: TensorDict) -> torch.Tensor | None:
+    """The first ragged column (the one that gives the batch its offsets), or None."""
+    return next((value for value in batch.values() if is_ragged(value)), None)
+
+
+def lengths(batch: TensorDict) -> torch.Tensor:
+    """Tokens of each row, int64 [N]; ones where the batch has no ragged column."""
+    column = ragged_column(batch)
+    if column is None:
+        return torch.ones(len(batch), dtype=torch.int64)
+    return column.offsets().diff()
+
+
+def row_index(rows: Rows) -> np.ndarray:
+    """Row numbers as int64 [K]."""
+    return np.asarray(rows, dtype=np.int64).reshape(-1)
+
+
+def token_runs(rows: np.ndarray, offsets: np.ndarray) -> list[tuple[int, int]]:
+    """The token spans [start, stop) that `rows` cover, in order, adjacent rows merged into one span."""
+    if len(rows) == 0:
+        return []
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    first = np.concatenate(([0], breaks))
+    last = np.concatenate((breaks, [len(rows)])) - 1
+    return list(zip(offsets[rows[first]].tolist(), offsets[rows[last] + 1].tolist(), strict=True))
+
+
+def gather_runs(values: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """The spans of `values` [T, ...], one after the other, in fresh storage."""
+    if not runs:
+        return values[:0].clone()
+    return torch.cat([values[start:stop] for start, stop in runs])
+
+
+def pick(values: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+    """Rows of a dense column in fresh storage."""
+    return values[torch.from_numpy(rows)]
+
+
+def select(batch: TensorDict, rows: Rows) -> TensorDict:
+    """The rows `rows` (any order, repeats allowed) of `batch`, with storage of their own.
+
+    Zero rows are legal and keep every column with its dtype. Raises IndexError for a row out of range.
+    """
+    index = row_index(rows)
+    if len(index) and (index.min() < 0 or index.max() >= len(batch)):
+        raise IndexError(f"row {int(index.min())}..{int(index.max())} asked of a batch of {len(batch)} rows")
+    column = ragged_column(batch)
+    offsets = None if column is None else column.offsets().numpy()
+    runs = [] if offsets is None else token_runs(index, offsets)
+    fresh = torch.zeros(len(index) + 1, dtype=torch.int64)
+    if offsets is not None:
+        torch.cumsum(torch.from_numpy(np.diff(offsets)[index]), 0, out=fresh[1:])
+    out: dict[str, Any] = {}
+    for key in batch.keys():
+        value = batch.get(key)
+        if is_ragged(value):
+            out[key] = jagged(gather_runs(value.values(), runs), fresh)
+        elif isinstance(value, torch.Tensor):
+            out[key] = pick(value, index)
+        else:
+            out[key] = _select_other(value, index)
+    return build(out, len(index))
+
+
+def _select_other(value: Any, rows: np.ndarray) -> Any:
+    """Rows of a per-sample non-tensor; a batch-wide one is passed on."""
+    if isinstance(value, NonTensorStack):
+        items = value.tolist()
+        return items_column([items[i] for i in rows.tolist()])
+    if isinstance(value, NonTensorData):
+        return wide(value.data, len(rows))
+    raise TypeError(f"a batch column holds tensors or non-tensors, not {type(value).__name__}")
+
+
+def items_column(items: Sequence[Any]) -> Any:
+    """A per-sample non-tensor column."""
+    if not items:
+        return NonTensorStack(stack_dim=0)
+    return NonTensorStack(*[NonTensorData(item) for item in items])
+
+
+def wide(value: Any, rows: int) -> NonTensorData:
+    """A batch-wide non-tensor value."""
+    return NonTensorData(value, batch_size=[rows])
+
+
+def build(columns: Mapping[str, Any], rows: int) -> TensorDict:
+    """A batch of `rows` rows; jagged columns must already share their offsets."""
+    return TensorDict(dict(columns), batch_size=[rows])
+
+
+def concat(batches: Sequence[TensorDict]) -> TensorDict:
+    """The rows of all batches, one after the other, with storage of their own.
+
+    Raises ValueError for an empty list and KeyError where the batches differ in their columns.
+    """
+    if not batches:
+        raise ValueError("concat needs at least one batch")
+    keys = list(batches[0].keys())
+    for other in batches[1:]:
+        if set(other.keys()) != set(keys):
+            raise KeyError(f"batches differ in columns: {sorted(keys)} against {sorted(other.keys())}")
+    rows = sum(len(batch) for batch in batches)
+    offsets = torch.zeros(rows + 1, dtype=torch.int64)
+    torch.cumsum(torch.cat([lengths(batch) for batch in batches]), 0, out=offsets[1:])
+    out: dict[str, Any] = {}
+    for key in keys:
+        values = [batch.get(key) for batch in batches]
+        if is_ragged(values[0]):
+            out[key] = jagged(torch.cat([value.values() for value in values]), offsets)
+        elif isinstance(values[0], torch.Tensor):
+            out[key] = torch.cat(values)
+        else:
+            out[key] = _concat_other(values, rows)
+    return build(out, rows)
+
+
+def _concat_other(values: Sequence[Any], rows: int) -> Any:
+    if isinstance(values[0], NonTensorData):
+        return wide(values[0].data, rows)
+    return items_column([item for value in values for item in value.tolist()])

@@ -1,0 +1,79 @@
+"""How the ranks of a group find each other for torch.distributed.
+
+Rank 0 binds a listening socket first and tells its port; the store later takes over that very socket.
+So the port cannot be lost to another process between choosing and using it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+from agentrl.errors import DispatchError
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where rank 0 listens."""
+
+    host: str
+    port: int
+
+
+class Listener:
+    """Rank 0's bound socket, held until the store takes it over."""
+
+    def __init__(self, host: str) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.bind(("", 0))
+        self._socket.listen(1024)
+        self.address = Rendezvous(host, int(self._socket.getsockname()[1]))
+
+    def detach(self) -> int:
+        """The socket's file descriptor; the store owns it from now on."""
+        return self._socket.detach()
+
+
+_listeners: dict[Rendezvous, Listener] = {}
+
+
+def listen(host: str) -> Rendezvous:
+    """Bind a free port in this (rank 0's) process, under the address that the other ranks see."""
+    listener = Listener(host)
+    _listeners[listener.address] = listener
+    return listener.address
+
+
+def join(where: Rendezvous | None, rank: int, world_size: int, backend: str | None, timeout: float) -> None:
+    """Create this process's default process group, or keep one that has the same rank and size.
+
+    Sets MASTER_ADDR and MASTER_PORT for libraries that read them. Raises DispatchError where another
+    group is there already, or where there is no rendezvous for more than one rank.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        there = (dist.get_rank(), dist.get_world_size())
+        if there != (rank, world_size):
+            raise DispatchError(f"this process is rank {there[0]} of {there[1]} already; it cannot be {rank} of {world_size}")
+        return
+    chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    span = timedelta(seconds=timeout)
+    if where is None:
+        if world_size != 1:
+            raise DispatchError(f"{world_size} ranks need backend 'ray': an inline group has no processes to join")
+        dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1, timeout=span)
+        return
+    os.environ.update(MASTER_ADDR=where.host, MASTER_PORT=str(where.port))
+    if rank == 0:
+        fd = _listeners.pop(where).detach()
+        store = dist.TCPStore(
+            where.host, where.port, world_size, is_master=True, wait_for_workers=False,
+            timeout=span, master_listen_fd=fd,
+        )
+    else:
+        store = dist.TCPStore(where.host, where.port, world_size, is_master=False, timeout=span)
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=span)
