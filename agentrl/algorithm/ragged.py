@@ -1,0 +1,92 @@
+"""Arithmetic on ragged rows kept flat: a column [T] and offsets int64 [N + 1]."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def row_ids(offsets: Tensor) -> Tensor:
+    """The row of each token, int64 [T]."""
+    rows = torch.arange(len(offsets) - 1, device=offsets.device)
+    return torch.repeat_interleave(rows, offsets.diff())
+
+
+def row_sum(column: Tensor, offsets: Tensor) -> Tensor:
+    """Sum of each row: [T] -> [N]; 0 for an empty row."""
+    zeros = torch.zeros(len(offsets) - 1, dtype=column.dtype, device=column.device)
+    return zeros.index_add(0, row_ids(offsets), column)
+
+
+def row_mean(column: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
+    """Mean over the masked tokens of each row: [T] -> [N]; 0 for a row without one."""
+    kept = torch.where(mask, column, torch.zeros_like(column))
+    return row_sum(kept, offsets) / row_sum(mask.to(column.dtype), offsets).clamp(min=1)
+
+
+def spread(rows: Tensor, offsets: Tensor) -> Tensor:
+    """A row's value on each of its tokens: [N] -> [T]."""
+    return rows[row_ids(offsets)]
+
+
+def on_mask(rows: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
+    """A row's value on its masked tokens, 0 elsewhere: [N] -> [T]."""
+    return spread(rows, offsets) * mask.to(rows.dtype)
+
+
+def whiten(column: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+    """Zero mean and unit (unbiased) variance over the masked tokens; 0 elsewhere.
+
+    One token, or none, has no variance: it is centred only.
+    """
+    kept = column[mask]
+    if kept.numel() == 0:
+        return torch.zeros_like(column)
+    scale = torch.rsqrt(kept.var(unbiased=True) + eps) if kept.numel() > 1 else kept.new_ones(())
+    return torch.where(mask, (column - kept.mean()) * scale, torch.zeros_like(column))
+
+
+def sampled_offsets(mask: Tensor, offsets: Tensor) -> Tensor:
+    """Offsets of the rows when only their masked tokens are kept, int64 [N + 1]."""
+    counts = row_sum(mask.to(torch.int64), offsets)
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def credit(token_rewards: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
+    """Move every reward to the sampled token that earned it: [T] -> [M], the masked tokens only.
+
+    A reward on a token that was not sampled goes to the last sampled token before it in its row (to the
+    row's first one where there is none before). A row without a sampled token keeps nothing.
+    """
+    compact = sampled_offsets(mask, offsets)
+    rows = row_ids(offsets)
+    position = mask.to(torch.int64).cumsum(0) - 1
+    position = torch.maximum(position, compact[:-1][rows])
+    trained = compact.diff()[rows] > 0
+    earned = torch.zeros(int(compact[-1]), dtype=token_rewards.dtype, device=token_rewards.device)
+    return earned.index_add(0, position[trained], token_rewards[trained])
+
+
+def discounted(column: Tensor, offsets: Tensor, factor: float) -> Tensor:
+    """y[t] = x[t] + factor * y[t + 1] within each row: [M] -> [M]."""
+    counts = offsets.diff()
+    width = int(counts.max()) if len(counts) else 0
+    if width == 0:
+        return column.clone()
+    rows = row_ids(offsets)
+    place = torch.arange(len(column), device=column.device) - offsets[:-1][rows]
+    padded = column.new_zeros(len(counts), width)
+    padded[rows, place] = column
+    out = torch.empty_like(padded)
+    carry = column.new_zeros(len(counts))
+    for step in range(width - 1, -1, -1):
+        carry = padded[:, step] + factor * carry
+        out[:, step] = carry
+    return out[rows, place]
+
+
+def expand(compact: Tensor, mask: Tensor) -> Tensor:
+    """Inverse of `column[mask]`: [M] -> [T], 0 where not sampled."""
+    full = torch.zeros(mask.shape, dtype=compact.dtype, device=compact.device)
+    full[mask] = compact
+    return full
