@@ -156,6 +156,7 @@ class TrainConfig(Frozen):
     seed: Annotated[int, Field(ge=0)] = 0
     steps: PositiveInt = 50
     stop_at_success: Fraction | None = None
+    trajectories_every: PositiveInt = 1
     engine: Literal["auto", "embedded", "vllm"] = "auto"
     env: EnvConfig
     model: ModelConfig = ModelConfig()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentrl.config import RolloutConfig
 from agentrl.env import ToolEnv
@@ -54,6 +54,10 @@ class Policy:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+
+    def at(self, temperature: float) -> Policy:
+        """The same policy at another temperature; 0 is greedy."""
+        return replace(self, temperature=temperature)
 
 
 async def run_episode(

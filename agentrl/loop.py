@@ -1,0 +1,120 @@
+"""The training loop, as a table of contents.
+
+    groups    <- collector.collect()          episodes under the group ledger        (rollout/)
+    batch     <- make_batch(groups)           one row a ledger, with advantages      (batch/, algorithm/)
+    metrics   <- actors.update(batch)         packed, balanced, global normalizers   (train/)
+    version+1 <- collector.trained(groups)    the ledger counts the update           (rollout/ledger)
+    engine    <- actors.export_weights()      published under the new version        (backends/)
+
+One loop for every staleness bound: with `rollout.max_staleness = 0` nothing runs while the actors
+update; above it the collector's episodes go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tensordict import TensorDict
+
+from agentrl.algorithm import AdvantageInput, advantages
+from agentrl.batch import collate, flat, with_column
+from agentrl.config import TrainConfig
+from agentrl.rollout.evaluate import evaluate, full_marks
+from agentrl.run.checkpoint import save_checkpoint
+from agentrl.run.interrupt import Interrupt
+from agentrl.run.recorder import Recorder
+from agentrl.run.session import Session
+from agentrl.train import Actor
+from agentrl.trajectory import Group
+
+
+async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt) -> None:
+    """Run updates until `steps`, an early stop or an interrupt; a checkpoint is left in each case."""
+    config, collector = session.config, session.collector
+    session.display.phase("train", config.steps, first=collector.ledger.version)
+    while collector.ledger.version < config.steps and not interrupt.requested:
+        clock = Clock()
+        groups = await collector.collect()
+        clock.lap("rollout_s")
+        batch = make_batch(groups, config)
+        clock.lap("batch_s")
+        update = await session.actors.arun(
+            Actor.update, batch, config.algorithm, step=collector.ledger.version, seed=config.seed
+        )
+        clock.lap("update_s")
+        collector.trained(groups)
+        await session.publish()
+        clock.lap("publish_s")
+        step = collector.ledger.version
+        success = record(session, recorder, step, groups, update, clock)
+        done = step >= config.steps or interrupt.requested
+        if config.eval.every and step % config.eval.every == 0 and not done:
+            success = await evaluate_now(session, recorder, "eval")
+            done = config.stop_at_success is not None and (success or 0.0) >= config.stop_at_success
+        if done or step % config.checkpoint.every == 0:
+            await save_checkpoint(session)
+        if done:
+            break
+
+
+async def evaluate_now(session: Session, recorder: Recorder, phase: str) -> float | None:
+    """Held-out success under the engine's current weights, recorded as `phase`."""
+    began = time.monotonic()
+    config = session.config
+    policy = session.policy.at(temperature=config.eval.temperature)
+    result = await evaluate(
+        session.env, policy, session.scorer, session.limits, tasks=config.eval.tasks, seed=config.seed,
+        max_episodes=config.rollout.max_episodes,
+    )
+    recorder.evaluation(phase, session.collector.ledger.version, result, time.monotonic() - began)
+    return result.success
+
+
+def make_batch(groups: list[Group], config: TrainConfig) -> TensorDict:
+    """Scored members as one TensorDict with token-level `advantages` (0 on tokens the policy did not sample)."""
+    batch = collate([t for group in groups for t in group.scored()],
+                    groups=[group.index for group in groups for _ in group.scored()])
+    given = AdvantageInput(
+        token_rewards=flat(batch, "rewards"), mask=flat(batch, "sampled"), offsets=batch["token_ids"].offsets(),
+        group=batch["group"], reward=batch["reward"], turns=flat(batch, "turns"),
+    )
+    choice = config.algorithm.advantage
+    return with_column(batch, "advantages", advantages(choice.name, choice.args)(given).advantages)
+
+
+def record(
+    session: Session, recorder: Recorder, step: int, groups: list[Group], update: dict[str, float], clock: Clock
+) -> float | None:
+    """One metrics row, the step's trajectories, and the display; returns the sampled success rate."""
+    members = [t for group in groups for t in group.trajectories]
+    scored = [t for t in members if t.reward is not None]
+    tokens = sum(t.sampled_tokens for t in members)
+    success = sum(full_marks(t) for t in scored) / len(scored)
+    reward = sum(t.reward for t in scored if t.reward is not None) / len(scored)
+    values: dict[str, Any] = {
+        "success": success, "reward": reward, "scored": len(scored), "unscored": len(members) - len(scored),
+        "tokens": tokens, "turns": sum(len(t.turns) for t in members) / len(members), **update,
+        **{f"groups/{state}": count for state, count in session.collector.ledger.counts().items()},
+        **{f"time/{name}": seconds for name, seconds in clock.laps.items()},
+    }
+    recorder.row("train", step, values)
+    if step % session.config.trajectories_every == 0 or step == session.config.steps:
+        session.folder.write_trajectories(f"step_{step:06d}", members)
+    session.display.step(step, {"success": success, "reward": reward,
+                                "tokens/s": tokens / max(clock.laps["rollout_s"], 1e-9)})
+    return success
+
+
+class Clock:
+    """Wall-clock seconds of the parts of a step."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        """End a part that began at the last lap."""
+        now = time.monotonic()
+        self.laps[name] = now - self._last
+        self._last = now

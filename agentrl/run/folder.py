@@ -1,0 +1,98 @@
+"""The run folder: everything a run leaves behind, each file whole at any moment.
+
+    config.toml        the resolved config          metrics.jsonl     one JSON object a row
+    summary.json       how it ended                 curve.png         the learning curve
+    trajectories/      *.jsonl, one episode a row   tensorboard/      events
+    checkpoints/       step_NNNNNN/                 log.txt           everything logged
+    model/ warm_start/ the initial and the warmed-up model
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from agentrl.config import TrainConfig, to_toml
+from agentrl.errors import ConfigError, ResourceError
+from agentrl.trajectory import Trajectory
+
+
+class RunFolder:
+    """Paths of a run and the only code that writes its plain files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.summary = path / "summary.json"
+        self.curve = path / "curve.png"
+        self.log = path / "log.txt"
+        self.trajectories = path / "trajectories"
+        self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
+        self.model = path / "model"
+        self.warm_start = path / "warm_start"
+
+    @classmethod
+    def create(cls, config: TrainConfig) -> RunFolder:
+        """A fresh folder `<out>/<name>`.
+
+        Raises ConfigError where a run of that name is there already: nothing is overwritten.
+        """
+        folder = cls(Path(config.out) / config.name)
+        if folder.path.exists() and any(folder.path.iterdir()):
+            raise ConfigError(
+                f"{folder.path}: there is a run of that name. Go on with it: agentrl train --resume {folder.path}; "
+                f"or take another name: name={config.name}-2; or start over: --overwrite"
+            )
+        try:
+            folder.trajectories.mkdir(parents=True)
+            atomic_write(folder.config, to_toml(config))
+        except OSError as error:
+            shutil.rmtree(folder.path, ignore_errors=True)
+            raise ResourceError(f"{folder.path}: the run folder cannot be written: {error}") from None
+        return folder
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        """Add a row to metrics.jsonl."""
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All whole rows of metrics.jsonl; a last row that a kill cut short is left out."""
+        if not self.metrics.exists():
+            return []
+        lines = self.metrics.read_text().split("\n")
+        return [json.loads(line) for line in lines[:-1] if line]
+
+    def rewind(self, step: int) -> None:
+        """Forget metrics rows beyond `step` (updates done), as a resume from that step does again."""
+        rows = [row for row in self.read_metrics() if row["step"] <= step and row["phase"] != "after"]
+        atomic_write(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def write_trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> None:
+        """Write `trajectories/<name>.jsonl` whole; an older file of that name is replaced."""
+        text = "".join(json.dumps(t.to_json()) + "\n" for t in trajectories)
+        atomic_write(self.trajectories / f"{name}.jsonl", text)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json."""
+        atomic_write(self.summary, json.dumps(summary, indent=2) + "\n")
+
+
+def atomic_write(path: Path, text: str) -> None:
+    """Write aside, fsync, rename: a reader or a kill sees the old file or the new one, never half of one."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with aside.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise

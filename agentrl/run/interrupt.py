@@ -1,0 +1,29 @@
+"""Ctrl-C: once asks, twice insists."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+
+class Interrupt:
+    """Set by the first SIGINT or SIGTERM; the loop looks at it between steps. A second one cancels."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.requested = False
+        self._say = say
+        self._task: asyncio.Task[object] | None = None
+
+    def install(self) -> None:
+        """Take over SIGINT and SIGTERM for the running event loop."""
+        self._task = asyncio.current_task()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self.requested and self._task is not None:
+            self._task.cancel()
+            return
+        self.requested = True
+        self._say("interrupted: finishing the step and writing a checkpoint (Ctrl-C again stops at once)")

@@ -1,0 +1,158 @@
+"""A run from start to summary: phases, Ctrl-C, lost workers, and what is said at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.config import TrainConfig
+from agentrl.errors import AgentrlError, WorkerDiedError
+from agentrl.loop import evaluate_now, train_loop
+from agentrl.run.checkpoint import load_checkpoint, save_checkpoint
+from agentrl.run.curve import draw_curve
+from agentrl.run.display import Display
+from agentrl.run.folder import RunFolder
+from agentrl.run.interrupt import Interrupt
+from agentrl.run.recorder import Recorder
+from agentrl.run.session import Session, check, open_session
+from agentrl.run.sft import warm_start
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run stands; becomes summary.json."""
+
+    status: str = "failed"
+    error: str | None = None
+    restarts: int = 0
+    engine: str = ""
+    began: float = field(default_factory=time.monotonic)
+
+
+def train(config: TrainConfig, folder: RunFolder, *, resumed: bool) -> int:
+    """Run `config` in `folder`. Returns the exit code: 0 done, 1 failed, 130 interrupted.
+
+    Raises UserError for what the user can mend. The summary is written in every case.
+    """
+    _log_to(folder)
+    outcome = Outcome()
+    with Display() as display, Recorder(folder, display) as recorder:
+        display.say(f"agentrl train: {folder.path} ({'resumed' if resumed else 'new'})")
+        try:
+            asyncio.run(_train(config, folder, display, recorder, outcome))
+        except asyncio.CancelledError:
+            outcome.status = "interrupted"
+        except AgentrlError as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+            raise
+        except BaseException as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+            log.exception("the run failed")
+            raise
+        finally:
+            _finish(config, folder, outcome)
+        _say_end(display, folder, outcome)
+    return {"done": 0, "interrupted": 130}.get(outcome.status, 1)
+
+
+async def _train(
+    config: TrainConfig, folder: RunFolder, display: Display, recorder: Recorder, outcome: Outcome
+) -> None:
+    interrupt = Interrupt(display.say)
+    interrupt.install()
+    while True:
+        try:
+            await _attempt(config, folder, display, recorder, outcome, interrupt)
+            return
+        except WorkerDiedError as error:
+            outcome.restarts += 1
+            if outcome.restarts > config.cluster.max_restarts:
+                raise
+            display.say(f"{error}; restarting from the newest checkpoint "
+                        f"({outcome.restarts} of {config.cluster.max_restarts})")
+
+
+async def _attempt(
+    config: TrainConfig, folder: RunFolder, display: Display, recorder: Recorder, outcome: Outcome,
+    interrupt: Interrupt,
+) -> None:
+    session = await open_session(config, folder, display)
+    outcome.engine = session.engine_name
+    try:
+        await _phases(session, recorder, outcome, interrupt)
+    finally:
+        await session.close()
+
+
+async def _phases(session: Session, recorder: Recorder, outcome: Outcome, interrupt: Interrupt) -> None:
+    config, folder = session.config, session.folder
+    outcome.status = "interrupted"
+    if config.sft is not None and not (folder.warm_start / "config.json").is_file():
+        await warm_start(session, recorder, interrupt)
+        if interrupt.requested:
+            return
+    if await load_checkpoint(session):
+        await session.publish()
+    else:
+        folder.rewind(-1)
+        await session.publish()
+        await evaluate_now(session, recorder, "before")
+        await save_checkpoint(session)
+    await train_loop(session, recorder, interrupt)
+    if session.collector.ledger.version >= config.steps or not interrupt.requested:
+        await evaluate_now(session, recorder, "after")
+        outcome.status = "done"
+
+
+def _finish(config: TrainConfig, folder: RunFolder, outcome: Outcome) -> None:
+    if outcome.error is not None:
+        outcome.status = "failed"
+    rows = folder.read_metrics()
+    draw_curve(rows, folder.curve, f"{config.name}: {config.env.id}")
+    folder.write_summary(_summary(config, rows, outcome))
+
+
+def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: Outcome) -> dict[str, Any]:
+    def success(phase: str) -> float | None:
+        found = [row["success"] for row in rows if row["phase"] == phase]
+        return found[-1] if found else None
+
+    updates = [row for row in rows if row["phase"] == "train"]
+    seconds = time.monotonic() - outcome.began
+    return {
+        "name": config.name, "status": outcome.status, "error": outcome.error, "engine": outcome.engine,
+        "seed": config.seed, "steps": updates[-1]["step"] if updates else 0,
+        "success_before": success("before"), "success_after": success("after"),
+        "tokens": sum(row["tokens"] for row in updates), "seconds": round(seconds, 1), "restarts": outcome.restarts,
+    }
+
+
+def _say_end(display: Display, folder: RunFolder, outcome: Outcome) -> None:
+    if outcome.status == "interrupted":
+        display.say(f"interrupted. Go on with: agentrl train --resume {folder.path}")
+        return
+    rows = folder.read_metrics()
+    summary = {row["phase"]: row["success"] for row in rows if row["phase"] in ("before", "after")}
+    display.say("")
+    display.say(f"success on held-out tasks   before {_percent(summary.get('before'))}   after {_percent(summary.get('after'))}")
+    display.say(f"run folder                  {folder.path}  (curve.png, metrics.jsonl, trajectories/, checkpoints/)")
+    display.say(f"look at it                  tensorboard --logdir {folder.path}/tensorboard")
+    display.say("try next                    agentrl train configs/quickstart.toml name=harder env.params.calls='[2, 6]'")
+    display.say("                            agentrl env list;  agentrl env new MyEnv")
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _log_to(folder: RunFolder) -> None:
+    handler = logging.FileHandler(folder.log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("agentrl")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)

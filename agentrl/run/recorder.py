@@ -1,0 +1,52 @@
+"""Metrics of a run: one row to metrics.jsonl, TensorBoard and the display."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from agentrl.rollout.evaluate import Evaluation
+from agentrl.run.display import Display
+from agentrl.run.folder import RunFolder
+
+
+class Recorder:
+    """Writes rows `{"step": updates done, "phase": ..., ...}`; keys under `time/` are wall-clock seconds."""
+
+    def __init__(self, folder: RunFolder, display: Display) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self.folder, self.display = folder, display
+        self._events = SummaryWriter(str(folder.tensorboard))
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._events.close()
+
+    def row(self, phase: str, step: int, values: Mapping[str, Any]) -> None:
+        """Record one row."""
+        self.folder.append_metrics({"step": step, "phase": phase, **values})
+        for key, value in values.items():
+            if isinstance(value, (int, float)):
+                self._events.add_scalar(f"{phase}/{key}", value, step)
+        self._events.flush()
+
+    def evaluation(self, phase: str, step: int, result: Evaluation, seconds: float) -> None:
+        """Record a held-out evaluation with its trajectories."""
+        values = {
+            "success": result.success, "reward": result.reward, "scored": result.scored, "unscored": result.unscored,
+            **{f"stop/{name}": count for name, count in sorted(result.stops.items())}, "time/eval_s": seconds,
+        }
+        self.row(phase, step, values)
+        self.folder.write_trajectories(f"{phase}_{step:06d}", result.trajectories)
+        self.display.say(f"[{phase}] held-out success {_percent(result.success)} over {result.scored} tasks"
+                         + (f" ({result.unscored} unscored)" if result.unscored else ""))
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"

@@ -1,0 +1,120 @@
+"""The live parts of a run, joined: environment, scorer, renderer, engine, actors, collector."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.algorithm import advantages, policy_loss
+from agentrl.backends import make_engine, resolve_engine
+from agentrl.catalog import EnvRef, find_reward
+from agentrl.cluster import WorkerGroup, launch, start_ray, stop_ray
+from agentrl.config import TrainConfig
+from agentrl.errors import ConfigError
+from agentrl.render import make_renderer
+from agentrl.reward import Scorer, compile_spec, load_spec
+from agentrl.rollout.collect import Collector
+from agentrl.rollout.engine import Engine
+from agentrl.rollout.episode import Limits, Policy
+from agentrl.run.display import Display
+from agentrl.run.folder import RunFolder
+from agentrl.train import Actor, init_model, load_tokenizer, model_context
+
+log = logging.getLogger(__name__)
+
+
+def build_scorer(config: TrainConfig, env: EnvRef) -> Scorer:
+    """The compiled reward spec of a run: `env.reward`, or the environment's own."""
+    name = config.env.reward or env.default_reward()
+    return compile_spec(load_spec(find_reward(name)))
+
+
+def check(config: TrainConfig) -> None:
+    """Everything that can be wrong before a folder is made or a process started, with a UserError each."""
+    env = EnvRef(config.env.id, config.env.params)
+    env.build().close()
+    build_scorer(config, env)
+    advantages(config.algorithm.advantage.name, config.algorithm.advantage.args)
+    policy_loss(config.algorithm.loss.name, config.algorithm.loss.args)
+    if (config.model.path is None) == (config.model.init is None):
+        raise ConfigError("model: set one of model.path (a folder or hub name) and [model.init] (build a tiny one)")
+    if config.model.path is not None:
+        load_tokenizer(config.model.path)
+    resolve_engine(config.engine)
+
+
+@dataclass(slots=True)
+class Session:
+    """What a loop needs, opened by `open_session` and closed whatever happens."""
+
+    config: TrainConfig
+    folder: RunFolder
+    display: Display
+    env: EnvRef
+    scorer: Scorer
+    policy: Policy
+    limits: Limits
+    engine: Engine
+    actors: WorkerGroup
+    collector: Collector
+    engine_name: str
+
+    async def publish(self) -> None:
+        """Weights of the actors to the engine, under the ledger's version."""
+        buckets = await self.actors.arun(Actor.export_weights)
+        await self.collector.publish(buckets)
+
+    async def close(self) -> None:
+        """Stop episodes, engine and workers, in this order."""
+        await self.collector.close()
+        await self.engine.close()
+        self.actors.close()
+        if self.config.cluster.backend == "ray" or self.engine_name == "vllm":
+            stop_ray()
+
+
+def model_folder(config: TrainConfig, folder: RunFolder) -> str:
+    """The model that a session starts from: the warmed-up one, the given one, or a newly built one."""
+    if (folder.warm_start / "config.json").is_file():
+        return str(folder.warm_start)
+    if config.model.path is not None:
+        return config.model.path
+    assert config.model.init is not None
+    if not (folder.model / "config.json").is_file():
+        init_model(config.model.init, folder.model, config.seed)
+    return str(folder.model)
+
+
+async def open_session(config: TrainConfig, folder: RunFolder, display: Display) -> Session:
+    """Start every part. What was started is closed again if a later part fails."""
+    path = model_folder(config, folder)
+    engine_name = resolve_engine(config.engine)
+    display.phase("start", 1)
+    if config.cluster.backend == "ray" or engine_name == "vllm":
+        start_ray(config.cluster)
+    tokenizer = load_tokenizer(path)
+    renderer = make_renderer(tokenizer)
+    env = EnvRef(config.env.id, config.env.params)
+    scorer = build_scorer(config, env)
+    actors = launch(Actor, backend=config.cluster.backend, world_size=config.cluster.actors, name="actor",
+                    startup_timeout=config.cluster.startup_timeout)
+    engine = make_engine(engine_name, path, config)
+    try:
+        await actors.arun(Actor.init_model, path, config.model, config.optim)
+        await engine.start()
+    except BaseException:
+        await engine.close()
+        actors.close()
+        raise
+    rollout = config.rollout
+    policy = Policy(engine, renderer, rollout.temperature, rollout.top_p, rollout.top_k)
+    context = model_context(path)
+    collector = Collector(env, policy, scorer, rollout, context=context, seed=config.seed)
+    limits = Limits.of(rollout, context)
+    return Session(config, folder, display, env, scorer, policy, limits, engine, actors, collector, engine_name)
+
+
+def checkpoint_root(folder: RunFolder) -> Path:
+    """Where checkpoints of a run lie."""
+    return folder.checkpoints

@@ -1,0 +1,60 @@
+"""The warm-start phase of a run: supervised steps until the gate opens, then the model is written down."""
+
+from __future__ import annotations
+
+from agentrl.batch import collate
+from agentrl.catalog import EnvRef
+from agentrl.errors import AgentrlError
+from agentrl.rollout.evaluate import evaluate
+from agentrl.run.interrupt import Interrupt
+from agentrl.run.recorder import Recorder
+from agentrl.run.session import Session
+from agentrl.train import Actor
+from agentrl.warm_start import Transcripts
+
+STEPS_A_CALL = 10
+
+
+async def warm_start(session: Session, recorder: Recorder, interrupt: Interrupt) -> None:
+    """Train on teacher transcripts until greedy success on the gate's tasks reaches `sft.gate`.
+
+    Raises AgentrlError where `sft.max_steps` are done and the gate is still shut.
+    """
+    config = session.config.sft
+    assert config is not None
+    source = Transcripts(session.env, session.policy.renderer, config.teacher, session.config.seed)
+    await session.actors.arun(Actor.begin_sft, config)
+    session.display.phase("warm start", config.max_steps)
+    step, success = 0, None
+    while step < config.max_steps and not interrupt.requested:
+        rows = await source.take(step * config.batch, STEPS_A_CALL * config.batch)
+        metrics = await session.actors.arun(Actor.sft_steps, collate(list(rows)), STEPS_A_CALL)
+        step += STEPS_A_CALL
+        session.display.step(step, {"loss": metrics["loss"], "gate": success})
+        recorder.row("sft", step, metrics)
+        if step >= config.min_steps and step % config.gate_every == 0:
+            success = await _gate(session)
+            recorder.row("gate", step, {"success": success})
+            if success >= config.gate:
+                break
+    if interrupt.requested:
+        return
+    if success is None or success < config.gate:
+        raise AgentrlError(
+            f"the warm start did not open its gate: greedy success {success} < sft.gate={config.gate} after {step} steps; "
+            "raise sft.max_steps, try another seed, or lower sft.gate"
+        )
+    await session.actors.arun(Actor.end_sft, str(session.folder.warm_start))
+
+
+async def _gate(session: Session) -> float:
+    config = session.config.sft
+    assert config is not None
+    buckets = await session.actors.arun(Actor.export_weights)
+    await session.collector.publish(buckets)
+    env = EnvRef(session.env.id, {**session.env.params, **config.gate_params})
+    result = await evaluate(
+        env, session.policy.at(temperature=0.0), session.scorer, session.limits, tasks=config.gate_tasks,
+        seed=session.config.seed, max_episodes=session.config.rollout.max_episodes, split="train",
+    )
+    return result.success or 0.0

@@ -1,0 +1,59 @@
+"""The supervised warm start: transcripts of a scripted teacher, until a gate on held-out tasks opens.
+
+A fixed number of steps is not enough: where copying from the prompt has not formed yet, RL does not
+create it (measured; see docs/quickstart.md). So the warm start goes on until greedy success on easy
+held-out tasks reaches `sft.gate`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from agentrl.catalog import EnvRef
+from agentrl.env import ToolEnv
+from agentrl.errors import ConfigError
+from agentrl.render.base import Renderer
+from agentrl.rollout.seeds import derive
+from agentrl.trajectory import StopReason, TokenLedger, Trajectory
+
+
+async def transcript(env: ToolEnv, renderer: Renderer, seed: int, teacher: dict[str, Any]) -> Trajectory:
+    """One episode of the environment's teacher, in exactly the tokens that a policy would have sampled.
+
+    `sampled` marks the teacher's tokens (logprob 0, version 0). The episode is not scored.
+    """
+    observation, _ = await env.areset(seed=seed, options={"split": "train"})
+    policy = env.teacher(env.trajectory.task, random.Random(seed), **teacher)
+    ledger = TokenLedger()
+    ledger.append_context(renderer.start(observation, env.toolbox.schemas()), turn=0)
+    turn = 0
+    while (message := policy.act(observation)) is not None:
+        ids = renderer.assistant(message)
+        ledger.append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn)
+        observation, _, terminated, truncated, _ = await env.astep(renderer.parse(ids, "stop"))
+        if terminated or truncated:
+            break
+        turn += 1
+        ledger.append_context(renderer.extend("stop", observation), turn)
+    await env.aclose()
+    trajectory = env.trajectory
+    trajectory.ledgers, trajectory.stop = [ledger], StopReason.DONE
+    return trajectory
+
+
+class Transcripts:
+    """An endless, seeded source of teacher transcripts: number i is the same in every run of a seed."""
+
+    def __init__(self, env: EnvRef, renderer: Renderer, teacher: dict[str, Any], seed: int) -> None:
+        self.env, self.renderer, self.teacher, self.seed = env, renderer, teacher, seed
+
+    async def take(self, first: int, count: int) -> Sequence[Trajectory]:
+        """Transcripts `first` .. `first + count - 1`. Raises ConfigError where there is no teacher."""
+        if type(self.env.build()).teacher is ToolEnv.teacher:
+            raise ConfigError(f"env.id: {self.env.id} has no scripted teacher, so [sft] cannot warm a model up on it")
+        return [
+            await transcript(self.env.build(), self.renderer, derive(self.seed, "sft", index), self.teacher)
+            for index in range(first, first + count)
+        ]

@@ -1,0 +1,96 @@
+"""The group ledger's invariants under random finishes, filters, failures and updates."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.rollout.ledger import GroupLedger, GroupState
+from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
+
+
+def group_of(index: int, versions: list[int]) -> Group:
+    ledger = TokenLedger()
+    ledger.append_context([1, 2], 0)
+    ledger.append_sampled(list(range(len(versions))), [0.0] * len(versions), versions, 0)
+    trajectory = Trajectory("x", Task("t", 0), ledgers=[ledger], reward=1.0)
+    return Group(index, index, [trajectory])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 3), st.data())
+def test_random_schedules_keep_the_invariants(batch: int, eta: int, data: st.DataObject) -> None:
+    ledger = GroupLedger(batch, eta)
+    born: dict[int, int] = {}
+    trained: list[int] = []
+    for _ in range(data.draw(st.integers(1, 60))):
+        while (index := ledger.admit()) is not None:
+            assert index not in born or index not in trained
+            born[index] = ledger.version
+        for index in ledger.too_old():
+            ledger.drop(index, GroupState.STALE)
+            born.pop(index)
+        assert sum(ledger.counts().values()) == ledger.dispatched
+        assert ledger.slots_taken() <= (ledger.version + eta + 1) * batch
+        running = [e.index for e in ledger._entries.values() if e.state is GroupState.RUNNING]
+        if running:
+            index = data.draw(st.sampled_from(running))
+            fate = data.draw(st.sampled_from(["complete", "complete", "filtered", "failed"]))
+            if fate == "complete":
+                # A partial rollout may span every version since it was admitted.
+                spread = [data.draw(st.integers(born[index], ledger.version)) for _ in range(3)]
+                ledger.complete(group_of(index, spread))
+            else:
+                ledger.drop(index, GroupState(fate))
+        ready = ledger.ready()
+        if ready is not None and not ledger.must_wait_for():
+            assert len(ready) == batch
+            for group in ready:
+                oldest = min(int(v) for t in group.trajectories for x in t.ledgers for v in x.versions if v >= 0)
+                assert ledger.version - oldest <= eta
+                assert group.index not in trained
+            trained += [group.index for group in ready]
+            ledger.train(ready)
+        # The ledger can be written down and read back at any moment; running groups become pending.
+        copy = GroupLedger(batch, eta)
+        copy.load_json(json.loads(json.dumps(ledger.to_json())))
+        assert copy.dispatched == ledger.dispatched
+        assert sum(copy.counts().values()) == copy.dispatched
+    # Something is always admissible, running or ready: no deadlock.
+    assert ledger.admit() is not None or ledger._entries
+
+
+def test_synchronous_schedule_is_the_plain_loop() -> None:
+    ledger = GroupLedger(3, 0)
+    for update in range(4):
+        admitted = [ledger.admit() for _ in range(3)]
+        assert admitted == [3 * update, 3 * update + 1, 3 * update + 2]
+        assert ledger.admit() is None
+        for index in reversed(admitted):
+            assert ledger.ready() is None
+            ledger.complete(group_of(index, [update]))
+        groups = ledger.ready()
+        assert [group.index for group in groups] == admitted
+        ledger.train(groups)
+
+
+def test_a_group_that_would_go_stale_is_waited_for() -> None:
+    ledger = GroupLedger(1, 1)
+    assert [ledger.admit(), ledger.admit(), ledger.admit()] == [0, 1, None]
+    ledger.complete(group_of(1, [0]))
+    assert ledger.must_wait_for() == []  # group 0 may still be trained in the next update
+    ledger.train(ledger.ready())
+    assert ledger.admit() == 2
+    ledger.complete(group_of(2, [1]))
+    assert ledger.must_wait_for() == [0]  # born at 0: this update is the last that may train it
+
+
+def test_filtered_groups_are_replaced() -> None:
+    ledger = GroupLedger(2, 0)
+    assert [ledger.admit(), ledger.admit(), ledger.admit()] == [0, 1, None]
+    ledger.drop(0, GroupState.FILTERED)
+    assert ledger.admit() == 2
+    assert ledger.admit() is None
+    assert ledger.counts()["filtered"] == 1
