@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from pathlib import Path
 
+from agentrl.cli.configs import find_config_file
 from agentrl.config import TrainConfig, load_config
-from agentrl.errors import CatalogError, ConfigError
+from agentrl.errors import ConfigError
 
 EPILOG = """examples:
   agentrl train configs/quickstart.toml
@@ -36,41 +36,25 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
     config, resume = _config(args)
+    from agentrl.cli.configs import open_folder
+    from agentrl.run.folder import RunFolder
+    from agentrl.run.main import execute
     from agentrl.run.preflight import preflight
+    from agentrl.run.session import check
 
     preflight(config)
-    from agentrl.run.folder import RunFolder
-    from agentrl.run.main import train
-
-    if resume is not None:
-        return train(config, RunFolder(resume), resumed=True)
-    target = Path(config.out) / config.name
-    if args.overwrite and (target / "config.toml").is_file():
-        shutil.rmtree(target)
-    return train(config, RunFolder.create(config), resumed=False)
+    check(config)
+    folder = RunFolder(resume) if resume is not None else open_folder(config, overwrite=args.overwrite)
+    return execute(config, folder, resumed=resume is not None)
 
 
 def _config(args: argparse.Namespace) -> tuple[TrainConfig, Path | None]:
     if args.resume is None:
         if args.config is None:
             raise ConfigError("a config is needed, for example: agentrl train configs/quickstart.toml")
-        return load_config(_find(args.config), args.overrides), None
+        return load_config(find_config_file(args.config), args.overrides), None
     folder = Path(args.resume)
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder}: not a run folder (it has no config.toml)")
     overrides = [text for text in (args.config, *args.overrides) if text is not None]
     return load_config(folder / "config.toml", overrides), folder
-
-
-def _find(name: str) -> Path:
-    path = Path(name)
-    if path.suffix == ".toml" and path.exists():
-        return path
-    from agentrl.catalog import find_config
-
-    try:
-        return Path(find_config(name))
-    except CatalogError:
-        if path.suffix == ".toml":
-            return path  # load_config says which file is missing and what is near it
-        raise

@@ -17,7 +17,7 @@ from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.recorder import Recorder
-from agentrl.run.session import Session, check, open_session
+from agentrl.run.session import Session, open_session
 from agentrl.run.sft import warm_start
 
 log = logging.getLogger(__name__)
@@ -31,16 +31,17 @@ class Outcome:
     error: str | None = None
     restarts: int = 0
     engine: str = ""
+    only_warm_start: bool = False
     began: float = field(default_factory=time.monotonic)
 
 
-def train(config: TrainConfig, folder: RunFolder, *, resumed: bool) -> int:
-    """Run `config` in `folder`. Returns the exit code: 0 done, 1 failed, 130 interrupted.
+def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_start: bool = False) -> int:
+    """Run `config` in `folder`: all phases, or the warm start alone. Returns the exit code: 0 done, 1 failed, 130 interrupted.
 
     Raises UserError for what the user can mend. The summary is written in every case.
     """
     _log_to(folder)
-    outcome = Outcome()
+    outcome = Outcome(only_warm_start=only_warm_start)
     with Display() as display, Recorder(folder, display) as recorder:
         display.say(f"agentrl train: {folder.path} ({'resumed' if resumed else 'new'})")
         try:
@@ -96,6 +97,9 @@ async def _phases(session: Session, recorder: Recorder, outcome: Outcome, interr
         await warm_start(session, recorder, interrupt)
         if interrupt.requested:
             return
+    if outcome.only_warm_start:
+        outcome.status = "done"
+        return
     if await load_checkpoint(session):
         await session.publish()
     else:
@@ -135,6 +139,9 @@ def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: Outcome) 
 def _say_end(display: Display, folder: RunFolder, outcome: Outcome) -> None:
     if outcome.status == "interrupted":
         display.say(f"interrupted. Go on with: agentrl train --resume {folder.path}")
+        return
+    if outcome.only_warm_start:
+        display.say(f"the warmed-up model is in {folder.warm_start}")
         return
     rows = folder.read_metrics()
     summary = {row["phase"]: row["success"] for row in rows if row["phase"] in ("before", "after")}

@@ -115,6 +115,3 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
     return Session(config, folder, display, env, scorer, policy, limits, engine, actors, collector, engine_name)
 
 
-def checkpoint_root(folder: RunFolder) -> Path:
-    """Where checkpoints of a run lie."""
-    return folder.checkpoints

