@@ -25,7 +25,7 @@ from agentrl.run.checkpoint import save_checkpoint
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.recorder import Recorder
 from agentrl.run.session import Session
-from agentrl.train import Actor
+from agentrl.train.actor import Actor
 from agentrl.trajectory import Group
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from agentrl.config import RolloutConfig
 from agentrl.env import ToolEnv
-from agentrl.errors import EngineError, EnvError
+from agentrl.errors import AgentrlError, EngineError, EnvError, ToolTimeoutError
 from agentrl.render.base import Renderer
 from agentrl.reward import Scorer
 from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.rollout.seeds import derive
-from agentrl.trajectory import Message, StopReason, TokenLedger, Trajectory, Turn
+from agentrl.trajectory import Message, StopReason, Task, TokenLedger, Trajectory, Turn
+
+log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +83,16 @@ async def run_episode(
             stop = await episode.run()
     except EngineError as fault:
         stop, error = StopReason.ENGINE_ERROR, str(fault)
+    except ToolTimeoutError as fault:
+        stop, error = StopReason.TOOL_TIMEOUT, str(fault)
     except EnvError as fault:
         stop, error = StopReason.ENV_ERROR, str(fault)
     except TimeoutError:
         stop, error = StopReason.EPISODE_TIMEOUT, f"no end within {limits.episode_timeout:g} s"
-    finally:
+    except BaseException:
         await env.aclose()
-    trajectory = episode.finish(stop, error)
+        raise
+    trajectory = await episode.end(stop, error)
     trajectory.timings["episode_s"] = time.monotonic() - started
     await _score(trajectory, scorer)
     return trajectory
@@ -107,11 +116,15 @@ class _Episode:
         self.spec = spec
         self.limits = limits
         self.ledger = TokenLedger()
+        self.record: Trajectory | None = None
         self.engine_s = 0.0
         self.env_s = 0.0
 
     async def run(self) -> StopReason:
-        observation, _ = await self.env.areset(seed=self.spec.task_seed, options={"split": self.spec.split})
+        observation, _ = await self._env(
+            self.env.areset(seed=self.spec.task_seed, options={"split": self.spec.split})
+        )
+        self.record = record = self.env.trajectory
         renderer = self.policy.renderer
         self.ledger.append_context(renderer.start(observation, self.env.toolbox.schemas()), turn=0)
         for turn in range(self.limits.max_turns):
@@ -123,18 +136,32 @@ class _Episode:
             message = renderer.parse(generation.token_ids, generation.finish)
             cut = generation.finish == "length" and room < self.limits.max_turn_tokens
             if cut:
-                self._record_cut(message, generation, prompt_tokens, turn)
+                # The episode's budget cut this turn: the record keeps it, the environment never answers it.
+                record.messages.append(message)
+                record.turns.append(Turn(index=turn, message=message))
+                self._locate(record.turns[-1], generation, prompt_tokens)
                 return reason
-            began = time.monotonic()
-            observation, _, terminated, truncated, info = await self.env.astep(message)
-            self.env_s += time.monotonic() - began
-            self._locate(self.env.trajectory.turns[-1], generation, prompt_tokens)
+            observation, _, terminated, truncated, info = await self._env(self.env.astep(message))
+            self._locate(record.turns[-1], generation, prompt_tokens)
             if terminated:
                 return StopReason.DONE
             if truncated:
                 return StopReason(info.get("stop", StopReason.MAX_TURNS))
             self.ledger.append_context(renderer.extend(generation.finish, observation), turn=turn + 1)
         return StopReason.MAX_TURNS
+
+    async def _env(self, answer: Awaitable[Answer]) -> Answer:
+        """Await the environment; whatever its author's code raises becomes an EnvError that says where."""
+        began = time.monotonic()
+        try:
+            return await answer
+        except AgentrlError:
+            raise
+        except Exception as fault:
+            log.exception("environment %s broke (task seed %d)", self.env.id, self.spec.task_seed)
+            raise EnvError(f"{type(fault).__name__}: {fault}") from fault
+        finally:
+            self.env_s += time.monotonic() - began
 
     def _room(self) -> tuple[int, StopReason]:
         """Tokens that the next turn may sample, and why the episode ends where none are left."""
@@ -167,19 +194,15 @@ class _Episode:
         turn.prompt_tokens, turn.sampled_tokens = prompt_tokens, len(generation.token_ids)
         turn.finish = generation.finish
 
-    def _record_cut(self, message: Message, generation: Generation, prompt_tokens: int, turn: int) -> None:
-        """A turn that the episode's budget cut: the environment does not answer it, the record keeps it."""
-        self.env.trajectory.messages.append(message)
-        self.env.trajectory.turns.append(Turn(index=turn, message=message))
-        self._locate(self.env.trajectory.turns[-1], generation, prompt_tokens)
-
-    def finish(self, stop: StopReason, error: str | None) -> Trajectory:
-        trajectory = self.env.trajectory
+    async def end(self, stop: StopReason, error: str | None) -> Trajectory:
+        """Tear the environment down and complete the record."""
+        if self.record is None:  # the reset itself failed: there is no task to name
+            trajectory = Trajectory(self.env.id, Task("", self.spec.task_seed, self.spec.split))
+            trajectory.stop, trajectory.error = stop, error
+        else:
+            await self.env.aend(stop, error)
+            trajectory = self.record
         trajectory.ledgers = [self.ledger] if len(self.ledger) else []
         trajectory.seed, trajectory.member = self.spec.seed, self.spec.member
-        trajectory.stop, trajectory.error = stop, error
-        trajectory.terminated = stop is StopReason.DONE
-        trajectory.truncated = not trajectory.terminated and not stop.infrastructure
-        trajectory.state = self.env.state() if not stop.infrastructure else None
         trajectory.timings = {"engine_s": self.engine_s, "env_s": self.env_s}
         return trajectory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from agentrl.run.session import Session
-from agentrl.train import Actor
+from agentrl.train.actor import Actor
 from agentrl.train.checkpoint import Checkpoints
 
 DRIVER = "driver.json"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 from agentrl.algorithm import advantages, policy_loss
 from agentrl.backends import make_engine, resolve_engine
 from agentrl.catalog import EnvRef, find_reward
-from agentrl.cluster import WorkerGroup, launch, start_ray, stop_ray
+from agentrl.cluster.group import WorkerGroup
+from agentrl.cluster.launch import launch
+from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config import TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.render import make_renderer
@@ -19,7 +20,9 @@ from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
-from agentrl.train import Actor, init_model, load_tokenizer, model_context
+from agentrl.train.actor import Actor
+from agentrl.train.init_model import init_model
+from agentrl.train.pretrained import load_tokenizer, model_context
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from agentrl.rollout.evaluate import evaluate
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.recorder import Recorder
 from agentrl.run.session import Session
-from agentrl.train import Actor
+from agentrl.train.actor import Actor
 from agentrl.warm_start import Transcripts
 
 STEPS_A_CALL = 10
