@@ -52,6 +52,10 @@ class EnvError(AgentrlError):
     """An environment broke (its own fault, not the policy's): the episode is unscored, never 0."""
 
 
+class ToolTimeoutError(EnvError):
+    """A tool gave no answer in its time, and the tool (not the policy) is to blame: unscored, never 0."""
+
+
 class EngineError(AgentrlError):
     """An inference engine failed to answer: the episode is unscored, never 0."""
 

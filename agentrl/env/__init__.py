@@ -1,0 +1,25 @@
+"""The environment contract: `ToolEnv`, its spaces, tasks from seeds, and wrappers."""
+
+from agentrl.env.base import Policy, StepResult, ToolEnv
+from agentrl.env.copying import Snapshot
+from agentrl.env.seeds import SPLITS, content_split, draw, task_rng
+from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace
+from agentrl.trajectory import Message, Task, ToolCall
+
+__all__ = [
+    "SPLITS",
+    "Action",
+    "Message",
+    "MessagesSpace",
+    "Observation",
+    "Policy",
+    "Snapshot",
+    "StepResult",
+    "Task",
+    "ToolCall",
+    "ToolCallSpace",
+    "ToolEnv",
+    "content_split",
+    "draw",
+    "task_rng",
+]

@@ -1,0 +1,7 @@
+"""The tool contract: a typed function, its JSON Schema, and the checked call."""
+
+from agentrl.tool.output import CountTokens, estimate_tokens
+from agentrl.tool.tool import Hidden, Options, Tool, tool
+from agentrl.tool.toolbox import Toolbox
+
+__all__ = ["CountTokens", "Hidden", "Options", "Tool", "Toolbox", "estimate_tokens", "tool"]

@@ -1,0 +1,273 @@
+"""From an id to an environment, and from a name to a tool set, reward spec or config.
+
+Content lies on shelves: folders with `envs/`, `tools/`, `rewards/` and `configs/` in them. They are
+searched in this order: the working directory, each folder of AGENTRL_PATH, the shelf that comes with
+agentrl, and last the packages that announce environments in the entry-point group `agentrl.envs`.
+Listing reads source text and never runs it; a module is loaded when an environment of it is built.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import CatalogError
+from agentrl.shelf import Declared, load_class, read_declarations
+
+if TYPE_CHECKING:
+    from agentrl.env import ToolEnv
+
+GROUP = "agentrl.envs"
+_PACKAGE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True, slots=True)
+class EnvEntry:
+    """One environment that can be built: its id, short name, where it is, and its own reward spec's name."""
+
+    id: str
+    name: str
+    summary: str
+    reward: str | None
+    path: Path | None
+    class_name: str
+    entry_point: EntryPoint | None = None
+
+    def load(self) -> type[ToolEnv]:
+        """The class. Raises CatalogError, with the cause, where its module does not load."""
+        from agentrl.env import ToolEnv
+
+        if self.entry_point is not None:
+            loaded = self.entry_point.load()
+        elif self.path is not None:
+            loaded = load_class(self.path, self.class_name)
+        if not (isinstance(loaded, type) and issubclass(loaded, ToolEnv)):
+            raise CatalogError(f"{self.id}: {self.class_name} in {self.path} is no ToolEnv")
+        return loaded
+
+    def reward_path(self) -> Path | None:
+        """The environment's own reward spec: beside its file, or on a shelf. None where it names none."""
+        if self.reward is None:
+            return None
+        if self.path is not None and (beside := self.path.parent / self.reward).is_file():
+            return beside
+        return find_reward(self.reward)
+
+
+@dataclass(frozen=True)
+class EnvRef:
+    """An environment by name: what a worker needs to build one where it runs.
+
+    `params` are the keyword arguments of its class, `seed` what its first reset uses where it is given
+    none. `source` is filled in when the reference is pickled, so that a worker whose working directory
+    is another one still finds the same file.
+    """
+
+    id: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    source: str | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EnvRef, (self.id, dict(self.params), self.seed, self.source or _source_of(self.id))
+
+    def entry(self) -> EnvEntry:
+        """The catalog's entry. Raises CatalogError for an unknown id, naming the nearest known ones."""
+        if self.source is not None and Path(self.source).is_file():
+            for entry in _entries_of(Path(self.source)):
+                if self.id in (entry.id, entry.name):
+                    return entry
+        return find_env(self.id)
+
+    def default_reward(self) -> str | None:
+        """The path of the environment's own reward spec; None where it names none."""
+        path = self.entry().reward_path()
+        return None if path is None else str(path)
+
+    def build(self, **extra: Any) -> ToolEnv:
+        """A new environment; `extra` are further arguments of its class, such as `scorer`.
+
+        Raises CatalogError where the class does not take these parameters.
+        """
+        entry = self.entry()
+        env = _construct(entry, {**self.params, **extra})
+        env.initial_seed = self.seed
+        return env
+
+
+def list_envs() -> list[EnvEntry]:
+    """Every environment, each id once (the first shelf that has it), sorted by id."""
+    found: dict[str, EnvEntry] = {}
+    for entry in _all_entries():
+        found.setdefault(entry.id, entry)
+    return sorted(found.values(), key=lambda entry: entry.id)
+
+
+def find_env(name: str) -> EnvEntry:
+    """The environment with that id or short name. Raises CatalogError naming the nearest known ones."""
+    known: list[str] = []
+    for entry in _all_entries():
+        if name in (entry.id, entry.name):
+            return entry
+        known += [entry.id, entry.name]
+    raise CatalogError(f"no environment {name!r}; {_nearest(name, known)} (agentrl env list shows all)")
+
+
+def find_reward(name: str) -> Path:
+    """The reward spec at a path, or `rewards/NAME.json` on a shelf. Raises CatalogError."""
+    return _find_file(name, "rewards", ".json", "reward spec")
+
+
+def find_config(name: str) -> Path:
+    """The config at a path, or `configs/NAME.toml` on a shelf. Raises CatalogError."""
+    return _find_file(name, "configs", ".toml", "config")
+
+
+def find_tools(name: str) -> Path:
+    """The tool module at a path, or `tools/NAME.py` on a shelf. Raises CatalogError."""
+    return _find_file(name, "tools", ".py", "tool set")
+
+
+def shelves() -> list[Path]:
+    """The folders that are searched, in order; only those that exist, each once."""
+    places = [Path.cwd(), *(Path(part) for part in os.environ.get("AGENTRL_PATH", "").split(os.pathsep) if part)]
+    packaged = _PACKAGE / "_shelf"
+    # In a source checkout the shelf is not copied into the package: it lies beside it.
+    places.append(packaged if packaged.is_dir() else _PACKAGE.parent)
+    unique: list[Path] = []
+    for place in places:
+        resolved = place.expanduser().resolve()
+        if resolved.is_dir() and resolved not in unique:
+            unique.append(resolved)
+    return unique
+
+
+def make_env(env_id: str, *, reward: str | None = None, **params: Any) -> ToolEnv:
+    """An environment that scores its own episodes (Gymnasium's face): by `reward`, or by its own spec.
+
+    Raises CatalogError for an unknown id or unfit parameters, RewardSpecError for a bad spec.
+    """
+    entry = find_env(env_id)
+    if "scorer" not in params and (path := find_reward(reward) if reward else entry.reward_path()) is not None:
+        from agentrl.reward import compile_spec, load_spec
+
+        params["scorer"] = compile_spec(load_spec(path))
+    return _construct(entry, params)
+
+
+def register_gymnasium() -> list[str]:
+    """Register every environment with Gymnasium, under its id and (without a namespace) its bare name.
+
+    Returns the names registered now; those that are already there are left alone. `import agentrl.gym`
+    does this, so that `gymnasium.make("agentrl.gym:KeyValue-v0")` works.
+    """
+    from gymnasium.envs.registration import register, registry
+
+    added: list[str] = []
+    for entry in list_envs():
+        for name in dict.fromkeys((entry.id, entry.id.rpartition("/")[2])):
+            if name not in registry:
+                register(id=name, entry_point="agentrl.catalog:make_env", kwargs={"env_id": entry.id})
+                added.append(name)
+    return added
+
+
+# -- inside ----------------------------------------------------------------------------------------
+
+
+def _all_entries() -> Iterator[EnvEntry]:
+    for shelf in shelves():
+        folder = shelf / "envs"
+        if folder.is_dir():
+            for item in sorted(folder.iterdir()):
+                path = item / "env.py" if item.is_dir() else item
+                if path.suffix == ".py" and path.is_file():
+                    yield from _entries_of(path)
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        yield _announced(point)
+
+
+def _entries_of(path: Path) -> list[EnvEntry]:
+    name = path.parent.name if path.name == "env.py" else path.stem
+    declared = read_declarations(path)
+    return [EnvEntry(d.id, _short(name, d, len(declared)), d.summary, d.reward, path, d.class_name) for d in declared]
+
+
+def _short(name: str, declared: Declared, count: int) -> str:
+    """The folder's name; where one file declares several environments, NAME.Class."""
+    return name if count == 1 else f"{name}.{declared.class_name}"
+
+
+def _announced(point: EntryPoint) -> EnvEntry:
+    """The name of an entry point is the environment's id, its value `module:Class`."""
+    short = point.name.rpartition("/")[2].partition("-v")[0]
+    return EnvEntry(point.name, short, "", None, None, point.value, point)
+
+
+def _source_of(env_id: str) -> str | None:
+    try:
+        path = find_env(env_id).path
+    except CatalogError:
+        return None
+    return None if path is None else str(path)
+
+
+def _construct(entry: EnvEntry, params: Mapping[str, Any]) -> ToolEnv:
+    import inspect
+
+    env_class = entry.load()
+    try:
+        inspect.signature(env_class).bind(**params)
+    except TypeError as problem:
+        raise CatalogError(f"{entry.id}: {problem}; {_parameters(env_class)}") from problem
+    known = _parameter_names(env_class)
+    for name in params:
+        if name not in known:
+            raise CatalogError(f"{entry.id}: no parameter {name!r}; {_nearest(name, sorted(known))}")
+    return env_class(**params)
+
+
+def _parameter_names(env_class: type[ToolEnv]) -> set[str]:
+    """Keyword parameters of the class and, where it passes `**` on, of its bases."""
+    import inspect
+
+    names: set[str] = set()
+    for base in env_class.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = list(inspect.signature(base.__init__).parameters.values())[1:]
+        names |= {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return names
+
+
+def _parameters(env_class: type[ToolEnv]) -> str:
+    return f"parameters: {', '.join(sorted(_parameter_names(env_class)))}"
+
+
+def _find_file(name: str, folder: str, suffix: str, what: str) -> Path:
+    direct = Path(name).expanduser()
+    if direct.is_file():
+        return direct.resolve()
+    known: list[str] = []
+    for shelf in shelves():
+        place = shelf / folder
+        for candidate in (place / f"{name}{suffix}", place / name):
+            if candidate.is_file():
+                return candidate
+        known += [str(p.relative_to(place).with_suffix("")) for p in sorted(place.rglob(f"*{suffix}"))]
+    searched = ", ".join(str(shelf / folder) for shelf in shelves())
+    raise CatalogError(f"no {what} {name!r}: no such file, and none in {searched}; {_nearest(name, known)}")
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    matches = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=0.5)
+    if matches:
+        return f"did you mean {' or '.join(map(repr, matches))}?"
+    return f"known: {', '.join(sorted(set(known))[:20]) or 'none'}"

@@ -1,0 +1,377 @@
+"""`ToolEnv`: a conversation with tools, as a true Gymnasium environment.
+
+An author writes a class with tools and a few hooks; everything an episode needs besides (checking calls,
+the record, snapshots, tear-down, the Gymnasium face) is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
+
+import gymnasium
+
+from agentrl.env.actions import read_action
+from agentrl.env.copying import Snapshot, copy_parts
+from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace
+from agentrl.env.sync import run_sync
+from agentrl.errors import EnvError, ToolTimeoutError
+from agentrl.tool import CountTokens, Tool, Toolbox, estimate_tokens
+from agentrl.trajectory import Json, Message, StopReason, Task, ToolResult, Trajectory, Turn
+
+StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
+
+
+class ScoreLike(Protocol):
+    """The part of `agentrl.reward.Score` that the Gymnasium face reads."""
+
+    @property
+    def value(self) -> float | None: ...
+
+
+class ScorerLike(Protocol):
+    """The part of `agentrl.reward.Scorer` that the Gymnasium face calls."""
+
+    async def ascore(self, trajectory: Trajectory, /) -> ScoreLike: ...
+
+
+class Policy(Protocol):
+    """A scripted policy: sees each observation, answers with an assistant turn, None to stop."""
+
+    def act(self, observation: Observation) -> Message | None: ...
+
+
+class ToolEnv(gymnasium.Env[Observation, Action]):
+    """Base of every environment.
+
+    A subclass sets `id`, `reward` (a spec's name on the shelf, or a path beside the file) and `summary`,
+    marks its tools with `@tool`, and implements `make_task` and `prompt`; the other hooks have defaults.
+    Everything that belongs to one episode is set in `setup` as ordinary attributes: snapshots copy all
+    attributes but those named in `shared`.
+
+    One object runs one episode at a time. The order of calls is `areset`, `astep`..., `aclose`; the
+    synchronous `reset`, `step` and `close` are the same code.
+    """
+
+    id: ClassVar[str] = ""
+    reward: ClassVar[str | None] = None
+    summary: ClassVar[str] = ""
+    tools: ClassVar[Sequence[Tool | Callable[..., Any]]] = ()
+    shared: ClassVar[frozenset[str]] = frozenset()
+    order_free: ClassVar[bool] = False
+    metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012 - Gymnasium's own attribute
+
+    _class_tools: ClassVar[dict[str, Tool]]
+
+    def __init__(
+        self, *, split: str = "train", scorer: ScorerLike | None = None, render_mode: str | None = None,
+        count_tokens: CountTokens = estimate_tokens,
+    ) -> None:
+        """`scorer`: rewards the end of an episode; without one every reward is 0.0 and the caller scores
+        the trajectory. `split`: of tasks drawn where `reset` is not told. `count_tokens`: what tools'
+        output budgets are counted in. Raises TypeError for a tool whose signature does not fit."""
+        if render_mode not in (None, *self.metadata["render_modes"]):
+            raise ValueError(f"render_mode {render_mode!r}; expected one of {self.metadata['render_modes']}")
+        self.split = split
+        self.scorer = scorer
+        self.render_mode = render_mode
+        self.initial_seed: int | None = None
+        self.toolbox = Toolbox.shared(self._table(), self, count_tokens)
+        self._tools_before = self.toolbox.table
+        self._record: Trajectory | None = None
+        self._open = False
+        self._ended = False
+        self._calls = 0
+        self._last: Observation = []
+
+    # -- what an author writes ---------------------------------------------------------------------
+
+    @abstractmethod
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        """The task of a seed: the same arguments give the same task, other splits share no content."""
+        raise NotImplementedError(f"{type(self).__name__}.make_task")
+
+    @abstractmethod
+    def prompt(self, task: Task) -> list[Message]:
+        """The opening messages (system and user). Nothing of `task.gold` may be in them."""
+        raise NotImplementedError(f"{type(self).__name__}.prompt")
+
+    async def setup(self, task: Task) -> None:
+        """Set the episode's state. `teardown` runs after it in every case, also where it raised."""
+
+    async def teardown(self) -> None:
+        """Free what `setup` took. Runs once an episode: at its end, on a fault, on cancellation, on close."""
+
+    def state(self) -> Json:
+        """The environment's state as JSON, for state leaves of a reward spec."""
+        return None
+
+    def hidden(self, task: Task) -> Mapping[str, Any]:
+        """Values of the tools' Hidden parameters in this task."""
+        return {}
+
+    async def user_reply(self, message: Message) -> list[Message] | None:
+        """Answer an assistant turn without tool calls. None, the default, ends the episode."""
+        return None
+
+    def gold_turns(self, task: Task) -> list[Message]:
+        """Assistant turns that score the maximum. Raises NotImplementedError where there are none."""
+        raise NotImplementedError(f"{self.id} has no scripted gold policy")
+
+    def teacher(self, task: Task, rng: Any, **params: Any) -> Policy:
+        """An imperfect scripted policy for a warm start; `rng.random()` is its only source of chance."""
+        raise NotImplementedError(f"{self.id} has no scripted teacher")
+
+    def finish(self) -> None:
+        """To be called by a tool or hook: this turn is the episode's last, by the task's own rules."""
+        self._ended = True
+
+    # -- the record --------------------------------------------------------------------------------
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The record so far; its `state` is of now, or of the episode's end. Raises EnvError before reset."""
+        if self._record is None:
+            raise EnvError(f"{self.id}: no episode yet; call reset first")
+        if self._open:
+            self._record.state = self.state()
+        return self._record
+
+    @property
+    def task(self) -> Task:
+        """The current task, gold answers included: for the environment and its scorer only."""
+        if self._record is None:
+            raise EnvError(f"{self.id}: no episode yet; call reset first")
+        return self._record.task
+
+    @property
+    def malformed_calls(self) -> int:
+        """Tool calls of this episode that could not be read."""
+        return sum(call.arguments is None for _, call, _ in self.trajectory.calls())
+
+    # -- Gymnasium ---------------------------------------------------------------------------------
+
+    @cached_property
+    def observation_space(self) -> MessagesSpace:  # type: ignore[override]
+        return MessagesSpace()
+
+    @cached_property
+    def action_space(self) -> ToolCallSpace:  # type: ignore[override]
+        return ToolCallSpace(self.toolbox)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """`areset`, blocking."""
+        return run_sync(self.areset(seed=seed, options=options))
+
+    def step(self, action: Action) -> StepResult:
+        """`astep`, blocking."""
+        return run_sync(self.astep(action))
+
+    def close(self) -> None:
+        """`aclose`, blocking."""
+        if self._open:
+            run_sync(self.aclose())
+
+    def render(self) -> Any:
+        """In mode "ansi": the newest messages as text."""
+        if self.render_mode is None:
+            return None
+        return "\n".join(f"{message.role}: {message.content}" for message in self._last)
+
+    # -- an episode --------------------------------------------------------------------------------
+
+    async def areset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Begin an episode; returns the opening messages.
+
+        `seed` names the task; without it the next one is drawn. `options`: "split", or "task" for a ready
+        Task. Raises ValueError for other options and EnvError where the environment's own setup broke.
+        """
+        options = options or {}
+        if unknown := set(options) - {"split", "task"}:
+            raise ValueError(f"reset option {sorted(unknown)[0]!r}; expected 'split' or 'task'")
+        await self.aclose()
+        task = self._next_task(seed, options)
+        self._record = Trajectory(env_id=self.id, task=task, seed=task.seed)
+        self._open, self._ended, self._calls = True, False, 0
+        self._tools_before = self.toolbox.table
+        try:
+            self.toolbox.hidden = self.hidden(task)
+            await self.setup(task)
+            self._last = self.prompt(task)
+        except BaseException as fault:
+            await self._fail(fault)
+            raise
+        self._record.messages.extend(self._last)
+        self._record.tools = self.toolbox.schemas()
+        return list(self._last), self._info()
+
+    async def astep(self, action: Action) -> StepResult:
+        """Take one assistant turn: answer its tool calls, or let the user answer its text.
+
+        Returns (new messages, reward, terminated, truncated, info). Raises EnvError where the environment
+        broke (ToolTimeoutError where a tool hung); the trajectory then carries the stop reason.
+        """
+        if self._record is None or not self._open:
+            raise EnvError(f"{self.id}: step without a running episode; call reset first")
+        message, self._calls = read_action(action, self._calls)
+        record = self._record
+        turn = Turn(index=len(record.turns), message=message)
+        record.messages.append(message)
+        record.turns.append(turn)
+        try:
+            observation, over = await self._answer(turn)
+        except BaseException as fault:
+            await self._fail(fault)
+            raise
+        record.messages.extend(observation)
+        self._last = observation
+        if not over:
+            return list(observation), 0.0, False, False, self._info()
+        reward = await self.aend(StopReason.DONE)
+        return list(observation), reward, True, False, self._info()
+
+    async def aend(self, stop: StopReason, error: str | None = None) -> float:
+        """End the running episode for a reason, tear it down, and return the reward of the Gymnasium face.
+
+        The reward is 0.0 without a scorer and nan where the scorer could not score.
+        """
+        record = self.trajectory
+        record.stop, record.error = stop, error
+        record.terminated = stop is StopReason.DONE
+        record.truncated = not record.terminated and not stop.infrastructure
+        await self.aclose()
+        if self.scorer is None or stop.infrastructure:
+            return 0.0 if self.scorer is None else float("nan")
+        score = await self.scorer.ascore(record)
+        record.reward = score.value
+        return float("nan") if score.value is None else float(score.value)
+
+    async def aclose(self) -> None:
+        """Tear the running episode down, if there is one; the record stays. Cancelling does not skip it."""
+        if not self._open or self._record is None:
+            return
+        try:
+            self._record.state = self.state() if not self._record.stop.infrastructure else None
+        finally:
+            self._open = False
+            # Tools that came or went in this episode are not those of the next one.
+            self.toolbox.table = self._tools_before
+            await asyncio.shield(self.teardown())
+
+    # -- snapshots ---------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """The episode as it is now, detached from this environment. Picklable where its attributes are."""
+        return Snapshot(type(self).__name__, copy_parts(self, self, self._unshared()))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot of an environment of the same class; the snapshot stays usable.
+
+        Raises ValueError for a snapshot of another class.
+        """
+        if snapshot.owner != type(self).__name__:
+            raise ValueError(f"a snapshot of {snapshot.owner} does not fit {type(self).__name__}")
+        for name in set(self._unshared()) - set(snapshot.parts):
+            del self.__dict__[name]
+        self.__dict__.update(snapshot.thaw(self))
+
+    def fork(self) -> ToolEnv:
+        """A second environment in the same state; from here on neither touches the other.
+
+        An environment that holds what cannot be copied (a connection, a process) overrides this.
+        """
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _SPACES})
+        twin.__dict__.update(copy_parts(self, twin, self._unshared()))
+        return twin
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    @classmethod
+    def _table(cls) -> dict[str, Tool]:
+        """The class's tools by name, read once: methods in the order of definition, then `tools`."""
+        if "_class_tools" not in cls.__dict__:
+            methods: dict[str, Tool] = {}
+            for base in reversed(cls.__mro__):
+                # A name that a subclass sets to something else is no tool any more.
+                for name, value in vars(base).items():
+                    methods.pop(name, None)
+                    if isinstance(value, Tool):
+                        methods[name] = value
+            box = Toolbox([*methods.values(), *cls.tools])
+            cls._class_tools = {item.name: item for item in box}
+        return cls._class_tools
+
+    def _unshared(self) -> list[str]:
+        kept = _SHARED | self.shared
+        return [name for name in self.__dict__ if name not in kept]
+
+    def _next_task(self, seed: int | None, options: Mapping[str, Any]) -> Task:
+        if seed is None and self._np_random is None:
+            seed = self.initial_seed
+        if seed is not None:
+            super().reset(seed=seed)
+        if "task" in options:
+            return _checked(options["task"])
+        chosen = seed if seed is not None else int(self.np_random.integers(2**62))
+        return self.make_task(chosen, str(options.get("split", self.split)))
+
+    async def _answer(self, turn: Turn) -> tuple[Observation, bool]:
+        if turn.message.tool_calls:
+            turn.results = await self.toolbox.call_all(turn.message.tool_calls)
+            self._note_new_tools()
+            return [_as_message(result) for result in turn.results], self._ended
+        replies = await self.user_reply(turn.message)
+        return replies or [], self._ended or replies is None
+
+    def _note_new_tools(self) -> None:
+        """Where the tools changed in this turn, the record keeps every schema that was ever offered."""
+        record = self._record
+        if record is not None and self.toolbox.table is not self._tools_before:
+            known = {schema["function"]["name"] for schema in record.tools}
+            record.tools += [item.schema for item in self.toolbox if item.name not in known]
+
+    async def _fail(self, fault: BaseException) -> None:
+        """Record why the episode broke and tear it down, whatever the fault was."""
+        record = self._record
+        assert record is not None
+        record.stop, record.error = _stop_of(fault), f"{type(fault).__name__}: {fault}"
+        await self.aclose()
+
+    def _info(self) -> dict[str, Any]:
+        record = self._record
+        assert record is not None
+        info: dict[str, Any] = {"task_id": record.task.id, "split": record.task.split, "turns": len(record.turns)}
+        if not self._open:
+            info["stop"] = record.stop.value
+        return info
+
+
+_SPACES = frozenset({"observation_space", "action_space"})
+_SHARED = _SPACES | {"scorer", "spec", "split", "render_mode", "initial_seed", "_tools_before"}
+
+
+def _stop_of(fault: BaseException) -> StopReason:
+    if isinstance(fault, ToolTimeoutError):
+        return StopReason.TOOL_TIMEOUT
+    if isinstance(fault, asyncio.CancelledError | KeyboardInterrupt):
+        return StopReason.CANCELLED
+    return StopReason.ENV_ERROR
+
+
+def _checked(task: Any) -> Task:
+    if not isinstance(task, Task):
+        raise ValueError(f"reset option 'task' must be a Task, got {type(task).__name__}")
+    return task
+
+
+def _as_message(result: ToolResult) -> Message:
+    return Message("tool", result.content, tool_call_id=result.call_id, name=result.name)
+

@@ -1,0 +1,109 @@
+"""Random values that a JSON Schema allows: for action sampling and for fuzzing tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from agentrl.trajectory import Json
+
+_MAX_DEPTH = 6
+
+
+def sample_arguments(parameters: Mapping[str, Json], rng: np.random.Generator) -> dict[str, Json]:
+    """One object that the schema of a tool's parameters allows (optional properties now and then)."""
+    value = sample_value(parameters, rng, parameters, 0)
+    return value if isinstance(value, dict) else {}
+
+
+def sample_value(
+    schema: Json, rng: np.random.Generator, root: Mapping[str, Json], depth: int = 0
+) -> Any:
+    """One value of `schema`; `root` is where local references point to.
+
+    Knows the keywords that typed Python signatures give (types, enum, const, unions, bounds, lengths,
+    references). Keywords beyond those (patterns, formats) are not looked at.
+    """
+    if not isinstance(schema, Mapping) or not schema:
+        return int(rng.integers(0, 10))
+    if "$ref" in schema:
+        return sample_value(_resolve(str(schema["$ref"]), root), rng, root, depth + 1)
+    if "const" in schema:
+        return schema["const"]
+    if "enum" in schema:
+        return schema["enum"][int(rng.integers(len(schema["enum"])))]
+    for union in ("anyOf", "oneOf"):
+        if union in schema:
+            # Deep down the last branch is taken: in a recursive type that is where Optional ends (null).
+            branches = schema[union]
+            return sample_value(branches[-1 if depth > _MAX_DEPTH else int(rng.integers(len(branches)))], rng, root,
+                                depth + 1)
+    kind = schema.get("type", "object" if "properties" in schema else "integer")
+    if isinstance(kind, list):
+        kind = kind[int(rng.integers(len(kind)))]
+    return _of_type(str(kind), schema, rng, root, depth)
+
+
+def _of_type(
+    kind: str, schema: Mapping[str, Json], rng: np.random.Generator, root: Mapping[str, Json], depth: int
+) -> Any:
+    if kind == "null":
+        return None
+    if kind == "boolean":
+        return bool(rng.integers(2))
+    if kind in ("integer", "number"):
+        return _number(kind, schema, rng)
+    if kind == "string":
+        low = int(schema.get("minLength", 1))
+        length = int(rng.integers(low, max(low, min(int(schema.get("maxLength", low + 8)), low + 8)) + 1))
+        return "".join(chr(ord("a") + int(letter)) for letter in rng.integers(0, 26, size=length))
+    if kind == "array":
+        return _array(schema, rng, root, depth)
+    return _object(schema, rng, root, depth)
+
+
+def _number(kind: str, schema: Mapping[str, Json], rng: np.random.Generator) -> int | float:
+    step = 1 if kind == "integer" else 0
+    low = schema.get("minimum", schema["exclusiveMinimum"] + step if "exclusiveMinimum" in schema else None)
+    high = schema.get("maximum", schema["exclusiveMaximum"] - step if "exclusiveMaximum" in schema else None)
+    low = low if low is not None else (high - 99 if high is not None else 0)
+    high = high if high is not None else low + 99
+    if kind == "integer":
+        return int(rng.integers(int(np.ceil(low)), int(np.floor(high)) + 1))
+    return round(float(low) + (float(high) - float(low)) * float(rng.uniform(0.01, 0.99)), 6)
+
+
+def _array(schema: Mapping[str, Json], rng: np.random.Generator, root: Mapping[str, Json], depth: int) -> list[Any]:
+    prefix = schema.get("prefixItems", [])
+    low = int(schema.get("minItems", 0))
+    high = min(int(schema.get("maxItems", low + 3)), low + 3)
+    size = len(prefix) or (low if depth > _MAX_DEPTH else int(rng.integers(low, high + 1)))
+    parts = [prefix[i] if i < len(prefix) else schema.get("items", {}) for i in range(size)]
+    values = [sample_value(part, rng, root, depth + 1) for part in parts]
+    if schema.get("uniqueItems"):
+        values = [value for i, value in enumerate(values) if value not in values[:i]]
+    return values
+
+
+def _object(
+    schema: Mapping[str, Json], rng: np.random.Generator, root: Mapping[str, Json], depth: int
+) -> dict[str, Any]:
+    required = set(schema.get("required", ()))
+    chosen = {}
+    for name, part in schema.get("properties", {}).items():
+        if name in required or (depth <= _MAX_DEPTH and rng.integers(2)):
+            chosen[name] = sample_value(part, rng, root, depth + 1)
+    extra = schema.get("additionalProperties")
+    if isinstance(extra, Mapping) and depth <= _MAX_DEPTH:
+        for index in range(int(rng.integers(3))):
+            chosen[f"k{index}"] = sample_value(extra, rng, root, depth + 1)
+    return chosen
+
+
+def _resolve(reference: str, root: Mapping[str, Json]) -> Json:
+    node: Any = root
+    for part in reference.removeprefix("#/").split("/"):
+        node = node[part]
+    return node

@@ -1,0 +1,92 @@
+"""Gymnasium spaces of a conversation: lists of messages in, an assistant's turn out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from agentrl.env.sample import sample_arguments
+from agentrl.tool import Toolbox
+from agentrl.trajectory import Message
+
+Observation = list[Message]
+Action = Message | str
+
+
+class MessagesSpace(gymnasium.Space[Observation]):
+    """Every list of messages."""
+
+    def __init__(self, seed: int | np.random.Generator | None = None) -> None:
+        super().__init__(None, None, seed)
+
+    @property
+    def is_np_flattenable(self) -> bool:
+        return False
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, list) and all(isinstance(item, Message) for item in x)
+
+    def sample(self, mask: Any | None = None, probability: Any | None = None) -> Observation:
+        """One user message of random words."""
+        words = self.np_random.integers(0, 1000, size=int(self.np_random.integers(1, 9)))
+        return [Message("user", " ".join(f"w{word}" for word in words))]
+
+    def to_jsonable(self, sample_n: Sequence[Observation]) -> list[Any]:
+        return [[_plain(message) for message in sample] for sample in sample_n]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MessagesSpace)
+
+    __hash__ = gymnasium.Space.__hash__
+
+    def __repr__(self) -> str:
+        return "MessagesSpace()"
+
+
+class ToolCallSpace(gymnasium.Space[Action]):
+    """An assistant's turn: any text, or any assistant message. Malformed calls are legal actions.
+
+    `sample` gives the text of one schema-valid call (now and then plain text, where there is no tool).
+    """
+
+    def __init__(self, toolbox: Toolbox, seed: int | np.random.Generator | None = None) -> None:
+        super().__init__(None, None, seed)
+        self._toolbox = toolbox
+
+    @property
+    def is_np_flattenable(self) -> bool:
+        return False
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str) or (isinstance(x, Message) and x.role == "assistant")
+
+    def sample(self, mask: Any | None = None, probability: Any | None = None) -> Action:
+        names = self._toolbox.names
+        if not names:
+            return f"w{int(self.np_random.integers(0, 1000))}"
+        name = names[int(self.np_random.integers(len(names)))]
+        parameters = self._toolbox[name].signature.parameters
+        arguments = sample_arguments(parameters, self.np_random)
+        body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+        return f"<tool_call>\n{body}\n</tool_call>"
+
+    def to_jsonable(self, sample_n: Sequence[Action]) -> list[Any]:
+        return [sample if isinstance(sample, str) else _plain(sample) for sample in sample_n]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ToolCallSpace) and self._toolbox.schemas() == other._toolbox.schemas()
+
+    __hash__ = gymnasium.Space.__hash__
+
+    def __repr__(self) -> str:
+        return f"ToolCallSpace({', '.join(self._toolbox.names)})"
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(message)

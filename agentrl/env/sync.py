@@ -1,0 +1,35 @@
+"""The synchronous face of an asynchronous environment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_local = threading.local()
+
+
+def run_sync(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end on this thread's own event loop, which all environments share.
+
+    Raises RuntimeError inside a running event loop: there, `astep` is the call to make.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _loop().run_until_complete(work)
+    work.close()
+    raise RuntimeError("reset() and step() block; inside a running event loop await areset() and astep() instead")
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    # A forked child (AsyncVectorEnv) must not poll its parent's file descriptors, hence the pid.
+    held: tuple[int, asyncio.AbstractEventLoop] | None = _local.__dict__.get("held")
+    if held is None or held[0] != os.getpid() or held[1].is_closed():
+        held = (os.getpid(), asyncio.new_event_loop())
+        _local.held = held
+    return held[1]

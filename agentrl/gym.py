@@ -1,0 +1,8 @@
+"""Importing this module registers every environment with Gymnasium: `gymnasium.make("agentrl.gym:KeyValue-v0")`.
+
+Gymnasium imports what stands before the colon. `import agentrl` itself registers nothing.
+"""
+
+from agentrl.catalog import register_gymnasium
+
+register_gymnasium()

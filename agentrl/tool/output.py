@@ -1,0 +1,70 @@
+"""What a tool returned, as the text that the model reads, within the tool's budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from pydantic_core import PydanticSerializationError, to_jsonable_python
+
+from agentrl.errors import EnvError
+from agentrl.trajectory import Json
+
+CountTokens = Callable[[str], int]
+MARK = "... [cut: {cut} of {total} characters]"
+
+
+def estimate_tokens(text: str) -> int:
+    """Four bytes a token, rounded up: the usual figure for English in a large vocabulary.
+
+    Pass a tokenizer's own count to `Toolbox` where the budget has to be exact.
+    """
+    return -(-len(text.encode("utf-8", "replace")) // 4)
+
+
+def to_json(name: str, value: Any) -> Json:
+    """The value as JSON (dataclasses, models, enums, dates among it).
+
+    Raises EnvError where a tool returned something that has no JSON form: that is the tool's fault.
+    """
+    if value is None or type(value) in (str, int, bool):
+        return value
+    try:
+        return to_jsonable_python(value, inf_nan_mode="strings")
+    except (PydanticSerializationError, ValueError) as problem:
+        raise EnvError(f"tool {name} returned {type(value).__name__}, which has no JSON form: {problem}") from problem
+
+
+def to_text(value: Json) -> str:
+    """Strings as they are, everything else as JSON; "ok" where a tool returned nothing."""
+    if value is None:
+        return "ok"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def error_text(kind: str, message: str) -> str:
+    """The structured tool message for a call that failed."""
+    return json.dumps({"error": kind, "message": message}, ensure_ascii=False)
+
+
+def fit(text: str, budget: int, count: CountTokens) -> str:
+    """`text` within `budget` tokens, cut at the end and marked where it was cut.
+
+    The mark is kept whole: a budget smaller than the mark alone gives the mark alone.
+    """
+    if len(text) * 4 <= budget or count(text) <= budget:
+        return text
+    low, high = 0, len(text)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if count(_cut(text, middle)) <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return _cut(text, low)
+
+
+def _cut(text: str, keep: int) -> str:
+    return text[:keep] + MARK.format(cut=len(text) - keep, total=len(text))

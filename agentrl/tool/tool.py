@@ -1,0 +1,159 @@
+"""`Tool`: a typed Python function that a policy may call, and the `@tool` decorator that makes one."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, overload
+from weakref import WeakKeyDictionary
+
+from pydantic import ValidationError
+
+from agentrl.tool.schema import Hidden, Signature, conversion_problem, read_signature
+from agentrl.tool.validate import Problem, compile_validator
+from agentrl.trajectory import Json
+
+OnTimeout = Literal["stop", "answer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a tool is called.
+
+    `timeout` (seconds) and `max_output` (tokens) bound every call. `on_timeout` says who is to blame for a
+    late answer: "stop" (the infrastructure: the episode ends unscored) or "answer" (the policy: it is told).
+    `parallel=False` keeps calls of one turn from overlapping this one. `concurrency` bounds the calls that
+    run at once in this process, over all episodes. `inline` runs a plain function on the event loop instead
+    of in a thread: for functions that take microseconds and never wait. `read_only` promises that the call
+    changes no state.
+    """
+
+    timeout: float = 30.0
+    on_timeout: OnTimeout = "stop"
+    max_output: int = 2048
+    parallel: bool = True
+    concurrency: int | None = None
+    inline: bool = False
+    read_only: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Tool:
+    """One function with its name, schema and call options; shared by all episodes, it holds no state.
+
+    On a class it is a method: read through an instance it is the bound function, so `env.get("a")` works
+    in plain Python, unvalidated. A `Toolbox` makes the validated calls.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    options: Options = Options()
+    method: bool = False
+    explicit: Signature | None = field(default=None, repr=False)
+
+    def __get__(self, instance: object | None, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        return self.function.__get__(instance, owner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    @classmethod
+    def from_schema(
+        cls, name: str, description: str, parameters: Mapping[str, Json], function: Callable[..., Any],
+        options: Options = Options(),
+    ) -> Tool:
+        """A tool with a ready schema (an MCP server's, a data set's); `function` takes keyword arguments."""
+        return cls(function, name, options, explicit=Signature(description, dict(parameters), (), dict))
+
+    def with_options(self, **changes: Any) -> Tool:
+        """The same tool with some options replaced."""
+        return replace(self, options=replace(self.options, **changes))
+
+    @cached_property
+    def signature(self) -> Signature:
+        """Read once. Raises TypeError where the function's parameters have no JSON form."""
+        return self.explicit or read_signature(self.function, method=self.method)
+
+    @cached_property
+    def schema(self) -> dict[str, Json]:
+        """The schema in OpenAI's function format. Shared: do not change it."""
+        signature = self.signature
+        body: dict[str, Json] = {"name": self.name, "parameters": signature.parameters}
+        if signature.description:
+            body = {"name": self.name, "description": signature.description, "parameters": signature.parameters}
+        return {"type": "function", "function": body}
+
+    @cached_property
+    def check(self) -> Callable[[Json], Problem | None]:
+        """The compiled argument check."""
+        return compile_validator(self.name, self.signature.parameters)
+
+    @cached_property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.function)
+
+    @cached_property
+    def _slots(self) -> WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]:
+        return WeakKeyDictionary()
+
+    def slot(self) -> asyncio.Semaphore | None:
+        """This loop's semaphore for the concurrency limit, or None where there is no limit."""
+        if self.options.concurrency is None:
+            return None
+        loop = asyncio.get_running_loop()
+        if loop not in self._slots:
+            self._slots[loop] = asyncio.Semaphore(self.options.concurrency)
+        return self._slots[loop]
+
+    def convert(self, arguments: Mapping[str, Json]) -> dict[str, Any] | Problem:
+        """Valid arguments as Python values; a Problem where a type refuses what its schema allows."""
+        try:
+            return self.signature.convert(arguments)
+        except ValidationError as error:
+            return Problem("invalid_argument", conversion_problem(error))
+
+    async def invoke(self, owner: object | None, values: Mapping[str, Any]) -> Any:
+        """Call the function with Python values, as its kind asks for."""
+        target = self.function.__get__(owner) if self.method else self.function
+        if self.is_async:
+            return await target(**values)
+        if self.options.inline:
+            return target(**values)
+        return await asyncio.to_thread(target, **values)
+
+
+@overload
+def tool(function: Callable[..., Any], /) -> Tool: ...
+@overload
+def tool(*, name: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Tool]: ...
+def tool(
+    function: Callable[..., Any] | None = None, /, *, name: str | None = None, **options: Any
+) -> Tool | Callable[[Callable[..., Any]], Tool]:
+    """Make a tool of a typed function or of a method of a ToolEnv. Options are the fields of `Options`.
+
+        @tool
+        async def get(self, key: str) -> int: ...
+
+        @tool(timeout=5, on_timeout="answer")
+        def run(code: str) -> str: ...
+
+    An async function is awaited on the event loop; a plain one runs in a thread, so it may block, unless
+    `inline=True`. A thread cannot be killed: after a timeout it runs on, unheard. The docstring becomes the
+    description, `Annotated[..., Hidden()]` parameters are filled in by the environment. Raises TypeError
+    for an unknown option; types are read at first use, so that they may be declared further down.
+    """
+
+    def decorate(target: Callable[..., Any]) -> Tool:
+        # A function written inside a class body is a method; its first parameter is the environment.
+        first = next(iter(inspect.signature(target).parameters), None)
+        return Tool(target, name or target.__name__, Options(**options), method=first == "self")
+
+    return decorate if function is None else decorate(function)
+
+
+__all__ = ["Hidden", "OnTimeout", "Options", "Tool", "tool"]

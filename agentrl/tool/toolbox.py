@@ -1,0 +1,185 @@
+"""`Toolbox`: an ordered set of tools, and the one place where a policy's call becomes a Python call."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from agentrl.errors import EnvError, ToolError, ToolTimeoutError
+from agentrl.tool.output import CountTokens, error_text, estimate_tokens, fit, to_json, to_text
+from agentrl.tool.tool import Tool
+from agentrl.tool.tool import tool as make_tool
+from agentrl.tool.validate import Problem, nearest
+from agentrl.trajectory import Json, ToolCall, ToolResult
+
+_NOTHING: Mapping[str, Any] = {}
+
+
+class Toolbox:
+    """An ordered set of tools, bound to the object whose methods they are.
+
+    Tools are shared between toolboxes; adding or removing one changes only this toolbox, at once, so an
+    environment may offer other tools in mid-episode.
+    """
+
+    __slots__ = ("_count", "_owner", "_tools", "hidden")
+
+    def __init__(
+        self, tools: Iterable[Tool | Callable[..., Any]] = (), *, owner: object | None = None,
+        hidden: Mapping[str, Any] = _NOTHING, count_tokens: CountTokens = estimate_tokens,
+    ) -> None:
+        """`hidden`: values of Hidden parameters by name. Raises TypeError for a bad or doubled tool."""
+        self._tools: Mapping[str, Tool] = {}
+        self._owner = owner
+        self._count = count_tokens
+        self.hidden = hidden
+        for item in tools:
+            self.add(item)
+
+    @classmethod
+    def shared(cls, tools: Mapping[str, Tool], owner: object, count_tokens: CountTokens) -> Toolbox:
+        """A toolbox over a ready table that many episodes share; the table itself is never changed."""
+        box = cls(owner=owner, count_tokens=count_tokens)
+        box._tools = tools
+        return box
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Toolbox:
+        """Same tools, bound to the copy of the owner."""
+        box = Toolbox.shared(self._tools, memo.get(id(self._owner), self._owner), self._count)
+        box.hidden = dict(self.hidden)
+        return box
+
+    def __iter__(self) -> Iterator[Tool]:
+        return iter(self._tools.values())
+
+    def __len__(self) -> int:
+        return len(self._tools)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tools
+
+    def __getitem__(self, name: str) -> Tool:
+        return self._tools[name]
+
+    @property
+    def table(self) -> Mapping[str, Tool]:
+        """The tools by name. Changing the toolbox makes a new table, so a kept one is a snapshot; setting
+        it goes back to that."""
+        return self._tools
+
+    @table.setter
+    def table(self, table: Mapping[str, Tool]) -> None:
+        self._tools = table
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._tools)
+
+    def schemas(self) -> list[dict[str, Json]]:
+        """All tools in OpenAI's function format, in order."""
+        return [item.schema for item in self._tools.values()]
+
+    def add(self, item: Tool | Callable[..., Any]) -> None:
+        """Add a tool at the end. Raises TypeError where the name is taken or the signature unfit."""
+        added = item if isinstance(item, Tool) else make_tool(item)
+        if added.name in self._tools:
+            raise TypeError(f"two tools are called {added.name!r}")
+        _ = added.schema, added.check
+        self._tools = {**self._tools, added.name: added}
+
+    def replace(self, item: Tool) -> None:
+        """Put another tool in the place of the one with the same name. Raises KeyError where there is none."""
+        if item.name not in self._tools:
+            raise KeyError(item.name)
+        self._tools = {**self._tools, item.name: item}
+
+    def remove(self, name: str) -> None:
+        """Take a tool away. Raises KeyError where there is none of that name."""
+        if name not in self._tools:
+            raise KeyError(name)
+        self._tools = {key: value for key, value in self._tools.items() if key != name}
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Answer one call. A bad call is answered with a structured error, never raised.
+
+        Raises EnvError where the tool itself breaks, and ToolTimeoutError where it is late and its
+        `on_timeout` is "stop": neither is the policy's doing.
+        """
+        began = time.perf_counter()
+        prepared = self._prepare(call)
+        if isinstance(prepared, Problem):
+            return self._refuse(call, prepared, began)
+        item, values = prepared
+        answer = await self._run(item, values)
+        if isinstance(answer, Problem):
+            return self._refuse(call, answer, began)
+        value = to_json(item.name, answer)
+        content = fit(to_text(value), item.options.max_output, self._count)
+        return ToolResult(call.id, call.name, content, value, None, time.perf_counter() - began)
+
+    async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """Answer the calls of one turn, in order. Neighbours run in parallel where their tools allow it."""
+        results: list[ToolResult] = []
+        batch: list[ToolCall] = []
+        for call in calls:
+            item = self._tools.get(call.name)
+            if item is None or item.options.parallel:
+                batch.append(call)
+                continue
+            results += await self._together(batch)
+            results.append(await self.call(call))
+            batch = []
+        return results + await self._together(batch)
+
+    async def _together(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        if len(calls) <= 1:
+            return [await self.call(call) for call in calls]
+        tasks = [asyncio.ensure_future(self.call(call)) for call in calls]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            # Where one call broke or the turn was cancelled, the others must not run on unseen.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _prepare(self, call: ToolCall) -> tuple[Tool, dict[str, Any]] | Problem:
+        if call.arguments is None:
+            return Problem("malformed_call", call.error or "the call is not valid JSON")
+        item = self._tools.get(call.name)
+        if item is None:
+            return Problem("unknown_tool", f"no tool {call.name!r}; {nearest(call.name, list(self._tools))}")
+        values = item.check(call.arguments) or item.convert(call.arguments)
+        if isinstance(values, Problem):
+            return values
+        for name in item.signature.hidden:
+            if name not in self.hidden:
+                raise EnvError(f"tool {item.name}: no value for its hidden parameter {name!r} (ToolEnv.hidden)")
+            values[name] = self.hidden[name]
+        return item, values
+
+    async def _run(self, item: Tool, values: dict[str, Any]) -> Any:
+        try:
+            async with asyncio.timeout(item.options.timeout) as clock:
+                slot = item.slot()
+                if slot is None:
+                    return await item.invoke(self._owner, values)
+                async with slot:
+                    return await item.invoke(self._owner, values)
+        except ToolError as refusal:
+            return Problem("tool_error", str(refusal))
+        except EnvError:
+            raise
+        except Exception as fault:
+            if isinstance(fault, TimeoutError) and clock.expired():
+                message = f"no answer within {item.options.timeout:g} s"
+                if item.options.on_timeout == "answer":
+                    return Problem("timeout", message)
+                raise ToolTimeoutError(f"tool {item.name}: {message}") from None
+            raise EnvError(f"tool {item.name} broke: {type(fault).__name__}: {fault}") from fault
+
+    def _refuse(self, call: ToolCall, problem: Problem, began: float) -> ToolResult:
+        content = error_text(problem.kind, problem.message)
+        return ToolResult(call.id, call.name, content, None, problem.kind, time.perf_counter() - began)

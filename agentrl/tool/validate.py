@@ -1,0 +1,109 @@
+"""Arguments against a JSON Schema, and one line that says what is wrong with them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from jsonschema import Draft202012Validator, ValidationError
+from jsonschema.exceptions import SchemaError, best_match
+
+from agentrl.trajectory import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong with a call: `kind` is stable and short, `message` is for the model to read."""
+
+    kind: str
+    message: str
+
+
+def compile_validator(name: str, parameters: Mapping[str, Json]) -> Callable[[Json], Problem | None]:
+    """A function from arguments to the first problem, or None. Raises TypeError for a bad schema."""
+    try:
+        Draft202012Validator.check_schema(parameters)
+    except SchemaError as problem:
+        raise TypeError(f"tool {name}: its parameters are no valid JSON Schema: {problem.message}") from problem
+    validator = Draft202012Validator(parameters)
+    simple = _simple(parameters)
+
+    def check(arguments: Json) -> Problem | None:
+        if simple is not None and _fits(simple, arguments):
+            return None
+        error = best_match(validator.iter_errors(arguments))
+        return None if error is None else _problem(error, parameters)
+
+    return check
+
+
+_TYPES: dict[str, type] = {"string": str, "integer": int, "boolean": bool}
+
+
+def _simple(parameters: Mapping[str, Json]) -> dict[str, tuple[type, bool]] | None:
+    """For a flat schema of plain strings, integers and booleans: name -> (type, required).
+
+    Such a schema needs no general validator to say yes, which is the case to be fast in.
+    """
+    known = {"type", "properties", "required", "additionalProperties"}
+    if set(parameters) - known or parameters.get("type") != "object":
+        return None
+    required = parameters.get("required", ())
+    flat: dict[str, tuple[type, bool]] = {}
+    for name, schema in parameters.get("properties", {}).items():
+        if not isinstance(schema, dict) or set(schema) - {"type", "description", "default"}:
+            return None
+        if not isinstance(schema.get("type"), str) or schema["type"] not in _TYPES:
+            return None
+        flat[name] = (_TYPES[schema["type"]], name in required)
+    return flat
+
+
+def _fits(flat: Mapping[str, tuple[type, bool]], arguments: Json) -> bool:
+    if not isinstance(arguments, dict):
+        return False
+    present = 0
+    for name, (kind, required) in flat.items():
+        if name in arguments:
+            if type(arguments[name]) is not kind:
+                return False
+            present += 1
+        elif required:
+            return False
+    return present == len(arguments)
+
+
+def _problem(error: ValidationError, parameters: Mapping[str, Json]) -> Problem:
+    place = ".".join(str(part) for part in error.absolute_path)
+    prefix = f"{place}: " if place else ""
+    if error.validator == "required":
+        missing = [name for name in error.validator_value if name not in error.instance]
+        return Problem("missing_argument", f"{prefix}missing argument {missing[0]!r}")
+    if error.validator == "additionalProperties":
+        known = list(error.schema.get("properties", {}))
+        extra = sorted(set(error.instance) - set(known))
+        return Problem("unexpected_argument", f"{prefix}no argument {extra[0]!r}; {nearest(extra[0], known)}")
+    if error.validator == "type":
+        wanted = error.validator_value
+        wanted = " or ".join(wanted) if isinstance(wanted, list) else wanted
+        return Problem("wrong_type", f"{prefix}expected {wanted}, got {_short(error.instance)}")
+    return Problem("invalid_argument", f"{prefix}{_clip(error.message)}")
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A hint for a misspelt name: the nearest known one, or all of them."""
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if match:
+        return f"did you mean {match[0]!r}?"
+    return f"known: {', '.join(known[:20])}" if known else "there are none"
+
+
+def _short(value: Json) -> str:
+    kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+    kind = "null" if value is None else kinds.get(type(value), type(value).__name__)
+    return kind if value is None else f"{kind} {_clip(repr(value), 40)}"
+
+
+def _clip(text: str, limit: int = 200) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
