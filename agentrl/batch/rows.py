@@ -27,6 +27,13 @@ def is_ragged(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_nested
 
 
+def offsets_of(column: torch.Tensor) -> torch.Tensor:
+    """Row boundaries int64 [N + 1] of a jagged nested tensor."""
+    nested: Any = column
+    offsets: torch.Tensor = nested.offsets()
+    return offsets
+
+
 def ragged_column(batch: TensorDict) -> torch.Tensor | None:
     """The first ragged column (the one that gives the batch its offsets), or None."""
     return next((value for value in batch.values() if is_ragged(value)), None)
@@ -37,7 +44,7 @@ def lengths(batch: TensorDict) -> torch.Tensor:
     column = ragged_column(batch)
     if column is None:
         return torch.ones(len(batch), dtype=torch.int64)
-    return column.offsets().diff()
+    return offsets_of(column).diff()
 
 
 def row_index(rows: Rows) -> np.ndarray:
@@ -76,7 +83,7 @@ def select(batch: TensorDict, rows: Rows) -> TensorDict:
     if len(index) and (index.min() < 0 or index.max() >= len(batch)):
         raise IndexError(f"row {int(index.min())}..{int(index.max())} asked of a batch of {len(batch)} rows")
     column = ragged_column(batch)
-    offsets = None if column is None else column.offsets().numpy()
+    offsets = None if column is None else offsets_of(column).numpy()
     runs = [] if offsets is None else token_runs(index, offsets)
     fresh = torch.zeros(len(index) + 1, dtype=torch.int64)
     if offsets is not None:

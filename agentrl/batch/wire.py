@@ -15,7 +15,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from agentrl.batch.rows import (
-    build, gather_runs, is_ragged, items_column, jagged, pick, ragged_column, row_index, token_runs, wide,
+    build, gather_runs, is_ragged, items_column, jagged, offsets_of, pick, ragged_column, row_index, token_runs, wide,
 )
 
 
@@ -54,14 +54,14 @@ def to_wire(batch: TensorDict) -> Wire:
     Raises ValueError where ragged columns have different lengths.
     """
     column = ragged_column(batch)
-    offsets = None if column is None else column.offsets()
+    offsets = None if column is None else offsets_of(column)
     wire = Wire(len(batch), None if offsets is None else offsets.cpu().numpy(), {}, {}, {}, {}, {})
     for key in batch.keys():
         value = batch.get(key)
         if isinstance(value, torch.Tensor):
             wire.dtypes[key] = value.dtype
         if is_ragged(value):
-            if value.offsets() is not offsets and not torch.equal(value.offsets(), offsets):
+            if offsets is not None and not torch.equal(offsets_of(value), offsets):
                 raise ValueError(f"ragged column {key!r} has row lengths of its own")
             wire.ragged[key] = _to_numpy(value.values())
         elif isinstance(value, torch.Tensor):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from agentrl.batch.rows import build, concat, is_ragged, jagged, select
+from agentrl.batch.rows import build, concat, is_ragged, jagged, offsets_of, select
 from agentrl.errors import DispatchError
 
 
@@ -50,7 +50,7 @@ def joined(where: str, parts: Sequence[Any]) -> Any:
 def _joined_tensors(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if not is_ragged(parts[0]):
         return torch.cat(list(parts))
-    counts = torch.cat([part.offsets().diff() for part in parts])
+    counts = torch.cat([offsets_of(part).diff() for part in parts])
     offsets = torch.zeros(len(counts) + 1, dtype=torch.int64)
     torch.cumsum(counts, 0, out=offsets[1:])
     return jagged(torch.cat([part.values() for part in parts]), offsets)

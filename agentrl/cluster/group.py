@@ -60,12 +60,15 @@ class WorkerGroup(Generic[W]):
         with the remote traceback, WorkerDiedError where a process is gone, or the worker's UserError.
         """
         where, name, strategy, shipment = self._prepare(method, args, kwargs)
-        return _as(strategy.gather(where, self.backend.call(name, shipment), shipment, self.mesh))
+        result: R = strategy.gather(where, self.backend.call(name, shipment), shipment, self.mesh)
+        return result
 
     async def arun(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """`run`, awaited: the event loop goes on while the workers work."""
         where, name, strategy, shipment = self._prepare(method, args, kwargs)
-        return _as(strategy.gather(where, await self.backend.acall(name, shipment), shipment, self.mesh))
+        results = await self.backend.acall(name, shipment)
+        result: R = strategy.gather(where, results, shipment, self.mesh)
+        return result
 
     def run_all(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """`run`, but every rank's own result, in rank order."""
@@ -80,7 +83,8 @@ class WorkerGroup(Generic[W]):
         name, strategy = resolve(self.cls, method)
         if not isinstance(strategy, Direct) or not 0 <= rank < self.world_size:
             raise DispatchError(f"{self.cls.__name__}.{name} on rank {rank}: needs Direct() and 0 <= rank < {self.world_size}")
-        return _as(self.backend.call(name, Shipment(args, dict(kwargs), [rank]))[rank])
+        result: R = self.backend.call(name, Shipment(args, dict(kwargs), [rank]))[rank]
+        return result
 
     def scatter(
         self,
@@ -121,7 +125,3 @@ def parameter_names(method: Callable[..., Any]) -> list[str]:
     """Names of the positional parameters after `self`."""
     parameters, _ = call_shape(method)
     return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-
-
-def _as(value: Any) -> Any:
-    return value

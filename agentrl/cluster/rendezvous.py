@@ -54,6 +54,7 @@ def join(where: Rendezvous | None, rank: int, world_size: int, backend: str | No
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
     if dist.is_initialized():
         there = (dist.get_rank(), dist.get_world_size())
@@ -65,15 +66,15 @@ def join(where: Rendezvous | None, rank: int, world_size: int, backend: str | No
     if where is None:
         if world_size != 1:
             raise DispatchError(f"{world_size} ranks need backend 'ray': an inline group has no processes to join")
-        dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1, timeout=span)
+        dist.init_process_group(chosen, store=HashStore(), rank=0, world_size=1, timeout=span)
         return
     os.environ.update(MASTER_ADDR=where.host, MASTER_PORT=str(where.port))
     if rank == 0:
         fd = _listeners.pop(where).detach()
-        store = dist.TCPStore(
+        store = TCPStore(
             where.host, where.port, world_size, is_master=True, wait_for_workers=False,
             timeout=span, master_listen_fd=fd,
         )
     else:
-        store = dist.TCPStore(where.host, where.port, world_size, is_master=False, timeout=span)
+        store = TCPStore(where.host, where.port, world_size, is_master=False, timeout=span)
     dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=span)

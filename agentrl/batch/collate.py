@@ -1,0 +1,121 @@
+"""Trajectories to one TensorDict batch: one row a ledger, token columns unpadded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from agentrl.batch.rows import build, jagged
+from agentrl.trajectory import TokenLedger, Trajectory
+
+TOKEN_COLUMNS = ("token_ids", "sampled", "logprobs", "versions", "turns", "rewards")
+ROW_COLUMNS = ("group", "member", "trajectory", "reward")
+
+
+def collate(
+    trajectories: Sequence[Trajectory], groups: Sequence[int] | None = None, *, allow_unscored: bool = False
+) -> TensorDict:
+    """One batch of N rows (a row is a non-empty ledger), T_i tokens in row i.
+
+    Ragged columns [N, T_i]: `token_ids` int64, `sampled` bool, `logprobs` float32, `versions` int32,
+    `turns` int32, `rewards` float32 (see `token_rewards`; they sum to the trajectory's reward over its
+    rows). Row columns [N]: `group` int64, `member` int64, `trajectory` int64 (index into the argument),
+    `reward` float32 (the trajectory's reward, the same on all of its rows).
+
+    `groups[i]` is the group number of `trajectories[i]`; by default trajectories of one task form a
+    group, numbered by first appearance (a member seen again opens a new one).
+
+    Raises ValueError for an unscored trajectory (reward None): an infrastructure failure is never a
+    reward and leaves before this point. With `allow_unscored` its rewards are NaN instead.
+    """
+    numbers = list(groups) if groups is not None else number_groups(trajectories)
+    if len(numbers) != len(trajectories):
+        raise ValueError(f"{len(numbers)} group numbers for {len(trajectories)} trajectories")
+    ledgers: list[TokenLedger] = []
+    rewards: list[np.ndarray] = []
+    rows: list[tuple[int, int, int, float]] = []
+    for index, trajectory in enumerate(trajectories):
+        if trajectory.reward is None and not allow_unscored:
+            raise ValueError(f"trajectory {index} (task {trajectory.task.id!r}) is unscored; drop it before collating")
+        reward = float("nan") if trajectory.reward is None else trajectory.reward
+        for ledger, placed in zip(trajectory.ledgers, token_rewards(trajectory), strict=True):
+            if len(ledger) == 0:
+                continue
+            ledgers.append(ledger)
+            rewards.append(placed)
+            rows.append((numbers[index], trajectory.member, index, reward))
+    return _batch(ledgers, rewards, rows)
+
+
+def number_groups(trajectories: Sequence[Trajectory]) -> list[int]:
+    """Group numbers by task, in order of first appearance; a (task, member) seen again opens a new group."""
+    current: dict[tuple[str, str, int], int] = {}
+    seen: set[tuple[int, int]] = set()
+    numbers: list[int] = []
+    opened = 0
+    for trajectory in trajectories:
+        task = (trajectory.env_id, trajectory.task.id, trajectory.task.seed)
+        if task not in current or (current[task], trajectory.member) in seen:
+            current[task] = opened
+            opened += 1
+        seen.add((current[task], trajectory.member))
+        numbers.append(current[task])
+    return numbers
+
+
+def token_rewards(trajectory: Trajectory) -> list[np.ndarray]:
+    """Rewards by token, one float32 array a ledger; over all ledgers they sum to `trajectory.reward`.
+
+    A turn's reward lies on the turn's last sampled token; where that token is not a sampled one, on the
+    last sampled token before it. What the turns leave of the episode's reward lies on the trajectory's
+    last sampled token. A trajectory that sampled nothing has no token to hold a reward: all zeros.
+    """
+    placed = [np.zeros(len(ledger), dtype=np.float64) for ledger in trajectory.ledgers]
+    spots = [(i, np.flatnonzero(ledger.sampled)) for i, ledger in enumerate(trajectory.ledgers)]
+    spots = [(i, where) for i, where in spots if len(where)]
+    if not spots:
+        return [array.astype(np.float32) for array in placed]
+    last_ledger, last = spots[-1][0], int(spots[-1][1][-1])
+    rest = float("nan") if trajectory.reward is None else trajectory.reward
+    by_ledger = dict(spots)
+    for turn in trajectory.turns:
+        where = by_ledger.get(turn.ledger)
+        if turn.reward is None or where is None:
+            continue
+        before = where[where <= turn.end]
+        if len(before) == 0:
+            continue
+        placed[turn.ledger][int(before[-1])] += turn.reward
+        rest -= turn.reward
+    placed[last_ledger][last] += rest
+    return [array.astype(np.float32) for array in placed]
+
+
+def _batch(
+    ledgers: Sequence[TokenLedger], rewards: Sequence[np.ndarray], rows: Sequence[tuple[int, int, int, float]]
+) -> TensorDict:
+    offsets = torch.zeros(len(ledgers) + 1, dtype=torch.int64)
+    torch.cumsum(torch.tensor([len(ledger) for ledger in ledgers], dtype=torch.int64), 0, out=offsets[1:])
+
+    def column(parts: Sequence[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+        flat = torch.from_numpy(np.concatenate(parts)) if len(parts) else torch.zeros(0)
+        return jagged(flat.to(dtype), offsets)
+
+    return build(
+        {
+            "token_ids": column([ledger.token_ids for ledger in ledgers], torch.int64),
+            "sampled": column([ledger.sampled for ledger in ledgers], torch.bool),
+            "logprobs": column([ledger.logprobs for ledger in ledgers], torch.float32),
+            "versions": column([ledger.versions for ledger in ledgers], torch.int32),
+            "turns": column([ledger.turns for ledger in ledgers], torch.int32),
+            "rewards": column(rewards, torch.float32),
+            "group": torch.tensor([row[0] for row in rows], dtype=torch.int64),
+            "member": torch.tensor([row[1] for row in rows], dtype=torch.int64),
+            "trajectory": torch.tensor([row[2] for row in rows], dtype=torch.int64),
+            "reward": torch.tensor([row[3] for row in rows], dtype=torch.float32),
+        },
+        len(ledgers),
+    )

@@ -1,0 +1,82 @@
+import numpy as np
+import pytest
+import torch
+
+from agentrl.batch import assign, collate, concat, lengths, micro_rows, pack, plan, select, unpack
+from agentrl.errors import ConfigError
+from agentrl.trajectory import Message, Task, TokenLedger, Trajectory, Turn
+
+
+def ledger(spec: list[tuple[int, int]]) -> TokenLedger:
+    """(context tokens, sampled tokens) a turn."""
+    out = TokenLedger()
+    for turn, (context, sampled) in enumerate(spec):
+        out.append_context([1 + turn] * context, turn)
+        out.append_sampled([50 + turn] * sampled, [-0.5] * sampled, [3] * sampled, turn)
+    return out
+
+
+def trajectory(reward: float | None, member: int = 0, task: str = "t", **kw) -> Trajectory:
+    one = ledger([(3, 2), (2, 1)])
+    one.append_context([9, 9], 1)  # a tool answer after the last sampled token
+    turns = [
+        Turn(0, Message("assistant"), reward=0.25, ledger=0, end=4),
+        Turn(1, Message("assistant"), reward=None, ledger=0, end=7),
+    ]
+    return Trajectory("E-v0", Task(task, 1), member=member, ledgers=[one], turns=turns, reward=reward, **kw)
+
+
+def test_collate_columns_and_rewards():
+    batch = collate([trajectory(1.0), trajectory(0.0, member=1), trajectory(0.5, task="u")])
+    assert batch["group"].tolist() == [0, 0, 1] and batch["member"].tolist() == [0, 1, 0]
+    assert lengths(batch).tolist() == [10, 10, 10]
+    first = batch["rewards"].unbind()[0]
+    assert first.nonzero().flatten().tolist() == [4, 7] and first[4] == 0.25 and first[7] == 0.75
+    sums = torch.stack([row.sum() for row in batch["rewards"].unbind()])
+    assert torch.allclose(sums, batch["reward"])
+    assert batch["token_ids"].dtype == torch.int64 and batch["sampled"].values().sum() == 9
+
+
+def test_collate_refuses_unscored_and_can_keep_it_as_nan():
+    with pytest.raises(ValueError, match="unscored"):
+        collate([trajectory(None)])
+    assert torch.isnan(collate([trajectory(None)], allow_unscored=True)["reward"]).all()
+
+
+def test_pack_select_concat_unpack():
+    batch = collate([trajectory(1.0), trajectory(0.0, member=1)])
+    packed = pack(batch, [1, 0])
+    assert packed["position_ids"].tolist() == [*range(10), *range(10)]
+    assert packed["cu_seqlens"].tolist() == [0, 10, 20] and packed["cu_seqlens"].dtype == torch.int32
+    assert packed["rows"].tolist() == [1, 0] and packed["member"].tolist() == [1, 0]
+    into = torch.zeros(20)
+    unpack(batch, packed, torch.arange(20.0), into)
+    assert into[:10].tolist() == list(range(10, 20))
+    assert concat([batch, select(batch, [])])["token_ids"].values().equal(batch["token_ids"].values())
+    dummy = pack(select(batch, []), [])
+    assert dummy["token_ids"].shape == (1,) and not dummy["sampled"].any() and dummy["rows"].tolist() == [-1]
+
+
+def test_plan_keeps_the_cap_and_equal_counts():
+    sizes = np.random.default_rng(0).integers(1, 900, 200)
+    made = plan(sizes, 4, 1000, 1.0, 0.001)
+    flat = sorted(row for rank in made.rows for micro in rank for row in micro)
+    assert flat == list(range(200))
+    assert {len(rank) for rank in made.rows} == {made.micros}
+    assert max(sizes[micro].sum() for rank in made.rows for micro in rank) <= 1000
+    assert made.cost >= made.bound
+    with pytest.raises(ConfigError, match="micro_tokens"):
+        plan([5, 2000], 2, 1000)
+    assert plan([], 3, 10).rows == [[[]], [[]], [[]]]
+
+
+def test_assign_and_micro_rows():
+    batch = collate([trajectory(1.0, member=i) for i in range(5)])
+    made = plan(lengths(batch), 2, 20)
+    marked = assign(batch, made)
+    for rank in range(2):
+        mine = np.flatnonzero(marked["dp_rank"].numpy() == rank)
+        local = select(marked, mine)
+        assert [sorted(mine[rows].tolist()) for rows in micro_rows(local, made.micros)] == [
+            sorted(rows) for rows in made.rows[rank]
+        ]
