@@ -1,4 +1,4 @@
-"""Importing this module registers every environment with Gymnasium: `gymnasium.make("agentrl.gym:KeyValue-v0")`.
+"""Importing this registers every environment with Gymnasium: `gymnasium.make("agentrl.gym:KeyValue-v0")`.
 
 Gymnasium imports what stands before the colon. `import agentrl` itself registers nothing.
 """

@@ -67,7 +67,11 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
     _class_tools: ClassVar[dict[str, Tool]]
 
     def __init__(
-        self, *, split: str = "train", scorer: ScorerLike | None = None, render_mode: str | None = None,
+        self,
+        *,
+        split: str = "train",
+        scorer: ScorerLike | None = None,
+        render_mode: str | None = None,
         count_tokens: CountTokens = estimate_tokens,
     ) -> None:
         """`scorer`: rewards the end of an episode; without one every reward is 0.0 and the caller scores
@@ -242,7 +246,9 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
 
         The reward is 0.0 without a scorer and nan where the scorer could not score.
         """
-        record = self.trajectory
+        record = self._record
+        if record is None:
+            raise EnvError(f"{self.id}: no episode to end; call reset first")
         record.stop, record.error = stop, error
         record.terminated = stop is StopReason.DONE
         record.truncated = not record.terminated and not stop.infrastructure
@@ -348,7 +354,11 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
     def _info(self) -> dict[str, Any]:
         record = self._record
         assert record is not None
-        info: dict[str, Any] = {"task_id": record.task.id, "split": record.task.split, "turns": len(record.turns)}
+        info: dict[str, Any] = {
+            "task_id": record.task.id,
+            "split": record.task.split,
+            "turns": len(record.turns),
+        }
         if not self._open:
             info["stop"] = record.stop.value
         return info
@@ -374,4 +384,3 @@ def _checked(task: Any) -> Task:
 
 def _as_message(result: ToolResult) -> Message:
     return Message("tool", result.content, tool_call_id=result.call_id, name=result.name)
-

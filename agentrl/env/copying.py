@@ -40,7 +40,7 @@ def copy_parts(source: Any, target: object, names: Iterable[str]) -> dict[str, A
             parts[name] = copy.deepcopy(source.__dict__[name], memo)
         except TypeError as problem:
             raise TypeError(
-                f"{type(source).__name__}.{name} cannot be copied ({problem}); name it in `shared`, or override "
-                "snapshot, restore and fork"
+                f"{type(source).__name__}.{name} cannot be copied ({problem}); name it in `shared`, or "
+                "override snapshot, restore and fork"
             ) from problem
     return parts

@@ -18,9 +18,7 @@ def sample_arguments(parameters: Mapping[str, Json], rng: np.random.Generator) -
     return value if isinstance(value, dict) else {}
 
 
-def sample_value(
-    schema: Json, rng: np.random.Generator, root: Mapping[str, Json], depth: int = 0
-) -> Any:
+def sample_value(schema: Json, rng: np.random.Generator, root: Mapping[str, Json], depth: int = 0) -> Any:
     """One value of `schema`; `root` is where local references point to.
 
     Knows the keywords that typed Python signatures give (types, enum, const, unions, bounds, lengths,
@@ -38,8 +36,9 @@ def sample_value(
         if union in schema:
             # Deep down the last branch is taken: in a recursive type that is where Optional ends (null).
             branches = schema[union]
-            return sample_value(branches[-1 if depth > _MAX_DEPTH else int(rng.integers(len(branches)))], rng, root,
-                                depth + 1)
+            return sample_value(
+                branches[-1 if depth > _MAX_DEPTH else int(rng.integers(len(branches)))], rng, root, depth + 1
+            )
     kind = schema.get("type", "object" if "properties" in schema else "integer")
     if isinstance(kind, list):
         kind = kind[int(rng.integers(len(kind)))]
@@ -75,7 +74,9 @@ def _number(kind: str, schema: Mapping[str, Json], rng: np.random.Generator) -> 
     return round(float(low) + (float(high) - float(low)) * float(rng.uniform(0.01, 0.99)), 6)
 
 
-def _array(schema: Mapping[str, Json], rng: np.random.Generator, root: Mapping[str, Json], depth: int) -> list[Any]:
+def _array(
+    schema: Mapping[str, Json], rng: np.random.Generator, root: Mapping[str, Json], depth: int
+) -> list[Any]:
     prefix = schema.get("prefixItems", [])
     low = int(schema.get("minItems", 0))
     high = min(int(schema.get("maxItems", low + 3)), low + 3)

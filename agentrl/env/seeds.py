@@ -32,7 +32,10 @@ def content_split(fingerprint: str) -> str:
 
 
 def draw(
-    rng: random.Random, split: str, propose: Callable[[random.Random], T], fingerprint: Callable[[T], str],
+    rng: random.Random,
+    split: str,
+    propose: Callable[[random.Random], T],
+    fingerprint: Callable[[T], str],
     tries: int = 1000,
 ) -> T:
     """Propose content until some belongs to `split`.
@@ -46,4 +49,6 @@ def draw(
         content = propose(rng)
         if content_split(fingerprint(content)) == split:
             return content
-    raise TaskDataError(f"none of {tries} generated tasks belongs to split {split!r}: too few different tasks")
+    raise TaskDataError(
+        f"none of {tries} generated tasks belongs to split {split!r}: too few different tasks"
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import gymnasium
@@ -35,8 +36,8 @@ class MessagesSpace(gymnasium.Space[Observation]):
         words = self.np_random.integers(0, 1000, size=int(self.np_random.integers(1, 9)))
         return [Message("user", " ".join(f"w{word}" for word in words))]
 
-    def to_jsonable(self, sample_n: Sequence[Observation]) -> list[Any]:
-        return [[_plain(message) for message in sample] for sample in sample_n]
+    def to_jsonable(self, sample_n: Iterable[Observation]) -> list[Any]:
+        return [[asdict(message) for message in sample] for sample in sample_n]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MessagesSpace)
@@ -74,8 +75,8 @@ class ToolCallSpace(gymnasium.Space[Action]):
         body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
         return f"<tool_call>\n{body}\n</tool_call>"
 
-    def to_jsonable(self, sample_n: Sequence[Action]) -> list[Any]:
-        return [sample if isinstance(sample, str) else _plain(sample) for sample in sample_n]
+    def to_jsonable(self, sample_n: Iterable[Action]) -> list[Any]:
+        return [sample if isinstance(sample, str) else asdict(sample) for sample in sample_n]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ToolCallSpace) and self._toolbox.schemas() == other._toolbox.schemas()
@@ -84,9 +85,3 @@ class ToolCallSpace(gymnasium.Space[Action]):
 
     def __repr__(self) -> str:
         return f"ToolCallSpace({', '.join(self._toolbox.names)})"
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(message)

@@ -60,7 +60,9 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
         info = Field(default=default, alias=parameter.name, description=described.get(parameter.name))
         fields[parameter.name] = (hint, info)
     model = _model(function, fields)
-    return Signature(summary, plain_schema(_schema(function, model)), tuple(hidden), _converter(model, fields))
+    return Signature(
+        summary, plain_schema(_schema(function, model)), tuple(hidden), _converter(model, fields)
+    )
 
 
 def _hint(function: Callable[..., Any], parameter: inspect.Parameter, hints: Mapping[str, Any]) -> Any:
@@ -92,7 +94,9 @@ def _schema(function: Callable[..., Any], model: type[BaseModel]) -> dict[str, J
     try:
         return model.model_json_schema(by_alias=True)
     except (PydanticUserError, TypeError) as problem:
-        raise TypeError(f"tool {function.__name__}: no JSON Schema for its parameters: {problem}") from problem
+        raise TypeError(
+            f"tool {function.__name__}: no JSON Schema for its parameters: {problem}"
+        ) from problem
 
 
 def _converter(
@@ -100,7 +104,9 @@ def _converter(
 ) -> Callable[[Mapping[str, Json]], dict[str, Any]]:
     """Arguments that already are the Python values they are declared as skip pydantic."""
     hints = {name: hint for name, (hint, _) in fields.items()}
-    if all(hint in _AS_JSON for hint in hints.values() if _hashable(hint)) and all(map(_hashable, hints.values())):
+    if all(hint in _AS_JSON for hint in hints.values() if _hashable(hint)) and all(
+        map(_hashable, hints.values())
+    ):
         return dict
 
     def convert(arguments: Mapping[str, Json]) -> dict[str, Any]:
@@ -131,8 +137,10 @@ def plain_schema(schema: Mapping[str, Json]) -> dict[str, Json]:
     body = {key: value for key, value in schema.items() if key not in ("$defs", "title", "description")}
     result = _inline(body, definitions, recursive, named=False)
     if recursive:
-        result["$defs"] = {name: _inline(definitions[name], definitions, recursive, named=False)
-                           for name in sorted(recursive)}
+        result["$defs"] = {
+            name: _inline(definitions[name], definitions, recursive, named=False)
+            for name in sorted(recursive)
+        }
     result.setdefault("properties", {})
     return result
 
@@ -159,7 +167,7 @@ def _reaches(definitions: Mapping[str, Json], start: str, target: str) -> bool:
     return False
 
 
-def _inline(node: Json, definitions: Mapping[str, Json], recursive: set[str], *, named: bool) -> Any:
+def _inline(node: Json, definitions: Mapping[str, Json], recursive: set[str], *, named: bool) -> Json:
     """`named`: the keys of `node` are property names, so a property called "title" stays."""
     if isinstance(node, list):
         return [_inline(item, definitions, recursive, named=False) for item in node]
@@ -167,16 +175,23 @@ def _inline(node: Json, definitions: Mapping[str, Json], recursive: set[str], *,
         return node
     reference = node.get("$ref")
     if isinstance(reference, str) and not named and reference.rpartition("/")[2] not in recursive:
-        merged = {**definitions[reference.rpartition("/")[2]], **{k: v for k, v in node.items() if k != "$ref"}}
+        merged = {
+            **definitions[reference.rpartition("/")[2]],
+            **{k: v for k, v in node.items() if k != "$ref"},
+        }
         return _inline(merged, definitions, recursive, named=False)
     return {
-        key: _inline(value, definitions, recursive, named=not named and key in ("properties", "patternProperties"))
+        key: _inline(
+            value, definitions, recursive, named=not named and key in ("properties", "patternProperties")
+        )
         for key, value in node.items()
         if named or key != "title"
     }
 
 
-_SECTION = re.compile(r"^(args|arguments|parameters|params|returns?|raises|yields?|examples?|notes?):?\s*$", re.I)
+_SECTION = re.compile(
+    r"^(args|arguments|parameters|params|returns?|raises|yields?|examples?|notes?):?\s*$", re.I
+)
 _GOOGLE = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 _NUMPY = re.compile(r"^(\w+)\s*(?::\s*.*)?$")
 _SPHINX = re.compile(r"^\s*:param\s+(?:[\w\[\], |]+\s+)?(\w+)\s*:\s*(.*)$")
@@ -232,5 +247,3 @@ def _indent(line: str) -> int:
 def _paragraph(lines: list[str]) -> str:
     """The text before the first section, its paragraphs joined by single spaces."""
     return " ".join(" ".join(lines).split())
-
-

@@ -64,7 +64,11 @@ class Tool:
 
     @classmethod
     def from_schema(
-        cls, name: str, description: str, parameters: Mapping[str, Json], function: Callable[..., Any],
+        cls,
+        name: str,
+        description: str,
+        parameters: Mapping[str, Json],
+        function: Callable[..., Any],
         options: Options = Options(),
     ) -> Tool:
         """A tool with a ready schema (an MCP server's, a data set's); `function` takes keyword arguments."""
@@ -85,7 +89,11 @@ class Tool:
         signature = self.signature
         body: dict[str, Json] = {"name": self.name, "parameters": signature.parameters}
         if signature.description:
-            body = {"name": self.name, "description": signature.description, "parameters": signature.parameters}
+            body = {
+                "name": self.name,
+                "description": signature.description,
+                "parameters": signature.parameters,
+            }
         return {"type": "function", "function": body}
 
     @cached_property

@@ -27,8 +27,12 @@ class Toolbox:
     __slots__ = ("_count", "_owner", "_tools", "hidden")
 
     def __init__(
-        self, tools: Iterable[Tool | Callable[..., Any]] = (), *, owner: object | None = None,
-        hidden: Mapping[str, Any] = _NOTHING, count_tokens: CountTokens = estimate_tokens,
+        self,
+        tools: Iterable[Tool | Callable[..., Any]] = (),
+        *,
+        owner: object | None = None,
+        hidden: Mapping[str, Any] = _NOTHING,
+        count_tokens: CountTokens = estimate_tokens,
     ) -> None:
         """`hidden`: values of Hidden parameters by name. Raises TypeError for a bad or doubled tool."""
         self._tools: Mapping[str, Tool] = {}
@@ -90,7 +94,7 @@ class Toolbox:
         self._tools = {**self._tools, added.name: added}
 
     def replace(self, item: Tool) -> None:
-        """Put another tool in the place of the one with the same name. Raises KeyError where there is none."""
+        """Put a tool in the place of the one with the same name. Raises KeyError where there is none."""
         if item.name not in self._tools:
             raise KeyError(item.name)
         self._tools = {**self._tools, item.name: item}
@@ -156,7 +160,9 @@ class Toolbox:
             return values
         for name in item.signature.hidden:
             if name not in self.hidden:
-                raise EnvError(f"tool {item.name}: no value for its hidden parameter {name!r} (ToolEnv.hidden)")
+                raise EnvError(
+                    f"tool {item.name}: no value for its hidden parameter {name!r} (ToolEnv.hidden)"
+                )
             values[name] = self.hidden[name]
         return item, values
 

@@ -25,7 +25,9 @@ def compile_validator(name: str, parameters: Mapping[str, Json]) -> Callable[[Js
     try:
         Draft202012Validator.check_schema(parameters)
     except SchemaError as problem:
-        raise TypeError(f"tool {name}: its parameters are no valid JSON Schema: {problem.message}") from problem
+        raise TypeError(
+            f"tool {name}: its parameters are no valid JSON Schema: {problem.message}"
+        ) from problem
     validator = Draft202012Validator(parameters)
     simple = _simple(parameters)
 
@@ -78,16 +80,19 @@ def _problem(error: ValidationError, parameters: Mapping[str, Json]) -> Problem:
     place = ".".join(str(part) for part in error.absolute_path)
     prefix = f"{place}: " if place else ""
     if error.validator == "required":
-        missing = [name for name in error.validator_value if name not in error.instance]
+        required: Json = error.validator_value
+        missing = [name for name in required if name not in error.instance]
         return Problem("missing_argument", f"{prefix}missing argument {missing[0]!r}")
     if error.validator == "additionalProperties":
-        known = list(error.schema.get("properties", {}))
-        extra = sorted(set(error.instance) - set(known))
+        schema: Json = error.schema
+        instance: Json = error.instance
+        known = list(schema.get("properties", {}))
+        extra = sorted(set(instance) - set(known))
         return Problem("unexpected_argument", f"{prefix}no argument {extra[0]!r}; {nearest(extra[0], known)}")
     if error.validator == "type":
-        wanted = error.validator_value
-        wanted = " or ".join(wanted) if isinstance(wanted, list) else wanted
-        return Problem("wrong_type", f"{prefix}expected {wanted}, got {_short(error.instance)}")
+        expected: Json = error.validator_value
+        expected = " or ".join(expected) if isinstance(expected, list) else expected
+        return Problem("wrong_type", f"{prefix}expected {expected}, got {_short(error.instance)}")
     return Problem("invalid_argument", f"{prefix}{_clip(error.message)}")
 
 

@@ -43,8 +43,14 @@ class KeyValue(ToolEnv):
     order_free = True
 
     def __init__(
-        self, *, calls: int | Sequence[int] = (2, 4), set_share: float = 0.1, list_share: float = 0.0,
-        keys: int = 10, max_value: int = 9, **base: Any,
+        self,
+        *,
+        calls: int | Sequence[int] = (2, 4),
+        set_share: float = 0.1,
+        list_share: float = 0.0,
+        keys: int = 10,
+        max_value: int = 9,
+        **base: Any,
     ) -> None:
         """`calls`: a number or [lowest, highest] of required calls, 2..50. `set_share`, `list_share`: share
         of tasks that first store numbers, or that first list the keys. `keys`: size of the key alphabet
@@ -54,14 +60,18 @@ class KeyValue(ToolEnv):
         low, high = (calls, calls) if isinstance(calls, int) else (calls[0], calls[-1])
         if not 2 <= low <= high <= 50:
             raise ConfigError(f"key_value: calls = {calls!r}; expected a number or [low, high] within 2..50")
-        if not (0 <= set_share and 0 <= list_share and set_share + list_share <= 1):
+        if not (set_share >= 0 and list_share >= 0 and set_share + list_share <= 1):
             raise ConfigError("key_value: set_share and list_share must be shares with a sum of at most 1")
         if not (2 <= keys <= 26 and 1 <= max_value <= MAX_TOTAL):
-            raise ConfigError(f"key_value: expected keys in 2..26 and max_value in 1..99, got {keys}, {max_value}")
+            raise ConfigError(
+                f"key_value: expected keys in 2..26 and max_value in 1..99, got {keys}, {max_value}"
+            )
         self.shapes = _shapes(low, high, set_share, list_share)
         if not self.shapes:
-            raise ConfigError(f"key_value: no task has {low}..{high} calls; an odd number needs set_share or "
-                              "list_share above 0")
+            raise ConfigError(
+                f"key_value: no task has {low}..{high} calls; an odd number needs set_share or "
+                "list_share above 0"
+            )
         self.keys, self.max_value = keys, max_value
         self.values: dict[str, int] = {}
         self.total = 0
@@ -73,13 +83,17 @@ class KeyValue(ToolEnv):
         calls = gold_calls(problem)
         total = sum({**problem.store, **problem.sets}[key] for key in problem.reads)
         return Task(
-            id=f"key_value/{split}/{rng_seed}", seed=rng_seed, split=split,
+            id=f"key_value/{split}/{rng_seed}",
+            seed=rng_seed,
+            split=split,
             data={"goal": _goal(problem), "store": problem.store, "items": len(problem.reads)},
             gold={
                 "answer": str(total),
                 "calls": [{"name": call.name, "arguments": call.arguments} for call in calls],
                 "state": {"store": {**problem.store, **problem.sets}, "total": total},
-                "sets": problem.sets, "reads": list(problem.reads), "listed": problem.listed,
+                "sets": problem.sets,
+                "reads": list(problem.reads),
+                "listed": problem.listed,
             },
         )
 
@@ -97,12 +111,15 @@ class KeyValue(ToolEnv):
             stored = [chosen[-1], *stored[1:]]
         values = {key: rng.randint(1, top) for key in [*chosen, *names[reads + sets :]] if key not in stored}
         wanted = sorted(values) if listed else chosen
-        return Problem(dict(sorted(values.items())), {key: rng.randint(1, top) for key in stored}, tuple(wanted),
-                       listed)
+        return Problem(
+            dict(sorted(values.items())), {key: rng.randint(1, top) for key in stored}, tuple(wanted), listed
+        )
 
     def prompt(self, task: Task) -> list[Message]:
-        return [Message("system", "get each key, add its value, report the total."),
-                Message("user", task.data["goal"])]
+        return [
+            Message("system", "get each key, add its value, report the total."),
+            Message("user", task.data["goal"]),
+        ]
 
     # -- the episode -------------------------------------------------------------------------------
 
@@ -139,7 +156,9 @@ class KeyValue(ToolEnv):
 
     def gold_turns(self, task: Task) -> list[Message]:
         calls = task.gold["calls"]
-        turns = [Message("assistant", tool_calls=(ToolCall(call["name"], call["arguments"]),)) for call in calls]
+        turns = [
+            Message("assistant", tool_calls=(ToolCall(call["name"], call["arguments"]),)) for call in calls
+        ]
         return [*turns, Message("assistant", task.gold["answer"])]
 
     def teacher(self, task: Task, rng: Any, **params: Any) -> Teacher:
@@ -175,5 +194,9 @@ def _shapes(low: int, high: int, set_share: float, list_share: float) -> list[tu
         if calls % 2:
             kinds[2].append((0, True, (calls - 1) // 2))
     weights = (1 - set_share - list_share, set_share, list_share)
-    return [(*shape, weight / len(kind)) for kind, weight in zip(kinds, weights, strict=True)
-            for shape in kind if weight > 0]
+    return [
+        (*shape, weight / len(kind))
+        for kind, weight in zip(kinds, weights, strict=True)
+        for shape in kind
+        if weight > 0
+    ]

@@ -26,7 +26,9 @@ class Teacher:
         self._list: bool = task.gold["listed"]
         self._keys: list[str] = [] if self._list else list(task.gold["reads"])
         self._count = len(task.gold["reads"])
-        self._stop_after = 1 + self._below(self._count - 1) if self._count > 1 and self._chance(stop) else None
+        self._stop_after = (
+            1 + self._below(self._count - 1) if self._count > 1 and self._chance(stop) else None
+        )
         self._done = 0
         self._step = "start"
         self._retry: Message | None = None
@@ -86,5 +88,7 @@ def _call(name: str, arguments: dict[str, Any]) -> Message:
 
 def _broken(call: ToolCall) -> str:
     """The call's text without its closing braces."""
-    arguments = ", ".join(f'"{key}": "{value}' for key, value in call.arguments.items()) if call.arguments else ""
+    arguments = (
+        ", ".join(f'"{key}": "{value}' for key, value in call.arguments.items()) if call.arguments else ""
+    )
     return f'<tool_call>\n{{"name": "{call.name}", "arguments": {{{arguments}\n</tool_call>'

@@ -16,14 +16,14 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.catalog.shelf import Declared, load_class, read_declarations
 from agentrl.errors import CatalogError
-from agentrl.shelf import Declared, load_class, read_declarations
 
 if TYPE_CHECKING:
     from agentrl.env import ToolEnv
 
 GROUP = "agentrl.envs"
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,10 @@ def find_tools(name: str) -> Path:
 
 def shelves() -> list[Path]:
     """The folders that are searched, in order; only those that exist, each once."""
-    places = [Path.cwd(), *(Path(part) for part in os.environ.get("AGENTRL_PATH", "").split(os.pathsep) if part)]
+    places = [
+        Path.cwd(),
+        *(Path(part) for part in os.environ.get("AGENTRL_PATH", "").split(os.pathsep) if part),
+    ]
     packaged = _PACKAGE / "_shelf"
     # In a source checkout the shelf is not copied into the package: it lies beside it.
     places.append(packaged if packaged.is_dir() else _PACKAGE.parent)
@@ -153,7 +156,10 @@ def make_env(env_id: str, *, reward: str | None = None, **params: Any) -> ToolEn
     Raises CatalogError for an unknown id or unfit parameters, RewardSpecError for a bad spec.
     """
     entry = find_env(env_id)
-    if "scorer" not in params and (path := find_reward(reward) if reward else entry.reward_path()) is not None:
+    if (
+        "scorer" not in params
+        and (path := find_reward(reward) if reward else entry.reward_path()) is not None
+    ):
         from agentrl.reward import compile_spec, load_spec
 
         params["scorer"] = compile_spec(load_spec(path))
@@ -195,7 +201,10 @@ def _all_entries() -> Iterator[EnvEntry]:
 def _entries_of(path: Path) -> list[EnvEntry]:
     name = path.parent.name if path.name == "env.py" else path.stem
     declared = read_declarations(path)
-    return [EnvEntry(d.id, _short(name, d, len(declared)), d.summary, d.reward, path, d.class_name) for d in declared]
+    return [
+        EnvEntry(d.id, _short(name, d, len(declared)), d.summary, d.reward, path, d.class_name)
+        for d in declared
+    ]
 
 
 def _short(name: str, declared: Declared, count: int) -> str:

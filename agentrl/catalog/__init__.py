@@ -1,0 +1,27 @@
+"""From an id to an environment, and from a name to a tool set, reward spec or config."""
+
+from agentrl.catalog.index import (
+    EnvEntry,
+    EnvRef,
+    find_config,
+    find_env,
+    find_reward,
+    find_tools,
+    list_envs,
+    make_env,
+    register_gymnasium,
+    shelves,
+)
+
+__all__ = [
+    "EnvEntry",
+    "EnvRef",
+    "find_config",
+    "find_env",
+    "find_reward",
+    "find_tools",
+    "list_envs",
+    "make_env",
+    "register_gymnasium",
+    "shelves",
+]
