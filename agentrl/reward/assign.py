@@ -1,0 +1,108 @@
+"""Assignment of the calls made to the calls expected: optimal one-to-one, in order, or greedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+Weights = npt.NDArray[np.float64]
+Pairs = list[tuple[int, int]]
+
+_EPS = 1e-12
+
+
+def optimal(weights: Weights) -> Pairs:
+    """One-to-one pairs (row, column) of the greatest total weight; weights [n, m] >= 0, zero pairs left out.
+
+    The Hungarian method as shortest augmenting paths with potentials (Kuhn 1955; Jonker and Volgenant
+    1987), O(min(n, m)^2 max(n, m)).
+    """
+    n, m = weights.shape
+    if n == 0 or m == 0:
+        return []
+    if n > m:
+        return sorted((row, column) for column, row in optimal(weights.T))
+    row_of = _augment(-weights)
+    pairs = [(int(row), column) for column, row in enumerate(row_of) if row >= 0]
+    return sorted((row, column) for row, column in pairs if weights[row, column] > _EPS)
+
+
+def _augment(cost: Weights) -> npt.NDArray[np.int64]:
+    """Row assigned to each column (-1: none), for n <= m, at the least total cost."""
+    n, m = cost.shape
+    row_price, column_price = np.zeros(n), np.zeros(m)
+    row_of = np.full(m, -1, dtype=np.int64)
+    for start in range(n):
+        distance = np.full(m, np.inf)
+        before = np.full(m, -1, dtype=np.int64)
+        done = np.zeros(m, dtype=bool)
+        row, column, reached = start, -1, 0.0
+        while True:
+            step = reached + cost[row] - row_price[row] - column_price
+            better = ~done & (step < distance - _EPS)
+            distance[better] = step[better]
+            before[better] = column
+            column = int(np.argmin(np.where(done, np.inf, distance)))
+            reached = float(distance[column])
+            done[column] = True
+            if row_of[column] < 0:
+                break
+            row = int(row_of[column])
+        others = done.copy()
+        others[column] = False
+        row_price[start] += reached
+        row_price[row_of[others]] += reached - distance[others]
+        column_price[others] += distance[others] - reached
+        while column >= 0:
+            previous = int(before[column])
+            row_of[column] = start if previous < 0 else row_of[previous]
+            column = previous
+    return row_of
+
+
+def in_order(weights: Weights) -> Pairs:
+    """The pairs of the greatest total weight whose rows and columns both rise: O(n m) alignment."""
+    n, m = weights.shape
+    best = np.zeros((n + 1, m + 1))
+    for i in range(n - 1, -1, -1):
+        for j in range(m - 1, -1, -1):
+            best[i, j] = max(best[i + 1, j], best[i, j + 1], best[i + 1, j + 1] + weights[i, j])
+    pairs: Pairs = []
+    i = j = 0
+    while i < n and j < m:
+        if weights[i, j] > _EPS and best[i, j] <= best[i + 1, j + 1] + weights[i, j] + _EPS:
+            pairs.append((i, j))
+            i, j = i + 1, j + 1
+        elif best[i + 1, j] >= best[i, j + 1]:
+            i += 1
+        else:
+            j += 1
+    return pairs
+
+
+def prefix(weight: Callable[[int, int], float], n: int, m: int) -> Pairs:
+    """Position by position from the start, up to and without the first pair that is not a full match."""
+    pairs: Pairs = []
+    for i in range(min(n, m)):
+        if weight(i, i) < 1.0 - _EPS:
+            break
+        pairs.append((i, i))
+    return pairs
+
+
+def greedy(weight: Callable[[int, int], float], n: int, m: int) -> Pairs:
+    """Each column in turn takes the first free row that matches it fully (weight 1), and is never revised.
+
+    This is how the Berkeley leaderboard pairs parallel calls; it can miss a full matching that exists.
+    """
+    free = list(range(n))
+    pairs: Pairs = []
+    for j in range(m):
+        for i in free:
+            if weight(i, j) >= 1.0 - _EPS:
+                pairs.append((i, j))
+                free.remove(i)
+                break
+    return sorted(pairs)

@@ -1,0 +1,220 @@
+"""From a valid spec to a tree of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from agentrl.errors import RewardSpecError
+from agentrl.reward.group import GROUP_LEAVES
+from agentrl.reward.leaf import Context, Leaf, UnscorableError
+from agentrl.reward.leaves import LEAVES
+from agentrl.reward.node import ConstantNode, LeafNode, Mods, Node
+from agentrl.reward.ops import LINEAR, GateNode, OpNode
+from agentrl.reward.pointer import Absent, is_ref, join, parse_pointer
+from agentrl.reward.score import Scorer
+from agentrl.reward.spec import load_spec
+from agentrl.reward.view import SCOPES, View
+from agentrl.trajectory import Json
+
+_NARROW = ("round", "turn", "call")
+
+
+def compile_spec(spec: str | Path | Mapping[str, Any], *, context: Context | None = None) -> Scorer:
+    """A Scorer for a spec (a dict, or a path to a JSON file).
+
+    Raises RewardSpecError with the JSON Pointer of what is wrong, or of what this run does not provide
+    (`context`: a twin environment for replays, functions for the `python` leaf).
+    """
+    valid = load_spec(spec)
+    build = _Builder(valid["name"], context or Context())
+    root = build.node(valid["root"], "/root", "episode", None)
+    metrics = [
+        build.node(node, f"/metrics/{index}", "episode", "a metric emits nothing")
+        for index, node in enumerate(valid.get("metrics", []))
+    ]
+    return Scorer(valid, root, metrics, build.blocking, build.context.judge)
+
+
+class _Builder:
+    """Builds nodes. `scope` is the part that a node sees; `mute` says why nothing below may emit at a step."""
+
+    def __init__(self, name: str, context: Context) -> None:
+        self.name = name
+        self.context = context
+        self.blocking = False
+
+    def fail(self, pointer: str, message: str) -> NoReturn:
+        raise RewardSpecError(f"reward spec {self.name!r}: at {pointer}: {message}")
+
+    def node(self, node: Mapping[str, Any], pointer: str, scope: str, mute: str | None) -> Node:
+        mods = _mods(node)
+        own = self._scope(node, mods, pointer, scope, mute)
+        for key in ("when", "args"):
+            if key in node and not str(node.get("use", "")).startswith("group."):
+                self._reachable(node[key], join(pointer, key), own)
+        if "use" in node:
+            return self._leaf(node, mods, pointer, own)
+        below = mute or self._mute(node, mods, pointer)
+        if node["op"] == "gate":
+            return self._gate(node, mods, pointer, own, below)
+        children = [
+            self.node(child, join(pointer, "of", i), own, below) for i, child in enumerate(node["of"])
+        ]
+        if node["op"] == "mean":
+            weights = [child.mods.weight for child in children]
+            if min(weights) < 0 or sum(weights) <= 0:
+                self.fail(join(pointer, "of"), f"the weights of a mean are >= 0 and not all 0, not {weights}")
+        return OpNode(pointer, mods, read_ref, node["op"], children)
+
+    def _scope(self, node: Mapping[str, Any], mods: Mods, pointer: str, scope: str, mute: str | None) -> str:
+        own = mods.scope or scope
+        if mods.scope == "group" and not str(node.get("use", "")).startswith("group."):
+            self.fail(join(pointer, "scope"), "scope group belongs to group.rank and group.zscore")
+        if mods.scope != "group" and SCOPES.index(own) < SCOPES.index(scope):
+            self.fail(
+                join(pointer, "scope"),
+                f"{own!r} is wider than the scope {scope!r} that this node is inside of",
+            )
+        narrowed = own in _NARROW and own != scope
+        if "reduce" in node and not narrowed:
+            self.fail(join(pointer, "reduce"), "there is nothing to reduce: the node has no scope of its own")
+        if mods.emit == "step" and not narrowed:
+            self.fail(
+                join(pointer, "emit"), "only a node with a scope (round, turn or call) has steps to emit at"
+            )
+        if mods.emit == "step" and mute is not None:
+            self.fail(join(pointer, "emit"), f"cannot emit at steps: {mute}")
+        return scope if own == "group" else own
+
+    def _mute(self, node: Mapping[str, Any], mods: Mods, pointer: str) -> str | None:
+        """Why a step's share cannot be told below this node; None where it can."""
+        if mods.clip is not None:
+            return f"{pointer} clips the total, so a step has no share of its own"
+        if mods.scope in _NARROW:
+            return f"{pointer} already has a scope"
+        if node["op"] != "gate" and node["op"] not in LINEAR:
+            return f"below {node['op']!r} ({pointer}) a step has no share of its own; use sum, mean or gate"
+        return None
+
+    def _gate(self, node: Mapping[str, Any], mods: Mods, pointer: str, scope: str, mute: str | None) -> Node:
+        test = self.node(node["if"], join(pointer, "if"), scope, f"it decides the gate {pointer}")
+        then = self.node(node["then"], join(pointer, "then"), scope, mute)
+        other = node.get("else", 0)
+        otherwise: Node
+        if isinstance(other, (int, float)):
+            otherwise = ConstantNode(join(pointer, "else"), float(other), read_ref)
+        else:
+            otherwise = self.node(other, join(pointer, "else"), scope, mute)
+        return GateNode(pointer, mods, read_ref, float(node.get("gte", 1.0)), (test, then, otherwise))
+
+    def _leaf(self, node: Mapping[str, Any], mods: Mods, pointer: str, scope: str) -> Node:
+        kind, args = node["use"], node.get("args", {})
+        if kind in GROUP_LEAVES:
+            if scope != "episode":
+                self.fail(pointer, f"{kind} compares whole episodes; it cannot be inside of scope {scope!r}")
+            place = join(pointer, "args", "of")
+            of = self.node(args["of"], place, scope, f"{kind} compares totals")
+            if any(isinstance(below, tuple(GROUP_LEAVES.values())) for below in walk(of)):
+                self.fail(place, "a group leaf cannot hold another group leaf")
+            return GROUP_LEAVES[kind](pointer, mods, read_ref, of, args)
+        cls = LEAVES[kind]
+        if scope not in cls.scopes:
+            self.fail(pointer, f"{kind} sees {' or '.join(cls.scopes)}, not a {scope}")
+        try:
+            leaf: Leaf = cls(args, self.context)
+        except ValueError as error:
+            self.fail(join(pointer, "args"), str(error))
+        self.blocking = self.blocking or leaf.blocks()
+        return LeafNode(pointer, mods, read_ref, leaf, _resolver(args))
+
+    def _reachable(self, value: Json, pointer: str, scope: str) -> None:
+        """References to a turn or a call only make sense inside of one."""
+        if isinstance(value, Mapping):
+            if isinstance(value.get("$"), str):
+                part = parse_pointer(value["$"])[0]
+                if part in ("turn", "call") and SCOPES.index(scope) < SCOPES.index(part):
+                    self.fail(
+                        join(pointer, "$"),
+                        f"{value['$']!r} needs scope {part!r}; this node's scope is {scope!r}",
+                    )
+                at = value.get("at")
+                if at is not None and SCOPES.index(scope) < SCOPES.index(at):
+                    self.fail(
+                        join(pointer, "at"), f"at {at!r} needs scope {at!r}; this node's scope is {scope!r}"
+                    )
+            for key, item in value.items():
+                self._reachable(item, join(pointer, key), scope)
+        elif isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                self._reachable(item, join(pointer, index), scope)
+
+
+def _mods(node: Mapping[str, Any]) -> Mods:
+    def pair(key: str) -> tuple[float, float] | None:
+        return (float(node[key][0]), float(node[key][1])) if key in node else None
+
+    return Mods(
+        id=node.get("id"),
+        weight=float(node.get("weight", 1.0)),
+        scale=pair("scale"),
+        clip=pair("clip"),
+        missing=node.get("missing", "invalid"),
+        scope=node.get("scope"),
+        reduce=node.get("reduce", "mean"),
+        emit=node.get("emit", "terminal"),
+        when=node.get("when"),
+    )
+
+
+def read_ref(view: View, ref: Mapping[str, Json]) -> Json | Absent:
+    """What a reference leads to from a view, or ABSENT."""
+    return view.read(parse_pointer(str(ref["$"])), ref.get("at"))
+
+
+def walk(node: Node) -> list[Node]:
+    """The node and all below it, parents first."""
+    return [node, *(below for child in node.children() for below in walk(child))]
+
+
+def _has_ref(value: Json) -> bool:
+    if isinstance(value, Mapping):
+        return is_ref(value) or any(_has_ref(item) for item in value.values())
+    return isinstance(value, (list, tuple)) and any(_has_ref(item) for item in value)
+
+
+def _resolver(args: Mapping[str, Any]) -> Callable[[View], Mapping[str, Any]] | None:
+    """A function that follows the references of `args`; None where there are none."""
+    moving = {key: _reader(value) for key, value in args.items() if _has_ref(value)}
+    if not moving:
+        return None
+    fixed = {key: value for key, value in args.items() if key not in moving}
+
+    def resolve(view: View) -> Mapping[str, Any]:
+        return {**fixed, **{key: read(view) for key, read in moving.items()}}
+
+    return resolve
+
+
+def _reader(value: Json) -> Callable[[View], Json]:
+    """A function that gives the value with its references followed; raises UnscorableError for a dead one."""
+    if is_ref(value):
+        tokens, at = parse_pointer(str(value["$"])), value.get("at")
+
+        def follow_ref(view: View) -> Json:
+            found = view.read(tokens, at)
+            if isinstance(found, Absent):
+                raise UnscorableError(
+                    f"{value['$']!r} resolves to nothing" + (f" at this {at}" if at else "")
+                )
+            return found
+
+        return follow_ref
+    if isinstance(value, Mapping):
+        items = {key: _reader(item) for key, item in value.items()}
+        return lambda view: {key: read(view) for key, read in items.items()}
+    if isinstance(value, (list, tuple)):
+        readers = [_reader(item) for item in value]
+        return lambda view: [read(view) for read in readers]
+    return lambda view: value

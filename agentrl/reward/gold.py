@@ -1,0 +1,151 @@
+"""Gold calls: how a task writes down which calls were right, and how near a made call comes to one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.reward.leaf import UnscorableError
+from agentrl.reward.values import Rule, brief, same
+from agentrl.trajectory import Json, ToolCall
+
+FORMS = ("literal", "sets", "bfcl")
+ARGUMENTS = ("exact", "subset", "superset", "names", "ignore")
+
+
+@dataclass(frozen=True, slots=True)
+class GoldCall:
+    """One expected call. With `sets`, each argument holds the list of its allowed values and `optional`
+    names the arguments that may be left out."""
+
+    name: str
+    arguments: Mapping[str, Json]
+    optional: frozenset[str] = frozenset()
+
+
+def gold_calls(value: Json, form: str) -> list[GoldCall]:
+    """Read gold calls. Raises UnscorableError where they have another shape.
+
+    `literal` and `sets`: [{"name", "arguments"}, ...]; `bfcl`: [{name: {argument: [allowed, ...]}}, ...],
+    where "" among the allowed values makes an argument optional (so it does with `sets`).
+    """
+    if not isinstance(value, (list, tuple)):
+        raise UnscorableError(f"expected calls are a list, not {brief(value, 80)!r}")
+    return [_gold_call(item, form, index) for index, item in enumerate(value)]
+
+
+def _gold_call(item: Json, form: str, index: int) -> GoldCall:
+    if form == "bfcl" and isinstance(item, Mapping) and len(item) == 1:
+        name, arguments = next(iter(item.items()))
+    elif form != "bfcl" and isinstance(item, Mapping) and "name" in item:
+        name, arguments = item["name"], item.get("arguments", {})
+    else:
+        wanted = "{name: {argument: [values]}}" if form == "bfcl" else '{"name", "arguments"}'
+        raise UnscorableError(f"expected call {index} is {wanted}, not {brief(item, 80)!r}")
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        raise UnscorableError(f"expected call {index} needs a text name and an object of arguments")
+    if form == "literal":
+        return GoldCall(name, arguments)
+    for key, allowed in arguments.items():
+        if not isinstance(allowed, (list, tuple)):
+            raise UnscorableError(f"expected call {index}: argument {key!r} lists its allowed values")
+    return GoldCall(name, arguments, frozenset(k for k, allowed in arguments.items() if "" in allowed))
+
+
+@dataclass(frozen=True, slots=True)
+class CallRule:
+    """When a made call counts as an expected one."""
+
+    form: str = "literal"
+    arguments: str = "exact"
+    values: Rule = Rule()
+
+    @property
+    def equivalence(self) -> bool:
+        """True where "matches" is an equivalence relation, so that any maximal pairing is an optimal one."""
+        exact = self.values.absolute == 0.0 and self.values.relative == 0.0
+        return exact and self.form == "literal" and self.arguments in ("exact", "ignore")
+
+    def value_fits(self, made: Json, gold: Json) -> bool:
+        """Whether one argument's value is right."""
+        if self.form == "literal":
+            return same(made, gold, self.values)
+        if self.form == "bfcl":
+            return bfcl_fits(made, gold, self.values)
+        return any(same(made, allowed, self.values) for allowed in gold)
+
+    def full(self, made: ToolCall, gold: GoldCall) -> bool:
+        """Whether a made call matches an expected one in full."""
+        arguments = made.arguments
+        if made.name != gold.name or arguments is None:
+            return False
+        if self.arguments == "ignore":
+            return True
+        missing = [key for key in gold.arguments if key not in arguments and key not in gold.optional]
+        if missing and self.arguments != "subset":
+            return False
+        if len(arguments) + len(missing) > len(gold.arguments) or gold.optional:
+            extra = any(key not in gold.arguments for key in arguments)
+            if extra and self.arguments != "superset":
+                return False
+        if self.arguments == "names":
+            return True
+        return all(
+            self.value_fits(value, gold.arguments[k]) for k, value in arguments.items() if k in gold.arguments
+        )
+
+    def part(self, made: ToolCall, gold: GoldCall) -> float:
+        """Partial credit of one pair: (1 + right arguments) / (1 + arguments counted), 0 for another name.
+
+        The arguments counted are those of either side ("exact", "names"), of the made call ("subset") or
+        of the expected one ("superset"). A full match has 1.
+        """
+        if self.full(made, gold):
+            return 1.0
+        arguments = made.arguments
+        if made.name != gold.name or arguments is None:
+            return 0.0
+        right = sum(
+            1
+            for key, value in arguments.items()
+            if key in gold.arguments
+            and (self.arguments == "names" or self.value_fits(value, gold.arguments[key]))
+        )
+        needed = set(gold.arguments) - gold.optional | (set(arguments) & gold.optional)
+        counted = {"subset": len(arguments), "superset": len(needed)}
+        return (1 + right) / (1 + counted.get(self.arguments, len(needed | set(arguments))))
+
+
+def bfcl_fits(made: Json, allowed: Sequence[Any], rule: Rule) -> bool:
+    """Whether a value is among the allowed ones as the Berkeley leaderboard compares them.
+
+    An object is right where some allowed object lists, key by key, its values (an allowed "" makes a key
+    optional); a list of objects likewise, item by item; texts after normalization; tuples as lists.
+    """
+    if isinstance(made, Mapping):
+        return any(isinstance(option, Mapping) and _object_fits(made, option, rule) for option in allowed)
+    if isinstance(made, (list, tuple)) and any(isinstance(item, Mapping) for item in made):
+        return any(_objects_fit(made, option, rule) for option in allowed)
+    return any(same(made, option, rule) for option in allowed)
+
+
+def _object_fits(made: Mapping[str, Json], option: Mapping[str, Json], rule: Rule) -> bool:
+    for key, value in made.items():
+        values = option.get(key)
+        if not isinstance(values, (list, tuple)) or not any(same(value, choice, rule) for choice in values):
+            return False
+    return all(
+        key in made or (isinstance(values, (list, tuple)) and "" in values) for key, values in option.items()
+    )
+
+
+def _objects_fit(made: Sequence[Json], option: Json, rule: Rule) -> bool:
+    return (
+        isinstance(option, (list, tuple))
+        and len(option) == len(made)
+        and all(
+            isinstance(item, Mapping) and isinstance(wanted, Mapping) and _object_fits(item, wanted, rule)
+            for item, wanted in zip(made, option, strict=True)
+        )
+    )

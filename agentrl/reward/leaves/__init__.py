@@ -1,0 +1,42 @@
+"""The leaf kinds of a reward spec, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from agentrl.reward.leaf import Leaf
+from agentrl.reward.leaves.calls import CallsNone, CallsSchema
+from agentrl.reward.leaves.calls_match import CallsMatch
+from agentrl.reward.leaves.episode import (
+    CostCalls,
+    CostSeconds,
+    CostTokens,
+    CostTurns,
+    CostUsd,
+    EpisodeStopped,
+)
+from agentrl.reward.leaves.results import ResultsContains
+from agentrl.reward.leaves.state import StateAssert, StateMatch
+from agentrl.reward.leaves.text import FormatRegex, NumberClose, TextContains, TextEquals
+
+LEAVES: Mapping[str, type[Leaf]] = {
+    leaf.kind: leaf
+    for leaf in (
+        CallsMatch,
+        CallsSchema,
+        CallsNone,
+        StateMatch,
+        StateAssert,
+        ResultsContains,
+        TextContains,
+        TextEquals,
+        NumberClose,
+        FormatRegex,
+        EpisodeStopped,
+        CostTurns,
+        CostTokens,
+        CostCalls,
+        CostUsd,
+        CostSeconds,
+    )
+}

@@ -1,0 +1,95 @@
+"""`calls.schema` and `calls.none`: whether calls are well formed, and whether there are any."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jsonschema
+
+from agentrl.reward.leaf import Args, Leaf, Reading, UnscorableError, object_schema
+from agentrl.reward.values import brief
+from agentrl.reward.view import View
+from agentrl.trajectory import Json, ToolCall
+
+_VALIDATORS: dict[str, jsonschema.Draft202012Validator] = {}
+_MOST_VALIDATORS = 4096
+
+
+class CallsSchema(Leaf):
+    """Share of the calls that name an offered tool and fit its parameters' JSON Schema."""
+
+    kind: ClassVar[str] = "calls.schema"
+    formula: ClassVar[str] = (
+        "valid calls / calls (credit=partial), or 1 where all are valid (credit=all); `empty` without calls"
+    )
+    schema: ClassVar[dict[str, Any]] = object_schema(
+        {"credit": {"enum": ["partial", "all"]}, "empty": {"enum": [0, 1, None]}}
+    )
+    example: ClassVar[dict[str, Any]] = {"credit": "all"}
+
+    def read(self, view: View, args: Args) -> Reading:
+        if not view.calls:
+            empty = args.get("empty", 0)
+            return Reading(None if empty is None else float(empty), {"calls": 0})
+        schemas = _parameters(view)
+        errors: list[Json] = []
+        for index, made in enumerate(view.calls):
+            fault = _fault(made.call, schemas)
+            if fault is not None:
+                errors.append({"call": index, "name": made.call.name[:100], "fault": fault})
+        valid = len(view.calls) - len(errors)
+        value = valid / len(view.calls) if args.get("credit", "partial") == "partial" else float(not errors)
+        return Reading(value, {"calls": len(view.calls), "valid": valid, "faults": errors[:20]})
+
+
+class CallsNone(Leaf):
+    """1 where no call was made (or none of the named tools was)."""
+
+    kind: ClassVar[str] = "calls.none"
+    formula: ClassVar[str] = "1 where no call (of `names`, if given) was made, else 0"
+    schema: ClassVar[dict[str, Any]] = object_schema(
+        {"names": {"type": "array", "items": {"type": "string"}, "minItems": 1}}
+    )
+    example: ClassVar[dict[str, Any]] = {"names": ["delete_account"]}
+
+    def read(self, view: View, args: Args) -> Reading:
+        names = args.get("names")
+        made = [made.call.name for made in view.calls if names is None or made.call.name in names]
+        return Reading(float(not made), {"made": brief(made)})
+
+
+def _parameters(view: View) -> dict[str, Json]:
+    tools = [tool.get("function") for tool in view.trajectory.tools]
+    found = {
+        tool["name"]: tool.get("parameters", {})
+        for tool in tools
+        if isinstance(tool, Mapping) and "name" in tool
+    }
+    if not found:
+        raise UnscorableError("the trajectory holds no tool schemas")
+    return found
+
+
+def _fault(call: ToolCall, schemas: Mapping[str, Json]) -> str | None:
+    if call.arguments is None:
+        return brief(call.error or "malformed")
+    if call.name not in schemas:
+        return "no such tool"
+    error = jsonschema.exceptions.best_match(_validator(schemas[call.name]).iter_errors(call.arguments))
+    return None if error is None else str(brief(error.message))
+
+
+def _validator(schema: Json) -> jsonschema.Draft202012Validator:
+    """A validator is compiled once for each schema: building one costs more than most validations."""
+    key = json.dumps(schema, sort_keys=True, default=repr)
+    if key not in _VALIDATORS:
+        if len(_VALIDATORS) >= _MOST_VALIDATORS:
+            _VALIDATORS.clear()
+        try:
+            jsonschema.Draft202012Validator.check_schema(schema)
+        except jsonschema.exceptions.SchemaError as error:
+            raise UnscorableError(f"a tool's parameters are no JSON Schema: {error.message}") from error
+        _VALIDATORS[key] = jsonschema.Draft202012Validator(schema)
+    return _VALIDATORS[key]

@@ -1,0 +1,154 @@
+"""`calls.match`: how well the calls made match the calls expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from agentrl.reward import assign
+from agentrl.reward.gold import ARGUMENTS, FORMS, CallRule, GoldCall, gold_calls
+from agentrl.reward.leaf import Args, Context, Leaf, Reading, object_schema, or_ref
+from agentrl.reward.leaves.toolrl import graded
+from agentrl.reward.values import NORMALIZERS, Rule
+from agentrl.reward.view import Made, View
+
+_CALL = {"type": "object"}
+_NUMBER = {"type": "number", "minimum": 0}
+
+
+class CallsMatch(Leaf):
+    """Pairs made and expected calls one to one and counts the pairs (see `formula`)."""
+
+    kind: ClassVar[str] = "calls.match"
+    formula: ClassVar[str] = (
+        "M / D: M = sum of the pairs' credit under the assignment; D = max(made, expected) for exact, "
+        "expected for superset, made for subset. credit=all gives 1 where M = D, else 0; credit=toolrl gives "
+        "(r_name + r_param + r_value) / (1 + |G| + sum |keys(G_j)|)."
+    )
+    schema: ClassVar[dict[str, Any]] = object_schema(
+        {
+            "expect": or_ref({"type": "array", "items": _CALL}),
+            "form": {"enum": list(FORMS)},
+            "order": {"enum": ["free", "ordered", "prefix"]},
+            "compare": {"enum": ["exact", "subset", "superset"]},
+            "assign": {"enum": ["optimal", "greedy"]},
+            "credit": {"enum": ["all", "partial", "toolrl"]},
+            "arguments": {"enum": list(ARGUMENTS)},
+            "strings": {"enum": list(NORMALIZERS)},
+            "abs": _NUMBER,
+            "rel": _NUMBER,
+        },
+        ("expect",),
+    )
+    example: ClassVar[dict[str, Any]] = {
+        "expect": {"$": "/task/gold/calls"},
+        "order": "free",
+        "compare": "superset",
+    }
+
+    def __init__(self, args: Args, context: Context) -> None:
+        super().__init__(args, context)
+        self.form = str(args.get("form", "literal"))
+        self.order = str(args.get("order", "free"))
+        self.compare = str(args.get("compare", "exact"))
+        self.assign = str(args.get("assign", "optimal"))
+        self.credit = str(args.get("credit", "all"))
+        strings = str(args.get("strings", "bfcl" if self.form == "bfcl" else "exact"))
+        values = Rule(float(args.get("abs", 0.0)), float(args.get("rel", 0.0)), NORMALIZERS[strings])
+        self.rule = CallRule(self.form, str(args.get("arguments", "exact")), values)
+        if self.assign == "greedy" and self.order != "free":
+            raise ValueError("assign: greedy pairs calls only where order is free")
+        if self.credit == "toolrl" and (
+            self.order != "free" or self.form != "literal" or "arguments" in args
+        ):
+            raise ValueError("credit: toolrl goes with order free, form literal and no 'arguments'")
+
+    def read(self, view: View, args: Args) -> Reading:
+        gold = gold_calls(args["expect"], self.form)
+        made = view.calls
+        if self.credit == "toolrl":
+            return graded([item.call for item in made], gold, self.rule.values, self.assign)
+        pairs, credit = self._pair(made, gold)
+        total = sum(credit(i, j) for i, j in pairs)
+        value = _ratio(total, len(made), len(gold), self.compare)
+        if self.credit == "all":
+            value = 1.0 if value >= 1.0 - 1e-9 else 0.0
+        return Reading(value, _evidence(made, gold, pairs, credit))
+
+    def _pair(
+        self, made: Sequence[Made], gold: Sequence[GoldCall]
+    ) -> tuple[assign.Pairs, Callable[[int, int], float]]:
+        n, m = len(made), len(gold)
+        calls = [item.call for item in made]
+        full = self.rule.full
+
+        def match(i: int, j: int) -> float:
+            return 1.0 if full(calls[i], gold[j]) else 0.0
+
+        def part(i: int, j: int) -> float:
+            return self.rule.part(calls[i], gold[j])
+
+        credit = match if self.credit == "all" else part
+        if self.order == "prefix":
+            return assign.prefix(match, n, m), match
+        straight = assign.prefix(match, n, m)
+        if len(straight) == min(n, m):  # no assignment can do better than a full match of the shorter side
+            return straight, match
+        if self.assign == "greedy" or (
+            self.order == "free" and self.credit == "all" and self.rule.equivalence
+        ):
+            return assign.greedy(match, n, m), match
+        if self.order == "ordered":
+            return assign.in_order(_matrix(credit, range(n), range(m))), credit
+        return _optimal_by_name(calls_names(made), [call.name for call in gold], credit), credit
+
+
+def calls_names(made: Sequence[Made]) -> list[str]:
+    """Names of the calls made, in order."""
+    return [item.call.name for item in made]
+
+
+def _matrix(
+    credit: Callable[[int, int], float], rows: Sequence[int], columns: Sequence[int]
+) -> assign.Weights:
+    return np.array([[credit(i, j) for j in columns] for i in rows], dtype=np.float64).reshape(
+        len(rows), len(columns)
+    )
+
+
+def _optimal_by_name(made: list[str], gold: list[str], credit: Callable[[int, int], float]) -> assign.Pairs:
+    """Calls of different names never pair, so each name is a problem of its own."""
+    pairs: assign.Pairs = []
+    for name in set(made) & set(gold):
+        rows = [i for i, other in enumerate(made) if other == name]
+        columns = [j for j, other in enumerate(gold) if other == name]
+        if len(rows) == 1 and len(columns) == 1:
+            if credit(rows[0], columns[0]) > 0.0:
+                pairs.append((rows[0], columns[0]))
+            continue
+        found = assign.optimal(_matrix(credit, rows, columns))
+        pairs.extend((rows[i], columns[j]) for i, j in found)
+    return sorted(pairs)
+
+
+def _ratio(total: float, made: int, gold: int, compare: str) -> float:
+    """Matched share; nothing made earns nothing unless nothing was expected."""
+    size = {"exact": max(made, gold), "superset": gold, "subset": made}[compare]
+    if size == 0:
+        return 1.0 if gold == 0 else 0.0
+    return min(total / size, 1.0)
+
+
+def _evidence(
+    made: Sequence[Made], gold: Sequence[GoldCall], pairs: assign.Pairs, credit: Callable[[int, int], float]
+) -> dict[str, Any]:
+    paired_made, paired_gold = {i for i, _ in pairs}, {j for _, j in pairs}
+    return {
+        "made": len(made),
+        "expected": len(gold),
+        "pairs": [[i, j, round(credit(i, j), 6)] for i, j in pairs],
+        "missing": [call.name[:100] for j, call in enumerate(gold) if j not in paired_gold],
+        "extra": [item.call.name[:100] for i, item in enumerate(made) if i not in paired_made],
+    }

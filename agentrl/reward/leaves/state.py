@@ -1,0 +1,188 @@
+"""`state.match` and `state.assert`: what the environment looks like at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from agentrl.reward.leaf import Args, Context, Leaf, Reading, UnscorableError, object_schema, or_ref
+from agentrl.reward.pointer import ABSENT, Absent, follow, parse_pointer
+from agentrl.reward.predicate import COMPARISON_SCHEMA, COMPARISONS, holds
+from agentrl.reward.replay import replay
+from agentrl.reward.values import NORMALIZERS, Rule, brief, leaves_of, same
+from agentrl.reward.view import View
+from agentrl.trajectory import Json
+
+_POINTER = {"type": "string", "pattern": "^(/|$)"}
+
+
+def state_hash(state: Json) -> str:
+    """SHA-256 of a state's canonical JSON: sorted keys, whole floats as integers. NaN is refused (ValueError)."""
+    text = json.dumps(
+        _canonical(state), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+    )
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _canonical(value: Json) -> Json:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {str(key): _canonical(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_canonical(item) for item in value]
+    return value
+
+
+class StateMatch(Leaf):
+    """Whether the final state is the expected one: a literal, or what the gold calls lead to on a twin."""
+
+    kind: ClassVar[str] = "state.match"
+    formula: ClassVar[str] = (
+        "by=hash: 1 where the canonical states are equal; by=fields: 1 where all fields are (credit=all), or "
+        "equal fields / fields of either state (credit=partial); `ignore` leaves pointers out on both sides"
+    )
+    schema: ClassVar[dict[str, Any]] = {
+        **object_schema(
+            {
+                "expect": {},
+                "replay": or_ref({"type": "array", "items": {"type": "object"}}),
+                "path": _POINTER,
+                "by": {"enum": ["hash", "fields"]},
+                "credit": {"enum": ["all", "partial"]},
+                "compare": {"enum": ["exact", "superset"]},
+                "ignore": {"type": "array", "items": _POINTER},
+                "strings": {"enum": list(NORMALIZERS)},
+                "abs": {"type": "number", "minimum": 0},
+                "rel": {"type": "number", "minimum": 0},
+            }
+        ),
+        "oneOf": [{"required": ["expect"]}, {"required": ["replay"]}],
+    }
+    example: ClassVar[dict[str, Any]] = {
+        "expect": {"$": "/task/gold/state"},
+        "by": "fields",
+        "credit": "partial",
+    }
+    scopes: ClassVar[tuple[str, ...]] = ("episode", "round")
+
+    def __init__(self, args: Args, context: Context) -> None:
+        super().__init__(args, context)
+        self.by = args.get("by", "fields")
+        only_fields = sorted({"credit", "compare", "strings", "abs", "rel"} & set(args))
+        if self.by == "hash" and only_fields:
+            raise ValueError(f"{only_fields[0]}: has no effect with by: hash (use by: fields)")
+        if "replay" in args and context.twin is None:
+            raise ValueError(
+                "replay: needs an environment to replay on, and this run gives none (Context.twin)"
+            )
+        self.path = parse_pointer(args.get("path", ""))
+        self.ignore = [parse_pointer(pointer) for pointer in args.get("ignore", [])]
+        normalize = NORMALIZERS[args.get("strings", "exact")]
+        self.rule = Rule(float(args.get("abs", 0.0)), float(args.get("rel", 0.0)), normalize)
+
+    def blocks(self) -> bool:
+        return "replay" in self.args
+
+    def read(self, view: View, args: Args) -> Reading:
+        if "replay" in args:
+            found, wanted = replay(self.context, view, args["replay"])
+        else:
+            if view.scope != "episode":
+                raise UnscorableError("only a replay knows the state at the end of a round")
+            found, wanted = view.trajectory.state, args["expect"]
+        if found is None:
+            raise UnscorableError("the environment gave no final state")
+        found, wanted = self._part(found), wanted if "expect" in args else self._part(wanted)
+        if isinstance(found, Absent) or isinstance(wanted, Absent):
+            raise UnscorableError(f"path {args.get('path')!r} resolves to nothing in the state")
+        found, wanted = _without(found, self.ignore), _without(wanted, self.ignore)
+        if self.by == "hash":
+            return _by_hash(found, wanted)
+        return self._by_fields(found, wanted, args)
+
+    def _part(self, state: Json) -> Json | Absent:
+        return follow(state, self.path)
+
+    def _by_fields(self, found: Json, wanted: Json, args: Args) -> Reading:
+        have, need = dict(leaves_of(found)), dict(leaves_of(wanted))
+        wrong = [
+            key for key, value in need.items() if key not in have or not same(have[key], value, self.rule)
+        ]
+        extra = [] if args.get("compare") == "superset" else [key for key in have if key not in need]
+        total = len(need) + len(extra)
+        right = len(need) - len(wrong)
+        value = right / total if args.get("credit") == "partial" and total else float(not wrong and not extra)
+        return Reading(value, {"fields": total, "equal": right, "wrong": brief(wrong), "extra": brief(extra)})
+
+
+def _by_hash(found: Json, wanted: Json) -> Reading:
+    try:
+        mine, gold = state_hash(found), state_hash(wanted)
+    except (ValueError, TypeError) as error:
+        raise UnscorableError(f"a state is no JSON value: {error}") from error
+    return Reading(float(mine == gold), {"state": mine[:16], "gold": gold[:16]})
+
+
+def _without(value: Json, ignore: list[tuple[str, ...]]) -> Json:
+    """The value without what the pointers name."""
+    if not ignore or not isinstance(value, (Mapping, list, tuple)):
+        return value
+    here = {tokens[0] for tokens in ignore if len(tokens) == 1}
+    deeper = {
+        tokens[0]: [rest[1:] for rest in ignore if len(rest) > 1 and rest[0] == tokens[0]]
+        for tokens in ignore
+        if tokens
+    }
+    if isinstance(value, Mapping):
+        return {key: _without(item, deeper.get(key, [])) for key, item in value.items() if key not in here}
+    return [_without(item, deeper.get(str(i), [])) for i, item in enumerate(value) if str(i) not in here]
+
+
+class StateAssert(Leaf):
+    """Whether one place of the final state compares as asked."""
+
+    kind: ClassVar[str] = "state.assert"
+    formula: ClassVar[str] = (
+        "1 where every comparison holds for the value at `path`, else 0; `absent` where there is none"
+    )
+    schema: ClassVar[dict[str, Any]] = {
+        **object_schema(
+            {
+                "path": _POINTER,
+                **COMPARISON_SCHEMA,
+                "absent": {"enum": [0, None]},
+                "strings": {"enum": list(NORMALIZERS)},
+                "abs": {"type": "number", "minimum": 0},
+                "rel": {"type": "number", "minimum": 0},
+            },
+            ("path",),
+        ),
+        "anyOf": [{"required": [key]} for key in (*COMPARISONS, "exists")],
+    }
+    example: ClassVar[dict[str, Any]] = {"path": "/orders/0/status", "eq": "shipped", "absent": 0}
+    scopes: ClassVar[tuple[str, ...]] = ("episode",)
+
+    def __init__(self, args: Args, context: Context) -> None:
+        super().__init__(args, context)
+        self.path = parse_pointer(args["path"])
+        normalize = NORMALIZERS[args.get("strings", "exact")]
+        self.rule = Rule(float(args.get("abs", 0.0)), float(args.get("rel", 0.0)), normalize)
+
+    def read(self, view: View, args: Args) -> Reading:
+        if view.trajectory.state is None:
+            raise UnscorableError("the environment gave no final state")
+        found = follow(view.trajectory.state, self.path)
+        comparison = {key: args[key] for key in (*COMPARISONS, "exists") if key in args}
+        verdict = holds(found, comparison, self.rule)
+        if verdict is None:
+            if args.get("absent") is None:
+                raise UnscorableError(
+                    f"path {args['path']!r} resolves to nothing in the state (`absent`: 0 scores that)"
+                )
+            return Reading(0.0, {"path": args["path"], "absent": True})
+        return Reading(
+            float(verdict), {"path": args["path"], "found": None if found is ABSENT else brief(found)}
+        )

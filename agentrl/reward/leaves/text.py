@@ -1,0 +1,204 @@
+"""`text.contains`, `text.equals`, `number.close`, `format.regex`: what the policy said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import regex
+
+from agentrl.reward.leaf import Args, Context, Leaf, Reading, UnscorableError, object_schema, or_ref
+from agentrl.reward.values import NORMALIZERS, as_decimal, brief, decimals_close, numbers
+from agentrl.reward.view import View
+from agentrl.trajectory import Json
+
+WHERE = {"enum": ["answer", "all", "reasoning"]}
+_TEXTS = or_ref({"type": ["string", "number", "array"], "items": {"type": ["string", "number"]}})
+_STRINGS = {"enum": list(NORMALIZERS)}
+
+
+def spoken(view: View, where: str) -> str | None:
+    """The text that a leaf reads: the final answer, all the assistant's text, or all its reasoning.
+
+    None where there is no final answer (the last turn is a call, or there is no turn).
+    """
+    if where == "answer":
+        return view.answer()
+    if where == "all":
+        return "\n".join(turn.message.content for turn in view.turns)
+    return "\n".join(turn.message.reasoning or "" for turn in view.turns)
+
+
+def wanted_texts(value: Json) -> list[str]:
+    """One text or number, or a list of them, as texts. Raises UnscorableError for another shape."""
+    items = value if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in items):
+        raise UnscorableError(f"expected text is a text or a list of texts, not {brief(value, 80)!r}")
+    return [str(item) for item in items]
+
+
+class TextContains(Leaf):
+    """Whether the text holds what was expected."""
+
+    kind: ClassVar[str] = "text.contains"
+    formula: ClassVar[str] = (
+        "share of the expected texts that occur (credit=partial), or 1 where all / any do (mode)"
+    )
+    schema: ClassVar[dict[str, Any]] = object_schema(
+        {
+            "expect": _TEXTS,
+            "where": WHERE,
+            "mode": {"enum": ["all", "any"]},
+            "credit": {"enum": ["all", "partial"]},
+            "strings": _STRINGS,
+            "word": {"type": "boolean"},
+        },
+        ("expect",),
+    )
+    example: ClassVar[dict[str, Any]] = {"expect": {"$": "/task/gold/outputs"}, "strings": "fold"}
+
+    def __init__(self, args: Args, context: Context) -> None:
+        super().__init__(args, context)
+        if args.get("credit") == "partial" and args.get("mode") == "any":
+            raise ValueError("credit: partial counts all expected texts; it does not go with mode: any")
+
+    def read(self, view: View, args: Args) -> Reading:
+        wanted = wanted_texts(args["expect"])
+        text = spoken(view, args.get("where", "answer"))
+        if text is None:
+            return Reading(0.0, {"text": None, "why": "no final answer"})
+        return contained([text], wanted, args)
+
+
+def contained(texts: Sequence[str], wanted: Sequence[str], args: Args) -> Reading:
+    """Which of the wanted texts occur in any of the texts. Nothing wanted is never a full score by itself:
+    raises UnscorableError for an empty list of wanted texts unless `mode` is all (nothing is missing)."""
+    fold = NORMALIZERS[args.get("strings", "exact")]
+    heard = [fold(text) for text in texts]
+    found = [any(_occurs(fold(item), text, bool(args.get("word"))) for text in heard) for item in wanted]
+    missing = [brief(item) for item, hit in zip(wanted, found, strict=True) if not hit]
+    if args.get("mode", "all") == "any":
+        if not wanted:
+            raise UnscorableError("mode: any needs at least one expected text")
+        value = float(any(found))
+    elif args.get("credit") == "partial":
+        value = sum(found) / len(found) if found else 1.0
+    else:
+        value = float(all(found))
+    return Reading(value, {"expected": len(wanted), "missing": missing})
+
+
+def _occurs(item: str, text: str, word: bool) -> bool:
+    start = text.find(item)
+    if not word:
+        return start >= 0
+    while start >= 0:
+        before, after = text[start - 1 : start], text[start + len(item) : start + len(item) + 1]
+        if not (_wordlike(before) or _wordlike(after)):
+            return True
+        start = text.find(item, start + 1)
+    return False
+
+
+def _wordlike(character: str) -> bool:
+    return character.isalnum() or character == "_"
+
+
+class TextEquals(Leaf):
+    """Whether the text is one of the expected ones, as a whole."""
+
+    kind: ClassVar[str] = "text.equals"
+    formula: ClassVar[str] = "1 where the text equals one of the expected texts after normalization, else 0"
+    schema: ClassVar[dict[str, Any]] = object_schema(
+        {"expect": _TEXTS, "where": WHERE, "strings": _STRINGS}, ("expect",)
+    )
+    example: ClassVar[dict[str, Any]] = {"expect": {"$": "/task/gold/answer"}, "strings": "fold"}
+
+    def read(self, view: View, args: Args) -> Reading:
+        wanted = wanted_texts(args["expect"])
+        text = spoken(view, args.get("where", "answer"))
+        if text is None:
+            return Reading(0.0, {"text": None, "why": "no final answer"})
+        fold = NORMALIZERS[args.get("strings", "exact")]
+        return Reading(float(fold(text) in [fold(item) for item in wanted]), {"text": brief(text)})
+
+
+class NumberClose(Leaf):
+    """Whether the text states the expected number as a whole number token."""
+
+    kind: ClassVar[str] = "number.close"
+    formula: ClassVar[str] = (
+        "1 where |x - y| <= max(abs, rel |y|) for the last (which=last), every (only) or some (any) number x "
+        "of the text, else 0"
+    )
+    schema: ClassVar[dict[str, Any]] = object_schema(
+        {
+            "expect": or_ref({"type": ["number", "string"]}),
+            "where": WHERE,
+            "which": {"enum": ["last", "only", "any"]},
+            "abs": {"type": "number", "minimum": 0},
+            "rel": {"type": "number", "minimum": 0},
+        },
+        ("expect",),
+    )
+    example: ClassVar[dict[str, Any]] = {"expect": {"$": "/task/gold/answer"}, "which": "last"}
+
+    def read(self, view: View, args: Args) -> Reading:
+        wanted = as_decimal(args["expect"])
+        if wanted is None:
+            raise UnscorableError(f"the expected answer is a number, not {brief(args['expect'], 80)!r}")
+        text = spoken(view, args.get("where", "answer"))
+        if text is None:
+            return Reading(0.0, {"expected": str(wanted), "why": "no final answer"})
+        said = numbers(text)
+        which = args.get("which", "last")
+        looked_at = said[-1:] if which == "last" else said
+        tolerance = float(args.get("abs", 0.0)), float(args.get("rel", 0.0))
+        hits = [
+            (x := as_decimal(token)) is not None and decimals_close(x, wanted, *tolerance)
+            for token in looked_at
+        ]
+        right = any(hits) if which == "any" else bool(hits) and all(hits)
+        return Reading(
+            float(right), {"expected": str(wanted), "said": brief(said[-5:]), "numbers": len(said)}
+        )
+
+
+class FormatRegex(Leaf):
+    """Whether the text has a form, told by a regular expression with a time limit."""
+
+    kind: ClassVar[str] = "format.regex"
+    formula: ClassVar[str] = (
+        "1 where the pattern matches (the whole text, or somewhere in it), else 0; null after `seconds`"
+    )
+    schema: ClassVar[dict[str, Any]] = object_schema(
+        {
+            "pattern": {"type": "string"},
+            "where": WHERE,
+            "match": {"enum": ["full", "search"]},
+            "seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": 10},
+        },
+        ("pattern",),
+    )
+    example: ClassVar[dict[str, Any]] = {"pattern": "The answer is \\d+\\.", "match": "full"}
+
+    def __init__(self, args: Args, context: Context) -> None:
+        super().__init__(args, context)
+        try:
+            self.pattern = regex.compile(args["pattern"], regex.VERSION1)
+        except regex.error as error:
+            raise ValueError(f"pattern is no regular expression: {error}") from error
+        self.seconds = float(args.get("seconds", 0.5))
+
+    def read(self, view: View, args: Args) -> Reading:
+        text = spoken(view, args.get("where", "answer"))
+        if text is None:
+            return Reading(0.0, {"why": "no final answer"})
+        look = self.pattern.fullmatch if args.get("match", "full") == "full" else self.pattern.search
+        try:
+            found = look(text, timeout=self.seconds)
+        except TimeoutError as error:
+            raise UnscorableError(
+                f"the pattern took longer than {self.seconds} s on {len(text)} characters"
+            ) from error
+        return Reading(float(found is not None), {"match": brief(found.group(0)) if found else None})

@@ -1,0 +1,244 @@
+"""The compiled tree: nodes that turn a part of an episode into a value, emissions and evidence."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.reward.leaf import Leaf, PendingError, UnscorableError
+from agentrl.reward.pointer import Absent
+from agentrl.reward.predicate import decide
+from agentrl.reward.view import View
+from agentrl.trajectory import Json
+
+TRUE = 1.0 - 1e-9
+"""From here on a value counts as 1 for `all`, `any` and a gate, so that 1/3 + 1/3 + 1/3 does."""
+
+ReadRef = Callable[[View], "Json | Absent"]
+
+
+@dataclass(slots=True)
+class Frame:
+    """One pass over the tree: requests that wait for an answer, and the group's values by node."""
+
+    pending: dict[str, Any] = field(default_factory=dict)
+    group: Mapping[str, Sequence[float | None]] | None = None
+    member: int = 0
+
+
+@dataclass(slots=True)
+class Result:
+    """What a node says of a view. `value` None: could not score. `skipped`: leaves its parent's aggregate.
+    `steps`: what of the value is emitted at which turn; the rest is emitted at the end."""
+
+    value: float | None
+    evidence: dict[str, Json]
+    steps: dict[int, float] = field(default_factory=dict)
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mods:
+    """What every node may say beside its kind."""
+
+    id: str | None = None
+    weight: float = 1.0
+    scale: tuple[float, float] | None = None
+    clip: tuple[float, float] | None = None
+    missing: str | int = "invalid"
+    scope: str | None = None
+    reduce: str = "mean"
+    emit: str = "terminal"
+    when: Mapping[str, Json] | None = None
+
+
+class Node(ABC):
+    """A node at one place of a spec."""
+
+    label: str
+
+    def __init__(
+        self, pointer: str, mods: Mods, read_ref: Callable[[View, Mapping[str, Json]], Json | Absent]
+    ) -> None:
+        self.pointer = pointer
+        self.mods = mods
+        self._read_ref = read_ref
+
+    @abstractmethod
+    def inner(self, view: View, frame: Frame) -> Result:
+        """The value before the mods."""
+
+    @abstractmethod
+    def raw_range(self) -> tuple[float, float]:
+        """Bounds of the value before the mods."""
+
+    def children(self) -> list[Node]:
+        """Nodes below, in order."""
+        return []
+
+    def evaluate(self, view: View, frame: Frame) -> Result:
+        """The node's value for a view; where its scope is narrower, for each part of it, reduced."""
+        if self.mods.scope is None or self.mods.scope == view.scope or self.mods.scope == "group":
+            return self._one(view, frame)
+        parts = view.parts(self.mods.scope)
+        results = [self._one(part, frame) for part in parts]
+        return self._reduce(parts, results)
+
+    def range(self) -> tuple[float, float]:
+        """Bounds of the node's value, mods and scope included."""
+        low, high = self._after_scale(self.raw_range())
+        if self.mods.scope in ("round", "turn", "call"):
+            if self.mods.reduce == "sum":
+                low, high = min(low, -math.inf if low < 0 else low), math.inf if high > 0 else high
+            elif self.mods.reduce == "all":
+                low, high = 0.0, 1.0
+            for value in (0.0, 1.0):
+                if self.mods.missing == int(value):
+                    low, high = min(low, self._mods(value)), max(high, self._mods(value))
+        return low, high
+
+    def _after_scale(self, bounds: tuple[float, float]) -> tuple[float, float]:
+        ends = [self._mods(value) for value in bounds]
+        if self.mods.missing in (0, 1):
+            ends.append(self._mods(float(self.mods.missing)))
+        return min(ends), max(ends)
+
+    def _mods(self, value: float) -> float:
+        if self.mods.scale is not None:
+            low, high = self.mods.scale
+            value = low + value * (high - low)
+        if self.mods.clip is not None:
+            value = min(max(value, self.mods.clip[0]), self.mods.clip[1])
+        return value
+
+    def _one(self, view: View, frame: Frame) -> Result:
+        if self.mods.when is not None:
+            decided = decide(self.mods.when, lambda ref: self._read_ref(view, ref))
+            if decided is None:
+                return self._finish(Result(None, {"unscored": "`when` reads what is not there"}))
+            if not decided:
+                return Result(None, self._header({"skipped": "when"}, None), skipped=True)
+        return self._finish(self.inner(view, frame))
+
+    def _finish(self, result: Result) -> Result:
+        """Missing, then scale, then clip."""
+        raw = result.value
+        if raw is not None and not math.isfinite(raw):
+            raw, result.evidence = None, {**result.evidence, "unscored": f"not a finite number: {raw!r}"}
+        if raw is None:
+            result.steps = {}
+            if self.mods.missing == "skip":
+                return Result(
+                    None, self._header({**result.evidence, "skipped": "missing"}, None), skipped=True
+                )
+            if self.mods.missing == "invalid":
+                return Result(None, self._header(result.evidence, None))
+            raw = float(self.mods.missing)
+            result.evidence = {**result.evidence, "missing": raw}
+        value = self._mods(raw)
+        steps = result.steps
+        if steps and self.mods.scale is not None:
+            span = self.mods.scale[1] - self.mods.scale[0]
+            steps = {turn: amount * span for turn, amount in steps.items()}
+        evidence = result.evidence if value == raw else {"raw": raw, **result.evidence}
+        return Result(value, self._header(evidence, value), steps)
+
+    def _header(self, evidence: Mapping[str, Json], value: float | None) -> dict[str, Json]:
+        head: dict[str, Json] = {"node": self.label, "at": self.pointer, "value": value}
+        if self.mods.id is not None:
+            head["id"] = self.mods.id
+        if self.mods.weight != 1.0:
+            head["weight"] = self.mods.weight
+        return {**head, **evidence}
+
+    def _reduce(self, parts: Sequence[View], results: Sequence[Result]) -> Result:
+        evidence = {
+            "scope": self.mods.scope,
+            "reduce": self.mods.reduce,
+            "parts": [r.evidence for r in results],
+        }
+        kept = [(part, r.value) for part, r in zip(parts, results, strict=True) if not r.skipped]
+        values = [value for _, value in kept if value is not None]
+        if len(values) < len(kept):
+            return Result(None, self._header({**evidence, "unscored": "a part could not be scored"}, None))
+        if not values:
+            evidence["unscored"] = f"no {self.mods.scope} to score"
+            return self._finish(Result(None, evidence))
+        total, shares = _reduced(self.mods.reduce, values)
+        steps: dict[int, float] = {}
+        if self.mods.emit == "step":
+            for (part, _), share in zip(kept, shares, strict=True):
+                turn = part.last_turn
+                if share != 0.0 and turn is not None:
+                    steps[turn] = steps.get(turn, 0.0) + share
+        return Result(total, self._header(evidence, total), steps)
+
+
+def _reduced(how: str, values: Sequence[float]) -> tuple[float, list[float]]:
+    """The reduced value and how much of it each part contributes; the contributions add up to it."""
+    if how in ("sum", "mean"):
+        size = len(values) if how == "mean" else 1
+        shares = [value / size for value in values]
+        return math.fsum(shares), shares
+    if how == "last":
+        place = len(values) - 1
+    elif how == "min":
+        place = min(range(len(values)), key=lambda i: values[i])
+    else:  # all: decided by the first part that fails, else by the last one
+        failed = [i for i, value in enumerate(values) if value < TRUE]
+        place = failed[0] if failed else len(values) - 1
+        total = 0.0 if failed else 1.0
+        return total, [total if i == place else 0.0 for i in range(len(values))]
+    return values[place], [value if i == place else 0.0 for i, value in enumerate(values)]
+
+
+class LeafNode(Node):
+    """A leaf with its arguments; references are followed for each view."""
+
+    def __init__(
+        self,
+        pointer: str,
+        mods: Mods,
+        read_ref: Callable[[View, Mapping[str, Json]], Json | Absent],
+        leaf: Leaf,
+        resolve: Callable[[View], Mapping[str, Any]] | None,
+    ) -> None:
+        super().__init__(pointer, mods, read_ref)
+        self.leaf = leaf
+        self.label = leaf.kind
+        self._resolve = resolve
+
+    def raw_range(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    def inner(self, view: View, frame: Frame) -> Result:
+        try:
+            args = self.leaf.args if self._resolve is None else self._resolve(view)
+            value, evidence = self.leaf.read(view, args)
+        except UnscorableError as error:
+            return Result(None, {"unscored": str(error)})
+        except PendingError as error:
+            frame.pending[error.key] = error.request
+            return Result(None, {"unscored": "waits for an answer"})
+        return Result(value, {"evidence": evidence})
+
+
+class ConstantNode(Node):
+    """A number where a gate allows one."""
+
+    label = "constant"
+
+    def __init__(
+        self, pointer: str, value: float, read_ref: Callable[[View, Mapping[str, Json]], Json | Absent]
+    ) -> None:
+        super().__init__(pointer, Mods(), read_ref)
+        self.value = value
+
+    def raw_range(self) -> tuple[float, float]:
+        return self.value, self.value
+
+    def inner(self, view: View, frame: Frame) -> Result:
+        return Result(self.value, {})

@@ -1,0 +1,140 @@
+"""Combinators: sum, mean, product, min, max, all, any, and the gate.
+
+An aggregate has no value where one of its children could not be scored, whatever the others say; children
+that are skipped (`when` is false, or `missing: skip`) leave it; of nothing it has no value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from agentrl.reward.node import TRUE, Frame, Mods, Node, Result
+from agentrl.reward.pointer import Absent
+from agentrl.reward.view import View
+from agentrl.trajectory import Json
+
+ReadRef = Callable[[View, Mapping[str, Json]], "Json | Absent"]
+Weighted = Sequence[tuple[float, float]]
+
+
+def _sum(parts: Weighted) -> float:
+    return math.fsum(weight * value for weight, value in parts)
+
+
+def _mean(parts: Weighted) -> float | None:
+    total = math.fsum(weight for weight, _ in parts)
+    return _sum(parts) / total if total > 0 else None
+
+
+AGGREGATES: Mapping[str, Callable[[Weighted], float | None]] = {
+    "sum": _sum,
+    "mean": _mean,
+    "product": lambda parts: math.prod(value for _, value in parts),
+    "min": lambda parts: min(value for _, value in parts),
+    "max": lambda parts: max(value for _, value in parts),
+    "all": lambda parts: float(all(value >= TRUE for _, value in parts)),
+    "any": lambda parts: float(any(value >= TRUE for _, value in parts)),
+}
+LINEAR = frozenset({"sum", "mean"})
+"""Combinators that use weights, and through which a step's emission keeps a share of its own."""
+
+
+class OpNode(Node):
+    """An aggregate of its children."""
+
+    def __init__(self, pointer: str, mods: Mods, read_ref: ReadRef, op: str, of: list[Node]) -> None:
+        super().__init__(pointer, mods, read_ref)
+        self.label = op
+        self.of = of
+
+    def children(self) -> list[Node]:
+        return self.of
+
+    def raw_range(self) -> tuple[float, float]:
+        bounds = [(child.mods.weight, *child.range(), _may_skip(child)) for child in self.of]
+        if self.label in ("all", "any"):
+            return 0.0, 1.0
+        if self.label == "sum":
+            ends = [(_times(w, low), _times(w, high), skip) for w, low, high, skip in bounds]
+            lows = [min(a, b, 0.0) if skip else min(a, b) for a, b, skip in ends]
+            highs = [max(a, b, 0.0) if skip else max(a, b) for a, b, skip in ends]
+            return sum(lows), sum(highs)
+        if self.label == "product":
+            return _product_range([(low, high, skip) for _, low, high, skip in bounds])
+        return min(low for _, low, _, _ in bounds), max(high for _, _, high, _ in bounds)
+
+    def inner(self, view: View, frame: Frame) -> Result:
+        results = [child.evaluate(view, frame) for child in self.of]
+        evidence: dict[str, Json] = {"of": [result.evidence for result in results]}
+        kept = [(child.mods.weight, r) for child, r in zip(self.of, results, strict=True) if not r.skipped]
+        parts = [(weight, r.value) for weight, r in kept if r.value is not None]
+        if len(parts) < len(kept):
+            return Result(None, {"unscored": "a part could not be scored", **evidence})
+        if not parts:
+            return Result(None, {"unscored": "every part was skipped", **evidence})
+        value = AGGREGATES[self.label](parts)
+        if value is None:
+            return Result(None, {"unscored": "the weights of what is left add up to 0", **evidence})
+        return Result(value, evidence, self._steps([(weight, r) for weight, r in kept]))
+
+    def _steps(self, kept: Sequence[tuple[float, Result]]) -> dict[int, float]:
+        """Emissions of the children, weighted as their values are."""
+        if not any(result.steps for _, result in kept):
+            return {}
+        whole = 1.0 if self.label == "sum" else math.fsum(weight for weight, _ in kept)
+        steps: dict[int, float] = {}
+        for weight, result in kept:
+            for turn, amount in result.steps.items():
+                steps[turn] = steps.get(turn, 0.0) + weight / whole * amount
+        return steps
+
+
+class GateNode(Node):
+    """`then` where `if` reaches `gte`, otherwise `else`. The branch not taken is not evaluated."""
+
+    label = "gate"
+
+    def __init__(
+        self, pointer: str, mods: Mods, read_ref: ReadRef, gte: float, branches: tuple[Node, Node, Node]
+    ) -> None:
+        super().__init__(pointer, mods, read_ref)
+        self.gte = gte
+        self.test, self.then, self.otherwise = branches
+
+    def children(self) -> list[Node]:
+        return [self.test, self.then, self.otherwise]
+
+    def raw_range(self) -> tuple[float, float]:
+        (a, b), (c, d) = self.then.range(), self.otherwise.range()
+        return min(a, c), max(b, d)
+
+    def inner(self, view: View, frame: Frame) -> Result:
+        test = self.test.evaluate(view, frame)
+        evidence: dict[str, Json] = {"gte": self.gte, "if": test.evidence}
+        if test.value is None:
+            return Result(None, {"unscored": "the condition could not be scored", **evidence})
+        opened = test.value >= self.gte - 1e-9
+        taken = (self.then if opened else self.otherwise).evaluate(view, frame)
+        evidence["then" if opened else "else"] = taken.evidence
+        if taken.value is None:
+            return Result(None, {"unscored": "the branch taken could not be scored", **evidence})
+        return Result(taken.value, evidence, taken.steps)
+
+
+def _may_skip(node: Node) -> bool:
+    return node.mods.when is not None or node.mods.missing == "skip"
+
+
+def _times(weight: float, value: float) -> float:
+    return 0.0 if weight == 0.0 else weight * value
+
+
+def _product_range(bounds: Sequence[tuple[float, float, bool]]) -> tuple[float, float]:
+    low, high = 1.0, 1.0
+    for a, b, skip in bounds:
+        ends = [_times(x, y) if x != 0.0 else 0.0 for x in (low, high) for y in (a, b)] + (
+            [low, high] if skip else []
+        )
+        low, high = min(ends), max(ends)
+    return low, high

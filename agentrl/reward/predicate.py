@@ -1,0 +1,103 @@
+"""Comparisons and predicates: `state.assert` and the `when` of a node. No expressions, no eval."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from agentrl.reward.pointer import ABSENT, Absent
+from agentrl.reward.values import LITERAL, Rule, same
+from agentrl.trajectory import Json
+
+_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "string": (str,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list, tuple),
+    "object": (Mapping,),
+    "null": (type(None),),
+}
+
+
+def _number(value: Json) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _ordered(test: Callable[[Any, Any], bool]) -> Callable[[Json, Json, Rule], bool]:
+    def compare(found: Json, wanted: Json, rule: Rule) -> bool:
+        comparable = (_number(found) and _number(wanted)) or (
+            isinstance(found, str) and isinstance(wanted, str)
+        )
+        return comparable and test(found, wanted)
+
+    return compare
+
+
+def _contains(found: Json, wanted: Json, rule: Rule) -> bool:
+    if isinstance(found, str):
+        return isinstance(wanted, str) and rule.normalize(wanted) in rule.normalize(found)
+    if isinstance(found, Mapping):
+        return isinstance(wanted, str) and wanted in found
+    return isinstance(found, (list, tuple)) and any(same(item, wanted, rule) for item in found)
+
+
+def _is_type(found: Json, wanted: Json, rule: Rule) -> bool:
+    if isinstance(found, bool) and wanted != "boolean":
+        return False
+    return isinstance(found, _TYPES[str(wanted)])
+
+
+COMPARISONS: Final[Mapping[str, Callable[[Json, Json, Rule], bool]]] = {
+    "eq": lambda found, wanted, rule: same(found, wanted, rule),
+    "ne": lambda found, wanted, rule: not same(found, wanted, rule),
+    "lt": _ordered(lambda a, b: a < b),
+    "lte": _ordered(lambda a, b: a <= b),
+    "gt": _ordered(lambda a, b: a > b),
+    "gte": _ordered(lambda a, b: a >= b),
+    "in": lambda found, wanted, rule: (
+        isinstance(wanted, (list, tuple)) and any(same(found, x, rule) for x in wanted)
+    ),
+    "contains": _contains,
+    "type": _is_type,
+}
+"""Found value against wanted value. Values of types that cannot be ordered compare as false."""
+
+COMPARISON_SCHEMA: Final[dict[str, Any]] = {
+    **{key: {} for key in ("eq", "ne", "lt", "lte", "gt", "gte", "contains")},
+    "in": {"type": ["array", "object"]},
+    "type": {"enum": list(_TYPES)},
+    "exists": {"type": "boolean"},
+}
+
+
+def holds(found: Json | Absent, comparison: Mapping[str, Json], rule: Rule = LITERAL) -> bool | None:
+    """Whether every comparison of the object holds for `found`.
+
+    Where `found` is ABSENT: True or False if only `exists` is asked, else False for `exists: true` and None
+    (not known) without it.
+    """
+    wanted = comparison.get("exists")
+    if isinstance(found, Absent):
+        return None if wanted is None else not wanted
+    if wanted is False:
+        return False
+    return all(test(found, comparison[key], rule) for key, test in COMPARISONS.items() if key in comparison)
+
+
+Reader = Callable[[Mapping[str, Json]], "Json | Absent"]
+
+
+def decide(predicate: Mapping[str, Json], read: Reader) -> bool | None:
+    """Value of a predicate `{"$", ...comparisons}`, `{"not"}`, `{"all"}` or `{"any"}`; None: not known."""
+    if "not" in predicate:
+        inner = decide(predicate["not"], read)
+        return None if inner is None else not inner
+    for key, absorbing in (("all", False), ("any", True)):
+        if key in predicate:
+            parts = [decide(part, read) for part in predicate[key]]
+            return absorbing if absorbing in parts else None if None in parts else not absorbing
+    comparison = {key: value for key, value in predicate.items() if key not in ("$", "at")}
+    return holds(read(predicate), comparison)
+
+
+__all__ = ["ABSENT", "COMPARISONS", "COMPARISON_SCHEMA", "decide", "holds"]

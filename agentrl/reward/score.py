@@ -1,0 +1,191 @@
+"""Score and Scorer: a compiled spec, applied to trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.reward.group import GroupNode
+from agentrl.reward.leaf import JudgeClient
+from agentrl.reward.node import Frame, Node
+from agentrl.reward.view import episode_view
+from agentrl.trajectory import Json, Trajectory
+
+_MOST_PASSES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a spec says of one trajectory.
+
+    `value`: the episode's total reward, or None (could not score). `turns`: turn index -> the part of
+    `value` that is emitted at that turn; the rest, `terminal`, is emitted at the episode's last turn.
+    `evidence`: the tree of nodes with values and reasons, as JSON. `metrics`: the spec's metrics and every
+    node with an id.
+    """
+
+    value: float | None
+    turns: dict[int, float] = field(default_factory=dict)
+    evidence: Json = None
+    metrics: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def terminal(self) -> float | None:
+        """`value` less what is emitted at turns; None where there is no value."""
+        return None if self.value is None else self.value - math.fsum(self.turns.values())
+
+
+class Scorer:
+    """A compiled spec. It has no state of its own and can be shared by threads and episodes."""
+
+    def __init__(
+        self,
+        spec: Mapping[str, Any],
+        root: Node,
+        metrics: Sequence[Node],
+        blocking: bool,
+        judge: JudgeClient | None,
+    ) -> None:
+        self.spec = spec
+        self.name = str(spec["name"])
+        self.root = root
+        self.metrics = list(metrics)
+        self.range = root.range()
+        self._blocking = blocking
+        self._judge = judge
+        self._groups = [
+            node for top in (root, *self.metrics) for node in _walk(top) if isinstance(node, GroupNode)
+        ]
+
+    def score(self, trajectory: Trajectory) -> Score:
+        """Score one trajectory. Where the spec has a judge, waits for its answer."""
+        return self._settle(trajectory, None, 0)
+
+    async def ascore(self, trajectory: Trajectory) -> Score:
+        """As `score`, without blocking the event loop: judges are awaited, replays run in a thread."""
+        return await self._asettle(trajectory, None, 0)
+
+    def score_group(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """Score the trajectories of one task together, so that group leaves have what to compare."""
+        values = [self._compared(trajectory) for trajectory in trajectories]
+        group = self._by_node(values)
+        return [self._settle(trajectory, group, i) for i, trajectory in enumerate(trajectories)]
+
+    async def ascore_group(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """As `score_group`, awaited; the members are scored at the same time."""
+        values = await asyncio.gather(*(self._acompared(trajectory) for trajectory in trajectories))
+        group = self._by_node(values)
+        return list(await asyncio.gather(*(self._asettle(t, group, i) for i, t in enumerate(trajectories))))
+
+    def _by_node(self, values: Sequence[Sequence[float | None]]) -> dict[str, list[float | None]]:
+        return {node.pointer: [row[k] for row in values] for k, node in enumerate(self._groups)}
+
+    def _compared(self, trajectory: Trajectory) -> list[float | None]:
+        """The values that the group leaves compare, for one member."""
+        return [self._value(trajectory, node.of) for node in self._groups]
+
+    async def _acompared(self, trajectory: Trajectory) -> list[float | None]:
+        return [await self._avalue(trajectory, node.of) for node in self._groups]
+
+    def _value(self, trajectory: Trajectory, node: Node) -> float | None:
+        if trajectory.stop.infrastructure:
+            return None
+        for _ in range(_MOST_PASSES):
+            frame = Frame()
+            value = node.evaluate(episode_view(trajectory), frame).value
+            if not frame.pending:
+                break
+            self._answer(frame)
+        return value
+
+    async def _avalue(self, trajectory: Trajectory, node: Node) -> float | None:
+        if trajectory.stop.infrastructure:
+            return None
+        for _ in range(_MOST_PASSES):
+            frame = Frame()
+            value = (await self._run(lambda f=frame: node.evaluate(episode_view(trajectory), f))).value
+            if not frame.pending:
+                break
+            await self._aanswer(frame)
+        return value
+
+    def _settle(
+        self, trajectory: Trajectory, group: Mapping[str, Sequence[float | None]] | None, member: int
+    ) -> Score:
+        """Pass over the tree until no leaf waits for an answer. Every pass answers at least one request."""
+        for _ in range(_MOST_PASSES):
+            frame = Frame(group=group, member=member)
+            score = self._pass(trajectory, frame)
+            if not frame.pending:
+                return score
+            self._answer(frame)
+        raise RuntimeError(f"reward spec {self.name!r}: a leaf asks anew on every pass")
+
+    async def _asettle(
+        self, trajectory: Trajectory, group: Mapping[str, Sequence[float | None]] | None, member: int
+    ) -> Score:
+        for _ in range(_MOST_PASSES):
+            frame = Frame(group=group, member=member)
+            score: Score = await self._run(lambda f=frame: self._pass(trajectory, f))
+            if not frame.pending:
+                return score
+            await self._aanswer(frame)
+        raise RuntimeError(f"reward spec {self.name!r}: a leaf asks anew on every pass")
+
+    async def _run(self, work: Any) -> Any:
+        return await asyncio.to_thread(work) if self._blocking else work()
+
+    def _answer(self, frame: Frame) -> None:
+        assert self._judge is not None  # only the judge leaf waits, and it does not compile without a client
+        for key, request in frame.pending.items():
+            self._judge.ask(key, request)
+
+    async def _aanswer(self, frame: Frame) -> None:
+        assert self._judge is not None
+        judge = self._judge
+        await asyncio.gather(*(judge.aask(key, request) for key, request in frame.pending.items()))
+
+    def _pass(self, trajectory: Trajectory, frame: Frame) -> Score:
+        names = {node.mods.id: None for node in self.metrics if node.mods.id is not None}
+        if trajectory.stop.infrastructure:
+            why = f"infrastructure: {trajectory.stop.value}"
+            return Score(
+                None, evidence={"spec": self.name, "value": None, "unscored": why}, metrics=dict(names)
+            )
+        view = episode_view(trajectory)
+        result = self.root.evaluate(view, frame)
+        measured = [node.evaluate(view, frame) for node in self.metrics]
+        evidence: dict[str, Json] = {"spec": self.name, "value": result.value, "root": result.evidence}
+        metrics: dict[str, float | None] = dict(names)
+        _collect(result.evidence, metrics)
+        if measured:
+            evidence["metrics"] = [item.evidence for item in measured]
+            for node, item in zip(self.metrics, measured, strict=True):
+                if node.mods.id is not None:
+                    metrics[node.mods.id] = item.value
+        steps = (
+            {turn: amount for turn, amount in sorted(result.steps.items())}
+            if result.value is not None
+            else {}
+        )
+        return Score(result.value, steps, evidence, metrics)
+
+
+def _walk(node: Node) -> list[Node]:
+    return [node, *(below for child in node.children() for below in _walk(child))]
+
+
+def _collect(evidence: Json, metrics: dict[str, float | None]) -> None:
+    """Values of the nodes with an id, from the evidence tree; not of the parts of a scoped node."""
+    if isinstance(evidence, dict):
+        if isinstance(evidence.get("id"), str) and "node" in evidence:
+            metrics[evidence["id"]] = evidence["value"]
+        for key, item in evidence.items():
+            if key not in ("evidence", "parts"):
+                _collect(item, metrics)
+    elif isinstance(evidence, list):
+        for item in evidence:
+            _collect(item, metrics)

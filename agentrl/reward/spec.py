@@ -1,0 +1,274 @@
+"""Reading and validating a spec: every fault is a RewardSpecError that names the place by JSON Pointer."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jsonschema
+
+from agentrl.errors import RewardSpecError
+from agentrl.reward import schema as grammar
+from agentrl.reward.pointer import follow, is_ref, join, parse_pointer
+from agentrl.reward.view import FIELDS
+
+_DEEPEST = 40
+
+
+def load_spec(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """A valid spec from a JSON file or a dict (which is copied).
+
+    Raises RewardSpecError with the file, the JSON Pointer of the place, what was expected and the nearest
+    valid name. A spec that loads here can still fail to compile (a bad regular expression, a function that
+    the run does not allow).
+    """
+    if isinstance(source, Mapping):
+        spec = _plain(source)
+        where = f"reward spec {source['name']!r}" if isinstance(source.get("name"), str) else "reward spec"
+    else:
+        spec, where = _parse(Path(source)), str(source)
+    _Check(where).spec(spec)
+    return spec  # type: ignore[no-any-return]
+
+
+def _plain(source: Mapping[str, Any]) -> Any:
+    try:
+        return copy.deepcopy(dict(source))
+    except RecursionError as error:
+        raise RewardSpecError("reward spec: nested too deeply") from error
+
+
+def _parse(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RewardSpecError(f"{path}: cannot be read: {error}") from error
+    try:
+        return json.loads(text, object_pairs_hook=_no_twice, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise RewardSpecError(
+            f"{path}: not JSON: {error.msg} at line {error.lineno} column {error.colno}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise RewardSpecError(
+            f"{path}: {'nested too deeply' if isinstance(error, RecursionError) else error}"
+        ) from error
+
+
+def _no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise ValueError(f"key {twice!r} is given twice in one object")
+    return dict(pairs)
+
+
+def _no_constant(token: str) -> NoReturn:
+    raise ValueError(f"{token} is not JSON; a number must be finite")
+
+
+class _Check:
+    """Walks a spec, one node at a time, so that an error speaks of the node it is in and not of its parents."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.ids: dict[str, str] = {}
+
+    def fail(self, pointer: str, message: str) -> NoReturn:
+        raise RewardSpecError(f"{self.where}: at {pointer or '(the top)'}: {message}")
+
+    def spec(self, spec: Any) -> None:
+        if not isinstance(spec, Mapping):
+            self.fail("", f"a reward spec is a JSON object, not {_kind(spec)}")
+        self._finite(spec, "")
+        self._against("spec", spec, "")
+        self.node(spec["root"], "/root", 0)
+        for index, node in enumerate(spec.get("metrics", [])):
+            pointer = f"/metrics/{index}"
+            self.node(node, pointer, 0)
+            if "id" not in node:
+                self.fail(pointer, 'a metric needs an "id": the name under which it is logged')
+
+    def node(self, node: Any, pointer: str, depth: int) -> None:
+        if not isinstance(node, Mapping):
+            self.fail(pointer, f'a node is an object with "use" or "op", not {_kind(node)}')
+        if depth > _DEEPEST:
+            self.fail(pointer, f"nested more than {_DEEPEST} nodes deep")
+        self._against(self._choice(node, pointer), node, pointer)
+        self._mods(node, pointer)
+        if "op" in node:
+            for child, place in _children(node, pointer):
+                self.node(child, place, depth + 1)
+            return
+        args = node.get("args", {})
+        if str(node["use"]).startswith("group."):
+            self.node(args["of"], join(pointer, "args", "of"), depth + 1)
+        else:
+            self._refs(args, join(pointer, "args"))
+
+    def _choice(self, node: Mapping[str, Any], pointer: str) -> str:
+        """Which piece of the grammar a node is measured by."""
+        if ("use" in node) == ("op" in node):
+            both = "both" if "use" in node else "neither"
+            near = _near(node, ("use", "op")) if both == "neither" else ""
+            self.fail(
+                pointer, f'a node has either "use" (a leaf) or "op" (a combinator); this has {both}{near}'
+            )
+        key, known = ("use", grammar.kinds()) if "use" in node else ("op", [*grammar.AGGREGATES, "gate"])
+        name = node[key]
+        if not isinstance(name, str) or name not in known:
+            what = "leaf" if key == "use" else "combinator"
+            self.fail(join(pointer, key), f"no {what} {name!r}; {_suggest(name, known)}")
+        return name if key == "use" or name == "gate" else "op"
+
+    def _mods(self, node: Mapping[str, Any], pointer: str) -> None:
+        for key in ("scale", "clip"):
+            if key in node and node[key][0] > node[key][1] and key == "clip":
+                self.fail(
+                    join(pointer, key), f"the lower bound {node[key][0]} is above the upper {node[key][1]}"
+                )
+        if "id" in node:
+            if node["id"] in self.ids:
+                self.fail(join(pointer, "id"), f"{node['id']!r} is also the id of {self.ids[node['id']]}")
+            self.ids[node["id"]] = pointer
+        if "when" in node:
+            self._refs(node["when"], join(pointer, "when"))
+
+    def _refs(self, value: Any, pointer: str) -> None:
+        """References must name something that an episode can have."""
+        if isinstance(value, Mapping):
+            if "$" in value and (is_ref(value) or pointer.find("/when") >= 0):
+                self._ref(value["$"], join(pointer, "$"))
+            for key, item in value.items():
+                self._refs(item, join(pointer, key))
+        elif isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                self._refs(item, join(pointer, index))
+
+    def _ref(self, text: Any, pointer: str) -> None:
+        if not isinstance(text, str):
+            self.fail(pointer, f'a reference is a text like "/task/gold/answer", not {_kind(text)}')
+        try:
+            tokens = parse_pointer(text)
+        except ValueError as error:
+            self.fail(pointer, str(error))
+        if not tokens or tokens[0] not in FIELDS:
+            self.fail(
+                pointer,
+                f"{text!r} begins with {tokens[0] if tokens else ''!r}; {_suggest(tokens[0] if tokens else '', FIELDS)}",
+            )
+        if len(tokens) > 1 and tokens[1] not in FIELDS[tokens[0]]:
+            self.fail(pointer, f"{tokens[0]} has no {tokens[1]!r}; {_suggest(tokens[1], FIELDS[tokens[0]])}")
+
+    def _finite(self, value: Any, pointer: str, depth: int = 0) -> None:
+        if depth > 8 * _DEEPEST:
+            self.fail(pointer[:200], "nested too deeply")
+        if isinstance(value, float) and not math.isfinite(value):
+            self.fail(pointer, f"a number must be finite, not {value!r}")
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                if not isinstance(key, str):
+                    self.fail(pointer, f"the key {key!r} is not a text")
+                self._finite(item, join(pointer, key), depth + 1)
+        elif isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                self._finite(item, join(pointer, index), depth + 1)
+        elif value is not None and not isinstance(value, (str, int, float)):
+            self.fail(pointer, f"{type(value).__name__} is no JSON value")
+
+    def _against(self, piece: str, instance: Mapping[str, Any], pointer: str) -> None:
+        error = jsonschema.exceptions.best_match(_validator(piece).iter_errors(instance))
+        if error is None:
+            return
+        place = join(pointer, *error.absolute_path)
+        self.fail(*_explained(error, place, instance))
+
+
+def _children(node: Mapping[str, Any], pointer: str) -> Iterator[tuple[Any, str]]:
+    if node["op"] != "gate":
+        for index, child in enumerate(node["of"]):
+            yield child, join(pointer, "of", index)
+        return
+    yield node["if"], join(pointer, "if")
+    yield node["then"], join(pointer, "then")
+    if "else" in node and (isinstance(node["else"], bool) or not isinstance(node["else"], (int, float))):
+        yield node["else"], join(pointer, "else")
+
+
+@cache
+def _validator(piece: str) -> jsonschema.Draft202012Validator:
+    """Validator of one node, in which the nodes below are only objects (they are checked on their own)."""
+    if piece == "spec":
+        body = grammar.SPEC_SCHEMA
+    elif piece in ("op", "gate"):
+        body = grammar.OP_SCHEMA if piece == "op" else grammar.GATE_SCHEMA
+    else:
+        body = grammar.leaf_schema(piece, grammar.kinds()[piece])
+    definitions = {"ref": grammar.REF_DEF, "predicate": grammar.PREDICATE_DEF, "node": True}
+    return jsonschema.Draft202012Validator({**body, "$defs": definitions})
+
+
+def _explained(error: jsonschema.ValidationError, place: str, instance: Mapping[str, Any]) -> tuple[str, str]:
+    """(pointer, message) in a reader's words."""
+    rule, wanted, found = error.validator, error.validator_value, error.instance
+    if rule == "additionalProperties":
+        known = error.schema.get("properties", {}) if isinstance(error.schema, Mapping) else {}
+        odd = next(key for key in found if key not in known)
+        return join(place, odd), f"unknown key {odd!r}; {_suggest(odd, known)}"
+    if rule == "required":
+        return place, f"{error.message.replace(' is a required property', '')} is missing"
+    if rule == "enum":
+        return place, f"{found!r} is not allowed; {_suggest(found, [item for item in wanted])}"
+    if rule in ("oneOf", "anyOf") and isinstance(wanted, list):
+        keys = [
+            " and ".join(option["required"])
+            for option in wanted
+            if isinstance(option, Mapping) and "required" in option
+        ]
+        if keys:
+            return place, f"needs {'exactly one' if rule == 'oneOf' else 'at least one'} of {', '.join(keys)}"
+    if rule == "const":
+        return place, f"must be {wanted!r}, not {_short(found)}"
+    if rule == "type":
+        return place, f"must be {_types(wanted)}, not {_kind(found)}"
+    return place, _short(error.message, 300)
+
+
+def _types(wanted: str | list[str]) -> str:
+    names = [wanted] if isinstance(wanted, str) else wanted
+    return " or ".join(f"{'an' if name[0] in 'aio' else 'a'} {name}" for name in names)
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
+
+
+def _short(value: Any, limit: int = 80) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def _near(node: Mapping[str, Any], keys: Iterable[str]) -> str:
+    for key in node:
+        match = difflib.get_close_matches(str(key), list(keys), n=1, cutoff=0.5)
+        if match:
+            return f" ({key!r} looks like {match[0]!r})"
+    return ""
+
+
+def _suggest(name: Any, known: Iterable[Any]) -> str:
+    """ "did you mean" and the list of what there is."""
+    options = list(known)
+    match = difflib.get_close_matches(str(name), [str(item) for item in options], n=1, cutoff=0.5)
+    listed = ", ".join("null" if item is None else str(item) for item in options)
+    return (f"did you mean {match[0]!r}? " if match else "") + f"known: {listed}"
+
+
+__all__ = ["follow", "load_spec"]

@@ -1,0 +1,157 @@
+"""JSON values: equality as reward specs mean it, string normalization, number tokens, short evidence."""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from agentrl.trajectory import Json
+
+Normalizer = Callable[[str], str]
+
+_SPACES = re.compile(r"\s+")
+_BFCL_DROP = re.compile(r"[ ,./\-_*^]")
+_NUMBER = re.compile(
+    r"(?<![\w.])(?<![0-9],)[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,4})?"
+    r"(?!\w|[.,][0-9])"
+)
+_LONGEST_NUMBER = 400
+
+
+def _fold(text: str) -> str:
+    return _SPACES.sub(" ", unicodedata.normalize("NFKC", text)).strip().casefold()
+
+
+def _bfcl(text: str) -> str:
+    return _BFCL_DROP.sub("", text).lower().replace("'", '"')
+
+
+def _exact(text: str) -> str:
+    return text
+
+
+NORMALIZERS: Mapping[str, Normalizer] = {"exact": _exact, "fold": _fold, "bfcl": _bfcl}
+"""`exact`: as it is. `fold`: Unicode NFKC, case folded, runs of white space as one blank, ends trimmed.
+`bfcl`: blanks and `, . / - _ * ^` dropped, lower case, ' as " (the Berkeley leaderboard's rule)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """When two JSON values count as equal. `absolute` and `relative` bound |a - b| for numbers."""
+
+    absolute: float = 0.0
+    relative: float = 0.0
+    normalize: Normalizer = _exact
+
+    @property
+    def literal(self) -> bool:
+        return self.absolute == 0.0 and self.relative == 0.0 and self.normalize is _exact
+
+
+LITERAL = Rule()
+
+
+def same(a: Json, b: Json, rule: Rule = LITERAL) -> bool:
+    """True where two JSON values are equal: 1 equals 1.0, True does not equal 1, NaN equals nothing."""
+    if isinstance(a, str):
+        return isinstance(b, str) and (a == b or rule.normalize(a) == rule.normalize(b))
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    if isinstance(a, (int, float)):
+        return isinstance(b, (int, float)) and close(a, b, rule.absolute, rule.relative)
+    if isinstance(a, Mapping):
+        return (
+            isinstance(b, Mapping)
+            and len(a) == len(b)
+            and all(k in b and same(v, b[k], rule) for k, v in a.items())
+        )
+    if isinstance(a, (list, tuple)):
+        return (
+            isinstance(b, (list, tuple))
+            and len(a) == len(b)
+            and all(same(x, y, rule) for x, y in zip(a, b, strict=True))
+        )
+    return a is None and b is None
+
+
+def close(a: float, b: float, absolute: float = 0.0, relative: float = 0.0) -> bool:
+    """|a - b| <= max(absolute, relative * |b|), exactly for integers of any size; False for NaN."""
+    if a == b:
+        return True
+    if absolute == 0.0 and relative == 0.0:
+        return False
+    try:
+        gap, size = abs(a - b), abs(float(b))
+    except OverflowError:  # integers beyond the range of a float
+        return False
+    return gap <= max(absolute, relative * size) and math.isfinite(gap)
+
+
+def numbers(text: str) -> list[str]:
+    """Every whole number token of a text, thousands commas removed: "170" holds no 17, "v17" none at all."""
+    return [token.replace(",", "") for token in _NUMBER.findall(text) if 0 < len(token) <= _LONGEST_NUMBER]
+
+
+def as_decimal(value: Json) -> Decimal | None:
+    """A finite number, or a text that is one whole number token; None for anything else (also for booleans)."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, float)):
+        return Decimal(str(value)) if not isinstance(value, float) or math.isfinite(value) else None
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        try:
+            return Decimal(value.strip().replace(",", ""))
+        except InvalidOperation:
+            return None
+    return None
+
+
+def decimals_close(a: Decimal, b: Decimal, absolute: float, relative: float) -> bool:
+    """|a - b| <= max(absolute, relative * |b|); exact equality, at any size, where both are 0."""
+    if a == b:
+        return True
+    if absolute == 0.0 and relative == 0.0:
+        return False
+    return close(float(a), float(b), absolute, relative)
+
+
+def leaves_of(value: Json, path: str = "") -> Iterator[tuple[str, Json]]:
+    """(JSON Pointer, scalar or empty container) for every end point of a JSON value, in order."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from leaves_of(item, f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}")
+    elif isinstance(value, (list, tuple)) and value:
+        for index, item in enumerate(value):
+            yield from leaves_of(item, f"{path}/{index}")
+    else:
+        yield path, value
+
+
+def brief(value: Any, limit: int = 200, items: int = 20, depth: int = 6) -> Json:
+    """A JSON value short enough for evidence: long texts and lists are cut with a mark, NaN becomes text."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return (
+            value
+            if abs(value) < 10**18
+            else f"{str(value)[:limit] if abs(value) < 10**400 else 'integer'}..."
+        )
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, str):
+        return value if len(value) <= limit else f"{value[:limit]}... ({len(value)} characters)"
+    if depth == 0:
+        return "..."
+    if isinstance(value, Mapping):
+        short = {str(k)[:limit]: brief(v, limit, items, depth - 1) for k, v in list(value.items())[:items]}
+        return short if len(value) <= items else {**short, "...": f"{len(value)} keys"}
+    if isinstance(value, Sequence):
+        cut = [brief(item, limit, items, depth - 1) for item in list(value)[:items]]
+        return cut if len(value) <= items else [*cut, f"... ({len(value)} items)"]
+    return str(value)[:limit]

@@ -1,0 +1,202 @@
+"""What a leaf sees: an episode, or the part of it (a round, a turn, a call) that its scope names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+from agentrl.reward.pointer import ABSENT, Absent, follow
+from agentrl.trajectory import Json, ToolCall, ToolResult, Trajectory, Turn
+
+SCOPES = ("group", "episode", "round", "turn", "call")
+"""From widest to narrowest. A round is what the policy does between two messages of the user."""
+
+
+class Made(NamedTuple):
+    """One call that the policy made, with its turn and its answer (None where it got none)."""
+
+    turn: Turn
+    call: ToolCall
+    result: ToolResult | None
+
+
+def calls_made(turns: Sequence[Turn]) -> list[Made]:
+    """Every call of the turns, in order. Answers are found by call id, within the turn."""
+    made: list[Made] = []
+    for turn in turns:
+        calls = turn.message.tool_calls
+        if not calls:
+            continue
+        answers = {result.call_id: result for result in turn.results}
+        made.extend(Made(turn, call, answers.get(call.id)) for call in calls)
+    return made
+
+
+@dataclass(slots=True)
+class View:
+    """A part of one trajectory. `index` is its number among the parts of its scope (0 for an episode)."""
+
+    trajectory: Trajectory
+    scope: str
+    turns: Sequence[Turn]
+    calls: Sequence[Made]
+    index: int = 0
+    round: int = 0
+    _documents: dict[str, Json] = field(default_factory=dict)
+
+    @property
+    def last_turn(self) -> int | None:
+        """Index of the turn that a reward of this part lands on; None where there is no turn."""
+        return self.turns[-1].index if self.turns else None
+
+    def answer(self) -> str | None:
+        """The text of the last turn, where it makes no call: the answer to the user. Else None."""
+        if not self.turns or self.turns[-1].message.tool_calls:
+            return None
+        return self.turns[-1].message.content
+
+    def parts(self, scope: str) -> list[View]:
+        """This part cut into narrower ones, in order."""
+        if scope == "call":
+            return [self._part("call", [made.turn], [made], i) for i, made in enumerate(self.calls)]
+        if scope == "turn":
+            return [self._part("turn", [turn], None, turn.index) for turn in self.turns]
+        rounds = turn_rounds(self.trajectory)
+        numbers = sorted({rounds[turn.index] for turn in self.turns if turn.index in rounds})
+        return [
+            self._part(
+                "round", [turn for turn in self.turns if rounds.get(turn.index) == number], None, number
+            )
+            for number in numbers
+        ]
+
+    def _part(self, scope: str, turns: list[Turn], calls: list[Made] | None, index: int) -> View:
+        number = index if scope == "round" else self.round
+        return View(
+            self.trajectory, scope, turns, calls_made(turns) if calls is None else calls, index, number
+        )
+
+    def read(self, tokens: tuple[str, ...], at: str | None) -> Json | Absent:
+        """What `{"$": "/<tokens>", "at": at}` refers to from here, or ABSENT."""
+        found = self._root(tokens)
+        if at is None or found is ABSENT:
+            return found
+        position = {"round": self.round, "turn": self.turns[-1].index if self.turns else -1}.get(
+            at, self.index
+        )
+        if not isinstance(found, (list, tuple)) or not 0 <= position < len(found):
+            return ABSENT
+        return found[position]
+
+    def _root(self, tokens: tuple[str, ...]) -> Json | Absent:
+        part = tokens[0]
+        if part == "task":
+            task = self.trajectory.task
+            values = {
+                "id": task.id,
+                "seed": task.seed,
+                "split": task.split,
+                "data": task.data,
+                "gold": task.gold,
+            }
+            return follow(values, tokens[1:])
+        if part == "episode" and len(tokens) > 1 and tokens[1] == "state":
+            return follow(self.trajectory.state, tokens[2:])
+        if part not in self._documents:
+            build = {"episode": self._episode, "turn": self._turn, "call": self._call}[part]
+            self._documents[part] = build()
+        return follow(self._documents[part], tokens[1:])
+
+    def _episode(self) -> Json:
+        whole = self.trajectory
+        calls = calls_made(whole.turns)
+        last = whole.turns[-1].message if whole.turns else None
+        return {
+            "env_id": whole.env_id,
+            "answer": last.content if last is not None and not last.tool_calls else None,
+            "stop": whole.stop.value,
+            "terminated": whole.terminated,
+            "truncated": whole.truncated,
+            "turns": len(whole.turns),
+            "calls": len(calls),
+            "errors": sum(1 for made in calls if _failed(made)),
+            "sampled_tokens": sum(turn.sampled_tokens for turn in whole.turns),
+            "metrics": dict(whole.metrics),
+            "tools": [tool.get("function", {}).get("name") for tool in whole.tools],
+        }
+
+    def _turn(self) -> Json:
+        turn = self.turns[-1] if self.turns else None
+        if turn is None:
+            return {}
+        return {
+            "index": turn.index,
+            "content": turn.message.content,
+            "reasoning": turn.message.reasoning,
+            "finish": turn.finish,
+            "calls": [asdict(call) for call in turn.message.tool_calls],
+            "results": [result.content for result in turn.results],
+            "sampled_tokens": turn.sampled_tokens,
+            "errors": sum(1 for made in calls_made([turn]) if _failed(made)),
+        }
+
+    def _call(self) -> Json:
+        if self.scope != "call":
+            return {}
+        made = self.calls[0]
+        return {
+            "name": made.call.name,
+            "arguments": made.call.arguments,
+            "error": made.call.error or (made.result.error if made.result else None),
+            "result": made.result.content if made.result else None,
+        }
+
+
+def episode_view(trajectory: Trajectory) -> View:
+    """The whole episode."""
+    return View(trajectory, "episode", trajectory.turns, calls_made(trajectory.turns))
+
+
+def _failed(made: Made) -> bool:
+    return made.call.arguments is None or made.result is None or made.result.error is not None
+
+
+def turn_rounds(trajectory: Trajectory) -> dict[int, int]:
+    """Turn index -> number of its round: how many messages of the user came before it, less one.
+
+    Where the messages do not hold one assistant message a turn (a record without messages, say), every
+    turn is in round 0.
+    """
+    numbers: list[int] = []
+    users = 0
+    for message in trajectory.messages:
+        if message.role == "user":
+            users += 1
+        elif message.role == "assistant":
+            numbers.append(max(users - 1, 0))
+    if len(numbers) != len(trajectory.turns):
+        return {turn.index: 0 for turn in trajectory.turns}
+    return {turn.index: number for turn, number in zip(trajectory.turns, numbers, strict=True)}
+
+
+FIELDS = {
+    "task": ("id", "seed", "split", "data", "gold"),
+    "episode": (
+        "state",
+        "env_id",
+        "answer",
+        "stop",
+        "terminated",
+        "truncated",
+        "turns",
+        "calls",
+        "errors",
+        "sampled_tokens",
+        "metrics",
+        "tools",
+    ),
+    "turn": ("index", "content", "reasoning", "finish", "calls", "results", "sampled_tokens", "errors"),
+    "call": ("name", "arguments", "error", "result"),
+}
+"""What a reference can name below its first token."""
