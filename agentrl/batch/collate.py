@@ -39,7 +39,9 @@ def collate(
     rows: list[tuple[int, int, int, float]] = []
     for index, trajectory in enumerate(trajectories):
         if trajectory.reward is None and not allow_unscored:
-            raise ValueError(f"trajectory {index} (task {trajectory.task.id!r}) is unscored; drop it before collating")
+            raise ValueError(
+                f"trajectory {index} (task {trajectory.task.id!r}) is unscored; drop it before collating"
+            )
         reward = float("nan") if trajectory.reward is None else trajectory.reward
         for ledger, placed in zip(trajectory.ledgers, token_rewards(trajectory), strict=True):
             if len(ledger) == 0:

@@ -8,7 +8,17 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from agentrl.batch.rows import Rows, gather_runs, is_ragged, offsets_of, pick, ragged_column, row_index, token_runs
+from agentrl.batch.rows import (
+    Rows,
+    columns,
+    gather_runs,
+    is_ragged,
+    offsets_of,
+    pick,
+    ragged_column,
+    row_index,
+    token_runs,
+)
 
 DUMMY_ROW = -1
 """The row number of the one-token dummy that stands in for a micro-batch without rows."""
@@ -36,8 +46,7 @@ def pack(batch: TensorDict, rows: Rows) -> TensorDict:
     total = int(ends[-1])
     out: dict[str, Any] = {}
     runs = token_runs(index, offsets)
-    for key in batch.keys():
-        value = batch.get(key)
+    for key, value in columns(batch):
         if is_ragged(value):
             out[key] = gather_runs(value.values(), runs)
         elif isinstance(value, torch.Tensor):
@@ -52,8 +61,7 @@ def pack(batch: TensorDict, rows: Rows) -> TensorDict:
 
 def _dummy(batch: TensorDict) -> TensorDict:
     out: dict[str, Any] = {}
-    for key in batch.keys():
-        value = batch.get(key)
+    for key, value in columns(batch):
         if isinstance(value, torch.Tensor):
             like = value.values() if is_ragged(value) else value
             out[key] = torch.zeros(1, *like.shape[1:], dtype=like.dtype)

@@ -33,7 +33,9 @@ class Plan:
         return len(self.rows[0])
 
 
-def plan(lengths: Sequence[int] | np.ndarray | torch.Tensor, ranks: int, cap: int, a: float = 1.0, b: float = 0.0) -> Plan:
+def plan(
+    lengths: Sequence[int] | np.ndarray | torch.Tensor, ranks: int, cap: int, a: float = 1.0, b: float = 0.0
+) -> Plan:
     """Place every sequence exactly once, at most `cap` tokens a micro-batch, with a small total cost.
 
     A sequence of n tokens costs a n + b n^2 (`b` = 0: linear layers only; attention adds the square).
@@ -55,7 +57,8 @@ def check_cap(tokens: np.ndarray, cap: int) -> None:
     if len(tokens) and int(tokens.max()) > cap:
         worst = int(tokens.argmax())
         raise ConfigError(
-            f"sequence {worst} has {int(tokens[worst])} tokens, more than the hard cap of {cap} tokens a micro-batch: "
+            f"sequence {worst} has {int(tokens[worst])} tokens, more than the hard cap of {cap} tokens "
+            f"a micro-batch: "
             f"set optim.micro_tokens to at least {int(tokens[worst])}, or lower rollout.max_episode_tokens"
         )
 

@@ -39,6 +39,12 @@ def ragged_column(batch: TensorDict) -> torch.Tensor | None:
     return next((value for value in batch.values() if is_ragged(value)), None)
 
 
+def columns(batch: TensorDict) -> list[tuple[str, Any]]:
+    """Names and columns; non-tensors as NonTensorStack (per sample) or NonTensorData (batch-wide)."""
+    names: list[str] = list(batch.keys())
+    return [(name, batch.get(name)) for name in names]
+
+
 def lengths(batch: TensorDict) -> torch.Tensor:
     """Tokens of each row, int64 [N]; ones where the batch has no ragged column."""
     column = ragged_column(batch)
@@ -89,8 +95,7 @@ def select(batch: TensorDict, rows: Rows) -> TensorDict:
     if offsets is not None:
         torch.cumsum(torch.from_numpy(np.diff(offsets)[index]), 0, out=fresh[1:])
     out: dict[str, Any] = {}
-    for key in batch.keys():
-        value = batch.get(key)
+    for key, value in columns(batch):
         if is_ragged(value):
             out[key] = jagged(gather_runs(value.values(), runs), fresh)
         elif isinstance(value, torch.Tensor):

@@ -15,7 +15,18 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from agentrl.batch.rows import (
-    build, gather_runs, is_ragged, items_column, jagged, offsets_of, pick, ragged_column, row_index, token_runs, wide,
+    build,
+    columns,
+    gather_runs,
+    is_ragged,
+    items_column,
+    jagged,
+    offsets_of,
+    pick,
+    ragged_column,
+    row_index,
+    token_runs,
+    wide,
 )
 
 
@@ -56,8 +67,7 @@ def to_wire(batch: TensorDict) -> Wire:
     column = ragged_column(batch)
     offsets = None if column is None else offsets_of(column)
     wire = Wire(len(batch), None if offsets is None else offsets.cpu().numpy(), {}, {}, {}, {}, {})
-    for key in batch.keys():
-        value = batch.get(key)
+    for key, value in columns(batch):
         if isinstance(value, torch.Tensor):
             wire.dtypes[key] = value.dtype
         if is_ragged(value):
@@ -71,7 +81,9 @@ def to_wire(batch: TensorDict) -> Wire:
         elif isinstance(value, NonTensorData):
             wire.wide[key] = value.data
         else:
-            raise TypeError(f"column {key!r}: a batch holds tensors or non-tensors, not {type(value).__name__}")
+            raise TypeError(
+                f"column {key!r}: a batch holds tensors or non-tensors, not {type(value).__name__}"
+            )
     return wire
 
 

@@ -81,14 +81,18 @@ class RayBackend(Backend):
                 ray.kill(handle)
             self.hosts.handles = []
 
-    def explain(self, method: str, ranks: Sequence[int], refs: Sequence[Any], error: BaseException) -> Exception:
+    def explain(
+        self, method: str, ranks: Sequence[int], refs: Sequence[Any], error: BaseException
+    ) -> Exception:
         """The error that the driver raises for what Ray reported."""
         if isinstance(error, RayTaskError):
             return self._failed(method, error)
         if isinstance(error, (GetTimeoutError, TimeoutError)):
             done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
             late = [rank for rank, ref in zip(ranks, refs, strict=True) if ref not in done]
-            return StalledError(f"{self._where(method)}: no answer from ranks {late} within {self.call_timeout:g} s")
+            return StalledError(
+                f"{self._where(method)}: no answer from ranks {late} within {self.call_timeout:g} s"
+            )
         self._note_dead(ranks, refs)
         return WorkerDiedError(self._lost(method))
 
@@ -183,5 +187,3 @@ def create_role(hosts: Hosts, role: str, cls: type[Worker], mesh: Mesh, timeout:
     except (RayTaskError, RayActorError, GetTimeoutError) as error:
         raise backend.explain("__init__", range(len(refs)), refs, error) from None
     hosts.roles.append(role)
-
-

@@ -70,10 +70,14 @@ def _text(annotation: Any) -> str:
     return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
 
 
-def _batch_parameter(where: str, name: str | None, parameters: Sequence[inspect.Parameter], kind: str) -> None:
+def _batch_parameter(
+    where: str, name: str | None, parameters: Sequence[inspect.Parameter], kind: str
+) -> None:
     usable = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     if name is None and not usable:
-        raise DispatchError(f"{where}: {kind} needs a parameter for {kind.split('(')[0].lower()} data, it has none")
+        raise DispatchError(
+            f"{where}: {kind} needs a parameter for {kind.split('(')[0].lower()} data, it has none"
+        )
     if name is not None and name not in [parameter.name for parameter in usable]:
         raise DispatchError(
             f"{where}: {kind} names the parameter {name!r}; the method has {[p.name for p in usable]}"
@@ -178,16 +182,22 @@ class Shard(Strategy):
         chosen = next(p for p in parameters if self.argument in (None, p.name))
         declared = "" if chosen.annotation is inspect.Parameter.empty else _text(chosen.annotation)
         if declared and not any(word in declared for word in ("TensorDict", "Any", "object")):
-            raise DispatchError(f"{where}: Shard() ships a TensorDict as {chosen.name!r}, declared as {declared}")
+            raise DispatchError(
+                f"{where}: Shard() ships a TensorDict as {chosen.name!r}, declared as {declared}"
+            )
         if returns in (None, "None") and self.collect != "none":
-            raise DispatchError(f"{where}: Shard(collect={self.collect!r}) needs a result, the method returns None")
+            raise DispatchError(
+                f"{where}: Shard(collect={self.collect!r}) needs a result, the method returns None"
+            )
         if self.collect not in ("source", "concat", "metrics", "none"):
             raise DispatchError(f"{where}: unknown collect {self.collect!r}")
         if self.balance not in (None, "tokens", "column"):
             raise DispatchError(f"{where}: unknown balance {self.balance!r}")
         wrong = {key: how for key, how in self.metrics.items() if how not in METRIC_REDUCTIONS}
         if wrong:
-            raise DispatchError(f"{where}: unknown metric reductions {wrong}; known: {sorted(METRIC_REDUCTIONS)}")
+            raise DispatchError(
+                f"{where}: unknown metric reductions {wrong}; known: {sorted(METRIC_REDUCTIONS)}"
+            )
 
     def scatter(
         self, where: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh

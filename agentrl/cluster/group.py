@@ -70,7 +70,9 @@ class WorkerGroup(Generic[W]):
         result: R = strategy.gather(where, results, shipment, self.mesh)
         return result
 
-    def run_all(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
+    def run_all(
+        self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
         """`run`, but every rank's own result, in rank order."""
         _, name, _, shipment = self._prepare(method, args, kwargs)
         results = self.backend.call(name, shipment)
@@ -82,7 +84,9 @@ class WorkerGroup(Generic[W]):
         """Call a `Direct` method on one rank."""
         name, strategy = resolve(self.cls, method)
         if not isinstance(strategy, Direct) or not 0 <= rank < self.world_size:
-            raise DispatchError(f"{self.cls.__name__}.{name} on rank {rank}: needs Direct() and 0 <= rank < {self.world_size}")
+            raise DispatchError(
+                f"{self.cls.__name__}.{name} on rank {rank}: needs Direct() and 0 <= rank < {self.world_size}"
+            )
         result: R = self.backend.call(name, Shipment(args, dict(kwargs), [rank]))[rank]
         return result
 
@@ -99,7 +103,9 @@ class WorkerGroup(Generic[W]):
         where = f"{self.cls.__name__}.{name}"
         if not isinstance(strategy, AllToAll):
             raise DispatchError(f"{where} is {strategy}: `scatter` is for AllToAll methods")
-        shipment = strategy.scatter(where, parameter_names(method), (PerRank(items), *args), kwargs, self.mesh)
+        shipment = strategy.scatter(
+            where, parameter_names(method), (PerRank(items), *args), kwargs, self.mesh
+        )
         results = self.backend.call(name, shipment)
         return [results[rank] for rank in shipment.ranks]
 
@@ -118,7 +124,12 @@ class WorkerGroup(Generic[W]):
     ) -> tuple[str, str, Strategy, Shipment]:
         name, strategy = resolve(self.cls, method)
         where = f"{self.cls.__name__}.{name}"
-        return where, name, strategy, strategy.scatter(where, parameter_names(method), args, dict(kwargs), self.mesh)
+        return (
+            where,
+            name,
+            strategy,
+            strategy.scatter(where, parameter_names(method), args, dict(kwargs), self.mesh),
+        )
 
 
 def parameter_names(method: Callable[..., Any]) -> list[str]:

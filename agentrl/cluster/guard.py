@@ -52,7 +52,11 @@ def guard_network(environ: MutableMapping[str, str] | None = None, *, multi_node
     address = own_address()
     if address is not None and routes_back(address):
         return None
-    reason = f"the address {address} does not route back to this machine" if address else "this machine has no network route"
+    reason = (
+        f"the address {address} does not route back to this machine"
+        if address
+        else "this machine has no network route"
+    )
     env.update(LOOPBACK)
     log.warning("%s: pinned to loopback: %s", reason, ", ".join(f"{k}={v}" for k, v in LOOPBACK.items()))
     return reason

@@ -22,9 +22,17 @@ from agentrl.errors import UserError
 class RemoteFailure(Exception):
     """What a worker's exception becomes on its way to the driver: text, and the class of a UserError."""
 
-    def __init__(self, rank: int, kind: str, message: str, trace: str, user_error: type[UserError] | None) -> None:
+    def __init__(
+        self, rank: int, kind: str, message: str, trace: str, user_error: type[UserError] | None
+    ) -> None:
         super().__init__(rank, kind, message, trace, user_error)
-        self.rank, self.kind, self.message, self.trace, self.user_error = rank, kind, message, trace, user_error
+        self.rank, self.kind, self.message, self.trace, self.user_error = (
+            rank,
+            kind,
+            message,
+            trace,
+            user_error,
+        )
 
 
 @dataclass(slots=True)
@@ -67,7 +75,9 @@ class Host:
         except Exception as error:
             raise failure(context.rank, error) from None
 
-    def call(self, role: str, method: str, parameter: str | None, common: Packed, own: Any, *parts: Any) -> Any:
+    def call(
+        self, role: str, method: str, parameter: str | None, common: Packed, own: Any, *parts: Any
+    ) -> Any:
         """Run one method. `common` holds (args, kwargs); the parameter `parameter` gets what `own` says:
         rows of the batch in `parts[0]`, or the value in `own`."""
         worker = self._roles[role]

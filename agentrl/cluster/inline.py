@@ -20,8 +20,8 @@ class InlineBackend(Backend):
     def __init__(self, cls: type[Worker], name: str, mesh: Mesh) -> None:
         if mesh.world_size > 1 and cls.collective:
             raise ResourceError(
-                f"group {name!r}: backend 'inline' holds one {cls.__name__}, because torch.distributed knows one rank "
-                f"a process; {mesh.world_size} were asked for (set cluster.actors = 1 or cluster.backend = \"ray\")"
+                f"group {name!r}: {mesh.world_size} ranks were asked for, backend 'inline' holds one {cls.__name__} "
+                "(torch.distributed knows one rank a process): set cluster.actors = 1 or cluster.backend = \"ray\""
             )
         self._name, self._cls = name, cls
         self._workers = [cls(WorkerContext(name, rank, mesh)) for rank in range(mesh.world_size)]

@@ -48,10 +48,14 @@ def launch(
 
     if on is not None:
         if not isinstance(on.backend, RayBackend) or on.world_size != world_size:
-            raise DispatchError(f"group {role!r}: to share processes with {on.name!r} it needs ray and {on.world_size} ranks")
+            raise DispatchError(
+                f"group {role!r}: to share processes with {on.name!r} it needs ray and {on.world_size} ranks"
+            )
         hosts = on.backend.hosts
         if role in hosts.roles:
-            raise DispatchError(f"group {role!r}: the processes of {on.name!r} hold a role of that name already")
+            raise DispatchError(
+                f"group {role!r}: the processes of {on.name!r} hold a role of that name already"
+            )
     else:
         asked = {"num_cpus": num_cpus, "num_gpus": num_gpus, **(options or {})}
         if env:

@@ -31,7 +31,9 @@ def worker_env() -> dict[str, str]:
     }
 
 
-def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_bytes: int | None = None) -> None:
+def start_ray(
+    cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_bytes: int | None = None
+) -> None:
     """Start a local Ray, or join the cluster at `cluster.address`. Nothing happens where Ray is up.
 
     An empty RAY_ADDRESS is removed first (to Ray it is an address). `need_cpus`: what all groups of the
@@ -50,8 +52,12 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
             local["object_store_memory"] = object_store_bytes
         try:
             ray.init(
-                address=address or "local", logging_level=logging.ERROR, log_to_driver=False,
-                configure_logging=False, runtime_env={"env_vars": worker_env()}, **local,
+                address=address or "local",
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                configure_logging=False,
+                runtime_env={"env_vars": worker_env()},
+                **local,
             )
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ResourceError(f"Ray does not start (cluster.address = {address!r}): {error}") from error
@@ -59,8 +65,8 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
     if need_cpus > have:
         stop_ray()
         raise ResourceError(
-            f"the run asks for {need_cpus:g} CPU slots, the cluster has {have:g}: lower cluster.actors or vllm.replicas, "
-            'or set cluster.backend = "inline"'
+            f"the run asks for {need_cpus:g} CPU slots, the cluster has {have:g}: lower cluster.actors or "
+            'vllm.replicas, or set cluster.backend = "inline"'
         )
 
 
