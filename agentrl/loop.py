@@ -18,7 +18,8 @@ from typing import Any
 from tensordict import TensorDict
 
 from agentrl.algorithm import AdvantageInput, advantages
-from agentrl.batch import collate, flat, with_column
+from agentrl.batch import collate
+from agentrl.batch.rows import jagged
 from agentrl.config import TrainConfig
 from agentrl.rollout.evaluate import evaluate, full_marks
 from agentrl.run.checkpoint import save_checkpoint
@@ -75,12 +76,14 @@ def make_batch(groups: list[Group], config: TrainConfig) -> TensorDict:
     """Scored members as one TensorDict with token-level `advantages` (0 on tokens the policy did not sample)."""
     batch = collate([t for group in groups for t in group.scored()],
                     groups=[group.index for group in groups for _ in group.scored()])
+    offsets = batch["token_ids"].offsets()
     given = AdvantageInput(
-        token_rewards=flat(batch, "rewards"), mask=flat(batch, "sampled"), offsets=batch["token_ids"].offsets(),
-        group=batch["group"], reward=batch["reward"], turns=flat(batch, "turns"),
+        token_rewards=batch["rewards"].values(), mask=batch["sampled"].values(), offsets=offsets, group=batch["group"],
+        reward=batch["reward"], values=None, turns=batch["turns"].values(), member=batch["member"],
     )
     choice = config.algorithm.advantage
-    return with_column(batch, "advantages", advantages(choice.name, choice.args)(given).advantages)
+    batch["advantages"] = jagged(advantages(choice.name, choice.args)(given).advantages, offsets)
+    return batch
 
 
 def record(
@@ -90,7 +93,7 @@ def record(
     members = [t for group in groups for t in group.trajectories]
     scored = [t for t in members if t.reward is not None]
     tokens = sum(t.sampled_tokens for t in members)
-    success = sum(full_marks(t) for t in scored) / len(scored)
+    success = sum(full_marks(t, session.scorer.range[1]) for t in scored) / len(scored)
     reward = sum(t.reward for t in scored if t.reward is not None) / len(scored)
     values: dict[str, Any] = {
         "success": success, "reward": reward, "scored": len(scored), "unscored": len(members) - len(scored),

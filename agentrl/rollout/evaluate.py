@@ -42,15 +42,15 @@ async def evaluate(
 
     async with asyncio.TaskGroup() as group:
         running = [group.create_task(one(index)) for index in range(tasks)]
-    return summarize([task.result() for task in running])
+    return summarize([task.result() for task in running], scorer.range[1])
 
 
-def summarize(trajectories: list[Trajectory]) -> Evaluation:
-    """Success and mean reward over the scored episodes; None where none was scored."""
+def summarize(trajectories: list[Trajectory], full: float) -> Evaluation:
+    """Success (reward `full`) and mean reward over the scored episodes; None where none was scored."""
     rewards = [t.reward for t in trajectories if t.reward is not None]
     n = len(rewards)
     return Evaluation(
-        success=sum(full_marks(t) for t in trajectories) / n if n else None,
+        success=sum(full_marks(t, full) for t in trajectories) / n if n else None,
         reward=sum(rewards) / n if n else None,
         scored=n,
         unscored=len(trajectories) - n,
@@ -59,6 +59,6 @@ def summarize(trajectories: list[Trajectory]) -> Evaluation:
     )
 
 
-def full_marks(trajectory: Trajectory) -> bool:
-    """True where the episode reached the reward spec's maximum, 1."""
-    return trajectory.reward is not None and trajectory.reward >= 1.0 - 1e-6
+def full_marks(trajectory: Trajectory, full: float) -> bool:
+    """True where the episode reached `full`, the top of the reward spec's range."""
+    return trajectory.reward is not None and trajectory.reward >= full - 1e-6

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 def build_scorer(config: TrainConfig, env: EnvRef) -> Scorer:
     """The compiled reward spec of a run: `env.reward`, or the environment's own."""
     name = config.env.reward or env.default_reward()
+    if name is None:
+        raise ConfigError(f"env.reward: {config.env.id} names no reward spec of its own; set env.reward=NAME_OR_PATH")
     return compile_spec(load_spec(find_reward(name)))
 
 

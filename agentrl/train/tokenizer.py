@@ -15,6 +15,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from agentrl.render.chatml import CHATML_TEMPLATE
+
 PAD = "<|endoftext|>"
 END_OF_TURN = "<|im_end|>"
 SPECIAL_TOKENS = (
@@ -66,7 +68,7 @@ def packaged_tokenizer(context: int) -> Any:
         eos_token=END_OF_TURN,
         pad_token=PAD,
         additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in (PAD, END_OF_TURN)],
-        chat_template=(assets / "chat_template.jinja").read_text(encoding="utf-8"),
+        chat_template=CHATML_TEMPLATE,
         clean_up_tokenization_spaces=False,
         model_max_length=context,
     )

@@ -1,0 +1,47 @@
+"""pass@k and pass^k of an evaluation with n samples a task, with confidence intervals over tasks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that at least one of k samples drawn without replacement from n, c of them right, is right.
+
+    1 - C(n - c, k) / C(n, k): the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), eq. 1.
+    Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
+    """
+    _check(n, c, k)
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def pass_hat_k(n: int, c: int, k: int) -> float:
+    """Chance that all of k samples drawn without replacement are right: C(c, k) / C(n, k).
+
+    The pass^k of tau-bench (Yao et al. 2024, arXiv 2406.12045, section 4): reliability, where pass@k is reach.
+    """
+    _check(n, c, k)
+    return math.comb(c, k) / math.comb(n, k)
+
+
+def mean_with_interval(values: Sequence[float], z: float = 1.96) -> tuple[float, float, float]:
+    """Mean over tasks and its normal-approximation interval (mean, low, high), cut to [0, 1].
+
+    For all-equal values, where the approximation gives no width, the rule of three bounds the far side
+    (3 / tasks). Raises ValueError without values.
+    """
+    n = len(values)
+    if not n:
+        raise ValueError("no values to average")
+    mean = sum(values) / n
+    if n == 1 or len(set(values)) == 1:
+        width = 3.0 / n
+    else:
+        width = z * math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n)
+    return mean, max(0.0, mean - width), min(1.0, mean + width)
+
+
+def _check(n: int, c: int, k: int) -> None:
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"need 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}")

@@ -1,0 +1,77 @@
+"""Parts for rollout tests: the real environment, renderer and reward spec; an engine whose faults are chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from agentrl.errors import EngineError
+from agentrl.render import make_renderer
+from agentrl.render.base import Renderer
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, WeightBuckets
+from agentrl.train.tokenizer import packaged_tokenizer
+
+
+class FaultyEngine(Engine):
+    """Answers at once with short random text; waits, fails or hangs as told.
+
+    A stand-in only for faults: no real engine can be made to fail in one request of ten.
+    """
+
+    def __init__(self, stop: int, *, fail: float = 0.0, hang: float = 0.0, max_delay: float = 0.0, seed: int = 0):
+        self.stop, self.fail, self.hang, self.max_delay = stop, fail, hang, max_delay
+        self.random = random.Random(seed)
+        self.version = 0
+        self.running = 0
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def start(self) -> None:
+        pass
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        fate, delay = self.random.random(), self.random.random() * self.max_delay
+        self.running += 1
+        try:
+            await self.open.wait()
+            if fate < self.fail:
+                raise EngineError("the replica went away")
+            if fate < self.fail + self.hang:
+                await asyncio.sleep(3600)
+            rng = random.Random(sampling.seed)
+            ids, versions = [], []
+            for _ in range(rng.randint(1, 3)):
+                await asyncio.sleep(delay / 3)
+                await self.open.wait()
+                ids.append(rng.randrange(260, 300))
+                versions.append(self.version)
+            return Generation([*ids, self.stop], [-1.0] * (len(ids) + 1), [*versions, self.version], "stop")
+        finally:
+            self.running -= 1
+
+    async def pause(self) -> None:
+        self.open.clear()
+
+    async def resume(self) -> None:
+        self.open.set()
+
+    async def publish(self, version: int, weights: WeightBuckets) -> None:
+        assert not self.open.is_set(), "weights may only change while the engine is paused"
+        self.version = version
+
+    async def abort(self, request_key: str) -> None:
+        pass
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(running=self.running, version=self.version)
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="session")
+def renderer() -> Renderer:
+    return make_renderer(packaged_tokenizer(4096))
