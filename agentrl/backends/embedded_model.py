@@ -1,0 +1,122 @@
+"""The embedded engine's model: loading, the check that slot attention reproduces it, forward, new weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl.backends import slot_attention
+from agentrl.backends.slot_attention import Plan, Span
+from agentrl.backends.slots import KvShape, Slots
+from agentrl.errors import EngineError, ModelError
+from agentrl.rollout.engine import WeightBuckets
+
+# Largest log-probability difference between the model's own attention and ours on the probe tokens.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
+
+
+class EmbeddedModel:
+    """A causal language model that runs over slots."""
+
+    def __init__(self, path: str, dtype: str, device: torch.device) -> None:
+        """Raises ModelError where the folder cannot be loaded or the model's attention not reproduced."""
+        self.device = device
+        self.module = _load(path, getattr(torch, dtype), device)
+        text = self.module.config.get_text_config()
+        heads = text.num_attention_heads
+        self.vocab = int(text.vocab_size)
+        self.positions = int(getattr(text, "max_position_embeddings", 0) or 2**31)
+        self.shape = KvShape(
+            layers=text.num_hidden_layers,
+            heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            dtype=getattr(torch, dtype),
+            device=device,
+        )
+        self._check(path)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: list[int], plan: Plan, last: list[int]) -> Tensor:
+        """Float32 logits [len(last), V] after the flat tokens at the indices `last`."""
+        positions = torch.cat([span.positions for span in plan.spans])
+        output = self.module(
+            input_ids=torch.tensor([token_ids], device=self.device),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=torch.tensor(last, device=self.device),
+            slot_plan=plan,
+        )
+        logits: Tensor = output.logits[0].float()
+        return logits
+
+    def write(self, weights: WeightBuckets) -> None:
+        """Copy new weights in. Raises EngineError where a parameter is unknown, missing, of another shape or
+        sent twice; some may have been written by then."""
+        expected = dict(self.module.named_parameters())
+        tied = {
+            name: p
+            for name, p in self.module.named_parameters(remove_duplicate=False)
+            if name not in expected
+        }
+        missing = set(expected)
+        for bucket in weights:
+            for name, tensor in bucket.items():
+                target = expected.get(name, tied.get(name))
+                if target is None:
+                    raise EngineError(f"published weight {name!r} is not a parameter of this model")
+                if target.shape != tensor.shape:
+                    shapes = f"{tuple(tensor.shape)}, expected {tuple(target.shape)}"
+                    raise EngineError(f"published weight {name!r} has shape {shapes}")
+                if name in expected and name not in missing:
+                    raise EngineError(f"published weight {name!r} was sent twice")
+                missing.discard(name)
+                with torch.no_grad():
+                    target.copy_(tensor)
+        if missing:
+            some = ", ".join(sorted(missing)[:4])
+            raise EngineError(f"{len(missing)} of {len(expected)} weights were not published: {some}")
+
+    @torch.inference_mode()
+    def _check(self, path: str) -> None:
+        """Compare our attention with the model's own on a few tokens, prefill and decode: a model with state
+        or masks that slots do not carry (recurrent layers, attention sinks) shows here, not in training."""
+        ids = [(7 * i + 3) % self.vocab for i in range(9)]
+        reference = (
+            self.module(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0].float()
+        )
+        try:
+            self.module.set_attn_implementation(slot_attention.NAME)
+        except ValueError as problem:
+            raise ModelError(f"the embedded engine cannot run {path}: {problem}; use engine = vllm") from None
+        slots = Slots(self.shape, 16, 2**40)
+        sequence = slots.new("probe", ids)
+        if sequence is None:
+            raise ModelError("no memory for a probe of 9 tokens")
+        rows = []
+        for count in (len(ids) - 1, 1):
+            plan = Plan([Span(sequence.pool, 0, [(sequence, count)], self.device)])
+            chunk = ids[sequence.computed : sequence.computed + count]
+            rows.append(self.forward(chunk, plan, list(range(count))))
+            sequence.computed += count
+        error = (torch.cat(rows).log_softmax(-1) - reference.log_softmax(-1)).abs().max().item()
+        if not error <= _TOLERANCE[self.shape.dtype]:
+            raise ModelError(
+                f"the embedded engine does not reproduce {path} (log probabilities differ by "
+                f"{error:.3g}): its layers keep something that a KV cache does not; use engine = vllm"
+            )
+
+
+def _load(path: str, dtype: torch.dtype, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).expanduser().is_dir():
+        raise ModelError(f"no model folder at {path}")
+    try:
+        module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except (OSError, ValueError, KeyError) as problem:
+        raise ModelError(f"cannot load the model {path}: {problem}") from problem
+    slot_attention.register()
+    return module.to(device).eval().requires_grad_(False)

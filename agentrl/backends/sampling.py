@@ -1,0 +1,48 @@
+"""Drawing tokens: temperature, top-k, top-p, and the log probability of what was drawn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def draw(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Draw one token a row by inverting the cumulative distribution.
+
+    `logits` [B, V] float32; `temperature` [B] (0 takes the likeliest token), `top_k` [B] int (0 is off),
+    `top_p` [B] (1 is off), `uniform` [B] float64 in [0, 1). Returns ids [B] and logprobs [B].
+
+    The logprob is log_softmax(z / T), renormalized over the kept set where top-k or top-p is on; at
+    temperature 0 it is log_softmax(z), since the distribution drawn from is a point. A row's result
+    depends on that row alone.
+    """
+    greedy = temperature == 0
+    logp = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature).unsqueeze(1), dim=-1)
+    if bool(((top_k > 0) | (top_p < 1)).any()):
+        kept = logp.masked_fill(~kept_set(logp, top_k, top_p), float("-inf"))
+        logp = torch.where(greedy.unsqueeze(1), logp, torch.log_softmax(kept, dim=-1))
+    # float64, because a float32 sum over a vocabulary of 150k loses tokens of probability under 1e-7.
+    cumulative = torch.exp(logp).cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    ids = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
+    ids = torch.where(greedy, logp.argmax(dim=-1), ids).clamp_(max=logits.shape[1] - 1)
+    return ids, logp.gather(1, ids.unsqueeze(1)).squeeze(1)
+
+
+def kept_set(logp: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Mask [B, V] of the tokens that may be drawn: the `top_k` likeliest, then the smallest set of those
+    whose renormalized probability reaches `top_p` (at least one; ties of the k-th stay in)."""
+    vocab = logp.shape[1]
+    ordered, order = logp.sort(dim=-1, descending=True)
+    k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
+    kth = ordered.gather(1, (k - 1).unsqueeze(1))
+    ordered = ordered.masked_fill(ordered < kth, float("-inf"))
+    probability = torch.softmax(ordered, dim=-1)
+    before = probability.cumsum(dim=-1) - probability
+    keep = (before < top_p.unsqueeze(1)) | (top_p >= 1).unsqueeze(1)
+    keep[:, 0] = True
+    keep &= ordered > float("-inf")
+    return torch.zeros_like(keep).scatter_(1, order, keep)

@@ -1,0 +1,154 @@
+"""The embedded engine's KV cache: one slot a sequence, slots of like capacity together in one tensor.
+
+Sequences of one capacity class lie side by side, so that a decode step attends over all of them with
+batched matrix products on a view, without copying keys or values. A sequence that outgrows its class
+moves to the next (twice the capacity).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """Shape of one token's cache."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Tokens whose keys and values are cached: `tokens[:computed]` are in the slot, the rest is still due."""
+
+    key: str
+    tokens: list[int]
+    pool: Pool
+    slot: int
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class Pool:
+    """Slots of one capacity; `kv` is [2, layers, slots, heads, capacity, head_dim]."""
+
+    def __init__(self, shape: KvShape, capacity: int) -> None:
+        self.shape = shape
+        self.capacity = capacity
+        self.kv = self._zeros(0)
+        self._free: list[int] = []
+
+    @property
+    def slots(self) -> int:
+        return self.kv.shape[2]
+
+    @property
+    def used(self) -> int:
+        return self.slots - len(self._free)
+
+    @property
+    def bytes(self) -> int:
+        return self.slots * self.capacity * self.shape.token_bytes
+
+    def growth_bytes(self) -> int:
+        """What the next slot costs: nothing while one is free."""
+        return 0 if self._free else self._growth() * self.capacity * self.shape.token_bytes
+
+    def take(self) -> int:
+        """The lowest free slot (low ones first keeps the view of a decode step dense)."""
+        if not self._free:
+            old = self.kv
+            self.kv = self._zeros(self.slots + self._growth())
+            self.kv[:, :, : old.shape[2]] = old
+            self._free = list(range(old.shape[2], self.slots))
+        slot = min(self._free)
+        self._free.remove(slot)
+        return slot
+
+    def give(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def clear(self) -> None:
+        """Give the memory back; only for a pool without used slots."""
+        self.kv, self._free = self._zeros(0), []
+
+    def _growth(self) -> int:
+        return max(1, min(self.slots, 64))
+
+    def _zeros(self, slots: int) -> Tensor:
+        # Zeros, not empty memory: masked positions still enter a product, and 0 x NaN is NaN.
+        s = self.shape
+        return torch.zeros(
+            2, s.layers, slots, s.heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device
+        )
+
+
+class Slots:
+    """All pools, under one memory limit."""
+
+    def __init__(self, shape: KvShape, max_context: int, limit_bytes: int, smallest: int = 128) -> None:
+        self._shape = shape
+        self._limit = limit_bytes
+        sizes = [smallest]
+        while sizes[-1] < max_context:
+            sizes.append(sizes[-1] * 2)
+        sizes[-1] = max_context
+        self.pools = [Pool(shape, size) for size in sizes]
+
+    def new(self, key: str, tokens: list[int]) -> Sequence | None:
+        """A sequence with a slot for all its tokens, or None where memory does not reach."""
+        pool = self._fit(len(tokens))
+        return Sequence(key, tokens, pool, pool.take()) if self._reaches(pool) else None
+
+    def widen(self, sequence: Sequence) -> bool:
+        """Make room for all tokens of a sequence; False where memory does not reach."""
+        if len(sequence.tokens) <= sequence.pool.capacity:
+            return True
+        pool = self._fit(len(sequence.tokens))
+        if not self._reaches(pool):
+            return False
+        source, slot = sequence.pool, sequence.slot
+        sequence.pool, sequence.slot = pool, pool.take()
+        self._copy(source, slot, sequence, sequence.computed)
+        source.give(slot)
+        return True
+
+    def share(self, source: Sequence, target: Sequence, length: int) -> None:
+        """Copy the cache of the first `length` tokens, which both sequences have in common."""
+        self._copy(source.pool, source.slot, target, length)
+        target.computed = length
+
+    def free(self, sequence: Sequence) -> None:
+        sequence.pool.give(sequence.slot)
+
+    def trim(self) -> None:
+        """Give back the memory of pools that hold nothing."""
+        for pool in self.pools:
+            if pool.slots and not pool.used:
+                pool.clear()
+
+    def reset(self) -> None:
+        """Forget everything; sequences made before are void."""
+        for pool in self.pools:
+            pool.clear()
+
+    def _fit(self, length: int) -> Pool:
+        return next(pool for pool in self.pools if pool.capacity >= length)
+
+    def _reaches(self, pool: Pool) -> bool:
+        return sum(p.bytes for p in self.pools) + pool.growth_bytes() <= self._limit
+
+    @staticmethod
+    def _copy(pool: Pool, slot: int, target: Sequence, length: int) -> None:
+        target.pool.kv[:, :, target.slot, :, :length] = pool.kv[:, :, slot, :, :length]
