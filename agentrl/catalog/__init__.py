@@ -3,6 +3,7 @@
 from agentrl.catalog.index import (
     EnvEntry,
     EnvRef,
+    broken_files,
     find_config,
     find_env,
     find_reward,
@@ -16,6 +17,7 @@ from agentrl.catalog.index import (
 __all__ = [
     "EnvEntry",
     "EnvRef",
+    "broken_files",
     "find_config",
     "find_env",
     "find_reward",

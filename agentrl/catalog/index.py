@@ -9,8 +9,10 @@ Listing reads source text and never runs it; a module is loaded when an environm
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -115,7 +117,19 @@ def find_env(name: str) -> EnvEntry:
         if name in (entry.id, entry.name):
             return entry
         known += [entry.id, entry.name]
-    raise CatalogError(f"no environment {name!r}; {_nearest(name, known)} (agentrl env list shows all)")
+    broken = "".join(f"\n{problem}" for problem in broken_files().values())
+    raise CatalogError(f"no environment {name!r}; {_nearest(name, known)} (agentrl env list shows all){broken}")
+
+
+def broken_files() -> dict[Path, str]:
+    """Files on the shelves that should declare environments but are no Python, with the reason."""
+    broken: dict[Path, str] = {}
+    for path in _env_files():
+        try:
+            read_declarations(path)
+        except CatalogError as problem:
+            broken[path] = str(problem)
+    return broken
 
 
 def find_reward(name: str) -> Path:
@@ -186,14 +200,20 @@ def register_gymnasium() -> list[str]:
 # -- inside ----------------------------------------------------------------------------------------
 
 
-def _all_entries() -> Iterator[EnvEntry]:
+def _env_files() -> Iterator[Path]:
     for shelf in shelves():
         folder = shelf / "envs"
-        if folder.is_dir():
-            for item in sorted(folder.iterdir()):
-                path = item / "env.py" if item.is_dir() else item
-                if path.suffix == ".py" and path.is_file():
-                    yield from _entries_of(path)
+        for item in sorted(folder.iterdir()) if folder.is_dir() else ():
+            path = item / "env.py" if item.is_dir() else item
+            if path.suffix == ".py" and path.is_file():
+                yield path
+
+
+def _all_entries() -> Iterator[EnvEntry]:
+    for path in _env_files():
+        # A file that is no Python hides nothing else; `broken_files` reports it.
+        with suppress(CatalogError):
+            yield from _entries_of(path)
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         yield _announced(point)
 
@@ -227,8 +247,6 @@ def _source_of(env_id: str) -> str | None:
 
 
 def _construct(entry: EnvEntry, params: Mapping[str, Any]) -> ToolEnv:
-    import inspect
-
     env_class = entry.load()
     try:
         inspect.signature(env_class).bind(**params)
@@ -243,13 +261,11 @@ def _construct(entry: EnvEntry, params: Mapping[str, Any]) -> ToolEnv:
 
 def _parameter_names(env_class: type[ToolEnv]) -> set[str]:
     """Keyword parameters of the class and, where it passes `**` on, of its bases."""
-    import inspect
-
     names: set[str] = set()
     for base in env_class.__mro__:
         if "__init__" not in vars(base):
             continue
-        parameters = list(inspect.signature(base.__init__).parameters.values())[1:]
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
         names |= {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break

@@ -12,7 +12,7 @@ import numpy as np
 
 from agentrl.env.sample import sample_arguments
 from agentrl.tool import Toolbox
-from agentrl.trajectory import Message
+from agentrl.trajectory import Json, Message
 
 Observation = list[Message]
 Action = Message | str
@@ -56,7 +56,16 @@ class ToolCallSpace(gymnasium.Space[Action]):
 
     def __init__(self, toolbox: Toolbox, seed: int | np.random.Generator | None = None) -> None:
         super().__init__(None, None, seed)
-        self._toolbox = toolbox
+        self._toolbox: Toolbox | None = toolbox
+        self._frozen: list[dict[str, Json]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled space (AsyncVectorEnv compares them) keeps the schemas and leaves the functions."""
+        return {**self.__dict__, "_toolbox": None, "_frozen": self.schemas()}
+
+    def schemas(self) -> list[dict[str, Json]]:
+        """Function schemas of the tools that can be called now."""
+        return self._frozen if self._toolbox is None else self._toolbox.schemas()
 
     @property
     def is_np_flattenable(self) -> bool:
@@ -66,22 +75,21 @@ class ToolCallSpace(gymnasium.Space[Action]):
         return isinstance(x, str) or (isinstance(x, Message) and x.role == "assistant")
 
     def sample(self, mask: Any | None = None, probability: Any | None = None) -> Action:
-        names = self._toolbox.names
-        if not names:
+        schemas = self.schemas()
+        if not schemas:
             return f"w{int(self.np_random.integers(0, 1000))}"
-        name = names[int(self.np_random.integers(len(names)))]
-        parameters = self._toolbox[name].signature.parameters
-        arguments = sample_arguments(parameters, self.np_random)
-        body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+        function = schemas[int(self.np_random.integers(len(schemas)))]["function"]
+        arguments = sample_arguments(function["parameters"], self.np_random)
+        body = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
         return f"<tool_call>\n{body}\n</tool_call>"
 
     def to_jsonable(self, sample_n: Iterable[Action]) -> list[Any]:
         return [sample if isinstance(sample, str) else asdict(sample) for sample in sample_n]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ToolCallSpace) and self._toolbox.schemas() == other._toolbox.schemas()
+        return isinstance(other, ToolCallSpace) and self.schemas() == other.schemas()
 
     __hash__ = gymnasium.Space.__hash__
 
     def __repr__(self) -> str:
-        return f"ToolCallSpace({', '.join(self._toolbox.names)})"
+        return f"ToolCallSpace({', '.join(schema['function']['name'] for schema in self.schemas())})"

@@ -37,6 +37,7 @@ class Signature:
     convert: Callable[[Mapping[str, Json]], dict[str, Any]]
 
 
+_PREFIX = "p_"
 _AS_JSON = frozenset({str, bool, Any, dict, list})
 
 
@@ -46,7 +47,10 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
     Raises TypeError where a parameter has no annotation, is `*args` or `**kwargs`, or has a type that
     has no JSON form.
     """
-    hints = get_type_hints(function, include_extras=True)
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except NameError as problem:
+        raise TypeError(f"tool {function.__name__}: an annotation cannot be resolved: {problem}") from problem
     summary, described = read_docstring(inspect.getdoc(function) or "")
     fields: dict[str, Any] = {}
     hidden: list[str] = []
@@ -81,8 +85,8 @@ def _is_hidden(hint: Any) -> bool:
 
 
 def _model(function: Callable[..., Any], fields: Mapping[str, Any]) -> type[BaseModel]:
-    # A trailing underscore keeps names such as `schema` or `copy` from shadowing methods of BaseModel.
-    renamed: dict[str, Any] = {f"{name}_": field for name, field in fields.items()}
+    # The prefix keeps names such as `schema`, `copy` or `_x` out of pydantic's way.
+    renamed: dict[str, Any] = {f"{_PREFIX}{name}": field for name, field in fields.items()}
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=False)
     try:
         return create_model(f"{function.__name__}_arguments", __config__=config, **renamed)
@@ -114,7 +118,7 @@ def _converter(
             return dict(arguments)
         # JSON text on purpose: pydantic then reads enums, dates and tuples in their JSON form only.
         value = model.model_validate_json(json.dumps(arguments))
-        return {name[:-1]: getattr(value, name) for name in value.model_fields_set}
+        return {name.removeprefix(_PREFIX): getattr(value, name) for name in value.model_fields_set}
 
     return convert
 
@@ -135,7 +139,7 @@ def plain_schema(schema: Mapping[str, Json]) -> dict[str, Json]:
     definitions = dict(schema.get("$defs", {}))
     recursive = {name for name in definitions if _reaches(definitions, name, name)}
     body = {key: value for key, value in schema.items() if key not in ("$defs", "title", "description")}
-    result = _inline(body, definitions, recursive, named=False)
+    result: dict[str, Json] = _inline(body, definitions, recursive, named=False)
     if recursive:
         result["$defs"] = {
             name: _inline(definitions[name], definitions, recursive, named=False)

@@ -81,7 +81,8 @@ def _problem(error: ValidationError, parameters: Mapping[str, Json]) -> Problem:
     prefix = f"{place}: " if place else ""
     if error.validator == "required":
         required: Json = error.validator_value
-        missing = [name for name in required if name not in error.instance]
+        present: Json = error.instance
+        missing = [name for name in required if name not in present]
         return Problem("missing_argument", f"{prefix}missing argument {missing[0]!r}")
     if error.validator == "additionalProperties":
         schema: Json = error.schema

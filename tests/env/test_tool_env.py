@@ -1,0 +1,268 @@
+"""The episode: record, ends, faults, tear-down, and the Gymnasium face."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from agentrl.catalog import make_env
+from agentrl.env import Message, Task, ToolCall
+from agentrl.errors import EnvError, ToolTimeoutError
+from agentrl.trajectory import StopReason, Trajectory
+
+sys.path.insert(0, str(Path(__file__).parent))
+from toyenvs import Notes, call
+
+
+class Constant:
+    """A scorer that gives one value and remembers what it was shown."""
+
+    def __init__(self, value: float | None) -> None:
+        self.value = value
+        self.seen: list[Trajectory] = []
+
+    async def ascore(self, trajectory: Trajectory) -> Any:
+        self.seen.append(trajectory)
+        return SimpleNamespace(value=self.value)
+
+
+def test_an_episode_and_its_record() -> None:
+    env = Notes()
+    observation, info = env.reset(seed=3)
+    assert [m.role for m in observation] == ["user"] and info["task_id"] == "train/3"
+    words = env.task.data["words"]
+    for n, word in enumerate(words):
+        observation, reward, terminated, truncated, _ = env.step(call("write", text=word))
+        assert (reward, terminated, truncated) == (0.0, False, False)
+        assert observation == [Message("tool", str(n + 1), tool_call_id=f"call_{n}", name="write")]
+    observation, _, terminated, truncated, info = env.step("done")
+    assert (observation, terminated, truncated, info["stop"]) == ([], True, False, "done")
+    record = env.trajectory
+    assert record.stop is StopReason.DONE and record.state == {"notes": words}
+    assert [m.role for m in record.messages] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert [turn.index for turn in record.turns] == [0, 1, 2]
+    assert [c.id for _, c, r in record.calls() if r is not None] == ["call_0", "call_1"]
+    assert [t["function"]["name"] for t in record.tools] == ["write", "hang", "quit"]
+    assert Trajectory.from_json(json.loads(json.dumps(record.to_json()))) == record
+
+
+def test_text_actions_are_parsed_and_malformed_ones_are_answered() -> None:
+    env = Notes()
+    env.reset(seed=0)
+    good = '<tool_call>\n{"name": "write", "arguments": {"text": "a"}}\n</tool_call>'
+    assert env.step("thinking " + good)[0][0].content == "1"
+    assert env.trajectory.turns[0].message.content == "thinking"
+    bad = '<tool_call>\n{"name": "write", "arguments": {"text": \n</tool_call>'
+    for action in (bad, Message("assistant", bad)):
+        observation, _, terminated, _, _ = env.step(action)
+        assert json.loads(observation[0].content)["error"] == "malformed_call" and not terminated
+    assert env.malformed_calls == 2
+    assert len({c.id for _, c, _ in env.trajectory.calls()}) == 3
+
+
+def test_parallel_calls_get_their_own_answers_in_order() -> None:
+    env = Notes()
+    env.reset(seed=0)
+    calls = (ToolCall("write", {"text": "a"}, id="x"), ToolCall("write", {"text": "no"}, id="x"), ToolCall("wrote", {}))
+    observation = env.step(Message("assistant", tool_calls=calls))[0]
+    assert [m.tool_call_id for m in observation] == ["x", "call_1", "call_2"]
+    assert [r.error for r in env.trajectory.turns[0].results] == [None, "tool_error", "unknown_tool"]
+
+
+def test_a_tool_may_end_the_episode() -> None:
+    env = Notes()
+    env.reset(seed=0)
+    observation, _, terminated, _, info = env.step(call("quit"))
+    assert terminated and observation[0].content == "bye" and info["stop"] == "done"
+    with pytest.raises(EnvError, match="reset"):
+        env.step("again")
+
+
+@pytest.mark.parametrize(
+    ("action", "error", "stop"),
+    [
+        (call("write", text="boom"), EnvError, StopReason.ENV_ERROR),
+        (call("hang"), ToolTimeoutError, StopReason.TOOL_TIMEOUT),
+    ],
+)
+def test_a_fault_is_a_typed_outcome_and_tears_down(action: Message, error: type, stop: StopReason) -> None:
+    scorer = Constant(0.0)
+    env = Notes(scorer=scorer)
+    env.reset(seed=0)
+    with pytest.raises(error):
+        env.step(action)
+    record = env.trajectory
+    assert record.stop is stop and record.stop.infrastructure
+    assert record.reward is None and record.state is None and not scorer.seen
+    assert env.log == ["setup", "teardown"]
+
+
+async def test_cancelling_a_turn_tears_down() -> None:
+    env = Notes()
+    await env.areset(seed=0)
+    env.toolbox.replace(env.toolbox["hang"].with_options(timeout=30))
+    task = asyncio.create_task(env.astep(call("hang")))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert env.trajectory.stop is StopReason.CANCELLED and env.log == ["setup", "teardown"]
+
+
+async def test_teardown_also_after_a_failed_setup_and_only_once() -> None:
+    class Failing(Notes):
+        async def setup(self, task: Task) -> None:
+            self.log.append("setup")
+            raise RuntimeError("no database")
+
+    env = Failing()
+    with pytest.raises(RuntimeError, match="no database"):
+        await env.areset(seed=0)
+    await env.aclose()
+    assert env.log == ["setup", "teardown"] and env.trajectory.stop is StopReason.ENV_ERROR
+    steady = Notes()
+    await steady.areset(seed=0)
+    await steady.areset(seed=1)
+    await steady.aclose()
+    await steady.aclose()
+    assert steady.log == ["setup", "teardown"] * 2
+
+
+async def test_the_state_is_taken_before_teardown() -> None:
+    class Closing(Notes):
+        async def teardown(self) -> None:
+            self.notes = ["gone"]
+
+    env = Closing()
+    await env.areset(seed=0)
+    await env.astep(call("write", text="kept"))
+    await env.aend(StopReason.MAX_TURNS)
+    record = env.trajectory
+    assert record.state == {"notes": ["kept"]} and record.truncated and not record.terminated
+
+
+def test_rewards_of_the_gymnasium_face() -> None:
+    for value, expected in ((0.75, 0.75), (None, math.nan)):
+        scorer = Constant(value)
+        env = Notes(scorer=scorer)
+        env.reset(seed=0)
+        assert env.step(call("write", text="a"))[1] == 0.0
+        reward = env.step("done")[1]
+        assert reward == expected or (math.isnan(reward) and math.isnan(expected))
+        assert env.trajectory.reward == value and scorer.seen == [env.trajectory]
+
+
+def test_user_turns_keep_the_episode_going() -> None:
+    class Chatty(Notes):
+        async def user_reply(self, message: Message) -> list[Message] | None:
+            return None if "bye" in message.content else [Message("user", f"you said {message.content}")]
+
+    env = Chatty()
+    env.reset(seed=0)
+    observation, _, terminated, _, _ = env.step("hello")
+    assert observation == [Message("user", "you said hello")] and not terminated
+    assert env.step("bye")[2]
+
+
+def test_tools_added_in_mid_episode_are_recorded_and_gone_in_the_next() -> None:
+    env = Notes()
+    env.reset(seed=0)
+
+    async def extra(n: int) -> int:
+        return n + 1
+
+    env.toolbox.add(extra)
+    env.toolbox.remove("quit")
+    assert env.step(call("extra", n=1))[0][0].content == "2"
+    assert "unknown_tool" in env.step(call("quit"))[0][0].content
+    assert [t["function"]["name"] for t in env.trajectory.tools] == ["write", "hang", "quit", "extra"]
+    env.reset(seed=0)
+    assert env.toolbox.names == ("write", "hang", "quit")
+
+
+def test_misuse_is_refused() -> None:
+    env = Notes()
+    with pytest.raises(EnvError, match="reset"):
+        env.step("x")
+    with pytest.raises(ValueError, match="splitt"):
+        env.reset(options={"splitt": "train"})
+    env.reset(seed=0)
+    with pytest.raises(TypeError, match="role assistant"):
+        env.step(Message("user", "x"))
+    with pytest.raises(TypeError):
+        env.step(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="render_mode"):
+        Notes(render_mode="human")
+
+
+async def test_step_inside_a_running_loop_says_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match="astep"):
+        Notes().reset(seed=0)
+
+
+def test_reset_without_seed_draws_the_next_task_reproducibly() -> None:
+    one, two = Notes(), Notes()
+    first = [one.reset(seed=5)[1]["task_id"], *(one.reset()[1]["task_id"] for _ in range(3))]
+    second = [two.reset(seed=5)[1]["task_id"], *(two.reset()[1]["task_id"] for _ in range(3))]
+    assert first == second and len(set(first)) == 4
+
+
+# -- Gymnasium ------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("error")
+def test_check_env_passes() -> None:
+    env = Notes()
+    env.toolbox.remove("hang")
+    check_env(env, skip_render_check=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*passive.*")
+def test_time_limit_gives_truncated() -> None:
+    env = gymnasium.wrappers.TimeLimit(Notes(), max_episode_steps=2)
+    env.reset(seed=0)
+    assert env.step(call("write", text="a"))[2:4] == (False, False)
+    assert env.step(call("write", text="a"))[2:4] == (False, True)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_vector_environments(kind: str) -> None:
+    """The settings that docs/environments.md names: messages are objects, so no shared memory."""
+    makers = [lambda: make_env("key_value", scorer=None, calls=2) for _ in range(3)]
+    if kind == "sync":
+        vector = gymnasium.vector.SyncVectorEnv(makers, copy=False)
+    else:
+        vector = gymnasium.vector.AsyncVectorEnv(makers, shared_memory=False)
+    try:
+        observations, _ = vector.reset(seed=[1, 2, 3])
+        alone = [make_env("key_value", scorer=None, calls=2).reset(seed=seed)[0] for seed in (1, 2, 3)]
+        assert list(observations) == alone
+        observations, rewards, terminated, _, _ = vector.step(("<tool_call>{}</tool_call>", "5", "6"))
+        assert list(terminated) == [False, True, True] and np.all(rewards == 0)
+        assert "malformed_call" in observations[0][0].content
+    finally:
+        vector.close()
+
+
+def test_action_samples_are_valid_calls() -> None:
+    env = Notes()
+    env.action_space.seed(0)
+    for _ in range(20):
+        action = env.action_space.sample()
+        assert env.action_space.contains(action)
+        env.reset(seed=0)
+        if "hang" not in action and "boom" not in action:
+            env.step(action)
+            assert [r.error for r in env.trajectory.turns[0].results] == [None]
+    assert env.action_space.contains("<tool_call> anything") and not env.action_space.contains(3)
+    assert not env.action_space.contains(Message("user", "x"))

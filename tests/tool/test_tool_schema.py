@@ -1,0 +1,221 @@
+"""A typed signature as JSON Schema: what the model is shown, and what reaches Python."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, Literal
+
+import pytest
+from jsonschema import Draft202012Validator
+from pydantic import BaseModel, Field
+
+from agentrl.tool import Hidden, Toolbox, tool
+from agentrl.trajectory import ToolCall
+
+
+class Color(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass
+class Point:
+    x: int
+    y: int = 0
+
+
+class Address(BaseModel):
+    street: str = Field(description="name of the street")
+    tags: list[str] = []
+
+
+class Tree(BaseModel):
+    value: int
+    left: Tree | None = None
+
+
+def parameters(function: Any) -> dict[str, Any]:
+    return tool(function).schema["function"]["parameters"]
+
+
+def run(function: Any, arguments: dict[str, Any]) -> Any:
+    """What the function is really called with: it returns its arguments as a repr."""
+    box = Toolbox([tool(inline=True)(function)])
+    return asyncio.run(box.call(ToolCall("f", arguments)))
+
+
+def test_a_plain_function_in_openai_format() -> None:
+    @tool
+    def get(key: str, depth: int = 1) -> str:
+        """Read a key.
+
+        Args:
+            key: its name,
+                over two lines
+            depth (int): how deep
+        """
+        return key
+
+    assert get.schema == {
+        "type": "function",
+        "function": {
+            "name": "get",
+            "description": "Read a key.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "key": {"type": "string", "description": "its name, over two lines"},
+                    "depth": {"type": "integer", "default": 1, "description": "how deep"},
+                },
+                "required": ["key"],
+                "additionalProperties": False,
+            },
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Sum.\n\nArgs:\n    key: the name\n    other: no\n\nReturns:\n    key: not this",
+        "Sum.\n\nParameters\n----------\nkey : str\n    the name\nother : int\n    no\n\nReturns\n-------\nint",
+        "Sum.\n\n:param key: the name\n:param other: no\n:returns: nothing",
+    ],
+    ids=["google", "numpy", "sphinx"],
+)
+def test_descriptions_from_three_docstring_styles(text: str) -> None:
+    def f(key: str, other: int = 0) -> None: ...
+
+    f.__doc__ = text
+    schema = tool(f).schema["function"]
+    assert schema["description"] == "Sum."
+    assert schema["parameters"]["properties"]["key"]["description"] == "the name"
+    assert schema["parameters"]["properties"]["other"]["description"] == "no"
+
+
+def test_rich_types_become_schema_without_references() -> None:
+    def f(
+        color: Color, mode: Literal["fast", "slow"], where: Point, home: Address, names: list[str],
+        counts: dict[str, int], either: int | str, maybe: float | None = None,
+    ) -> None: ...
+
+    schema = parameters(f)
+    assert "$defs" not in schema and "title" not in str(schema)
+    properties = schema["properties"]
+    assert properties["color"]["enum"] == ["red", "blue"]
+    assert properties["mode"]["enum"] == ["fast", "slow"]
+    assert properties["where"]["properties"] == {"x": {"type": "integer"}, "y": {"type": "integer", "default": 0}}
+    assert properties["home"]["properties"]["street"]["description"] == "name of the street"
+    assert properties["counts"]["additionalProperties"] == {"type": "integer"}
+    assert properties["either"]["anyOf"] == [{"type": "integer"}, {"type": "string"}]
+    assert properties["maybe"] == {"anyOf": [{"type": "number"}, {"type": "null"}], "default": None}
+    assert schema["required"] == ["color", "mode", "where", "home", "names", "counts", "either"]
+
+
+def test_a_recursive_type_keeps_its_reference() -> None:
+    def f(tree: Tree) -> None: ...
+
+    schema = parameters(f)
+    Draft202012Validator.check_schema(schema)
+    validator = Draft202012Validator(schema)
+    assert validator.is_valid({"tree": {"value": 1, "left": {"value": 2}}})
+    assert not validator.is_valid({"tree": {"value": 1, "left": {"value": "two"}}})
+
+
+def test_a_property_called_title_survives() -> None:
+    class Book(BaseModel):
+        title: str
+
+    def f(title: str, book: Book) -> None: ...
+
+    f.__annotations__.update(book=Book)
+    properties = parameters(f)["properties"]
+    assert properties["title"] == {"type": "string"}
+    assert "title" in properties["book"]["properties"]
+
+
+def test_arguments_arrive_as_python_values() -> None:
+    def f(color: Color, where: Point, home: Address, either: int | str, flag: bool = True) -> str:
+        assert color is Color.BLUE and where == Point(1, 0) and isinstance(home, Address)
+        return f"{either!r} {flag}"
+
+    result = run(f, {"color": "blue", "where": {"x": 1}, "home": {"street": "A"}, "either": "5"})
+    assert result.error is None, result.content
+    assert result.content == "'5' True"
+
+
+def test_a_whole_number_is_an_integer() -> None:
+    """JSON has one kind of number: 7.0 is a valid integer and reaches Python as one."""
+
+    def f(x: int) -> str:
+        return repr(x)
+
+    assert run(f, {"x": 7.0}).content == "7"
+    assert run(f, {"x": 7.5}).error == "wrong_type"
+    assert run(f, {"x": True}).error == "wrong_type"
+
+
+def test_hidden_parameters_are_not_shown_and_come_from_the_box() -> None:
+    @tool(inline=True)
+    def who(prefix: str, user: Annotated[str, Hidden()]) -> str:
+        return prefix + user
+
+    box = Toolbox([who], hidden={"user": "ann"})
+    assert list(box.schemas()[0]["function"]["parameters"]["properties"]) == ["prefix"]
+    assert asyncio.run(box.call(ToolCall("who", {"prefix": "I am "}))).content == "I am ann"
+    forged = asyncio.run(box.call(ToolCall("who", {"prefix": "", "user": "eve"})))
+    assert forged.error == "unexpected_argument"
+
+
+def test_constraints_of_annotated_types_are_checked() -> None:
+    def f(n: Annotated[int, Field(ge=1, le=3)]) -> int:
+        return n
+
+    assert run(f, {"n": 3}).error is None
+    assert run(f, {"n": 4}).error == "invalid_argument"
+
+
+def test_a_refusal_that_no_schema_can_say_is_an_answer_too() -> None:
+    from pydantic import field_validator
+
+    class Even(BaseModel):
+        n: int
+
+        @field_validator("n")
+        @classmethod
+        def even(cls, value: int) -> int:
+            if value % 2:
+                raise ValueError("must be even")
+            return value
+
+    def f(value: Even) -> int:
+        return value.n
+
+    f.__annotations__.update(value=Even)
+    result = run(f, {"value": {"n": 3}})
+    assert result.error == "invalid_argument" and "must be even" in result.content
+
+
+@pytest.mark.parametrize("name", ["copy", "json", "schema", "model_config", "self_", "_x"])
+def test_parameter_names_that_pydantic_uses_itself(name: str) -> None:
+    space: dict[str, Any] = {}
+    exec(f"def f({name}: int, other: list[int]) -> int:\n    return {name}", space)  # names only: no user input
+    assert run(space["f"], {name: 4, "other": []}).content == "4"
+
+
+def test_what_has_no_schema_is_refused_when_the_tool_is_made_ready() -> None:
+    def bare(x): ...  # type: ignore[no-untyped-def]
+
+    def star(*xs: int) -> None: ...
+
+    def odd(x: asyncio.Lock) -> None: ...
+
+    for function, word in ((bare, "annotation"), (star, "variadic"), (odd, "JSON")):
+        with pytest.raises(TypeError, match=word):
+            Toolbox([function])
+    with pytest.raises(TypeError, match="two tools"):
+        Toolbox([tool(name="a")(lambda: 1), tool(name="a")(lambda: 2)])
+    with pytest.raises(TypeError):
+        tool(timout=3)(bare)

@@ -1,0 +1,254 @@
+"""The checked call: errors that teach, budgets, time limits, parallel turns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.errors import EnvError, ToolError, ToolTimeoutError
+from agentrl.tool import Toolbox, estimate_tokens, tool
+from agentrl.tool.output import fit
+from agentrl.trajectory import ToolCall, ToolResult
+
+
+@tool
+async def get(key: str, depth: int = 1) -> str:
+    return f"{key}:{depth}"
+
+
+@tool
+async def refuse() -> None:
+    raise ToolError("the shop is closed")
+
+
+@tool
+async def broken() -> None:
+    raise ZeroDivisionError("oops")
+
+
+@tool(timeout=0.02)
+async def hang() -> None:
+    await asyncio.sleep(60)
+
+
+@tool(timeout=0.02, on_timeout="answer")
+async def slow() -> None:
+    await asyncio.sleep(60)
+
+
+BOX = Toolbox([get, refuse, broken, hang, slow])
+
+
+def call(name: str, arguments: Any, **more: Any) -> ToolResult:
+    return asyncio.run(BOX.call(ToolCall(name, arguments, id="c1", **more)))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "kind", "says"),
+    [
+        ("gte", {}, "unknown_tool", "did you mean 'get'"),
+        ("zzz", {}, "unknown_tool", "known: get, refuse"),
+        ("get", {}, "missing_argument", "'key'"),
+        ("get", {"key": 3}, "wrong_type", "expected string, got integer 3"),
+        ("get", {"key": None}, "wrong_type", "got null"),
+        ("get", {"key": "a", "deptj": 1}, "unexpected_argument", "did you mean 'depth'"),
+        ("get", None, "malformed_call", "not valid JSON"),
+        ("refuse", {}, "tool_error", "the shop is closed"),
+        ("slow", {}, "timeout", "0.02 s"),
+    ],
+)
+def test_every_error_is_structured_and_says_what_was_wrong(name: str, arguments: Any, kind: str, says: str) -> None:
+    result = call(name, arguments)
+    content = json.loads(result.content)
+    assert result.error == kind and content["error"] == kind and says in content["message"]
+    assert result.call_id == "c1" and result.value is None
+
+
+def test_the_parsers_own_words_reach_the_model() -> None:
+    assert "line 1 column 9" in call("get", None, error="Expecting value: line 1 column 9").content
+
+
+def test_a_tool_that_breaks_or_hangs_is_no_answer() -> None:
+    """Neither is the policy's fault: the episode must end unscored, so both raise."""
+    with pytest.raises(EnvError, match="broken broke: ZeroDivisionError: oops"):
+        call("broken", {})
+    with pytest.raises(ToolTimeoutError, match="hang"):
+        call("hang", {})
+
+
+def test_a_timeout_inside_the_tool_is_a_fault_and_not_our_clock() -> None:
+    @tool
+    async def inner() -> None:
+        raise TimeoutError("the database did not answer")
+
+    with pytest.raises(EnvError, match="database") as caught:
+        asyncio.run(Toolbox([inner]).call(ToolCall("inner", {})))
+    assert not isinstance(caught.value, ToolTimeoutError)
+
+
+def test_plain_functions_run_in_a_thread_unless_inline() -> None:
+    main = threading.get_ident()
+
+    @tool
+    def outside() -> bool:
+        return threading.get_ident() == main
+
+    @tool(inline=True)
+    def inside() -> bool:
+        return threading.get_ident() == main
+
+    async def both() -> list[Any]:
+        return [result.value for result in await Toolbox([outside, inside]).call_all(
+            [ToolCall("outside", {}, "a"), ToolCall("inside", {}, "b")])]
+
+    assert asyncio.run(both()) == [False, True]
+
+
+def test_calls_of_one_turn_overlap_unless_the_tool_forbids_it() -> None:
+    running, most = 0, {"free": 0, "alone": 0}
+
+    def make(name: str, **options: Any) -> Any:
+        async def work(n: int) -> int:
+            nonlocal running
+            running += 1
+            most[name] = max(most[name], running)
+            await asyncio.sleep(0.001)
+            running -= 1
+            return n
+
+        return tool(name=name, **options)(work)
+
+    box = Toolbox([make("free"), make("alone", parallel=False)])
+
+    async def turn(name: str) -> list[Any]:
+        results = await box.call_all([ToolCall(name, {"n": n}, str(n)) for n in range(5)])
+        return [result.value for result in results]
+
+    assert asyncio.run(turn("free")) == [0, 1, 2, 3, 4] and most["free"] == 5
+    assert asyncio.run(turn("alone")) == [0, 1, 2, 3, 4] and most["alone"] == 1
+
+
+def test_the_concurrency_limit_holds_over_all_boxes() -> None:
+    running, most = 0, 0
+
+    @tool(concurrency=2)
+    async def scarce() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+
+    async def many() -> None:
+        await asyncio.gather(*(Toolbox([scarce]).call(ToolCall("scarce", {})) for _ in range(12)))
+
+    asyncio.run(many())
+    asyncio.run(many())
+    assert most == 2
+
+
+def test_one_broken_call_cancels_its_neighbours() -> None:
+    ended: list[str] = []
+
+    @tool
+    async def patient() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    async def turn() -> None:
+        await Toolbox([patient, broken]).call_all([ToolCall("patient", {}, "a"), ToolCall("broken", {}, "b")])
+
+    with pytest.raises(EnvError):
+        asyncio.run(turn())
+    assert ended == ["cancelled"]
+
+
+def test_outputs_as_the_model_reads_them() -> None:
+    from dataclasses import dataclass
+
+    @dataclass
+    class Row:
+        name: str
+        n: int
+
+    answers = {"text": "as is", "none": None, "number": 4, "rows": [Row("ä", 1)], "odd": "\ud800x"}
+
+    @tool(inline=True)
+    def give(which: str) -> Any:
+        return answers[which]
+
+    box = Toolbox([give])
+    shown = {w: asyncio.run(box.call(ToolCall("give", {"which": w}))).content for w in answers}
+    assert shown == {
+        "text": "as is", "none": "ok", "number": "4", "rows": '[{"name": "ä", "n": 1}]', "odd": "\ufffdx"
+    }
+
+
+def test_a_result_without_json_form_is_the_tools_fault() -> None:
+    @tool(inline=True)
+    def odd() -> Any:
+        return object()
+
+    with pytest.raises(EnvError, match="no JSON form"):
+        asyncio.run(Toolbox([odd]).call(ToolCall("odd", {})))
+
+
+def test_long_output_is_cut_to_the_budget_and_marked() -> None:
+    @tool(inline=True, max_output=50)
+    def long() -> str:
+        return "word " * 1000
+
+    content = asyncio.run(Toolbox([long]).call(ToolCall("long", {}))).content
+    assert "[cut: " in content and "of 5000 characters]" in content
+    assert estimate_tokens(content) <= 50
+    by_words = Toolbox([long], count_tokens=lambda text: len(text.split()))
+    content = asyncio.run(by_words.call(ToolCall("long", {}))).content
+    assert 45 <= len(content.split()) <= 50
+
+
+@given(st.text(max_size=400), st.integers(20, 120))
+@settings(max_examples=200, deadline=None)
+def test_what_fits_is_untouched_and_what_does_not_is_cut_to_fit(text: str, budget: int) -> None:
+    def count(text: str) -> int:
+        return len(text.encode("utf-8", "replace"))
+
+    cut = fit(text, budget + 30, count)
+    assert count(cut) <= budget + 30
+    assert (cut == text) == (count(text) <= budget + 30)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["key", "depth", "x"]), JSON))
+@settings(max_examples=300, deadline=None)
+def test_the_quick_check_agrees_with_the_full_validator(arguments: dict[str, Any]) -> None:
+    from jsonschema import Draft202012Validator
+
+    valid = Draft202012Validator(get.signature.parameters).is_valid(arguments)
+    assert (get.check(arguments) is None) == valid
+
+
+def test_adding_and_removing_changes_one_box_only() -> None:
+    one, two = Toolbox([get, refuse]), Toolbox([get, refuse])
+    before = one.table
+    one.remove("get")
+    one.add(slow)
+    assert one.names == ("refuse", "slow") and two.names == ("get", "refuse")
+    one.table = before
+    assert one.names == ("get", "refuse")
+    with pytest.raises(KeyError):
+        one.remove("slow")
