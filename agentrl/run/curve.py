@@ -23,7 +23,8 @@ def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> Non
         axes.plot(*zip(*held, strict=True), "o--", color="tab:orange", label="held-out tasks")
     axes.set(title=title, xlabel="update", ylabel="success rate", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    if train or held:
+        axes.legend(loc="lower right")
     aside = path.with_name(f".{path.name}")
     figure.savefig(aside, dpi=120, format="png")
     aside.replace(path)

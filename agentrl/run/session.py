@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass
 
 from agentrl.algorithm import advantages, policy_loss
-from agentrl.backends import make_engine, resolve_engine
 from agentrl.catalog import EnvRef, find_reward
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
@@ -19,6 +18,7 @@ from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.run.display import Display
+from agentrl.run.engines import make_engine, resolve_engine
 from agentrl.run.folder import RunFolder
 from agentrl.train.actor import Actor
 from agentrl.train.init_model import init_model

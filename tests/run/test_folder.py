@@ -1,0 +1,91 @@
+"""The run folder: nothing half-written, nothing overwritten, and a rewind that forgets just enough."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.config import TrainConfig, load_config
+from agentrl.errors import ConfigError, ResourceError
+from agentrl.run import preflight as checks
+from agentrl.run.curve import draw_curve
+from agentrl.run.folder import RunFolder, atomic_write
+
+
+def config(out: Path, **more: object) -> TrainConfig:
+    return TrainConfig.model_validate({"name": "x", "out": str(out), "env": {"id": "key_value"}, **more})
+
+
+def test_a_new_folder_holds_the_resolved_config(tmp_path: Path) -> None:
+    folder = RunFolder.create(config(tmp_path, seed=3))
+    assert load_config(folder.config).seed == 3
+
+
+def test_an_older_run_is_never_overwritten(tmp_path: Path) -> None:
+    RunFolder.create(config(tmp_path))
+    with pytest.raises(ConfigError, match=r"--resume .*x; or take another name"):
+        RunFolder.create(config(tmp_path))
+
+
+def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match="cannot be written"):
+        RunFolder.create(config(tmp_path / "file"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file"]
+
+
+def test_rewind_forgets_rows_beyond_the_checkpoint_and_a_row_cut_short(tmp_path: Path) -> None:
+    folder = RunFolder.create(config(tmp_path))
+    for step, phase in [(0, "before"), (1, "train"), (2, "train"), (3, "train"), (3, "after")]:
+        folder.append_metrics({"step": step, "phase": phase})
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 4, "pha')
+    folder.rewind(2)
+    assert [(row["step"], row["phase"]) for row in folder.read_metrics()] == [(0, "before"), (1, "train"), (2, "train")]
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    atomic_write(path, "old")
+    script = (
+        "import resource, signal, sys\nfrom pathlib import Path\nfrom agentrl.run.folder import atomic_write\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "try: atomic_write(Path(sys.argv[1]), 'n' * 100000)\nexcept OSError: sys.exit(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(path)], timeout=60)
+    assert done.returncode == 3
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_too_little_disk_memory_or_cores_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks.preflight(config(tmp_path))
+    with pytest.raises(ResourceError, match=r"cores cannot carry 64 worker processes"):
+        monkeypatch.setattr(checks, "MEMORY_PER_PROCESS_MIB", 1)
+        checks.preflight(config(tmp_path, cluster={"actors": 64}))
+    monkeypatch.setattr(checks, "MIN_MEMORY_MIB", 1 << 30)
+    with pytest.raises(ResourceError, match=r"MiB of memory are free, about .* are needed"):
+        checks.preflight(config(tmp_path))
+    monkeypatch.setattr(checks, "MIN_DISK_MIB", 1 << 40)
+    with pytest.raises(ResourceError, match=r"MiB of disk are free, .* are needed"):
+        checks.preflight(config(tmp_path))
+
+
+def test_the_curve_is_a_picture(tmp_path: Path) -> None:
+    rows = [{"phase": "before", "step": 0, "success": 0.2}, {"phase": "train", "step": 1, "success": 0.3}]
+    draw_curve(rows, tmp_path / "curve.png", "x")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    draw_curve([], tmp_path / "empty.png", "x")
+
+
+def test_metrics_rows_are_json(tmp_path: Path) -> None:
+    folder = RunFolder.create(config(tmp_path))
+    folder.append_metrics({"step": 1, "phase": "train", "success": None})
+    assert json.loads(folder.metrics.read_text()) == {"step": 1, "phase": "train", "success": None}
