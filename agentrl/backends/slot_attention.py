@@ -49,13 +49,14 @@ class Span:
             self._lay_out_prefill(counts)
 
     def _lay_out_decode(self, slots: list[int]) -> None:
-        """One token a row. Where most slots up to the highest take part, all of them do (the idle ones
-        look at position 0 and are dropped), so that keys and values are read in place."""
+        """One token a row. Where most slots from the lowest to the highest take part, all of them do (the
+        idle ones look at position 0 and are dropped), so that keys and values are read in place."""
         self.token_slots, self.positions = self.slots, self.starts
-        self.view_rows = slots[-1] + 1 if 2 * len(slots) > slots[-1] else 0
-        self.scatter = self.view_rows > len(slots)
-        if self.scatter:
-            self.starts = self.starts.new_zeros(self.view_rows).index_copy_(0, self.slots, self.starts)
+        reach = slots[-1] + 1 - slots[0]
+        self.view = slice(slots[0], slots[-1] + 1) if reach < 2 * len(slots) else None
+        self.scatter = None if self.view is None or reach == len(slots) else self.slots - slots[0]
+        if self.scatter is not None:
+            self.starts = self.starts.new_zeros(reach).index_copy_(0, self.scatter, self.starts)
 
     def _lay_out_prefill(self, counts: list[int]) -> None:
         lengths = torch.tensor(counts, device=self.slots.device)
@@ -64,12 +65,12 @@ class Span:
         self.padded = torch.where(self.real, (lengths.cumsum(0) - lengths).unsqueeze(1) + steps, 0)
         self.token_slots = self.slots.repeat_interleave(lengths)
         self.positions = (self.starts.unsqueeze(1) + steps)[self.real]
-        self.view_rows, self.scatter = 0, False
+        self.view, self.scatter = None, None
 
     def cached(self, kv: Tensor) -> Tensor:
         """Keys and values [2, rows, heads, longest, dim] of a layer's [2, slots, heads, capacity, dim]."""
         kv = kv[:, :, :, : self.longest]
-        return kv[:, : self.view_rows] if self.view_rows else kv.index_select(1, self.slots)
+        return kv.index_select(1, self.slots) if self.view is None else kv[:, self.view]
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive mask [rows, 1, width, longest]: 0 where a token may look, -inf elsewhere."""
@@ -128,8 +129,8 @@ def _decode(span: Span, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -
     """`query` [rows, heads, dim] -> the same shape. The query heads that share a key head are laid out as
     its query positions."""
     _, rows, kv_heads, length, dim = kv.shape
-    if span.scatter:
-        query = query.new_zeros(rows, *query.shape[1:]).index_copy_(0, span.slots, query)
+    if span.scatter is not None:
+        query = query.new_zeros(rows, *query.shape[1:]).index_copy_(0, span.scatter, query)
     query = query.reshape(rows, kv_heads, -1, dim)
     if query.device.type == "cpu" and query.dtype == torch.float32:
         # On a CPU and for one query a key head, two batched products beat the fused kernel twofold.
@@ -142,7 +143,7 @@ def _decode(span: Span, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -
     else:
         out = F.scaled_dot_product_attention(query, kv[0], kv[1], attn_mask=mask, scale=scale)
     out = out.reshape(rows, -1, dim)
-    return out.index_select(0, span.slots) if span.scatter else out
+    return out if span.scatter is None else out.index_select(0, span.scatter)
 
 
 def _prefill(span: Span, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
