@@ -41,7 +41,8 @@ async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt)
         batch = make_batch(groups, config)
         clock.lap("batch_s")
         update = await session.actors.arun(
-            Actor.update, batch, config.algorithm, step=collector.ledger.version, seed=config.seed
+            Actor.update, batch, config.algorithm, step=collector.ledger.version, seed=config.seed,
+            temperature=config.rollout.temperature,
         )
         clock.lap("update_s")
         collector.trained(groups)

@@ -106,7 +106,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
                     startup_timeout=config.cluster.startup_timeout)
     engine = make_engine(engine_name, path, config)
     try:
-        await actors.arun(Actor.init_model, path, config.model, config.optim)
+        await actors.arun(Actor.init_model, path, config.model, config.optim, config.steps)
         await engine.start()
     except BaseException:
         await engine.close()
