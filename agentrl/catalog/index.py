@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,17 +79,24 @@ class EnvRef:
     def __reduce__(self) -> tuple[Any, ...]:
         return EnvRef, (self.id, dict(self.params), self.seed, self.source or _source_of(self.id))
 
+    @cached_property
     def entry(self) -> EnvEntry:
-        """The catalog's entry. Raises CatalogError for an unknown id, naming the nearest known ones."""
+        """The catalog's entry, looked up once. Raises CatalogError for an unknown id, naming near ones."""
         if self.source is not None and Path(self.source).is_file():
             for entry in _entries_of(Path(self.source)):
                 if self.id in (entry.id, entry.name):
                     return entry
         return find_env(self.id)
 
+    @cached_property
+    def _class(self) -> type[ToolEnv]:
+        env_class = self.entry.load()
+        _check_parameters(self.entry.id, env_class, self.params)
+        return env_class
+
     def default_reward(self) -> str | None:
         """The path of the environment's own reward spec; None where it names none."""
-        path = self.entry().reward_path()
+        path = self.entry.reward_path()
         return None if path is None else str(path)
 
     def build(self, **extra: Any) -> ToolEnv:
@@ -96,8 +104,9 @@ class EnvRef:
 
         Raises CatalogError where the class does not take these parameters.
         """
-        entry = self.entry()
-        env = _construct(entry, {**self.params, **extra})
+        if extra:
+            _check_parameters(self.entry.id, self._class, extra)
+        env = self._class(**{**self.params, **extra})
         env.initial_seed = self.seed
         return env
 
@@ -118,7 +127,9 @@ def find_env(name: str) -> EnvEntry:
             return entry
         known += [entry.id, entry.name]
     broken = "".join(f"\n{problem}" for problem in broken_files().values())
-    raise CatalogError(f"no environment {name!r}; {_nearest(name, known)} (agentrl env list shows all){broken}")
+    raise CatalogError(
+        f"no environment {name!r}; {_nearest(name, known)} (agentrl env list shows all){broken}"
+    )
 
 
 def broken_files() -> dict[Path, str]:
@@ -177,7 +188,7 @@ def make_env(env_id: str, *, reward: str | None = None, **params: Any) -> ToolEn
         from agentrl.reward import compile_spec, load_spec
 
         params["scorer"] = compile_spec(load_spec(path))
-    return _construct(entry, params)
+    return EnvRef(entry.id, params).build()
 
 
 def register_gymnasium() -> list[str]:
@@ -246,17 +257,15 @@ def _source_of(env_id: str) -> str | None:
     return None if path is None else str(path)
 
 
-def _construct(entry: EnvEntry, params: Mapping[str, Any]) -> ToolEnv:
-    env_class = entry.load()
-    try:
-        inspect.signature(env_class).bind(**params)
-    except TypeError as problem:
-        raise CatalogError(f"{entry.id}: {problem}; {_parameters(env_class)}") from problem
+def _check_parameters(env_id: str, env_class: type[ToolEnv], params: Mapping[str, Any]) -> None:
     known = _parameter_names(env_class)
     for name in params:
         if name not in known:
-            raise CatalogError(f"{entry.id}: no parameter {name!r}; {_nearest(name, sorted(known))}")
-    return env_class(**params)
+            raise CatalogError(f"{env_id}: no parameter {name!r}; {_nearest(name, sorted(known))}")
+    try:
+        inspect.signature(env_class).bind(**params)
+    except TypeError as problem:
+        raise CatalogError(f"{env_id}: {problem}; parameters: {', '.join(sorted(known))}") from problem
 
 
 def _parameter_names(env_class: type[ToolEnv]) -> set[str]:
@@ -270,10 +279,6 @@ def _parameter_names(env_class: type[ToolEnv]) -> set[str]:
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return names
-
-
-def _parameters(env_class: type[ToolEnv]) -> str:
-    return f"parameters: {', '.join(sorted(_parameter_names(env_class)))}"
 
 
 def _find_file(name: str, folder: str, suffix: str, what: str) -> Path:

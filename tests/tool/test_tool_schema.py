@@ -97,8 +97,14 @@ def test_descriptions_from_three_docstring_styles(text: str) -> None:
 
 def test_rich_types_become_schema_without_references() -> None:
     def f(
-        color: Color, mode: Literal["fast", "slow"], where: Point, home: Address, names: list[str],
-        counts: dict[str, int], either: int | str, maybe: float | None = None,
+        color: Color,
+        mode: Literal["fast", "slow"],
+        where: Point,
+        home: Address,
+        names: list[str],
+        counts: dict[str, int],
+        either: int | str,
+        maybe: float | None = None,
     ) -> None: ...
 
     schema = parameters(f)
@@ -106,7 +112,10 @@ def test_rich_types_become_schema_without_references() -> None:
     properties = schema["properties"]
     assert properties["color"]["enum"] == ["red", "blue"]
     assert properties["mode"]["enum"] == ["fast", "slow"]
-    assert properties["where"]["properties"] == {"x": {"type": "integer"}, "y": {"type": "integer", "default": 0}}
+    assert properties["where"]["properties"] == {
+        "x": {"type": "integer"},
+        "y": {"type": "integer", "default": 0},
+    }
     assert properties["home"]["properties"]["street"]["description"] == "name of the street"
     assert properties["counts"]["additionalProperties"] == {"type": "integer"}
     assert properties["either"]["anyOf"] == [{"type": "integer"}, {"type": "string"}]
@@ -201,7 +210,9 @@ def test_a_refusal_that_no_schema_can_say_is_an_answer_too() -> None:
 @pytest.mark.parametrize("name", ["copy", "json", "schema", "model_config", "self_", "_x"])
 def test_parameter_names_that_pydantic_uses_itself(name: str) -> None:
     space: dict[str, Any] = {}
-    exec(f"def f({name}: int, other: list[int]) -> int:\n    return {name}", space)  # names only: no user input
+    exec(
+        f"def f({name}: int, other: list[int]) -> int:\n    return {name}", space
+    )  # names only: no user input
     assert run(space["f"], {name: 4, "other": []}).content == "4"
 
 

@@ -63,7 +63,9 @@ def call(name: str, arguments: Any, **more: Any) -> ToolResult:
         ("slow", {}, "timeout", "0.02 s"),
     ],
 )
-def test_every_error_is_structured_and_says_what_was_wrong(name: str, arguments: Any, kind: str, says: str) -> None:
+def test_every_error_is_structured_and_says_what_was_wrong(
+    name: str, arguments: Any, kind: str, says: str
+) -> None:
     result = call(name, arguments)
     content = json.loads(result.content)
     assert result.error == kind and content["error"] == kind and says in content["message"]
@@ -104,8 +106,12 @@ def test_plain_functions_run_in_a_thread_unless_inline() -> None:
         return threading.get_ident() == main
 
     async def both() -> list[Any]:
-        return [result.value for result in await Toolbox([outside, inside]).call_all(
-            [ToolCall("outside", {}, "a"), ToolCall("inside", {}, "b")])]
+        return [
+            result.value
+            for result in await Toolbox([outside, inside]).call_all(
+                [ToolCall("outside", {}, "a"), ToolCall("inside", {}, "b")]
+            )
+        ]
 
     assert asyncio.run(both()) == [False, True]
 
@@ -189,7 +195,11 @@ def test_outputs_as_the_model_reads_them() -> None:
     box = Toolbox([give])
     shown = {w: asyncio.run(box.call(ToolCall("give", {"which": w}))).content for w in answers}
     assert shown == {
-        "text": "as is", "none": "ok", "number": "4", "rows": '[{"name": "ä", "n": 1}]', "odd": "\ufffdx"
+        "text": "as is",
+        "none": "ok",
+        "number": "4",
+        "rows": '[{"name": "ä", "n": 1}]',
+        "odd": "\ufffdx",
     }
 
 

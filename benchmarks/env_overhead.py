@@ -1,0 +1,91 @@
+"""What an episode costs without a model: time per turn and memory per idle episode.
+
+    python benchmarks/env_overhead.py [--quick]
+
+A scripted agent plays the gold turns of key_value episodes. `us_per_turn` is wall time over turns, with all
+reset, tear-down and record keeping of the episode in it; `kb_per_episode` is what one reset episode adds to
+the Python heap (tracemalloc; the first episode, which pays for shared tables, not counted).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+import tracemalloc
+
+from agentrl.catalog import EnvRef
+from agentrl.env import ToolEnv
+
+AIM_US, AIM_KB = 150.0, 50.0
+
+
+async def play(env: ToolEnv, seed: int, episodes: int) -> int:
+    """Gold episodes one after another; yields to the others after every turn, as a real engine would."""
+    turns = 0
+    for number in range(episodes):
+        await env.areset(seed=seed + number)
+        for message in env.gold_turns(env.task):
+            await asyncio.sleep(0)
+            await env.astep(message)
+            turns += 1
+    return turns
+
+
+async def together(count: int, episodes: int) -> float:
+    """Microseconds per turn with `count` episodes at once."""
+    envs = [EnvRef("key_value", {"calls": 4}).build() for _ in range(count)]
+    began = time.perf_counter()
+    turns = sum(await asyncio.gather(*(play(env, 1000 * i, episodes) for i, env in enumerate(envs))))
+    return (time.perf_counter() - began) / turns * 1e6
+
+
+async def idle_kilobytes(count: int) -> float:
+    """Heap per reset, unplayed episode."""
+    first = EnvRef("key_value", {"calls": 4}).build()
+    await first.areset(seed=0)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    held = [EnvRef("key_value", {"calls": 4}).build() for _ in range(count)]
+    for seed, env in enumerate(held):
+        await env.areset(seed=seed)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    return grown / count / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer turns and at most 1024 idle episodes")
+    quick = parser.parse_args().quick
+    total = 2_000 if quick else 10_000
+    sizes = (1, 64, 1024)
+    per_turn = {}
+    for size in sizes:
+        rounds = [asyncio.run(together(size, max(1, total // 5 // size))) for _ in range(3)]
+        per_turn[size] = statistics.median(rounds)
+        print(f"{size:5d} at once: {per_turn[size]:7.1f} us a turn")
+    idle = {}
+    for size in (64, 1024) if quick else (64, 1024, 10_000):
+        idle[size] = asyncio.run(idle_kilobytes(size))
+        print(f"{size:5d} idle:    {idle[size]:7.2f} kB an episode")
+    ratios = {
+        "us_per_turn_over_aim": round(max(per_turn.values()) / AIM_US, 3),
+        "kb_per_episode_over_aim": round(max(idle.values()) / AIM_KB, 3),
+        "idle_growth_64_to_most": round(idle[max(idle)] / idle[64], 3),
+    }
+    report = {
+        "benchmark": "env_overhead",
+        "us_per_turn": {k: round(v, 1) for k, v in per_turn.items()},
+        "kb_per_episode": {k: round(v, 2) for k, v in idle.items()},
+        "ratios": ratios,
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

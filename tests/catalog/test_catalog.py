@@ -1,0 +1,188 @@
+"""From id to environment: search order, lookalikes, references that travel, Gymnasium's registry."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.catalog import (
+    EnvRef,
+    broken_files,
+    find_config,
+    find_env,
+    find_reward,
+    find_tools,
+    list_envs,
+    register_gymnasium,
+    shelves,
+)
+from agentrl.errors import CatalogError
+
+SOURCE = '''
+from agentrl.env import Message, Task, ToolEnv
+from .words import GREETING
+
+raise_if_run = open("{marker}", "a").write("run ")
+
+class Hello(ToolEnv):
+    """Say hello."""
+    id = "{id}"
+    reward = "reward.json"
+    summary = "says {summary}"
+
+    def __init__(self, *, word: str = GREETING, **base):
+        super().__init__(**base)
+        self.word = word
+
+    def make_task(self, rng_seed, split):
+        return Task(f"{{split}}/{{rng_seed}}", rng_seed, split)
+
+    def prompt(self, task):
+        return [Message("user", self.word)]
+'''
+
+
+def shelf(folder: Path, env_id: str = "My/Hello-v0", summary: str = "hi") -> Path:
+    place = folder / "envs" / "hello"
+    place.mkdir(parents=True)
+    (place / "env.py").write_text(SOURCE.format(id=env_id, summary=summary, marker=folder / "ran"))
+    (place / "words.py").write_text('GREETING = "hello"\n')
+    (place / "reward.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(shelf(tmp_path / "cwd"))
+    monkeypatch.delenv("AGENTRL_PATH", raising=False)
+    return tmp_path / "cwd"
+
+
+def test_listing_reads_and_does_not_run(here: Path) -> None:
+    entries = {entry.id: entry for entry in list_envs()}
+    assert entries["My/Hello-v0"].summary == "says hi" and "agentrl/KeyValue-v0" in entries
+    assert not (here / "ran").exists()
+    env = EnvRef("hello").build()
+    assert (here / "ran").read_text() == "run "
+    assert env.reset(seed=0)[0][0].content == "hello"
+    assert find_env("hello").reward_path() == here / "envs" / "hello" / "reward.json"
+    assert EnvRef("hello").default_reward() == str(here / "envs" / "hello" / "reward.json")
+
+
+def test_the_nearer_shelf_wins(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    far = shelf(tmp_path / "far", summary="far away")
+    monkeypatch.setenv("AGENTRL_PATH", f"{far}{os.pathsep}{tmp_path / 'missing'}")
+    assert shelves()[:2] == [here, far]
+    assert find_env("My/Hello-v0").summary == "says hi"
+    monkeypatch.chdir(tmp_path)
+    assert find_env("My/Hello-v0").summary == "says far away"
+
+
+def test_a_single_file_is_an_environment_too(here: Path) -> None:
+    text = SOURCE.format(id="My/One-v0", summary="one", marker=here / "ran").replace(
+        "from .words import GREETING", "GREETING = 'x'"
+    )
+    (here / "envs" / "one.py").write_text(text)
+    assert EnvRef("one").build().reset(seed=0)[0][0].content == "x"
+
+
+def test_same_names_on_two_shelves_do_not_mix(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = shelf(tmp_path / "other", env_id="Other/Hello-v0")
+    (other / "envs" / "hello" / "words.py").write_text('GREETING = "bye"\n')
+    monkeypatch.setenv("AGENTRL_PATH", str(other))
+    assert EnvRef("My/Hello-v0").build().reset(seed=0)[0][0].content == "hello"
+    assert EnvRef("Other/Hello-v0").build().reset(seed=0)[0][0].content == "bye"
+    assert "envs" not in sys.modules and "words" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: find_env("key_valu"), "did you mean 'key_value'"),
+        (lambda: find_env("agentrl/KeyValu-v0"), "'agentrl/KeyValue-v0'"),
+        (lambda: EnvRef("key_value", {"cals": 3}).build(), "no parameter 'cals'; did you mean 'calls'"),
+        (lambda: find_reward("no_such"), "no reward spec 'no_such'"),
+        (lambda: find_config("no_such"), "no config 'no_such'"),
+        (lambda: find_tools("no_such"), "no tool set 'no_such'"),
+    ],
+)
+def test_a_miss_names_the_nearest(call: object, says: str) -> None:
+    with pytest.raises(CatalogError) as caught:
+        call()  # type: ignore[operator]
+    assert says in str(caught.value)
+
+
+def test_a_broken_file_hides_nothing_else_and_is_reported(here: Path) -> None:
+    (here / "envs" / "bad.py").write_text("class Bad(:\n")
+    assert find_env("key_value").id == "agentrl/KeyValue-v0"
+    assert [path.name for path in broken_files()] == ["bad.py"]
+    with pytest.raises(CatalogError, match=r"bad\.py: not a Python file"):
+        find_env("bad")
+
+
+def test_a_file_that_fails_to_load_says_why(here: Path) -> None:
+    (here / "envs" / "hello" / "words.py").write_text("1 / 0\n")
+    with pytest.raises(CatalogError, match="ZeroDivisionError"):
+        EnvRef("hello").build()
+
+
+def test_a_reference_travels_to_a_process_with_another_working_directory(here: Path, tmp_path: Path) -> None:
+    data = pickle.dumps(EnvRef("hello", {"word": "from afar"}, seed=5))
+    code = (
+        "import pickle, sys; ref = pickle.load(sys.stdin.buffer); env = ref.build();"
+        "observation, info = env.reset(); print(observation[0].content, info['task_id'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=data, cwd=tmp_path, capture_output=True, check=True
+    )
+    assert done.stdout.decode().split("\n")[0] == "from afar train/5"
+
+
+def test_paths_are_found_before_names(here: Path) -> None:
+    (here / "rewards").mkdir()
+    (here / "rewards" / "mine.json").write_text("{}")
+    assert find_reward("mine") == here / "rewards" / "mine.json"
+    assert find_reward("rewards/mine.json") == here / "rewards" / "mine.json"
+    assert find_config("quickstart").name == "quickstart.toml"
+
+
+def test_entry_points_of_other_packages(here: Path, tmp_path: Path) -> None:
+    """A third-party pack: an installed distribution that announces an environment."""
+    pack = tmp_path / "site"
+    pack.mkdir()
+    text = SOURCE.format(id="Pack/Hello-v0", summary="packed", marker=here / "ran").replace(
+        "from .words import GREETING", "GREETING = 'pack'"
+    )
+    (pack / "my_pack.py").write_text(text)
+    info = pack / "my_pack-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-pack\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[agentrl.envs]\nPack/Hello-v0 = my_pack:Hello\n")
+    code = "from agentrl.catalog import EnvRef; print(EnvRef('Pack/Hello-v0').build().reset(seed=0)[0][0].content)"
+    env = {**os.environ, "PYTHONPATH": str(pack)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=here, capture_output=True, check=True, text=True
+    )
+    assert done.stdout.strip() == "pack"
+
+
+def test_gymnasium_make_by_module_and_by_id(here: Path) -> None:
+    import gymnasium
+
+    for name in ("agentrl.gym:KeyValue-v0", "agentrl.gym:agentrl/KeyValue-v0"):
+        env = gymnasium.make(name, scorer=None, calls=2)
+        assert env.unwrapped.id == "agentrl/KeyValue-v0"
+        assert env.spec is not None and env.spec.to_json()
+        env.reset(seed=0)
+    register_gymnasium()
+    assert gymnasium.make("My/Hello-v0", scorer=None).reset(seed=0)[0][0].content == "hello"
+    assert register_gymnasium() == []
+    gymnasium.registry.pop("My/Hello-v0")
+    gymnasium.registry.pop("Hello-v0")

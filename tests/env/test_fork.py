@@ -1,0 +1,143 @@
+"""Snapshot, restore and fork: for the toy and for every registered environment."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.catalog import list_envs
+from agentrl.env import ToolEnv
+
+sys.path.insert(0, str(Path(__file__).parent))
+from toyenvs import Notes, call
+
+
+def observe(env: ToolEnv) -> Any:
+    return env.trajectory.to_json()
+
+
+def test_a_fork_and_its_parent_go_separate_ways() -> None:
+    env = Notes()
+    env.reset(seed=0)
+    env.step(call("write", text="both"))
+    twin = env.fork()
+    assert observe(twin) == observe(env) and twin.task is not None
+    before = observe(env)
+    twin.step(call("write", text="twin"))
+    assert observe(env) == before
+    env.step(call("write", text="parent"))
+    assert twin.notes == ["both", "twin"] and env.notes == ["both", "parent"]
+    # The twin's tools are bound to the twin.
+    assert twin.toolbox._owner is twin and env.toolbox._owner is env
+
+
+def test_restore_goes_back_any_number_of_times() -> None:
+    env = Notes()
+    env.reset(seed=0)
+    env.step(call("write", text="a"))
+    snapshot = env.snapshot()
+    before = observe(env)
+    for text in ("b", "c"):
+        env.step(call("write", text=text))
+        env.extra = text  # type: ignore[attr-defined]
+        env.restore(snapshot)
+        assert observe(env) == before and "extra" not in vars(env)
+    assert env.step(call("write", text="d"))[0][0].content == "2"
+
+
+def test_a_snapshot_travels_to_another_environment_and_through_pickle() -> None:
+    env, other = Notes(), Notes()
+    env.reset(seed=0)
+    env.step(call("write", text="a"))
+    env.toolbox.remove("quit")
+    twin_of = env.snapshot()
+    other.restore(twin_of)
+    other.step(call("write", text="b"))
+    assert env.notes == ["a"] and other.notes == ["a", "b"] and "quit" not in other.toolbox
+    data = pickle.dumps(env.trajectory)
+    assert pickle.loads(data) == env.trajectory
+    with pytest.raises(ValueError, match="does not fit"):
+        other.restore(Strange().snapshot())
+
+
+class Strange(Notes):
+    id = "tests/Strange-v0"
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    env = Notes()
+    env.reset(seed=0)
+    env.handle = (x for x in ())  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=r"Notes\.handle"):
+        env.fork()
+    Strange.shared = frozenset({"handle"})
+    strange = Strange()
+    strange.reset(seed=0)
+    strange.handle = (x for x in ())  # type: ignore[attr-defined]
+    assert strange.fork().handle is strange.handle  # type: ignore[attr-defined]
+    Strange.shared = frozenset()
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "no"]), max_size=6),
+    st.integers(0, 6),
+    st.lists(st.text(max_size=3), max_size=4),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_fork_equals_a_replay(script: list[str], at: int, rest: list[str]) -> None:
+    """Forking after some turns and playing on gives what playing everything in a fresh one gives."""
+
+    async def run() -> None:
+        env = Notes()
+        await env.areset(seed=1)
+        for text in script[:at]:
+            await env.astep(call("write", text=text))
+        twin = env.fork()
+        for text in script[at:]:
+            await env.astep(call("write", text=text))
+        for text in rest:
+            await twin.astep(call("write", text=text))
+        fresh = Notes()
+        await fresh.areset(seed=1)
+        for text in script[:at] + rest:
+            await fresh.astep(call("write", text=text))
+        assert [m for m in twin.trajectory.messages] == [m for m in fresh.trajectory.messages]
+        assert twin.state() == fresh.state()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("entry", list_envs(), ids=lambda entry: entry.name)
+def test_every_registered_environment_forks(entry: Any) -> None:
+    """Half the gold turns, fork, then gold on one side and noise on the other."""
+    env = entry.load()()
+    env.reset(seed=4)
+    gold = env.gold_turns(env.task)
+    for message in gold[: len(gold) // 2]:
+        env.step(message)
+    frozen, twin = env.snapshot(), env.fork()
+    before = [str(m) for m in env.trajectory.messages], env.trajectory.state
+    rng = random.Random(0)
+    twin.action_space.seed(rng.randrange(1000))
+    for _ in range(3):
+        if twin.step(twin.action_space.sample())[2]:
+            break
+    assert ([str(m) for m in env.trajectory.messages], env.trajectory.state) == before
+    for message in gold[len(gold) // 2 :]:
+        ended = env.step(message)[2]
+    assert ended
+    final = env.trajectory.state
+    env.restore(frozen)
+    for message in gold[len(gold) // 2 :]:
+        env.step(message)
+    assert env.trajectory.state == final
+    env.close()
+    twin.close()
