@@ -28,7 +28,7 @@ async def warm_start(session: Session, recorder: Recorder, interrupt: Interrupt)
     step, success = 0, None
     while step < config.max_steps and not interrupt.requested:
         rows = await source.take(step * config.batch, STEPS_A_CALL * config.batch)
-        metrics = await session.actors.arun(Actor.sft_steps, collate(list(rows)), STEPS_A_CALL)
+        metrics = await session.actors.arun(Actor.sft_steps, collate(rows, allow_unscored=True), STEPS_A_CALL)
         step += STEPS_A_CALL
         session.display.step(step, {"loss": metrics["loss"], "gate": success})
         recorder.row("sft", step, metrics)
