@@ -38,7 +38,7 @@ def compile_spec(spec: str | Path | Mapping[str, Any], *, context: Context | Non
 
 
 class _Builder:
-    """Builds nodes. `scope` is the part that a node sees; `mute` says why nothing below may emit at a step."""
+    """Builds nodes. `scope`: the part that a node sees; `mute`: why nothing below may emit at a step."""
 
     def __init__(self, name: str, context: Context) -> None:
         self.name = name

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.reward.leaf import UnscorableError
-from agentrl.reward.values import Rule, brief, same
+from agentrl.reward.values import LITERAL, Rule, brief, same
 from agentrl.trajectory import Json, ToolCall
 
 FORMS = ("literal", "sets", "bfcl")
@@ -16,12 +16,13 @@ ARGUMENTS = ("exact", "subset", "superset", "names", "ignore")
 
 @dataclass(frozen=True, slots=True)
 class GoldCall:
-    """One expected call. With `sets`, each argument holds the list of its allowed values and `optional`
-    names the arguments that may be left out."""
+    """One expected call. In the forms `sets` and `bfcl` each argument holds the list of its allowed values,
+    and `optional` names the arguments that may be left out. `types`: parameter -> declared JSON Schema."""
 
     name: str
     arguments: Mapping[str, Json]
     optional: frozenset[str] = frozenset()
+    types: Mapping[str, Json] = field(default_factory=dict)
 
 
 def gold_calls(value: Json, form: str) -> list[GoldCall]:
@@ -53,13 +54,30 @@ def _gold_call(item: Json, form: str, index: int) -> GoldCall:
     return GoldCall(name, arguments, frozenset(k for k, allowed in arguments.items() if "" in allowed))
 
 
+def declared(gold: list[GoldCall], tools: Sequence[Mapping[str, Json]]) -> list[GoldCall]:
+    """The gold calls with what the offered tools declare: types, and parameters that must be there."""
+    functions = [tool.get("function") for tool in tools]
+    schemas = {
+        f["name"]: f.get("parameters", {}) for f in functions if isinstance(f, Mapping) and "name" in f
+    }
+
+    def with_types(call: GoldCall) -> GoldCall:
+        schema = schemas.get(call.name)
+        if not isinstance(schema, Mapping):
+            return call
+        optional = call.optional - frozenset(schema.get("required", ()))
+        return replace(call, types=schema.get("properties", {}), optional=optional)
+
+    return [with_types(call) for call in gold]
+
+
 @dataclass(frozen=True, slots=True)
 class CallRule:
     """When a made call counts as an expected one."""
 
     form: str = "literal"
     arguments: str = "exact"
-    values: Rule = Rule()
+    values: Rule = LITERAL
 
     @property
     def equivalence(self) -> bool:
@@ -67,12 +85,13 @@ class CallRule:
         exact = self.values.absolute == 0.0 and self.values.relative == 0.0
         return exact and self.form == "literal" and self.arguments in ("exact", "ignore")
 
-    def value_fits(self, made: Json, gold: Json) -> bool:
+    def value_fits(self, key: str, made: Json, call: GoldCall) -> bool:
         """Whether one argument's value is right."""
+        gold = call.arguments[key]
         if self.form == "literal":
             return same(made, gold, self.values)
         if self.form == "bfcl":
-            return bfcl_fits(made, gold, self.values)
+            return bfcl_type_fits(made, call.types.get(key), gold) and bfcl_fits(made, gold, self.values)
         return any(same(made, allowed, self.values) for allowed in gold)
 
     def full(self, made: ToolCall, gold: GoldCall) -> bool:
@@ -91,9 +110,7 @@ class CallRule:
                 return False
         if self.arguments == "names":
             return True
-        return all(
-            self.value_fits(value, gold.arguments[k]) for k, value in arguments.items() if k in gold.arguments
-        )
+        return all(self.value_fits(k, value, gold) for k, value in arguments.items() if k in gold.arguments)
 
     def part(self, made: ToolCall, gold: GoldCall) -> float:
         """Partial credit of one pair: (1 + right arguments) / (1 + arguments counted), 0 for another name.
@@ -109,12 +126,49 @@ class CallRule:
         right = sum(
             1
             for key, value in arguments.items()
-            if key in gold.arguments
-            and (self.arguments == "names" or self.value_fits(value, gold.arguments[key]))
+            if key in gold.arguments and (self.arguments == "names" or self.value_fits(key, value, gold))
         )
         needed = set(gold.arguments) - gold.optional | (set(arguments) & gold.optional)
         counted = {"subset": len(arguments), "superset": len(needed)}
         return (1 + right) / (1 + counted.get(self.arguments, len(needed | set(arguments))))
+
+
+_BFCL_TYPES: Mapping[str, type] = {
+    "string": str, "any": str, "integer": int, "float": float, "number": float, "boolean": bool,
+    "array": list, "tuple": list, "dict": dict, "object": dict,
+}  # fmt: skip
+
+
+def bfcl_type_fits(made: Json, schema: Json, allowed: Sequence[Any]) -> bool:
+    """Whether a value has the declared type as the Berkeley leaderboard checks it.
+
+    An integer passes for a float, nothing else for another type; a value of the type of the first allowed
+    value passes too (the leaderboard's "variables"). Lists are checked one level down. Where nothing is
+    declared, every type passes.
+    """
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    if not isinstance(kind, str) or kind not in _BFCL_TYPES:
+        return True
+    wanted = _BFCL_TYPES[kind]
+    if type(made) is wanted or (wanted is float and type(made) is int):
+        items = schema.get("items")
+        if wanted is not list or not isinstance(items, Mapping):
+            return True
+        return any(
+            not isinstance(option, list) or all(_plain_type_fits(item, items, option) for item in made)
+            for option in allowed
+        )
+    return _first_type(allowed) is type(made)
+
+
+def _plain_type_fits(made: Json, schema: Mapping[str, Json], allowed: Sequence[Any]) -> bool:
+    kind = schema.get("type")
+    wanted = _BFCL_TYPES.get(kind) if isinstance(kind, str) else None
+    return wanted is None or type(made) is wanted or _first_type(allowed) is type(made)
+
+
+def _first_type(allowed: Sequence[Any]) -> type | None:
+    return next((type(option) for option in allowed if option != ""), None)
 
 
 def bfcl_fits(made: Json, allowed: Sequence[Any], rule: Rule) -> bool:

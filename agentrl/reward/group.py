@@ -79,8 +79,8 @@ class GroupZscore(GroupNode):
 
     kind: ClassVar[str] = "group.zscore"
     formula: ClassVar[str] = (
-        "(max(-b, min(b, z)) + b) / (2 b), z = (x - mean) / std over the scored members (unbiased std; z = 0 where "
-        "it is 0); scale [-b, b] gives z back"
+        "(max(-b, min(b, z)) + b) / (2 b), z = (x - mean) / std over the scored members (unbiased std; "
+        "z = 0 where it is 0); scale [-b, b] gives z back"
     )
     schema: ClassVar[dict[str, Any]] = object_schema(
         {"of": {"$ref": "#/$defs/node"}, "bound": {"type": "number", "exclusiveMinimum": 0}}, ("of",)

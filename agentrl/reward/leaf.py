@@ -44,18 +44,18 @@ class Twin(Protocol):
 
     def state(self) -> Json: ...
 
+    def close(self) -> None: ...
+
 
 class JudgeClient(Protocol):
-    """Asks a judge model; answers a JSON verdict, or None with the reason it could not."""
-
-    def cached(self, key: str) -> Any: ...
+    """Asks a judge model; `agentrl.reward.judge.Judge` is one. Answers a Verdict, also where it failed."""
 
     def ask(self, key: str, request: Any) -> Any: ...
 
     async def aask(self, key: str, request: Any) -> Any: ...
 
 
-PythonLeaf = Callable[[View, Json], "float | None | tuple[float | None, Json]"]
+PythonLeaf = Callable[[View, Json], "float | tuple[float | None, Json] | None"]
 
 
 @dataclass(frozen=True, slots=True)

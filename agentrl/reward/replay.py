@@ -27,14 +27,38 @@ def replay(context: Context, view: View, gold: Json) -> tuple[Json, Json]:
     upto = view.turns[-1].index if view.turns else -1
     made = calls_made([turn for turn in view.trajectory.turns if turn.index <= upto])
     twin, _ = run_calls(context, task, [item.call for item in made])
-    return twin.state(), gold_state(context, task, wanted)
+    state = twin.state()
+    twin.close()
+    return state, gold_state(context, task, wanted)
+
+
+def replay_answers(context: Context, view: View, gold: Json) -> list[str]:
+    """What the tools answer to the gold calls (of the view's round, where the view is one).
+
+    Raises UnscorableError as `replay` does.
+    """
+    before: list[GoldCall] = []
+    if view.scope == "round":
+        if not isinstance(gold, (list, tuple)) or len(gold) <= view.round:
+            raise UnscorableError(f"replay by round: there are no gold calls for round {view.round}")
+        before = [call for part in gold[: view.round] for call in gold_calls(part, "literal")]
+        gold = gold[view.round]
+    now = gold_calls(gold, "literal")
+    twin, answers = run_calls(context, view.trajectory.task, _as_calls([*before, *now]))
+    twin.close()
+    return [message.content for message in answers[len(before) :]]
+
+
+def _as_calls(gold: Sequence[GoldCall]) -> list[ToolCall]:
+    return [ToolCall(call.name, dict(call.arguments), id=f"gold-{i}") for i, call in enumerate(gold)]
 
 
 def gold_state(context: Context, task: Task, gold: Sequence[GoldCall]) -> Json:
     """State of a fresh twin after the gold calls. Raises UnscorableError where the twin refuses one."""
-    calls = [ToolCall(call.name, dict(call.arguments), id=f"gold-{i}") for i, call in enumerate(gold)]
-    twin, _ = run_calls(context, task, calls)
-    return twin.state()
+    twin, _ = run_calls(context, task, _as_calls(gold))
+    state = twin.state()
+    twin.close()
+    return state
 
 
 def run_calls(context: Context, task: Task, calls: Sequence[ToolCall]) -> tuple[Twin, list[Message]]:

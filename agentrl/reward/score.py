@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.reward.group import GroupNode
 from agentrl.reward.leaf import JudgeClient
 from agentrl.reward.node import Frame, Node
 from agentrl.reward.view import episode_view
 from agentrl.trajectory import Json, Trajectory
+
+T = TypeVar("T")
+Answers = dict[str, Any]
+GroupValues = Mapping[str, Sequence[float | None]]
+Work = Callable[[Answers], tuple[T, Frame]]
 
 _MOST_PASSES = 64
 
@@ -62,100 +67,80 @@ class Scorer:
 
     def score(self, trajectory: Trajectory) -> Score:
         """Score one trajectory. Where the spec has a judge, waits for its answer."""
-        return self._settle(trajectory, None, 0)
+        return self._drive(self._scoring(trajectory, None, 0))
 
     async def ascore(self, trajectory: Trajectory) -> Score:
         """As `score`, without blocking the event loop: judges are awaited, replays run in a thread."""
-        return await self._asettle(trajectory, None, 0)
+        return await self._adrive(self._scoring(trajectory, None, 0))
 
     def score_group(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """Score the trajectories of one task together, so that group leaves have what to compare."""
-        values = [self._compared(trajectory) for trajectory in trajectories]
-        group = self._by_node(values)
-        return [self._settle(trajectory, group, i) for i, trajectory in enumerate(trajectories)]
+        group = self._by_node([self._drive(self._comparing(trajectory)) for trajectory in trajectories])
+        return [self._drive(self._scoring(t, group, i)) for i, t in enumerate(trajectories)]
 
     async def ascore_group(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """As `score_group`, awaited; the members are scored at the same time."""
-        values = await asyncio.gather(*(self._acompared(trajectory) for trajectory in trajectories))
+        values = await asyncio.gather(*(self._adrive(self._comparing(t)) for t in trajectories))
         group = self._by_node(values)
-        return list(await asyncio.gather(*(self._asettle(t, group, i) for i, t in enumerate(trajectories))))
+        scoring = (self._adrive(self._scoring(t, group, i)) for i, t in enumerate(trajectories))
+        return list(await asyncio.gather(*scoring))
 
     def _by_node(self, values: Sequence[Sequence[float | None]]) -> dict[str, list[float | None]]:
         return {node.pointer: [row[k] for row in values] for k, node in enumerate(self._groups)}
 
-    def _compared(self, trajectory: Trajectory) -> list[float | None]:
+    def _comparing(self, trajectory: Trajectory) -> Work[list[float | None]]:
         """The values that the group leaves compare, for one member."""
-        return [self._value(trajectory, node.of) for node in self._groups]
 
-    async def _acompared(self, trajectory: Trajectory) -> list[float | None]:
-        return [await self._avalue(trajectory, node.of) for node in self._groups]
-
-    def _value(self, trajectory: Trajectory, node: Node) -> float | None:
-        if trajectory.stop.infrastructure:
-            return None
-        for _ in range(_MOST_PASSES):
+        def work(answers: Answers) -> tuple[list[float | None], Frame]:
             frame = Frame()
-            value = node.evaluate(episode_view(trajectory), frame).value
-            if not frame.pending:
-                break
-            self._answer(frame)
-        return value
+            if trajectory.stop.infrastructure:
+                return [None] * len(self._groups), frame
+            view = episode_view(trajectory, answers)
+            return [node.of.evaluate(view, frame).value for node in self._groups], frame
 
-    async def _avalue(self, trajectory: Trajectory, node: Node) -> float | None:
-        if trajectory.stop.infrastructure:
-            return None
-        for _ in range(_MOST_PASSES):
-            frame = Frame()
-            value = (await self._run(lambda f=frame: node.evaluate(episode_view(trajectory), f))).value
-            if not frame.pending:
-                break
-            await self._aanswer(frame)
-        return value
+        return work
 
-    def _settle(
-        self, trajectory: Trajectory, group: Mapping[str, Sequence[float | None]] | None, member: int
-    ) -> Score:
-        """Pass over the tree until no leaf waits for an answer. Every pass answers at least one request."""
-        for _ in range(_MOST_PASSES):
+    def _scoring(self, trajectory: Trajectory, group: GroupValues | None, member: int) -> Work[Score]:
+        def work(answers: Answers) -> tuple[Score, Frame]:
             frame = Frame(group=group, member=member)
-            score = self._pass(trajectory, frame)
+            return self._pass(trajectory, frame, answers), frame
+
+        return work
+
+    def _drive(self, work: Work[T]) -> T:
+        """Pass over the tree until no leaf waits; every pass answers what the one before it asked for."""
+        answers: Answers = {}
+        for _ in range(_MOST_PASSES):
+            result, frame = work(answers)
             if not frame.pending:
-                return score
-            self._answer(frame)
+                return result
+            client = self._client()
+            answers.update({key: client.ask(key, request) for key, request in frame.pending.items()})
         raise RuntimeError(f"reward spec {self.name!r}: a leaf asks anew on every pass")
 
-    async def _asettle(
-        self, trajectory: Trajectory, group: Mapping[str, Sequence[float | None]] | None, member: int
-    ) -> Score:
+    async def _adrive(self, work: Work[T]) -> T:
+        answers: Answers = {}
         for _ in range(_MOST_PASSES):
-            frame = Frame(group=group, member=member)
-            score: Score = await self._run(lambda f=frame: self._pass(trajectory, f))
+            result, frame = await asyncio.to_thread(work, answers) if self._blocking else work(answers)
             if not frame.pending:
-                return score
-            await self._aanswer(frame)
+                return result
+            client, keys = self._client(), list(frame.pending)
+            verdicts = await asyncio.gather(*(client.aask(key, frame.pending[key]) for key in keys))
+            answers.update(zip(keys, verdicts, strict=True))
         raise RuntimeError(f"reward spec {self.name!r}: a leaf asks anew on every pass")
 
-    async def _run(self, work: Any) -> Any:
-        return await asyncio.to_thread(work) if self._blocking else work()
+    def _client(self) -> JudgeClient:
+        assert self._judge is not None  # only a judge leaf waits, and it does not compile without a client
+        return self._judge
 
-    def _answer(self, frame: Frame) -> None:
-        assert self._judge is not None  # only the judge leaf waits, and it does not compile without a client
-        for key, request in frame.pending.items():
-            self._judge.ask(key, request)
-
-    async def _aanswer(self, frame: Frame) -> None:
-        assert self._judge is not None
-        judge = self._judge
-        await asyncio.gather(*(judge.aask(key, request) for key, request in frame.pending.items()))
-
-    def _pass(self, trajectory: Trajectory, frame: Frame) -> Score:
+    def _pass(self, trajectory: Trajectory, frame: Frame, answers: Answers) -> Score:
         names = {node.mods.id: None for node in self.metrics if node.mods.id is not None}
         if trajectory.stop.infrastructure:
             why = f"infrastructure: {trajectory.stop.value}"
             return Score(
                 None, evidence={"spec": self.name, "value": None, "unscored": why}, metrics=dict(names)
             )
-        view = episode_view(trajectory)
+        view = episode_view(trajectory, answers)
         result = self.root.evaluate(view, frame)
         measured = [node.evaluate(view, frame) for node in self.metrics]
         evidence: dict[str, Json] = {"spec": self.name, "value": result.value, "root": result.evidence}
@@ -166,11 +151,7 @@ class Scorer:
             for node, item in zip(self.metrics, measured, strict=True):
                 if node.mods.id is not None:
                     metrics[node.mods.id] = item.value
-        steps = (
-            {turn: amount for turn, amount in sorted(result.steps.items())}
-            if result.value is not None
-            else {}
-        )
+        steps = dict(sorted(result.steps.items())) if result.value is not None else {}
         return Score(result.value, steps, evidence, metrics)
 
 

@@ -15,6 +15,7 @@ import jsonschema
 
 from agentrl.errors import RewardSpecError
 from agentrl.reward import schema as grammar
+from agentrl.reward.ops import AGGREGATES
 from agentrl.reward.pointer import follow, is_ref, join, parse_pointer
 from agentrl.reward.view import FIELDS
 
@@ -74,7 +75,7 @@ def _no_constant(token: str) -> NoReturn:
 
 
 class _Check:
-    """Walks a spec, one node at a time, so that an error speaks of the node it is in and not of its parents."""
+    """Walks a spec, one node at a time, so that an error speaks of the node it is in, not of its parents."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -120,7 +121,7 @@ class _Check:
             self.fail(
                 pointer, f'a node has either "use" (a leaf) or "op" (a combinator); this has {both}{near}'
             )
-        key, known = ("use", grammar.kinds()) if "use" in node else ("op", [*grammar.AGGREGATES, "gate"])
+        key, known = ("use", grammar.kinds()) if "use" in node else ("op", [*AGGREGATES, "gate"])
         name = node[key]
         if not isinstance(name, str) or name not in known:
             what = "leaf" if key == "use" else "combinator"
@@ -158,11 +159,9 @@ class _Check:
             tokens = parse_pointer(text)
         except ValueError as error:
             self.fail(pointer, str(error))
-        if not tokens or tokens[0] not in FIELDS:
-            self.fail(
-                pointer,
-                f"{text!r} begins with {tokens[0] if tokens else ''!r}; {_suggest(tokens[0] if tokens else '', FIELDS)}",
-            )
+        head = tokens[0] if tokens else ""
+        if head not in FIELDS:
+            self.fail(pointer, f"{text!r} begins with {head!r}; {_suggest(head, FIELDS)}")
         if len(tokens) > 1 and tokens[1] not in FIELDS[tokens[0]]:
             self.fail(pointer, f"{tokens[0]} has no {tokens[1]!r}; {_suggest(tokens[1], FIELDS[tokens[0]])}")
 
@@ -216,7 +215,9 @@ def _validator(piece: str) -> jsonschema.Draft202012Validator:
 
 def _explained(error: jsonschema.ValidationError, place: str, instance: Mapping[str, Any]) -> tuple[str, str]:
     """(pointer, message) in a reader's words."""
-    rule, wanted, found = error.validator, error.validator_value, error.instance
+    rule = error.validator
+    found: Any = error.instance
+    wanted: Any = error.validator_value
     if rule == "additionalProperties":
         known = error.schema.get("properties", {}) if isinstance(error.schema, Mapping) else {}
         odd = next(key for key in found if key not in known)
@@ -224,7 +225,7 @@ def _explained(error: jsonschema.ValidationError, place: str, instance: Mapping[
     if rule == "required":
         return place, f"{error.message.replace(' is a required property', '')} is missing"
     if rule == "enum":
-        return place, f"{found!r} is not allowed; {_suggest(found, [item for item in wanted])}"
+        return place, f"{found!r} is not allowed; {_suggest(found, list(wanted))}"
     if rule in ("oneOf", "anyOf") and isinstance(wanted, list):
         keys = [
             " and ".join(option["required"])

@@ -35,9 +35,14 @@ def _exact(text: str) -> str:
     return text
 
 
-NORMALIZERS: Mapping[str, Normalizer] = {"exact": _exact, "fold": _fold, "bfcl": _bfcl}
+def _tau(text: str) -> str:
+    return text.lower().replace(",", "")
+
+
+NORMALIZERS: Mapping[str, Normalizer] = {"exact": _exact, "fold": _fold, "bfcl": _bfcl, "tau": _tau}
 """`exact`: as it is. `fold`: Unicode NFKC, case folded, runs of white space as one blank, ends trimmed.
-`bfcl`: blanks and `, . / - _ * ^` dropped, lower case, ' as " (the Berkeley leaderboard's rule)."""
+`bfcl`: blanks and `, . / - _ * ^` dropped, lower case, ' as " (the Berkeley leaderboard's rule).
+`tau`: lower case, commas dropped (tau-bench)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ def numbers(text: str) -> list[str]:
 
 
 def as_decimal(value: Json) -> Decimal | None:
-    """A finite number, or a text that is one whole number token; None for anything else (also for booleans)."""
+    """A finite number, or a text that is one whole number token; None for anything else (and booleans)."""
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):

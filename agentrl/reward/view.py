@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from agentrl.reward.pointer import ABSENT, Absent, follow
 from agentrl.trajectory import Json, ToolCall, ToolResult, Trajectory, Turn
@@ -35,14 +35,19 @@ def calls_made(turns: Sequence[Turn]) -> list[Made]:
 
 @dataclass(slots=True)
 class View:
-    """A part of one trajectory. `index` is its number among the parts of its scope (0 for an episode)."""
+    """A part of one trajectory.
+
+    `index` is its number among the parts of its scope (0 for an episode), `answers` what was fetched
+    from outside for the leaves that asked.
+
+    """
 
     trajectory: Trajectory
     scope: str
     turns: Sequence[Turn]
     calls: Sequence[Made]
     index: int = 0
-    round: int = 0
+    answers: dict[str, Any] = field(default_factory=dict)
     _documents: dict[str, Json] = field(default_factory=dict)
 
     @property
@@ -72,10 +77,15 @@ class View:
         ]
 
     def _part(self, scope: str, turns: list[Turn], calls: list[Made] | None, index: int) -> View:
-        number = index if scope == "round" else self.round
-        return View(
-            self.trajectory, scope, turns, calls_made(turns) if calls is None else calls, index, number
-        )
+        made = calls_made(turns) if calls is None else calls
+        return View(self.trajectory, scope, turns, made, index, self.answers)
+
+    @property
+    def round(self) -> int:
+        """Number of the round that this part is in."""
+        if self.scope == "round" or not self.turns:
+            return self.index
+        return turn_rounds(self.trajectory).get(self.turns[-1].index, 0)
 
     def read(self, tokens: tuple[str, ...], at: str | None) -> Json | Absent:
         """What `{"$": "/<tokens>", "at": at}` refers to from here, or ABSENT."""
@@ -153,9 +163,10 @@ class View:
         }
 
 
-def episode_view(trajectory: Trajectory) -> View:
+def episode_view(trajectory: Trajectory, answers: dict[str, Any] | None = None) -> View:
     """The whole episode."""
-    return View(trajectory, "episode", trajectory.turns, calls_made(trajectory.turns))
+    made = calls_made(trajectory.turns)
+    return View(trajectory, "episode", trajectory.turns, made, answers=answers or {})
 
 
 def _failed(made: Made) -> bool:

@@ -15,6 +15,8 @@ from agentrl.reward.leaves.episode import (
     CostUsd,
     EpisodeStopped,
 )
+from agentrl.reward.leaves.judge import JudgeLeaf
+from agentrl.reward.leaves.python import PythonFunction
 from agentrl.reward.leaves.results import ResultsContains
 from agentrl.reward.leaves.state import StateAssert, StateMatch
 from agentrl.reward.leaves.text import FormatRegex, NumberClose, TextContains, TextEquals
@@ -38,5 +40,7 @@ LEAVES: Mapping[str, type[Leaf]] = {
         CostCalls,
         CostUsd,
         CostSeconds,
+        JudgeLeaf,
+        PythonFunction,
     )
 }

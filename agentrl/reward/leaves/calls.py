@@ -22,10 +22,15 @@ class CallsSchema(Leaf):
 
     kind: ClassVar[str] = "calls.schema"
     formula: ClassVar[str] = (
-        "valid calls / calls (credit=partial), or 1 where all are valid (credit=all); `empty` without calls"
+        "valid calls / calls (credit=partial), or 1 where all are valid (credit=all); `empty` where there "
+        "is no call; check=parse only asks that the arguments are a JSON object"
     )
     schema: ClassVar[dict[str, Any]] = object_schema(
-        {"credit": {"enum": ["partial", "all"]}, "empty": {"enum": [0, 1, None]}}
+        {
+            "check": {"enum": ["schema", "parse"]},
+            "credit": {"enum": ["partial", "all"]},
+            "empty": {"enum": [0, 1, None]},
+        }
     )
     example: ClassVar[dict[str, Any]] = {"credit": "all"}
 
@@ -33,7 +38,7 @@ class CallsSchema(Leaf):
         if not view.calls:
             empty = args.get("empty", 0)
             return Reading(None if empty is None else float(empty), {"calls": 0})
-        schemas = _parameters(view)
+        schemas = _parameters(view) if args.get("check", "schema") == "schema" else None
         errors: list[Json] = []
         for index, made in enumerate(view.calls):
             fault = _fault(made.call, schemas)
@@ -72,9 +77,11 @@ def _parameters(view: View) -> dict[str, Json]:
     return found
 
 
-def _fault(call: ToolCall, schemas: Mapping[str, Json]) -> str | None:
+def _fault(call: ToolCall, schemas: Mapping[str, Json] | None) -> str | None:
     if call.arguments is None:
-        return brief(call.error or "malformed")
+        return str(brief(call.error or "malformed"))
+    if schemas is None:
+        return None
     if call.name not in schemas:
         return "no such tool"
     error = jsonschema.exceptions.best_match(_validator(schemas[call.name]).iter_errors(call.arguments))

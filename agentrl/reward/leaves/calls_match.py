@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from agentrl.reward import assign
-from agentrl.reward.gold import ARGUMENTS, FORMS, CallRule, GoldCall, gold_calls
+from agentrl.reward.gold import ARGUMENTS, FORMS, CallRule, GoldCall, declared, gold_calls
 from agentrl.reward.leaf import Args, Context, Leaf, Reading, object_schema, or_ref
 from agentrl.reward.leaves.toolrl import graded
 from agentrl.reward.values import NORMALIZERS, Rule
@@ -67,6 +67,8 @@ class CallsMatch(Leaf):
 
     def read(self, view: View, args: Args) -> Reading:
         gold = gold_calls(args["expect"], self.form)
+        if self.form == "bfcl":
+            gold = declared(gold, view.trajectory.tools)
         made = view.calls
         if self.credit == "toolrl":
             return graded([item.call for item in made], gold, self.rule.values, self.assign)

@@ -2,37 +2,71 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, ClassVar
 
-from agentrl.reward.leaf import Args, Leaf, Reading, object_schema, or_ref
+from agentrl.reward.leaf import Args, Context, Leaf, Reading, object_schema, or_ref
 from agentrl.reward.leaves.text import contained, wanted_texts
-from agentrl.reward.values import NORMALIZERS
+from agentrl.reward.replay import replay_answers
+from agentrl.reward.values import NORMALIZERS, brief
 from agentrl.reward.view import View
 
 
 class ResultsContains(Leaf):
-    """Whether the tools' answers hold what was expected."""
+    """Whether the tools' answers hold what was expected: texts, or the answers to the gold calls."""
 
     kind: ClassVar[str] = "results.contains"
-    formula: ClassVar[str] = "as text.contains, over the answers of the calls made (errors left out)"
-    schema: ClassVar[dict[str, Any]] = object_schema(
-        {
-            "expect": or_ref(
-                {"type": ["string", "number", "array"], "items": {"type": ["string", "number"]}}
-            ),
-            "mode": {"enum": ["all", "any"]},
-            "credit": {"enum": ["all", "partial"]},
-            "strings": {"enum": list(NORMALIZERS)},
-            "word": {"type": "boolean"},
-        },
-        ("expect",),
+    formula: ClassVar[str] = (
+        "expect: as text.contains, over the answers of the calls made (errors left out). replay: 1 where "
+        "every answer that the gold calls get on a twin was also got here (as a multiset; in a round: up to "
+        "its end), "
+        "credit=partial: the share that was"
     )
+    schema: ClassVar[dict[str, Any]] = {
+        **object_schema(
+            {
+                "expect": or_ref(
+                    {"type": ["string", "number", "array"], "items": {"type": ["string", "number"]}}
+                ),
+                "replay": or_ref({"type": "array", "items": {"type": ["object", "array"]}}),
+                "mode": {"enum": ["all", "any"]},
+                "credit": {"enum": ["all", "partial"]},
+                "strings": {"enum": list(NORMALIZERS)},
+                "word": {"type": "boolean"},
+            }
+        ),
+        "oneOf": [{"required": ["expect"]}, {"required": ["replay"]}],
+    }
     example: ClassVar[dict[str, Any]] = {"expect": "booking confirmed", "strings": "fold"}
 
+    def __init__(self, args: Args, context: Context) -> None:
+        super().__init__(args, context)
+        if args.get("credit") == "partial" and args.get("mode") == "any":
+            raise ValueError("credit: partial counts all expected texts; it does not go with mode: any")
+        if "replay" in args and context.twin is None:
+            raise ValueError(
+                "replay: needs an environment to replay on, and this run gives none (Context.twin)"
+            )
+        if "replay" in args and ("mode" in args or "word" in args):
+            raise ValueError("replay: compares whole answers; mode and word have no effect")
+
+    def blocks(self) -> bool:
+        return "replay" in self.args
+
     def read(self, view: View, args: Args) -> Reading:
-        answers = [
-            made.result.content
-            for made in view.calls
-            if made.result is not None and made.result.error is None
-        ]
+        if "replay" in args:
+            return self._replayed(view, args)
+        answers = [m.result.content for m in view.calls if m.result is not None and m.result.error is None]
         return contained(answers, wanted_texts(args["expect"]), args)
+
+    def _replayed(self, view: View, args: Args) -> Reading:
+        fold = NORMALIZERS[args.get("strings", "exact")]
+        wanted = Counter(fold(text) for text in replay_answers(self.context, view, args["replay"]))
+        upto = view.turns[-1].index if view.turns else -1
+        turns = view.trajectory.turns if view.scope == "round" else view.turns
+        got = Counter(fold(r.content) for turn in turns if turn.index <= upto for r in turn.results)
+        missing = wanted - got
+        total = wanted.total()
+        share = 1.0 - missing.total() / total if total else 1.0
+        value = share if args.get("credit") == "partial" else float(not missing)
+        return Reading(value, {"expected": total, "missing": brief(list(missing.elements()))})

@@ -19,7 +19,7 @@ _POINTER = {"type": "string", "pattern": "^(/|$)"}
 
 
 def state_hash(state: Json) -> str:
-    """SHA-256 of a state's canonical JSON: sorted keys, whole floats as integers. NaN is refused (ValueError)."""
+    """SHA-256 of a state's canonical JSON: sorted keys, whole floats as integers. ValueError for NaN."""
     text = json.dumps(
         _canonical(state), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":")
     )
@@ -48,7 +48,7 @@ class StateMatch(Leaf):
         **object_schema(
             {
                 "expect": {},
-                "replay": or_ref({"type": "array", "items": {"type": "object"}}),
+                "replay": or_ref({"type": "array", "items": {"type": ["object", "array"]}}),
                 "path": _POINTER,
                 "by": {"enum": ["hash", "fields"]},
                 "credit": {"enum": ["all", "partial"]},

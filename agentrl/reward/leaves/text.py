@@ -12,18 +12,20 @@ from agentrl.reward.values import NORMALIZERS, as_decimal, brief, decimals_close
 from agentrl.reward.view import View
 from agentrl.trajectory import Json
 
-WHERE = {"enum": ["answer", "all", "reasoning"]}
+WHERE = {"enum": ["answer", "replies", "all", "reasoning"]}
 _TEXTS = or_ref({"type": ["string", "number", "array"], "items": {"type": ["string", "number"]}})
 _STRINGS = {"enum": list(NORMALIZERS)}
 
 
 def spoken(view: View, where: str) -> str | None:
-    """The text that a leaf reads: the final answer, all the assistant's text, or all its reasoning.
+    """The text that a leaf reads: the final answer, the turns without a call, all text, or all reasoning.
 
     None where there is no final answer (the last turn is a call, or there is no turn).
     """
     if where == "answer":
         return view.answer()
+    if where == "replies":
+        return "\n".join(turn.message.content for turn in view.turns if not turn.message.tool_calls)
     if where == "all":
         return "\n".join(turn.message.content for turn in view.turns)
     return "\n".join(turn.message.reasoning or "" for turn in view.turns)

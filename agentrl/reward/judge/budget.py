@@ -1,0 +1,37 @@
+"""What judging may cost: a limit on calls and on money, counted before a call is made."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Budget:
+    """Counts calls and dollars over all threads. A call reserves the most it can cost, and gives back what
+    it did not use, so that calls running at the same time cannot overspend together."""
+
+    def __init__(self, calls: int | None, usd: float | None) -> None:
+        self.limit_calls, self.limit_usd = calls, usd
+        self.calls = 0
+        self.usd = 0.0
+        self._reserved = 0.0
+        self._lock = threading.Lock()
+
+    def reserve(self, usd: float | None) -> str | None:
+        """Take one call that costs at most `usd` (None: not known). Why it may not be made, or None."""
+        with self._lock:
+            if self.limit_calls is not None and self.calls >= self.limit_calls:
+                return f"the budget of {self.limit_calls} judge calls is spent"
+            if self.limit_usd is not None:
+                if usd is None:
+                    return "the model's price is not known, so a budget in money cannot hold; give its prices"
+                if self.usd + self._reserved + usd > self.limit_usd + 1e-12:
+                    return f"the budget of {self.limit_usd} USD for judging is spent ({self.usd:.6f} used)"
+            self.calls += 1
+            self._reserved += usd or 0.0
+            return None
+
+    def settle(self, reserved: float | None, used: float) -> None:
+        """Give a reservation back and count what was really used."""
+        with self._lock:
+            self._reserved -= reserved or 0.0
+            self.usd += used

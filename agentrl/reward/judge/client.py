@@ -1,0 +1,248 @@
+"""Asking a judge model through litellm. What cannot be answered is a Verdict without a value, never 0."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jsonschema
+
+from agentrl.errors import DependencyError
+from agentrl.reward.judge.budget import Budget
+from agentrl.reward.judge.cache import VerdictCache
+from agentrl.trajectory import Json
+
+_CHARACTERS_PER_TOKEN = 2  # low on purpose: it bounds a prompt's cost from above
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeSettings:
+    """How a run asks its judges; a spec decides only model, prompt and verdict.
+
+    `calls`, `usd`: budgets of the whole run (None: no limit). `usd_per_million`: (prompt, sampled) prices for
+    models whose price litellm does not know. Times in seconds.
+    """
+
+    api_base: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    cache: Path | None = None
+    calls: int | None = 10_000
+    usd: float | None = None
+    usd_per_million: tuple[float, float] | None = None
+    concurrency: int = 8
+    timeout: float = 60.0
+    retries: int = 3
+    backoff: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictRequest:
+    """What a judge is asked: everything the verdict depends on, and so the key of the cache."""
+
+    model: str
+    messages: tuple[Mapping[str, str], ...]
+    schema: Mapping[str, Any]
+    max_tokens: int
+
+    def key(self) -> str:
+        """SHA-256 of the request's canonical JSON."""
+        content = [1, self.model, [dict(m) for m in self.messages], self.schema, self.max_tokens]
+        text = json.dumps(content, sort_keys=True, ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A judge's answer: a JSON value that fits the request's schema, or None and the reason."""
+
+    value: Json
+    error: str | None = None
+    cached: bool = False
+
+
+class _Fault(Exception):
+    """One attempt failed; `again` says whether another one may help."""
+
+    def __init__(self, message: str, again: bool) -> None:
+        super().__init__(message)
+        self.again = again
+
+
+class Judge:
+    """A client for all judge leaves of a run: cache, budget, retries, and at most `concurrency` requests at
+    once. Equal requests that are asked at the same time share one call."""
+
+    def __init__(self, settings: JudgeSettings | None = None) -> None:
+        self.settings = settings or JudgeSettings()
+        self.cache = VerdictCache(self.settings.cache)
+        self.budget = Budget(self.settings.calls, self.settings.usd)
+        self._pool = ThreadPoolExecutor(self.settings.concurrency, thread_name_prefix="agentrl-judge")
+        self._running: dict[str, Future[Verdict]] = {}
+        self._lock = threading.Lock()
+
+    def ask(self, key: str, request: VerdictRequest) -> Verdict:
+        """The verdict, waited for. Raises DependencyError without litellm."""
+        return self._submit(key, request).result()
+
+    async def aask(self, key: str, request: VerdictRequest) -> Verdict:
+        """The verdict, awaited. Cancelling lets go of it; the call itself ends at its timeout."""
+        return await asyncio.shield(asyncio.wrap_future(self._submit(key, request)))
+
+    def close(self) -> None:
+        """Take no more requests; what runs ends by itself."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, key: str, request: VerdictRequest) -> Future[Verdict]:
+        kept = self.cache.get(key)
+        if kept is not None:
+            done: Future[Verdict] = Future()
+            done.set_result(Verdict(kept, cached=True))
+            return done
+        with self._lock:
+            running = self._running.get(key)
+            if running is None:
+                running = self._pool.submit(self._attempts, key, request)
+                self._running[key] = running
+                running.add_done_callback(lambda _: self._running.pop(key, None))
+            return running
+
+    def _attempts(self, key: str, request: VerdictRequest) -> Verdict:
+        """Up to 1 + retries attempts, with exponential backoff between them."""
+        why = ""
+        for attempt in range(self.settings.retries + 1):
+            if attempt:
+                time.sleep(self.settings.backoff * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
+            try:
+                value = self._attempt(request)
+            except _Fault as fault:
+                why = str(fault)
+                if not fault.again:
+                    break
+                continue
+            self.cache.put(key, value)
+            return Verdict(value)
+        return Verdict(None, error=why)
+
+    def _attempt(self, request: VerdictRequest) -> Json:
+        litellm = _litellm()
+        reserved = self._most(litellm, request)
+        refusal = self.budget.reserve(reserved)
+        if refusal is not None:
+            raise _Fault(refusal, again=False)
+        used = 0.0
+        try:
+            response = self._complete(litellm, request)
+            used = self._cost(litellm, request, response)
+            return _verdict(response, request)
+        finally:
+            self.budget.settle(reserved, used)
+
+    def _complete(self, litellm: Any, request: VerdictRequest) -> Any:
+        errors = importlib.import_module("openai")
+        try:
+            return litellm.completion(
+                model=request.model,
+                messages=[dict(message) for message in request.messages],
+                temperature=0,
+                max_tokens=request.max_tokens,
+                response_format={
+                    "type": "json_schema",
+                    "json_schema": {"name": "verdict", "schema": dict(request.schema), "strict": True},
+                },
+                drop_params=True,
+                timeout=self.settings.timeout,
+                num_retries=0,
+                max_retries=0,
+                api_base=self.settings.api_base,
+                api_key=self.settings.api_key,
+                caching=False,
+            )
+        except (errors.AuthenticationError, errors.PermissionDeniedError, errors.NotFoundError) as error:
+            _refuse(error, again=False)
+        except errors.BadRequestError as error:
+            _refuse(error, again=False)
+        except errors.OpenAIError as error:
+            _refuse(error, again=True)
+
+    def _prices(self, litellm: Any, model: str) -> tuple[float, float] | None:
+        """USD per token (prompt, sampled), or None where nobody knows."""
+        if self.settings.usd_per_million is not None:
+            prompt, sampled = self.settings.usd_per_million
+            return prompt / 1e6, sampled / 1e6
+        known = litellm.model_cost.get(model) or litellm.model_cost.get(model.partition("/")[2])
+        if not known or "input_cost_per_token" not in known:
+            return None
+        return float(known["input_cost_per_token"]), float(known.get("output_cost_per_token", 0.0))
+
+    def _most(self, litellm: Any, request: VerdictRequest) -> float | None:
+        prices = self._prices(litellm, request.model)
+        if prices is None:
+            return None
+        characters = sum(len(message["content"].encode()) for message in request.messages)
+        return characters / _CHARACTERS_PER_TOKEN * prices[0] + request.max_tokens * prices[1]
+
+    def _cost(self, litellm: Any, request: VerdictRequest, response: Any) -> float:
+        prices = self._prices(litellm, request.model)
+        usage = response.usage
+        if prices is None or usage is None:
+            return 0.0
+        return float(usage.prompt_tokens or 0) * prices[0] + float(usage.completion_tokens or 0) * prices[1]
+
+
+def _refuse(error: Exception, again: bool) -> NoReturn:
+    text = " ".join(str(error).split())
+    raise _Fault(f"{type(error).__name__}: {text[:300]}", again=again) from error
+
+
+def _verdict(response: Any, request: VerdictRequest) -> Json:
+    """The JSON object in the answer, checked against the schema."""
+    choices = response.choices
+    text = choices[0].message.content if choices else None
+    if not isinstance(text, str):
+        raise _Fault("the judge answered no text", again=True)
+    body = text.strip()
+    if body.startswith("```"):
+        body = body.strip("`").removeprefix("json").strip()
+    try:
+        verdict = json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise _Fault(f"the judge's answer is not JSON: {text[:120]!r}", again=True) from error
+    fault = jsonschema.exceptions.best_match(
+        jsonschema.Draft202012Validator(request.schema).iter_errors(verdict)
+    )
+    if fault is not None:
+        raise _Fault(f"the judge's verdict does not fit its schema: {fault.message[:200]}", again=True)
+    return verdict
+
+
+def _no_constant(token: str) -> NoReturn:
+    raise ValueError(f"{token} is not JSON")
+
+
+def _litellm() -> Any:
+    """litellm, imported at the first question. Its price table comes from the package, not the network."""
+    name = "LITELLM_LOCAL_MODEL_COST_MAP"
+    before = os.environ.get(name)
+    os.environ[name] = "True"
+    try:
+        litellm = importlib.import_module("litellm")
+    except ImportError as error:
+        raise DependencyError("the judge leaf needs litellm: pip install 'agentrl[litellm]'") from error
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+    setattr(litellm, "suppress_debug_info", True)  # noqa: B010 - litellm has no types
+    return litellm
