@@ -29,8 +29,8 @@ class AdvantageInput:
     offsets: Tensor
     group: Tensor
     reward: Tensor
-    values: Tensor | None
-    turns: Tensor
+    values: Tensor | None = None
+    turns: Tensor | None = None
     member: Tensor | None = None
     baseline: Tensor | None = None
     terms: Tensor | None = None

@@ -91,13 +91,18 @@ class RolloutConfig(Frozen):
 
 
 class AlgorithmConfig(Frozen):
-    """Advantage estimator, policy loss and how token losses are averaged."""
+    """Advantage estimator, policy loss and how token losses are averaged.
+
+    `proximal`: the policy that ratios are taken against: the one that sampled ("behaviour": the engine's
+    logprobs), or the trainer's weights at the start of the update ("recompute": one more forward pass).
+    """
 
     advantage: Choice = Choice(name="grpo")
     loss: Choice = Choice(name="ppo_clip")
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean"
     epochs: PositiveInt = 1
     minibatch: PositiveInt = 32
+    proximal: Literal["behaviour", "recompute"] = "behaviour"
     entropy_bonus: Annotated[float, Field(ge=0.0)] = 0.0
 
 

@@ -1,0 +1,131 @@
+"""The actor: the role that holds the policy's weights and trains them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from tensordict import TensorDict
+
+from agentrl.cluster.dispatch import Broadcast, Shard, Strategy
+from agentrl.cluster.worker import Worker, WorkerContext
+from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, SftConfig
+from agentrl.errors import AgentrlError, ConfigError
+from agentrl.train.engine import Bucket
+from agentrl.train.fsdp import FsdpEngine
+from agentrl.train.optim import adamw, muon, rate
+from agentrl.train.plan import StepsShard, UpdateShard
+from agentrl.train.sft import sft_steps
+from agentrl.train.state import load_state, save_state
+from agentrl.train.update import UpdateSettings, check_algorithm, compute_logprobs, update_policy
+
+BUCKET_BYTES = 64 << 20
+
+
+class Actor(Worker):
+    """One rank of the policy. All ranks run every method together."""
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {
+        "init_model": Broadcast(),
+        "compute_logprob": Shard(balance="tokens"),
+        "update": UpdateShard(collect="metrics", balance="column"),
+        "begin_sft": Broadcast(),
+        "sft_steps": StepsShard(collect="metrics", balance="column"),
+        "end_sft": Broadcast(),
+        "export_weights": Broadcast(),
+        "save": Broadcast(),
+        "load": Broadcast(),
+        "export_hf": Broadcast(),
+    }
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._engine: FsdpEngine | None = None
+        self._sft: SftConfig | None = None
+        self._updates = 0
+        self._sft_done = 0
+
+    def init_model(
+        self, path: str, model: ModelConfig, optim: OptimConfig, total_steps: int | None = None
+    ) -> None:
+        """Load the policy from a folder or hub name. `total_steps`: length of the run, for the schedule.
+
+        Raises ModelError for a model that cannot be loaded, ConfigError for a schedule without a length.
+        """
+        if not torch.cuda.is_available():
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+        if self.world_size > 1 or model.dtype != "float32":
+            self.init_process_group()
+        rate(optim.warmup, optim.warmup, optim.schedule, total_steps)
+        self._optim, self._total_steps = optim, total_steps
+        self._engine = FsdpEngine(path, model, optim.max_grad_norm)
+        self._engine.optimizers = adamw(self._engine.named(), optim)
+
+    def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
+        """Ragged `logprobs` and `entropy` of the sampled tokens under the weights of the day."""
+        return compute_logprobs(self._ready(), batch, temperature, self._optim.micro_tokens)
+
+    def update(
+        self,
+        batch: TensorDict,
+        algorithm: AlgorithmConfig,
+        step: int = 0,
+        seed: int = 0,
+        temperature: float = 1.0,
+    ) -> dict[str, float]:
+        """One training step (`epochs` x minibatches optimizer steps); metrics over all ranks.
+
+        Needs the columns of `collate` and `advantages`. `temperature` is the rollout's.
+        """
+        engine = self._ready()
+        check_algorithm(algorithm)
+        factor = rate(self._updates, self._optim.warmup, self._optim.schedule, self._total_steps)
+        engine.set_rate(factor)
+        settings = UpdateSettings(temperature or 1.0, self._optim.micro_tokens, seed, step)
+        metrics = update_policy(engine, batch, algorithm, settings)
+        self._updates += 1
+        return {**metrics, "lr": factor * self._optim.lr}
+
+    def begin_sft(self, cfg: SftConfig) -> None:
+        """Start a supervised phase with optimizers of its own."""
+        engine = self._ready()
+        self._sft, self._sft_done = cfg, 0
+        engine.optimizers = muon(engine.named(), cfg)
+
+    def sft_steps(self, batch: TensorDict, count: int) -> dict[str, float]:
+        """`count` supervised optimizer steps over equal parts of the rows, in order."""
+        if self._sft is None:
+            raise AgentrlError("sft_steps: call begin_sft first")
+        metrics = sft_steps(self._ready(), batch, self._sft, self._sft_done, self._optim.micro_tokens)
+        self._sft_done += count
+        return metrics
+
+    def end_sft(self, folder: str) -> None:
+        """Write the model to `folder` and go over to a fresh optimizer for reinforcement learning."""
+        engine = self._ready()
+        engine.export(Path(folder))
+        self._sft = None
+        engine.optimizers = adamw(engine.named(), self._optim)
+
+    def export_weights(self) -> list[Bucket]:
+        """All weights as full host tensors by Hugging Face name; a tied `lm_head.weight` is left out."""
+        return [bucket for bucket in self._ready().weights(BUCKET_BYTES) if bucket]
+
+    def save(self, folder: str) -> None:
+        """Model, optimizer, schedule and RNG into `folder`."""
+        save_state(self._ready(), Path(folder), {"updates": self._updates})
+
+    def load(self, folder: str) -> None:
+        """What `save` wrote, by any number of ranks. Raises CheckpointError."""
+        self._updates = int(load_state(self._ready(), Path(folder))["updates"])
+
+    def export_hf(self, folder: str) -> None:
+        """A folder that plain transformers and vLLM load."""
+        self._ready().export(Path(folder))
+
+    def _ready(self) -> FsdpEngine:
+        if self._engine is None:
+            raise ConfigError("the actor has no model yet: call init_model first")
+        return self._engine

@@ -1,0 +1,161 @@
+"""Attention over packed rows: no padding reaches the model, and no row ever sees another.
+
+The rows of a micro-batch lie one after the other in one sequence of T tokens. transformers passes the
+keyword argument `packed` of a model's forward on to the attention function, which is registered here
+under the name `PACKED`; the mask function of that name returns None, so no T x T mask is ever built.
+(With transformers' own attention functions packed rows leak into each other silently as soon as a
+cache or a mask is in use; see tests/train/test_attention.py.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from agentrl.errors import ModelError
+
+PACKED = "agentrl_packed"
+WASTE = 1.25
+"""A block of rows may hold this many times its tokens as padding-included cells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of similar length, computed in one call: `gather` [n * width] leads from a cell to its token
+    (a cell past a row's end repeats the row's last token), `cells` [tokens] are the cells that count and
+    `tokens` [tokens] where their results go."""
+
+    rows: int
+    width: int
+    gather: Tensor
+    cells: Tensor
+    tokens: Tensor
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Where the rows lie: `cu_seqlens` int32 [N + 1], the longest row, and the blocks for a CPU."""
+
+    cu_seqlens: Tensor
+    longest: int
+    blocks: tuple[Block, ...]
+
+
+def packed_rows(offsets: Tensor, device: torch.device | None = None) -> Packed:
+    """The layout of rows that `offsets` int64 [N + 1] cut apart."""
+    lengths = offsets.diff().tolist()
+    place = device or offsets.device
+    blocks = tuple(_block(offsets.tolist(), rows, place) for rows in _similar(lengths))
+    return Packed(offsets.to(place, torch.int32), max(lengths, default=0), blocks)
+
+
+def _similar(lengths: list[int]) -> list[list[int]]:
+    """Rows cut, in order of length, into blocks that waste little."""
+    order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i))
+    groups: list[list[int]] = []
+    used = 0
+    for row in order:
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= WASTE * (used + lengths[row]):
+            groups[-1].append(row)
+            used += lengths[row]
+        else:
+            groups.append([row])
+            used = lengths[row]
+    return [sorted(group) for group in groups]
+
+
+def _block(offsets: list[int], rows: list[int], device: torch.device) -> Block:
+    starts = torch.tensor([offsets[row] for row in rows])
+    ends = torch.tensor([offsets[row + 1] for row in rows])
+    width = int((ends - starts).max())
+    steps = torch.arange(width)
+    places = starts[:, None] + steps[None, :]
+    valid = places < ends[:, None]
+    gather = torch.minimum(places, ends[:, None] - 1).reshape(-1)
+    cells = valid.reshape(-1).nonzero().squeeze(1)
+    return Block(
+        len(rows), width, gather.to(device), cells.to(device), gather[cells].to(device), bool(valid.all())
+    )
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: Packed,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each row. Shapes as transformers has them: query [1, H, T, D] -> [1, T, H, D].
+
+    Raises ModelError for what this form cannot compute: attention dropout, and a sliding window shorter
+    than the longest row.
+    """
+    if dropout:
+        raise ModelError("packed attention has no dropout; set attention_dropout to 0 in the model's config")
+    if sliding_window is not None and sliding_window < packed.longest:
+        raise ModelError(f"a row of {packed.longest} tokens exceeds the sliding window of {sliding_window}")
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(q, k, v, packed, scaling)[None], None
+    return _blockwise(q, k, v, packed, scaling)[None], None
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    repeat = q.shape[1] // k.shape[1]
+    if repeat > 1:
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    cu, longest = packed.cu_seqlens, packed.longest
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=(-1, 0))
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | None) -> Tensor:
+    """Right-padded blocks under a causal mask: a real token never looks at the padding behind it."""
+    if len(packed.blocks) == 1 and packed.blocks[0].exact:
+        return _attend(q, k, v, packed.blocks[0], scaling)
+    out = torch.zeros_like(q)
+    for block in packed.blocks:
+        at = block.gather
+        cells = _attend(q.index_select(0, at), k.index_select(0, at), v.index_select(0, at), block, scaling)
+        out = out.index_copy(0, block.tokens, cells if block.exact else cells.index_select(0, block.cells))
+    return out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, scaling: float | None) -> Tensor:
+    """[n * width, H, D] -> [n * width, H, D]."""
+    heads, width = q.shape[1], q.shape[2]
+
+    def shaped(tensor: Tensor) -> Tensor:
+        split = tensor.view(block.rows, block.width, tensor.shape[1], width).transpose(1, 2)
+        return split.repeat_interleave(heads // tensor.shape[1], dim=1) if tensor.shape[1] != heads else split
+
+    out = F.scaled_dot_product_attention(shaped(q), shaped(k), shaped(v), is_causal=True, scale=scaling)
+    return out.transpose(1, 2).reshape(-1, heads, width)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """`packed` says where rows end; there is nothing to mask."""
+    return None
+
+
+def register() -> None:
+    """Make `PACKED` known to transformers; idempotent."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(PACKED, packed_attention)
+    AttentionMaskInterface.register(PACKED, _no_mask)

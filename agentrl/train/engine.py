@@ -1,0 +1,66 @@
+"""What a trainer asks of a model that is spread over ranks: one small abstract class.
+
+`FsdpEngine` implements it with FSDP2; another parallel library can be added beside it. All ranks call
+the same methods in the same order: every one of them may enter a collective.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from agentrl.train.modules import Micro
+
+Bucket = dict[str, Tensor]
+
+
+class BaseEngine(ABC):
+    """A sharded causal language model with its optimizer."""
+
+    device: torch.device
+
+    @abstractmethod
+    def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+        """log pi and entropy of the tokens at `micro.places`, float32 [M]; with gradient where grad is on."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradient of `loss`; gradients of all ranks are *summed* at the `last` micro-batch."""
+
+    @abstractmethod
+    def step(self) -> float:
+        """Clip by the global norm, step, zero the gradients; returns the norm before clipping."""
+
+    @abstractmethod
+    def reduce(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:
+        """The element-wise sum or maximum over the data-parallel ranks, on the host."""
+
+    @abstractmethod
+    def weights(self, bucket_bytes: int) -> Iterator[Bucket]:
+        """Full tensors on the host by Hugging Face name, about `bucket_bytes` at a time.
+
+        All ranks must exhaust it; ranks other than 0 get empty buckets. A tied output embedding is left
+        out.
+        """
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """Model and optimizer state by name, sharded as it lies; tensors that a load may write into."""
+
+    @abstractmethod
+    def export(self, folder: Path) -> None:
+        """Write a folder that plain transformers loads."""
+
+    @abstractmethod
+    def set_rate(self, factor: float) -> None:
+        """Set every learning rate to `factor` times its base."""
+
+
+def flat_state(sections: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Nested state under dotted names."""
+    return {f"{outer}.{name}": value for outer, inner in sections.items() for name, value in inner.items()}

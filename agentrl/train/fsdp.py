@@ -1,0 +1,163 @@
+"""The FSDP2 engine: a transformers model, sharded layer by layer over the data-parallel ranks.
+
+Without a process group (one process) the model stays a plain module and nothing else changes. Gradients
+are summed over ranks, never averaged: losses carry global denominators, so the result does not depend
+on how rows fall to ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from agentrl.config.schema import ModelConfig
+from agentrl.errors import ModelError
+from agentrl.train.attention import PACKED, register
+from agentrl.train.engine import BaseEngine, Bucket, flat_state
+from agentrl.train.modules import Micro, PolicyModule
+from agentrl.train.optim import Optimizers
+from agentrl.train.pretrained import load_causal_lm, load_tokenizer
+
+PREFIX = "hf."
+
+
+class FsdpEngine(BaseEngine):
+    """One rank's part of the model. Build it on all ranks, then give it `optimizers`."""
+
+    def __init__(
+        self, path: str, cfg: ModelConfig, max_grad_norm: float, device: torch.device | None = None
+    ) -> None:
+        """Load the model and shard it. Raises ModelError where it cannot be loaded or is unfit.
+
+        bfloat16 keeps float32 master weights and reduces gradients in float32; it needs a process group.
+        """
+        register()
+        self.path, self.max_grad_norm = path, max_grad_norm
+        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.compute_dtype = torch.float32 if cfg.dtype == "float32" else torch.bfloat16
+        self.sharded = dist.is_available() and dist.is_initialized()
+        if not self.sharded and cfg.dtype != "float32":
+            raise ModelError(f'model.dtype = "{cfg.dtype}" needs a process group: cluster.backend = "ray"')
+        model = load_causal_lm(path, dtype=torch.float32, attn_implementation=PACKED)
+        self.tied = bool(model.config.get_text_config().tie_word_embeddings)
+        self.module = PolicyModule(model).to(self.device)
+        self.module.train()
+        if self.sharded:
+            self._shard()
+        self.optimizers: Optimizers | None = None
+
+    def _shard(self) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
+        if self.compute_dtype == torch.float32:
+            policy = MixedPrecisionPolicy()
+        for layer in layers_of(self.module.hf.base_model):
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(self.module, mp_policy=policy)
+        for part in self._parts():
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+    def _parts(self) -> list[FSDPModule]:
+        return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Trained parameters by Hugging Face name; a tied output embedding appears once, as the input's."""
+        return [(n.removeprefix(PREFIX), p) for n, p in self.module.named_parameters() if p.requires_grad]
+
+    def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+        out: tuple[Tensor, Tensor] = self.module(micro, temperature, entropy)
+        return out
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(last)
+            self.module.set_is_last_backward(last)
+        torch.autograd.backward(loss)
+
+    def step(self) -> float:
+        assert self.optimizers is not None
+        parameters = [p for _, p in self.named() if p.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        self.optimizers.step()
+        return float(norm)
+
+    def set_rate(self, factor: float) -> None:
+        assert self.optimizers is not None
+        self.optimizers.set_rate(factor)
+
+    def reduce(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:
+        if not self.sharded or dist.get_world_size() == 1:
+            return values
+        moved = values.to(self.device)
+        dist.all_reduce(moved, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
+        return moved.cpu()
+
+    def weights(self, bucket_bytes: int) -> Iterator[Bucket]:
+        keep = not self.sharded or dist.get_rank() == 0
+        bucket: Bucket = {}
+        size = 0
+        for name, tensor in self.module.state_dict().items():
+            if self._left_out(name):
+                continue
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            dtype = self.compute_dtype if full.is_floating_point() else full.dtype
+            full = full.detach().to("cpu", dtype, copy=True)
+            if keep:
+                bucket[name.removeprefix(PREFIX)] = full
+            size += full.nbytes
+            if size >= bucket_bytes:
+                yield bucket
+                bucket, size = {}, 0
+        if size:
+            yield bucket
+
+    def _left_out(self, name: str) -> bool:
+        return self.tied and name == f"{PREFIX}lm_head.weight"
+
+    def state(self) -> dict[str, Tensor]:
+        held = self.module.state_dict()
+        model = {name.removeprefix(PREFIX): held[name] for name in held if not self._left_out(name)}
+        optimizer = {} if self.optimizers is None else self.optimizers.state()
+        return flat_state({"model": model, "optimizer": optimizer})
+
+    def export(self, folder: Path) -> None:
+        full: Bucket = {}
+        for bucket in self.weights(1 << 30):
+            full.update(bucket)
+        if self.sharded and dist.get_rank() != 0:
+            return
+        export_model(self.path, self.module.hf.config, full, folder)
+
+
+def layers_of(backbone: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a transformer: its longest ModuleList. Raises ModelError where there is none."""
+    lists = [module for module in backbone.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ModelError(f"{type(backbone).__name__} has no list of layers to shard")
+    return list(max(lists, key=lambda found: len(list(found))))
+
+
+def export_model(source: str, config: Any, weights: Bucket, folder: Path) -> None:
+    """Write config, weights and tokenizer to `folder` as plain transformers does."""
+    from transformers import AutoModelForCausalLM
+
+    dtype = next(iter(weights.values())).dtype
+    with torch.device("meta"):
+        shell = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    folder.mkdir(parents=True, exist_ok=True)
+    shell.load_state_dict(weights, strict=False, assign=True)
+    shell.tie_weights()
+    left = [name for name, parameter in shell.named_parameters() if parameter.is_meta]
+    if left:
+        raise ModelError(f"export: no weights for {left[0]} ({len(left)} missing)")
+    shell.save_pretrained(folder)
+    load_tokenizer(source).save_pretrained(folder)

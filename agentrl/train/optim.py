@@ -1,0 +1,99 @@
+"""Optimizers, their learning-rate schedules, and their state by parameter name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.config.schema import OptimConfig, SftConfig
+from agentrl.errors import ConfigError
+
+Named = list[tuple[str, nn.Parameter]]
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def rate(step: int, warmup: int, schedule: Schedule, total: int | None, floor: float = 0.0) -> float:
+    """The share of the base learning rate at `step` (from 0): linear warm-up over `warmup` steps, then
+    constant, or falling to `floor` of the base at step `total`, where it stays.
+
+    Raises ConfigError where a falling schedule has no `total`.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule == "constant":
+        return 1.0
+    if total is None:
+        raise ConfigError(f'optim.schedule = "{schedule}" needs the number of steps of the run')
+    done = min(max((step - warmup) / max(total - warmup, 1), 0.0), 1.0)
+    shape = 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return floor + (1 - floor) * shape
+
+
+class Optimizers:
+    """One or more torch optimizers that step together, each parameter in exactly one of them."""
+
+    def __init__(self, parts: Iterable[torch.optim.Optimizer], names: Named) -> None:
+        self.parts = list(parts)
+        self._names = {id(parameter): name for name, parameter in names}
+        self._base = [[group["lr"] for group in part.param_groups] for part in self.parts]
+
+    def set_rate(self, factor: float) -> None:
+        for part, base in zip(self.parts, self._base, strict=True):
+            for group, lr in zip(part.param_groups, base, strict=True):
+                group["lr"] = lr * factor
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """State tensors as `<parameter>.<entry>`; entries that are not there yet are created as zeros."""
+        found: dict[str, Tensor] = {}
+        for part in self.parts:
+            for group in part.param_groups:
+                for parameter in group["params"]:
+                    held = part.state[parameter]
+                    if not held:
+                        held.update(_fresh(part, parameter))
+                    name = self._names[id(parameter)]
+                    found.update({f"{name}.{key}": value for key, value in held.items()})
+        return found
+
+
+def _fresh(part: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    if not isinstance(part, torch.optim.AdamW):
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+
+
+def adamw(named: Named, cfg: OptimConfig) -> Optimizers:
+    """AdamW over all parameters; vectors (norms, biases) are not decayed."""
+    groups = [
+        {"params": [p for _, p in named if p.ndim > 1], "weight_decay": cfg.weight_decay},
+        {"params": [p for _, p in named if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    chosen = [group for group in groups if group["params"]]
+    return Optimizers([torch.optim.AdamW(chosen, lr=cfg.lr, betas=cfg.betas, fused=True)], named)
+
+
+def muon(named: Named, cfg: SftConfig) -> Optimizers:
+    """Muon (Jordan 2024) on the matrices inside the layers, AdamW on embeddings and vectors."""
+    inner = [(n, p) for n, p in named if p.ndim == 2 and not _is_embedding(n)]
+    chosen = {id(p) for _, p in inner}
+    rest = [p for _, p in named if id(p) not in chosen]
+    parts: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    ]
+    if inner:
+        parts.append(torch.optim.Muon([p for _, p in inner], lr=cfg.matrix_lr, weight_decay=0.1))
+    return Optimizers(parts, named)
+
+
+def _is_embedding(name: str) -> bool:
+    return "embed" in name or "lm_head" in name

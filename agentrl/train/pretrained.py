@@ -1,0 +1,77 @@
+"""Load tokenizers and causal language models from a folder or a hub name, with clear errors."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import ModelError
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a model. Raises ModelError where there is none."""
+    from transformers import AutoTokenizer
+
+    check_path(path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: no tokenizer can be loaded from there: {_brief(error)}") from error
+
+
+def load_config(path: str) -> Any:
+    """The transformers config of a model. Raises ModelError where there is none."""
+    from transformers import AutoConfig
+
+    check_path(path)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: no model config can be loaded from there: {_brief(error)}") from error
+
+
+def load_causal_lm(path: str, **options: Any) -> Any:
+    """A causal language model. Raises ModelError where there is none, or it is of another kind."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # it would tear the run's own display
+    check_path(path)
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: no causal language model can be loaded: {_brief(error)}") from error
+
+
+def model_context(path: str) -> int:
+    """The longest sequence, in tokens, that a model was made for. Raises ModelError where it is not said."""
+    context = getattr(load_config(path), "max_position_embeddings", None)
+    if not isinstance(context, int) or context < 1:
+        raise ModelError(f"{path}: its config.json has no max_position_embeddings")
+    return context
+
+
+def check_path(path: str) -> None:
+    """Raise ModelError where `path` looks like a folder and is none, or is one without a model in it."""
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{path}: the folder holds no config.json, so it is no model folder")
+        try:
+            json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelError(f"{folder / 'config.json'}: not valid JSON: {error}") from error
+        return
+    if folder.exists():
+        raise ModelError(f"{path}: expected a model folder, found a file")
+    if path.startswith((".", "/", "~")) or path.count("/") > 1 or (folder.parent.is_dir() and "/" in path):
+        siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        near = difflib.get_close_matches(folder.name, siblings, n=1)
+        hint = f"; did you mean {folder.parent / near[0]}?" if near else ""
+        raise ModelError(f"{path}: no such model folder{hint}")
+
+
+def _brief(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

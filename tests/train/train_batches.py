@@ -1,0 +1,40 @@
+"""Made-up batches for the tests of this room."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from agentrl.batch import collate
+from agentrl.batch.rows import jagged, offsets_of
+from agentrl.trajectory import Task, TokenLedger, Trajectory
+
+
+def trajectories(count: int, seed: int = 0, longest: int = 40) -> list[Trajectory]:
+    """Multi-turn token ledgers of random length: context, sampled, context, sampled."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for index in range(count):
+        ledger = TokenLedger()
+        for turn in range(int(rng.integers(1, 4))):
+            ledger.append_context(
+                rng.integers(7, 400, size=int(rng.integers(1, longest // 4))).tolist(), turn
+            )
+            n = int(rng.integers(1, longest // 4))
+            ids = rng.integers(7, 400, size=n).tolist()
+            ledger.append_sampled(ids, (-6 + 0.3 * rng.standard_normal(n)).tolist(), [0] * n, turn)
+        task = Task(id=f"t{index // 4}", seed=index // 4)
+        found.append(
+            Trajectory("made-up", task, member=index % 4, ledgers=[ledger], reward=float(rng.integers(0, 2)))
+        )
+    return found
+
+
+def make_batch(count: int, seed: int = 0, longest: int = 40) -> TensorDict:
+    """A batch with random token-level advantages on the sampled tokens."""
+    batch = collate(trajectories(count, seed, longest))
+    sampled = batch["sampled"]
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(len(sampled.values()), generator=generator) * sampled.values()
+    return batch.update({"advantages": jagged(values, offsets_of(sampled))})
