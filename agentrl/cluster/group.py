@@ -7,11 +7,17 @@ happens to arguments and results is the strategy in the class's dispatch table.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from agentrl.cluster.dispatch import AllToAll, Direct, PerRank, Shipment, Strategy, call_shape
+import numpy as np
+from tensordict import TensorDict
+
+from agentrl.cluster.future import Future, Pending
 from agentrl.cluster.mesh import Mesh
+from agentrl.cluster.shard import Shard
+from agentrl.cluster.shipment import Shipment, Stored
+from agentrl.cluster.strategy import AllToAll, Call, Direct, PerRank, Strategy, call_shape, positional
 from agentrl.cluster.worker import Worker, resolve
 from agentrl.errors import DispatchError
 
@@ -25,15 +31,16 @@ class Backend(ABC):
     """Where the workers of one group live."""
 
     @abstractmethod
-    def call(self, method: str, shipment: Shipment) -> dict[int, Any]:
-        """Run on every rank of the shipment and wait: result by rank.
-
-        Raises WorkerError, WorkerDiedError, StalledError, or the worker's own UserError.
-        """
+    def submit(self, method: str, shipment: Shipment) -> Pending:
+        """Send a call to the ranks of the shipment. Raises WorkerDiedError where one is known gone."""
 
     @abstractmethod
-    async def acall(self, method: str, shipment: Shipment) -> dict[int, Any]:
-        """The same, awaited."""
+    def put(self, batch: TensorDict) -> Any:
+        """Lay a batch where the workers can read it."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Replace the workers by fresh ones."""
 
     @abstractmethod
     def close(self) -> None:
@@ -57,25 +64,35 @@ class WorkerGroup(Generic[W]):
         """Call `method` on the group and wait; its strategy makes one result of the ranks' results.
 
         Raises DispatchError for a call that does not fit, WorkerError naming worker, rank and method
-        with the remote traceback, WorkerDiedError where a process is gone, or the worker's UserError.
+        with the remote traceback, WorkerDiedError where a process is gone, StalledError after the
+        group's `call_timeout`, or the worker's own UserError.
         """
-        where, name, strategy, shipment = self._prepare(method, args, kwargs)
-        result: R = strategy.gather(where, self.backend.call(name, shipment), shipment, self.mesh)
-        return result
+        return self.submit(method, *args, **kwargs).result()
 
     async def arun(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """`run`, awaited: the event loop goes on while the workers work."""
-        where, name, strategy, shipment = self._prepare(method, args, kwargs)
-        results = await self.backend.acall(name, shipment)
-        result: R = strategy.gather(where, results, shipment, self.mesh)
-        return result
+        return await self.submit(method, *args, **kwargs)
+
+    def submit(
+        self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]:
+        """Start `method` and return at once; see Future. Inline, it runs when its result is first asked."""
+        name, strategy, shipment = self._split(method, args, kwargs)
+        pending = self.backend.submit(name, shipment)
+        where = f"{self.cls.__name__}.{name}"
+
+        def gather(results: dict[int, Any]) -> R:
+            result: R = strategy.gather(where, results, shipment, self.mesh)
+            return result
+
+        return Future(where, pending, gather, self._stored(strategy, shipment, pending))
 
     def run_all(
         self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
         """`run`, but every rank's own result, in rank order."""
-        _, name, _, shipment = self._prepare(method, args, kwargs)
-        results = self.backend.call(name, shipment)
+        name, _, shipment = self._split(method, args, kwargs)
+        results = self.backend.submit(name, shipment).wait()
         return [results[rank] for rank in shipment.ranks]
 
     def run_on(
@@ -87,7 +104,7 @@ class WorkerGroup(Generic[W]):
             raise DispatchError(
                 f"{self.cls.__name__}.{name} on rank {rank}: needs Direct() and 0 <= rank < {self.world_size}"
             )
-        result: R = self.backend.call(name, Shipment(args, dict(kwargs), [rank]))[rank]
+        result: R = self.backend.submit(name, Shipment(args, dict(kwargs), [rank])).wait()[rank]
         return result
 
     def scatter(
@@ -99,15 +116,26 @@ class WorkerGroup(Generic[W]):
         **kwargs: P.kwargs,
     ) -> list[R]:
         """Call an `AllToAll` method: rank i gets `items[i]` first; every rank's result, in rank order."""
-        name, strategy = resolve(self.cls, method)
-        where = f"{self.cls.__name__}.{name}"
+        name, strategy, shipment = self._split(method, (PerRank(tuple(items)), *args), kwargs)
         if not isinstance(strategy, AllToAll):
-            raise DispatchError(f"{where} is {strategy}: `scatter` is for AllToAll methods")
-        shipment = strategy.scatter(
-            where, parameter_names(method), (PerRank(items), *args), kwargs, self.mesh
-        )
-        results = self.backend.call(name, shipment)
+            raise DispatchError(
+                f"{self.cls.__name__}.{name} is {strategy}: `scatter` is for AllToAll methods"
+            )
+        results = self.backend.submit(name, shipment).wait()
         return [results[rank] for rank in shipment.ranks]
+
+    def put(self, batch: TensorDict) -> TensorDict:
+        """Lay a batch where the workers can read it, once, for several calls; returns a stand-in for it."""
+        stand_in: Any = Stored([self.backend.put(batch)], [_all_rows(batch)], batch)
+        stored: TensorDict = stand_in
+        return stored
+
+    def restart(self) -> None:
+        """Replace all worker processes by fresh ones, colocated roles included; their state is gone.
+
+        Raises ResourceError where they cannot be placed in time.
+        """
+        self.backend.restart()
 
     def close(self) -> None:
         """End the workers; idempotent."""
@@ -119,20 +147,22 @@ class WorkerGroup(Generic[W]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _prepare(
-        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[str, str, Strategy, Shipment]:
+    def _split(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[str, Strategy, Shipment]:
         name, strategy = resolve(self.cls, method)
-        where = f"{self.cls.__name__}.{name}"
-        return (
-            where,
-            name,
-            strategy,
-            strategy.scatter(where, parameter_names(method), args, dict(kwargs), self.mesh),
-        )
+        names = tuple(positional(call_shape(method)[0]))
+        call = Call(f"{self.cls.__name__}.{name}", names, args, dict(kwargs))
+        return name, strategy, strategy.scatter(call, self.mesh)
+
+    def _stored(self, strategy: Strategy, shipment: Shipment, pending: Pending) -> Stored | None:
+        if not isinstance(strategy, Shard) or strategy.collect not in ("source", "concat"):
+            return None
+        sources = self.mesh.sources(strategy.mesh)
+        known = strategy.collect == "source" and bool(shipment.rows)
+        rows = [shipment.rows[rank] for rank in sources] if known else None
+        return Stored([pending.handles[rank] for rank in sources], rows)
 
 
-def parameter_names(method: Callable[..., Any]) -> list[str]:
-    """Names of the positional parameters after `self`."""
-    parameters, _ = call_shape(method)
-    return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+def _all_rows(batch: TensorDict) -> np.ndarray:
+    return np.arange(len(batch), dtype=np.int64)

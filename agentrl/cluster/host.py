@@ -8,13 +8,17 @@ from __future__ import annotations
 import os
 import pickle
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tensordict import TensorDict
 
+from agentrl.batch.rows import concat, select
 from agentrl.batch.wire import Wire, from_wire, to_wire
 from agentrl.cluster.rendezvous import Rendezvous, listen
+from agentrl.cluster.shipment import Recipe
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.errors import UserError
 
@@ -26,13 +30,8 @@ class RemoteFailure(Exception):
         self, rank: int, kind: str, message: str, trace: str, user_error: type[UserError] | None
     ) -> None:
         super().__init__(rank, kind, message, trace, user_error)
-        self.rank, self.kind, self.message, self.trace, self.user_error = (
-            rank,
-            kind,
-            message,
-            trace,
-            user_error,
-        )
+        self.rank, self.kind, self.message, self.trace = rank, kind, message, trace
+        self.user_error = user_error
 
 
 @dataclass(slots=True)
@@ -61,8 +60,7 @@ class Host:
         """This process's node address, process id and node id."""
         import ray
 
-        context = ray.get_runtime_context()
-        return ray.util.get_node_ip_address(), os.getpid(), context.get_node_id()
+        return ray.util.get_node_ip_address(), os.getpid(), ray.get_runtime_context().get_node_id()
 
     def listen(self, host: str) -> Rendezvous:
         """Bind the rendezvous socket (rank 0 only)."""
@@ -76,19 +74,41 @@ class Host:
             raise failure(context.rank, error) from None
 
     def call(
-        self, role: str, method: str, parameter: str | None, common: Packed, own: Any, *parts: Any
+        self,
+        role: str,
+        method: str,
+        common: Packed,
+        own: dict[str, Any],
+        recipes: dict[str, Any],
+        *pieces: Any,
     ) -> Any:
-        """Run one method. `common` holds (args, kwargs); the parameter `parameter` gets what `own` says:
-        rows of the batch in `parts[0]`, or the value in `own`."""
+        """Run one method: `common` holds what all ranks get, `own` this rank's values, and `recipes`
+        says by parameter which rows of `pieces` to build it from."""
         worker = self._roles[role]
         try:
             args, kwargs = pickle.loads(common.data, buffers=common.buffers)
-            args, kwargs = [unwire(x) for x in args], {key: unwire(x) for key, x in kwargs.items()}
-            if parameter is not None:
-                kwargs[parameter] = from_wire(parts[0], own) if parts else unwire(own)
-            return wire(getattr(worker, method)(*args, **kwargs))
+            kwargs = {key: unwire(value) for key, value in {**kwargs, **own}.items()}
+            kwargs.update({name: cook(recipe, pieces) for name, recipe in recipes.items()})
+            return wire(getattr(worker, method)(*[unwire(value) for value in args], **kwargs))
         except Exception as error:
             raise failure(worker.rank, error) from None
+
+
+def cook(recipe: Recipe, pieces: Sequence[Any]) -> Any:
+    """The argument that a recipe describes, in storage of its own."""
+    first = recipe.takes[0]
+    if len(recipe.takes) == 1:
+        value = pick_rows(pieces[first.piece], first.rows)
+    else:
+        value = concat([pick_rows(pieces[take.piece], take.rows) for take in recipe.takes])
+    return value if recipe.order is None else select(value, recipe.order)
+
+
+def pick_rows(piece: Any, rows: np.ndarray | None) -> Any:
+    """Rows of a wire form or of a batch; all of it where `rows` is None."""
+    if isinstance(piece, TensorDict):
+        return select(piece, np.arange(len(piece)) if rows is None else rows)
+    return from_wire(piece, rows) if isinstance(piece, Wire) else piece
 
 
 def wire(value: Any) -> Any:

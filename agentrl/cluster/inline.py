@@ -5,12 +5,48 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
+from tensordict import TensorDict
+
 from agentrl.batch.rows import select
-from agentrl.cluster.dispatch import Shipment
+from agentrl.cluster.future import Pending
 from agentrl.cluster.group import Backend
+from agentrl.cluster.host import cook
 from agentrl.cluster.mesh import Mesh
+from agentrl.cluster.shipment import Recipe, Shipment, Stored, Take
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.errors import ResourceError, UserError, WorkerError
+
+
+class InlinePending(Pending):
+    """A call that runs in the caller's thread when its result is first asked for."""
+
+    def __init__(self, backend: InlineBackend, method: str, shipment: Shipment) -> None:
+        self._backend, self._method, self._shipment = backend, method, shipment
+        self._results: dict[int, Any] | None = None
+
+    @property
+    def handles(self) -> dict[int, Any]:
+        return {rank: _Later(self, rank) for rank in self._shipment.ranks}
+
+    def wait(self) -> dict[int, Any]:
+        if self._results is None:
+            ranks = self._shipment.ranks
+            self._results = {rank: self._backend.one(self._method, self._shipment, rank) for rank in ranks}
+        return self._results
+
+    async def await_(self) -> dict[int, Any]:
+        return await asyncio.to_thread(self.wait)
+
+
+class _Later:
+    """One rank's result of an inline call."""
+
+    def __init__(self, pending: InlinePending, rank: int) -> None:
+        self._pending, self._rank = pending, rank
+
+    def get(self) -> Any:
+        return self._pending.wait()[self._rank]
 
 
 class InlineBackend(Backend):
@@ -20,36 +56,44 @@ class InlineBackend(Backend):
     def __init__(self, cls: type[Worker], name: str, mesh: Mesh) -> None:
         if mesh.world_size > 1 and cls.collective:
             raise ResourceError(
-                f"group {name!r}: {mesh.world_size} ranks were asked for, backend 'inline' holds one {cls.__name__} "
-                "(torch.distributed knows one rank a process): set cluster.actors = 1 or cluster.backend = \"ray\""
+                f"group {name!r}: {mesh.world_size} ranks were asked for; backend 'inline' holds one, "
+                "as torch.distributed knows one rank a process: "
+                "set cluster.actors = 1 or cluster.backend = 'ray'"
             )
-        self._name, self._cls = name, cls
-        self._workers = [cls(WorkerContext(name, rank, mesh)) for rank in range(mesh.world_size)]
+        self._name, self._cls, self._mesh = name, cls, mesh
+        self._workers: list[Worker] = []
+        self.restart()
 
-    def call(self, method: str, shipment: Shipment) -> dict[int, Any]:
-        return {rank: self._one(method, shipment, rank) for rank in shipment.ranks}
+    def submit(self, method: str, shipment: Shipment) -> Pending:
+        return InlinePending(self, method, shipment)
 
-    async def acall(self, method: str, shipment: Shipment) -> dict[int, Any]:
-        return await asyncio.to_thread(self.call, method, shipment)
+    def put(self, batch: TensorDict) -> Any:
+        return select(batch, np.arange(len(batch)))
+
+    def restart(self) -> None:
+        ranks = range(self._mesh.world_size)
+        self._workers = [self._cls(WorkerContext(self._name, rank, self._mesh)) for rank in ranks]
 
     def close(self) -> None:
         self._workers.clear()
 
-    def _one(self, method: str, shipment: Shipment, rank: int) -> Any:
-        kwargs = dict(shipment.kwargs)
+    def one(self, method: str, shipment: Shipment, rank: int) -> Any:
+        """Run one rank's part. A UserError passes as it is, anything else becomes a WorkerError."""
+        kwargs = {**shipment.kwargs, **shipment.own.get(rank, {})}
         if shipment.parameter is not None:
-            kwargs[shipment.parameter] = self._own(shipment, rank)
+            kwargs[shipment.parameter] = self._rows(shipment, rank)
         try:
             return getattr(self._workers[rank], method)(*shipment.args, **kwargs)
         except UserError:
             raise
         except Exception as error:
-            where = f"{self._name}: {self._cls.__name__} rank {rank}, method {method}"
+            where = f"group {self._name!r}: {self._cls.__name__}.{method}, rank {rank}"
             raise WorkerError(f"{where}: {type(error).__name__}: {error}") from error
 
     @staticmethod
-    def _own(shipment: Shipment, rank: int) -> Any:
-        if shipment.rows is not None:
-            return select(shipment.batch, shipment.rows[rank])
-        assert shipment.items is not None
-        return shipment.items[rank]
+    def _rows(shipment: Shipment, rank: int) -> Any:
+        batch = shipment.batch
+        if isinstance(batch, Stored):
+            pieces = [piece.get() if isinstance(piece, _Later) else piece for piece in batch.pieces]
+            return cook(shipment.recipes[rank], pieces)
+        return cook(Recipe((Take(0, shipment.rows[rank]),)), [batch])

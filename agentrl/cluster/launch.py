@@ -8,8 +8,9 @@ from typing import Any, Literal, TypeVar
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.inline import InlineBackend
 from agentrl.cluster.mesh import Mesh
+from agentrl.cluster.runtime import worker_env
 from agentrl.cluster.worker import Worker
-from agentrl.errors import DispatchError
+from agentrl.errors import AgentrlError, DispatchError
 
 W = TypeVar("W", bound=Worker)
 
@@ -44,22 +45,25 @@ def launch(
     grid = Mesh.of(mesh, world_size)
     if backend == "inline":
         return WorkerGroup(cls, role, grid, InlineBackend(cls, role, grid))
-    from agentrl.cluster.actors import RayBackend, create_role, start_hosts
+    from agentrl.cluster.actors import RayBackend
+    from agentrl.cluster.hosts import Hosts
 
     if on is not None:
         if not isinstance(on.backend, RayBackend) or on.world_size != world_size:
             raise DispatchError(
-                f"group {role!r}: to share processes with {on.name!r} it needs ray and {on.world_size} ranks"
+                f"group {role!r}: sharing the processes of {on.name!r} needs 'ray' and {on.world_size} ranks"
             )
         hosts = on.backend.hosts
         if role in hosts.roles:
-            raise DispatchError(
-                f"group {role!r}: the processes of {on.name!r} hold a role of that name already"
-            )
+            raise DispatchError(f"group {role!r}: the processes of {on.name!r} hold a role of that name")
     else:
-        asked = {"num_cpus": num_cpus, "num_gpus": num_gpus, **(options or {})}
+        asked: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, **(options or {})}
         if env:
-            asked["runtime_env"] = {"env_vars": dict(env)}
-        hosts = start_hosts(world_size, role, asked, startup_timeout)
-    create_role(hosts, role, cls, grid, startup_timeout)
+            asked["runtime_env"] = {"env_vars": {**worker_env(), **env}}
+        hosts = Hosts(role, [asked] * world_size, startup_timeout)
+    try:
+        hosts.create(role, cls, grid)
+    except AgentrlError:
+        hosts.release(role)
+        raise
     return WorkerGroup(cls, role, grid, RayBackend(role, cls, hosts, call_timeout))

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from agentrl.cluster.dispatch import Strategy, call_shape
 from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.rendezvous import Rendezvous, join
+from agentrl.cluster.strategy import Strategy, call_shape
 from agentrl.errors import DispatchError
 
 

@@ -1,0 +1,61 @@
+"""A call under way, and its result as an argument of another group's call."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeVar
+
+from agentrl.cluster.shipment import Stored
+from agentrl.errors import DispatchError
+
+R = TypeVar("R")
+
+
+class Pending(ABC):
+    """The backend's side of a call under way."""
+
+    @property
+    @abstractmethod
+    def handles(self) -> dict[int, Any]:
+        """By rank: where that rank's result will lie (an object reference, or the value itself)."""
+
+    @abstractmethod
+    def wait(self) -> dict[int, Any]:
+        """Results by rank. Raises as `WorkerGroup.run`."""
+
+    @abstractmethod
+    async def await_(self) -> dict[int, Any]:
+        """The same, awaited."""
+
+
+class Future(Generic[R]):
+    """What `WorkerGroup.submit` gives at once. `result()` or `await` brings the value to the driver;
+    `value` stands for it in another group's call, which then reads it where it lies."""
+
+    def __init__(
+        self, where: str, pending: Pending, gather: Callable[[dict[int, Any]], R], stored: Stored | None
+    ) -> None:
+        self._where, self._pending, self._gather, self._stored = where, pending, gather, stored
+
+    def result(self) -> R:
+        """Wait for the call. Raises as `WorkerGroup.run`."""
+        return self._gather(self._pending.wait())
+
+    def __await__(self) -> Generator[Any, None, R]:
+        return self._result().__await__()
+
+    async def _result(self) -> R:
+        return self._gather(await self._pending.await_())
+
+    @property
+    def value(self) -> R:
+        """A stand-in for the result, typed as it, for the batch argument of another group's call.
+
+        Raises DispatchError where the call's results are no rows (collect "metrics" or "none").
+        """
+        if self._stored is None:
+            raise DispatchError(f"{self._where}: only rows (collect 'source' or 'concat') can be passed on")
+        stand_in: Any = self._stored
+        result: R = stand_in
+        return result

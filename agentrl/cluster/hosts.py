@@ -1,0 +1,135 @@
+"""The processes of a worker group under Ray: started together, known by rank, replaced together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from agentrl.cluster.host import Host, RemoteFailure
+from agentrl.cluster.mesh import Mesh
+from agentrl.cluster.worker import Worker, WorkerContext
+from agentrl.errors import ResourceError, WorkerError
+
+Role = tuple[type[Worker], Mesh]
+
+
+class Hosts:
+    """`len(options)` host processes and the roles that they hold.
+
+    `options[rank]` are Ray's actor options of that rank (CPUs, GPUs, placement). `timeout` (seconds)
+    bounds every start.
+    """
+
+    def __init__(self, name: str, options: list[dict[str, Any]], timeout: float) -> None:
+        self.name, self.timeout = name, timeout
+        self._options = options
+        self.handles: list[Any] = []
+        self.nodes: list[tuple[str, int, str]] = []
+        self.lost: dict[int, str] = {}
+        self.roles: dict[str, Role] = {}
+        self._start()
+
+    def _start(self) -> None:
+        """Start all processes and wait until they answer. Raises ResourceError; leaves none behind."""
+        remote = ray.remote(Host)
+        fixed = {"max_concurrency": 1, "max_restarts": 0, "max_task_retries": 0}
+        self.handles = [remote.options(**fixed, **options).remote() for options in self._options]
+        refs = [handle.where.remote() for handle in self.handles]
+        try:
+            self.nodes = ray.get(refs, timeout=self.timeout)
+        except (GetTimeoutError, RayActorError, RayTaskError) as error:
+            done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+            self.kill()
+            raise ResourceError(self._not_placed(len(done), error)) from None
+
+    def _not_placed(self, started: int, error: BaseException) -> str:
+        asked = {key: self._options[0][key] for key in ("num_cpus", "num_gpus") if self._options[0].get(key)}
+        cause = "" if isinstance(error, GetTimeoutError) else f" ({first_line(error)})"
+        free, have = brief(ray.available_resources()), brief(ray.cluster_resources())
+        return (
+            f"group {self.name!r}: {started} of {len(self._options)} workers started within "
+            f"{self.timeout:g} s{cause}; each asks for {asked}, the cluster has {free} free of {have}"
+        )
+
+    def create(self, role: str, cls: type[Worker], mesh: Mesh) -> None:
+        """Build one role object a host. Raises WorkerError or the role's own UserError."""
+        one_node = len({node for _, _, node in self.nodes}) == 1
+        address = "127.0.0.1" if one_node else self.nodes[0][0]
+        try:
+            rendezvous = ray.get(self.handles[0].listen.remote(address), timeout=self.timeout)
+            contexts = [WorkerContext(role, rank, mesh, rendezvous) for rank in range(len(self.handles))]
+            refs = [h.create.remote(role, cls, c) for h, c in zip(self.handles, contexts, strict=True)]
+            ray.get(refs, timeout=self.timeout)
+        except GetTimeoutError:
+            raise ResourceError(f"group {role!r}: not all workers were built in {self.timeout:g} s") from None
+        except RayTaskError as error:
+            raise _not_built(role, cls, error) from None
+        except RayActorError as error:
+            raise WorkerError(
+                f"group {role!r}: a process died while building it: {first_line(error)}"
+            ) from None
+        self.roles[role] = (cls, mesh)
+
+    def restart(self) -> None:
+        """Kill what is left, start fresh processes and build every role again, without its old state."""
+        self.kill()
+        self._start()
+        for role, (cls, mesh) in list(self.roles.items()):
+            self.create(role, cls, mesh)
+
+    def release(self, role: str) -> None:
+        """Drop a role; the processes end with the last one."""
+        self.roles.pop(role, None)
+        if not self.roles:
+            self.kill()
+
+    def kill(self) -> None:
+        """End all processes; idempotent."""
+        for handle in self.handles:
+            ray.kill(handle)
+        self.handles, self.nodes, self.lost = [], [], {}
+
+    def note_lost(self, refs: dict[int, Any]) -> None:
+        """Look through a failed call's references for processes that are gone."""
+        done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)
+        for rank, ref in refs.items():
+            if ref not in done:
+                continue
+            try:
+                ray.get(ref)
+            except RayTaskError:
+                continue
+            except RayActorError as error:
+                self.lost[rank] = first_line(error)
+
+    def describe_lost(self) -> str:
+        """The lost ranks with process ids and Ray's reason."""
+        places = {rank: self.nodes[rank] for rank in self.lost}
+        named = [
+            f"rank {r} (pid {places[r][1]} on {places[r][0]}): {self.lost[r]}" for r in sorted(self.lost)
+        ]
+        return "; ".join(named)
+
+
+def _not_built(role: str, cls: type[Worker], error: RayTaskError) -> Exception:
+    cause = error.cause
+    if not isinstance(cause, RemoteFailure):
+        return WorkerError(f"group {role!r}: {cls.__name__} cannot be built: {error}")
+    where = f"group {role!r}: {cls.__name__}.__init__, rank {cause.rank}"
+    if cause.user_error is not None:
+        return cause.user_error(f"{cause.message} ({where})")
+    return WorkerError(
+        f"{where}: {cause.kind}: {cause.message}\n--- remote traceback ---\n{cause.trace.rstrip()}"
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def brief(resources: dict[str, float]) -> dict[str, float]:
+    """CPUs and GPUs of a Ray resource table."""
+    return {key: resources[key] for key in ("CPU", "GPU") if key in resources}

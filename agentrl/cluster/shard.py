@@ -1,0 +1,143 @@
+"""The Shard strategy: rows of a batch to the ranks along a mesh axis, and their results back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from tensordict import TensorDict
+
+from agentrl.batch.balance import partition
+from agentrl.batch.rows import lengths
+from agentrl.cluster.collect import METRIC_REDUCTIONS, joined, reduced_metrics, reordered
+from agentrl.cluster.mesh import Mesh
+from agentrl.cluster.shipment import Recipe, Shipment, Stored, Take
+from agentrl.cluster.strategy import Call, Strategy, positional
+from agentrl.errors import DispatchError
+
+Collect = Literal["source", "concat", "metrics", "none"]
+
+
+@dataclass(frozen=True)
+class Shard(Strategy):
+    """Each rank along a mesh axis gets its rows of a TensorDict batch.
+
+    Any number of rows over any number of ranks is legal: a rank may get zero rows. Ranks that share a
+    coordinate of `mesh` (for example tensor-parallel peers) get the same rows; results are taken from
+    one of them.
+
+    - `argument`: the parameter that holds the batch, by default the first; all others (a function
+      shipped along, for example) go to every rank.
+    - `balance`: None splits contiguously into nearly equal row counts; "tokens" splits by a n + b n^2
+      over row lengths (`cost`); "column" takes the rank from the batch's row column `dp_rank`.
+    - `collect`: "source" puts the ranks' rows (TensorDict, tensor or list, one entry a row) back in
+      the driver's row order; "concat" joins them in rank order; "metrics" reduces dicts of numbers to
+      one, key by key, by `metrics` ("sum", "mean", "max", "min"; "mean" where not named); "none" drops them.
+
+    The batch may be a future of another group (`Future.value`). Where that has as many pieces as this
+    mesh axis has ranks, rank i gets piece i; else the rows are split anew. Neither passes the driver.
+    """
+
+    mesh: str = "dp"
+    collect: Collect = "source"
+    balance: Literal["tokens", "column"] | None = None
+    argument: str | None = None
+    metrics: Mapping[str, str] = field(default_factory=dict, hash=False)
+    cost: tuple[float, float] = (1.0, 0.0)
+
+    def check(self, where: str, parameters: Sequence[inspect.Parameter], returns: Any) -> None:
+        usable = positional(parameters)
+        if not usable:
+            raise DispatchError(f"{where}: Shard() ships a TensorDict, the method has no parameter for it")
+        if self.argument is not None and self.argument not in usable:
+            raise DispatchError(
+                f"{where}: Shard() names the parameter {self.argument!r}; the method has {usable}"
+            )
+        chosen = next(p for p in parameters if p.name == (self.argument or usable[0]))
+        declared = _text(chosen.annotation)
+        if declared and not any(word in declared for word in ("TensorDict", "Any", "object")):
+            raise DispatchError(
+                f"{where}: Shard() ships a TensorDict as {chosen.name!r}, declared as {declared}"
+            )
+        if returns in (None, "None") and self.collect != "none":
+            raise DispatchError(f"{where}: Shard(collect={self.collect!r}) needs a result, it returns None")
+        self._check_options(where)
+
+    def _check_options(self, where: str) -> None:
+        if self.collect not in ("source", "concat", "metrics", "none"):
+            raise DispatchError(f"{where}: unknown collect {self.collect!r}")
+        if self.balance not in (None, "tokens", "column"):
+            raise DispatchError(f"{where}: unknown balance {self.balance!r}")
+        wrong = {key: how for key, how in self.metrics.items() if how not in METRIC_REDUCTIONS}
+        if wrong:
+            raise DispatchError(
+                f"{where}: unknown metric reductions {wrong}; known: {sorted(METRIC_REDUCTIONS)}"
+            )
+
+    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
+        where = call.where
+        name = self.argument or call.names[0]
+        batch, rest = call.take(name)
+        count = mesh.size(self.mesh)
+        shipment = Shipment(rest.args, rest.kwargs, list(range(mesh.world_size)), parameter=name, batch=batch)
+        axis = {rank: mesh.index(rank, self.mesh) for rank in shipment.ranks}
+        if isinstance(batch, TensorDict):
+            shards = self._shards(where, batch, count)
+            shipment.rows = {rank: shards[axis[rank]] for rank in shipment.ranks}
+        elif isinstance(batch, Stored):
+            shares = self._stored(where, batch, count)
+            shipment.recipes = {rank: shares[axis[rank]][0] for rank in shipment.ranks}
+            known = {rank: shares[axis[rank]][1] for rank in shipment.ranks}
+            shipment.rows = {rank: rows for rank, rows in known.items() if rows is not None}
+        else:
+            raise DispatchError(f"{where}: {name!r} must be a TensorDict, it is a {type(batch).__name__}")
+        return shipment
+
+    def _shards(self, where: str, batch: TensorDict, count: int) -> list[np.ndarray]:
+        if self.balance == "column":
+            owner = np.asarray(batch.get("dp_rank"))
+            if len(owner) and (owner.min() < 0 or owner.max() >= count):
+                raise DispatchError(f"{where}: column dp_rank names rank {owner.max()}, the axis has {count}")
+            return [np.flatnonzero(owner == rank) for rank in range(count)]
+        if self.balance == "tokens":
+            tokens = lengths(batch).numpy().astype(np.float64)
+            costs = self.cost[0] * tokens + self.cost[1] * tokens * tokens
+            return [np.sort(np.asarray(part, dtype=np.int64)) for part in partition(costs, count)]
+        return list(np.array_split(np.arange(len(batch), dtype=np.int64), count))
+
+    def _stored(self, where: str, stored: Stored, count: int) -> list[tuple[Recipe, Any]]:
+        """Recipe and row numbers (None where unknown) of each coordinate."""
+        if stored.known is not None:
+            return [(stored.recipe(rows), rows) for rows in self._shards(where, stored.known, count)]
+        if len(stored.pieces) == count:
+            held: Sequence[Any] = stored.rows or [None] * count
+            return [(Recipe((Take(piece),)), held[piece]) for piece in range(count)]
+        if stored.rows is None or self.balance is not None:
+            raise DispatchError(
+                f"{where}: a future of {len(stored.pieces)} pieces for {count} ranks: splitting it anew needs "
+                "collect='source' where it was made and balance=None here"
+            )
+        total = sum(len(part) for part in stored.rows)
+        return [
+            (stored.recipe(part), part) for part in np.array_split(np.arange(total, dtype=np.int64), count)
+        ]
+
+    def gather(self, where: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
+        sources = mesh.sources(self.mesh)
+        parts = [results[rank] for rank in sources]
+        if self.collect == "none":
+            return None
+        if self.collect == "metrics":
+            return reduced_metrics(where, parts, self.metrics)
+        if self.collect == "concat" or not shipment.rows:
+            return joined(where, parts)
+        return reordered(where, parts, [shipment.rows[rank] for rank in sources])
+
+
+def _text(annotation: Any) -> str:
+    if annotation is inspect.Parameter.empty:
+        return ""
+    return annotation if isinstance(annotation, str) else str(annotation)
