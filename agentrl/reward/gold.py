@@ -152,7 +152,7 @@ def bfcl_type_fits(made: Json, schema: Json, allowed: Sequence[Any]) -> bool:
     wanted = _BFCL_TYPES[kind]
     if type(made) is wanted or (wanted is float and type(made) is int):
         items = schema.get("items")
-        if wanted is not list or not isinstance(items, Mapping):
+        if not isinstance(made, list) or not isinstance(items, Mapping):
             return True
         return any(
             not isinstance(option, list) or all(_plain_type_fits(item, items, option) for item in made)

@@ -23,8 +23,9 @@ class CallsMatch(Leaf):
 
     kind: ClassVar[str] = "calls.match"
     formula: ClassVar[str] = (
-        "M / D: M = sum of the pairs' credit under the assignment; D = max(made, expected) for exact, "
-        "expected for superset, made for subset. credit=all gives 1 where M = D, else 0; credit=toolrl gives "
+        "M / D: M = sum of the pairs' credit under the assignment (matched: 1 for a full match; partial: "
+        "(1 + right arguments) / (1 + arguments)); D = max(made, expected) for exact, expected for superset, made "
+        "for subset. credit=all: 1 where every one of D is a full match, else 0. credit=toolrl: "
         "(r_name + r_param + r_value) / (1 + |G| + sum |keys(G_j)|)."
     )
     schema: ClassVar[dict[str, Any]] = object_schema(
@@ -34,7 +35,7 @@ class CallsMatch(Leaf):
             "order": {"enum": ["free", "ordered", "prefix"]},
             "compare": {"enum": ["exact", "subset", "superset"]},
             "assign": {"enum": ["optimal", "greedy"]},
-            "credit": {"enum": ["all", "partial", "toolrl"]},
+            "credit": {"enum": ["all", "matched", "partial", "toolrl"]},
             "arguments": {"enum": list(ARGUMENTS)},
             "strings": {"enum": list(NORMALIZERS)},
             "abs": _NUMBER,
@@ -92,14 +93,14 @@ class CallsMatch(Leaf):
         def part(i: int, j: int) -> float:
             return self.rule.part(calls[i], gold[j])
 
-        credit = match if self.credit == "all" else part
+        credit = part if self.credit == "partial" else match
         if self.order == "prefix":
             return assign.prefix(match, n, m), match
         straight = assign.prefix(match, n, m)
         if len(straight) == min(n, m):  # no assignment can do better than a full match of the shorter side
             return straight, match
         if self.assign == "greedy" or (
-            self.order == "free" and self.credit == "all" and self.rule.equivalence
+            self.order == "free" and self.credit != "partial" and self.rule.equivalence
         ):
             return assign.greedy(match, n, m), match
         if self.order == "ordered":
