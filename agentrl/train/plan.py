@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from tensordict import TensorDict
 
 from agentrl.batch.balance import partition
 from agentrl.batch.rows import lengths, select, wide
-from agentrl.cluster.dispatch import Shard, Shipment
+from agentrl.cluster.dispatch import Call, Shard, Shipment
 from agentrl.cluster.mesh import Mesh
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import DispatchError
@@ -27,43 +26,38 @@ from agentrl.errors import DispatchError
 class UpdateShard(Shard):
     """For `update(batch, algorithm, step, seed, ...)`: shuffled minibatches, each balanced over the ranks."""
 
-    def scatter(
-        self, where: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh
-    ) -> Shipment:
-        batch, given = _taken(where, names, args, kwargs, "algorithm")
-        algorithm: AlgorithmConfig = given["algorithm"]
+    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
+        batch, rest = _taken(call, "algorithm")
+        algorithm: AlgorithmConfig = rest.kwargs["algorithm"]
         batch = drop_rows_without_gradient(batch, algorithm)
-        parts = shuffled(len(batch), algorithm.minibatch, given.get("seed", 0), given.get("step", 0))
+        seed, step = rest.kwargs.get("seed", 0), rest.kwargs.get("step", 0)
+        parts = shuffled(len(batch), algorithm.minibatch, seed, step)
         planned = placed(batch, parts, mesh.size(self.mesh))
-        return Shard.scatter(self, where, names, (planned,), given, mesh)
+        return Shard.scatter(self, Call(call.where, call.names, (planned,), rest.kwargs), mesh)
 
 
 @dataclass(frozen=True)
 class StepsShard(Shard):
     """For `sft_steps(batch, count)`: `count` optimizer steps of equal numbers of rows, in the rows' order."""
 
-    def scatter(
-        self, where: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh
-    ) -> Shipment:
-        batch, given = _taken(where, names, args, kwargs, "count")
-        count: int = given["count"]
+    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
+        batch, rest = _taken(call, "count")
+        count: int = rest.kwargs["count"]
         if not 1 <= count <= len(batch):
-            raise DispatchError(f"{where}: {len(batch)} rows do not make {count} steps")
+            raise DispatchError(f"{call.where}: {len(batch)} rows do not make {count} steps")
         planned = placed(batch, np.array_split(np.arange(len(batch)), count), mesh.size(self.mesh))
-        return Shard.scatter(self, where, names, (planned,), given, mesh)
+        return Shard.scatter(self, Call(call.where, call.names, (planned,), rest.kwargs), mesh)
 
 
-def _taken(
-    where: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], needed: str
-) -> tuple[TensorDict, dict[str, Any]]:
-    """The batch and the other arguments by name. Raises DispatchError where one is missing."""
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    batch = given.pop(names[0], None)
+def _taken(call: Call, needed: str) -> tuple[TensorDict, Call]:
+    """The batch, and the call without it. Raises DispatchError where one argument is missing."""
+    name = call.names[0]
+    batch, rest = call.take(name)
     if not isinstance(batch, TensorDict):
-        raise DispatchError(f"{where}: {names[0]!r} must be a TensorDict, it is a {type(batch).__name__}")
-    if needed not in given or len(args) > len(names):
-        raise DispatchError(f"{where} takes {list(names)}; it was given {[names[0], *given]}")
-    return batch, given
+        raise DispatchError(f"{call.where}: {name!r} must be a TensorDict, it is a {type(batch).__name__}")
+    if needed not in rest.kwargs:
+        raise DispatchError(f"{call.where}: no argument given for {needed!r}")
+    return batch, rest
 
 
 def drop_rows_without_gradient(batch: TensorDict, algorithm: AlgorithmConfig) -> TensorDict:
