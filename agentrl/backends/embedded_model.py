@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from agentrl.backends import slot_attention
+from agentrl.backends.parameters import Arrivals, expected_parameters
 from agentrl.backends.slot_attention import Plan, Span
 from agentrl.backends.slots import KvShape, Slots
-from agentrl.errors import EngineError, ModelError
+from agentrl.errors import ModelError
 from agentrl.rollout.engine import WeightBuckets
 
 # Largest log-probability difference between the model's own attention and ours on the probe tokens.
@@ -27,8 +28,8 @@ class EmbeddedModel:
         self.module = _load(path, getattr(torch, dtype), device)
         text = self.module.config.get_text_config()
         heads = text.num_attention_heads
-        self.vocab = int(text.vocab_size)
-        self.positions = int(getattr(text, "max_position_embeddings", 0) or 2**31)
+        self._expected = expected_parameters(path)
+        self.vocab, self.positions = self._expected.vocab, self._expected.positions
         self.shape = KvShape(
             layers=text.num_hidden_layers,
             heads=getattr(text, "num_key_value_heads", None) or heads,
@@ -55,29 +56,14 @@ class EmbeddedModel:
     def write(self, weights: WeightBuckets) -> None:
         """Copy new weights in. Raises EngineError where a parameter is unknown, missing, of another shape or
         sent twice; some may have been written by then."""
-        expected = dict(self.module.named_parameters())
-        tied = {
-            name: p
-            for name, p in self.module.named_parameters(remove_duplicate=False)
-            if name not in expected
-        }
-        missing = set(expected)
+        every = dict(self.module.named_parameters(remove_duplicate=False))
+        arrivals = Arrivals(self._expected)
         for bucket in weights:
             for name, tensor in bucket.items():
-                target = expected.get(name, tied.get(name))
-                if target is None:
-                    raise EngineError(f"published weight {name!r} is not a parameter of this model")
-                if target.shape != tensor.shape:
-                    shapes = f"{tuple(tensor.shape)}, expected {tuple(target.shape)}"
-                    raise EngineError(f"published weight {name!r} has shape {shapes}")
-                if name in expected and name not in missing:
-                    raise EngineError(f"published weight {name!r} was sent twice")
-                missing.discard(name)
+                target = every[arrivals.check(name, tuple(tensor.shape))]
                 with torch.no_grad():
                     target.copy_(tensor)
-        if missing:
-            some = ", ".join(sorted(missing)[:4])
-            raise EngineError(f"{len(missing)} of {len(expected)} weights were not published: {some}")
+        arrivals.complete()
 
     @torch.inference_mode()
     def _check(self, path: str) -> None:

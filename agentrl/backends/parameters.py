@@ -1,0 +1,71 @@
+"""What a publish must bring: the parameters of a model folder, by name and shape, without loading it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from agentrl.errors import EngineError, ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """`shapes` by parameter name, tied ones once; `tied` maps each further name of a tied parameter to the
+    name it goes by in `shapes`."""
+
+    shapes: dict[str, tuple[int, ...]]
+    tied: dict[str, str]
+    vocab: int
+    positions: int
+
+
+def expected_parameters(path: str) -> Expected:
+    """Raises ModelError where the folder has no readable config."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as problem:
+        raise ModelError(f"cannot read the model config of {path}: {problem}") from problem
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    text = config.get_text_config()
+    return Expected(
+        shapes={name: tuple(parameter.shape) for parameter, name in names.items()},
+        tied={name: names[parameter] for name, parameter in every if names[parameter] != name},
+        vocab=int(text.vocab_size),
+        positions=int(getattr(text, "max_position_embeddings", 0) or 2**31),
+    )
+
+
+class Arrivals:
+    """Checks a publish as its tensors come in."""
+
+    def __init__(self, expected: Expected) -> None:
+        self._expected = expected
+        self._seen: set[str] = set()
+
+    def check(self, name: str, shape: tuple[int, ...]) -> str:
+        """The parameter's name in `Expected.shapes`. Raises EngineError where it is unknown, sent twice or
+        of another shape."""
+        canonical = self._expected.tied.get(name, name)
+        wanted = self._expected.shapes.get(canonical)
+        if wanted is None:
+            raise EngineError(f"published weight {name!r} is not a parameter of this model")
+        if shape != wanted:
+            raise EngineError(f"published weight {name!r} has shape {shape}, expected {wanted}")
+        if canonical in self._seen:
+            raise EngineError(f"published weight {name!r} was sent twice")
+        self._seen.add(canonical)
+        return canonical
+
+    def complete(self) -> None:
+        """Raises EngineError where parameters did not come."""
+        missing = sorted(self._expected.shapes.keys() - self._seen)
+        if missing:
+            count = f"{len(missing)} of {len(self._expected.shapes)}"
+            raise EngineError(f"{count} weights were not published: {', '.join(missing[:4])}")

@@ -1,0 +1,164 @@
+"""One vLLM replica: AsyncLLM inside a Ray actor. Everything that depends on vLLM's version or build is in
+this file and in `vllm_worker.py`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agentrl.errors import EngineError
+from agentrl.rollout.engine import EngineStats, Finish, Generation, Sampling
+
+CPU_ENVIRONMENT = {
+    # One thread: with anything else on the cores, more threads spin against each other (40x slower).
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Kernels compiled on first use cost 9 to 15 s and bring a small model nothing.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is the engine's own already; halves the start
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class ReplicaDeadError(EngineError):
+    """The engine inside the replica is gone; another replica may serve the request."""
+
+
+class VllmActor:
+    """See `VllmEngine`; methods run on the actor's own event loop."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        """`options`: keyword arguments for vLLM's AsyncEngineArgs."""
+        self._options = options
+        self._engine: Any = None
+        self._requests: dict[str, set[str]] = {}
+        self._prompt_tokens = self._cached_tokens = self._sampled_tokens = 0
+        self._version = 0
+
+    async def start(self) -> int:
+        """Load the model; returns the process id."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        args = AsyncEngineArgs(
+            skip_tokenizer_init=True,
+            enable_prefix_caching=True,
+            # The default reports log_softmax(z) whatever the temperature, not the distribution drawn from.
+            logprobs_mode="processed_logprobs",
+            # The default of 128 on a CPU hides every prefix hit of a short prompt.
+            block_size=32,
+            worker_extension_cls="agentrl.backends.vllm_worker.WeightReceiver",
+            disable_log_stats=True,
+            **self._options,
+        )
+        self._engine = AsyncLLM.from_engine_args(args)
+        await self._engine.update_weight_version("0")
+        return os.getpid()
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, request_key: str, request_id: str
+    ) -> Generation:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=None if sampling.seed is None else sampling.seed % 2**63,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._requests.setdefault(request_key, set()).add(request_id)
+        final = None
+        try:
+            prompt = {"prompt_token_ids": list(token_ids)}
+            async for output in self._engine.generate(prompt, params, request_id):
+                final = output
+        except (
+            Exception
+        ) as problem:  # every kind of failure is the caller's to know, typed by what still lives
+            kind = ReplicaDeadError if self._engine.errored else EngineError
+            raise kind(f"{type(problem).__name__}: {problem}") from None
+        finally:
+            self._requests[request_key].discard(request_id)
+            if not self._requests[request_key]:
+                del self._requests[request_key]
+        if final is None:
+            raise EngineError(f"vLLM gave no output for request {request_id}")
+        return self._read(final, len(token_ids))
+
+    async def pause(self) -> None:
+        """Stop after the step under way and drop all caches: what runs is computed anew after `resume`."""
+        await self._engine.pause_generation(mode="keep", clear_cache=True)
+
+    async def resume(self) -> None:
+        await self._engine.resume_generation()
+
+    async def begin_update(self) -> None:
+        await self._engine.collective_rpc("agentrl_begin")
+
+    async def load(self, data: npt.NDArray[np.uint8], entries: list[Any]) -> None:
+        """Hand one bucket to the worker processes through a file in shared memory."""
+        folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        with tempfile.NamedTemporaryFile(prefix="agentrl-", dir=folder) as file:
+            data.tofile(file)
+            file.flush()
+            await self._engine.collective_rpc("agentrl_load", args=(file.name, data.nbytes, entries))
+
+    async def end_update(self, version: int | None) -> None:
+        """Close the update; `version` is None where it failed."""
+        await self._engine.collective_rpc("agentrl_end")
+        await self._engine.reset_prefix_cache()
+        if version is not None:
+            await self._engine.update_weight_version(str(version))
+            self._version = version
+
+    async def abort(self, request_key: str) -> None:
+        for request_id in list(self._requests.get(request_key, ())):
+            await self._engine.abort(request_id)
+
+    async def cancel(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(
+            running=sum(len(ids) for ids in self._requests.values()),
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            sampled_tokens=self._sampled_tokens,
+            version=self._version,
+        )
+
+    async def close(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None
+
+    def _read(self, output: Any, prompt_tokens: int) -> Generation:
+        completion = output.outputs[0]
+        ids = list(completion.token_ids)
+        logprobs = [entry[token].logprob for token, entry in zip(ids, completion.logprobs or [], strict=True)]
+        versions: list[int] = []
+        for span in completion.weight_versions or []:
+            versions += [int(span.version)] * (span.end - span.start)
+        if len(versions) != len(ids):
+            raise EngineError(f"vLLM labelled {len(versions)} of {len(ids)} tokens with a weights version")
+        self._prompt_tokens += prompt_tokens
+        self._cached_tokens += output.num_cached_tokens or 0
+        self._sampled_tokens += len(ids)
+        return Generation(ids, logprobs, versions, _FINISH[completion.finish_reason])

@@ -1,0 +1,269 @@
+"""What every engine must do. A test module gives the `engine` fixture (weights of `model_folder`, version 0)
+and `tolerance`, the largest logprob difference to a forward pass."""
+
+import asyncio
+import copy
+import random
+
+import pytest
+import torch
+from engine_models import VOCAB, changed, forward_logprobs, parameters
+
+from agentrl.errors import EngineError
+from agentrl.rollout.engine import Sampling
+
+
+def prompt_of(length, seed=0):
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def off(model, prompt, generation, **options):
+    """Largest distance between the engine's logprobs and a forward pass."""
+    expected = forward_logprobs(model, prompt, generation.token_ids, **options)
+    return (expected - torch.tensor(generation.logprobs)).abs().max().item()
+
+
+async def until(condition, seconds=30.0):
+    async with asyncio.timeout(seconds):
+        while not await condition():
+            await asyncio.sleep(0.005)
+
+
+class EngineContract:
+    """Subclass with fixtures `engine`, `model` and `tolerance`."""
+
+    async def test_columns_and_length(self, engine):
+        generation = await engine.generate(prompt_of(9), Sampling(max_tokens=12, seed=1), "a")
+        assert len(generation.token_ids) == len(generation.logprobs) == len(generation.versions) == 12
+        assert generation.finish == "length"
+        assert all(0 <= token < VOCAB for token in generation.token_ids)
+        version = (await engine.stats()).version
+        assert set(generation.versions) == {version}
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+    async def test_logprobs_match_a_forward_pass(self, engine, model, tolerance, temperature):
+        prompt = prompt_of(21)
+        sampling = Sampling(max_tokens=40, temperature=temperature, seed=3)
+        generation = await engine.generate(prompt, sampling, "a")
+        assert off(model, prompt, generation, temperature=temperature) < tolerance
+        # control: the wrong temperature is not mistaken for the right one
+        assert off(model, prompt, generation, temperature=temperature * 1.5) > 0.05
+
+    @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.7), (8, 0.8)])
+    async def test_logprobs_are_renormalized_over_the_kept_set(self, engine, model, tolerance, top_k, top_p):
+        prompt = prompt_of(13, seed=5)
+        sampling = Sampling(max_tokens=24, top_k=top_k, top_p=top_p, seed=4)
+        generation = await engine.generate(prompt, sampling, "a")
+        ids = [*prompt, *generation.token_ids]
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        for row, token, logprob in zip(logits, generation.token_ids, generation.logprobs, strict=True):
+            order = row.argsort(descending=True).tolist()
+            kept = order[:top_k] if top_k else order
+            mass, chosen = 0.0, []
+            probability = torch.softmax(row[kept], 0).tolist()
+            for candidate, share in zip(kept, probability, strict=True):
+                if mass >= top_p:
+                    break
+                chosen.append(candidate)
+                mass += share
+            assert token in chosen
+            expected = torch.log_softmax(row[chosen], 0)[chosen.index(token)].item()
+            assert abs(expected - logprob) < max(tolerance, 1e-4)
+
+    async def test_greedy_takes_the_likeliest_token(self, engine, model):
+        prompt = prompt_of(17, seed=8)
+        generation = await engine.generate(prompt, Sampling(max_tokens=16, temperature=0.0), "a")
+        ids = list(prompt)
+        with torch.inference_mode():
+            for token in generation.token_ids:
+                assert token == int(model(torch.tensor([ids])).logits[0, -1].argmax())
+                ids.append(token)
+
+    async def test_a_stop_token_is_the_last_id(self, engine):
+        prompt = prompt_of(9)
+        free = await engine.generate(prompt, Sampling(max_tokens=30, seed=2), "a")
+        stop = free.token_ids[7]
+        first = free.token_ids.index(stop)
+        sampling = Sampling(max_tokens=30, seed=2, stop_token_ids=(stop,))
+        stopped = await engine.generate(prompt, sampling, "b")
+        assert stopped.finish == "stop"
+        assert stopped.token_ids == free.token_ids[: first + 1]
+
+    async def test_a_seed_fixes_the_sample_whatever_else_runs(self, engine):
+        prompt = prompt_of(11)
+        alone = await engine.generate(prompt, Sampling(max_tokens=20, seed=7), "a")
+        crowd = [
+            engine.generate(prompt_of(5 + i, seed=i), Sampling(max_tokens=10 + i, seed=i), f"c{i}")
+            for i in range(8)
+        ]
+        again, *_ = await asyncio.gather(
+            engine.generate(prompt, Sampling(max_tokens=20, seed=7), "b"), *crowd
+        )
+        other = await engine.generate(prompt, Sampling(max_tokens=20, seed=8), "c")
+        assert alone.token_ids == again.token_ids
+        assert alone.token_ids != other.token_ids
+
+    async def test_64_at_once(self, engine, model, tolerance):
+        prompts = [prompt_of(3 + 2 * i, seed=i) for i in range(64)]
+        generations = await asyncio.gather(
+            *(
+                engine.generate(prompt, Sampling(max_tokens=5 + i % 9, seed=i), f"e{i}")
+                for i, prompt in enumerate(prompts)
+            )
+        )
+        for i, (prompt, generation) in enumerate(zip(prompts, generations, strict=True)):
+            assert len(generation.token_ids) == 5 + i % 9
+            assert off(model, prompt, generation) < tolerance
+
+    async def test_turns_of_an_episode_reuse_its_cache(self, engine, model, tolerance):
+        before = await engine.stats()
+        ids = prompt_of(64)
+        for turn in range(3):
+            generation = await engine.generate(ids, Sampling(max_tokens=40, seed=turn), "episode")
+            assert off(model, ids, generation) < tolerance
+            ids = [*ids, *generation.token_ids, *prompt_of(10, seed=turn)]
+        after = await engine.stats()
+        prompts = after.prompt_tokens - before.prompt_tokens
+        cached = after.cached_tokens - before.cached_tokens
+        assert prompts == 64 + 114 + 164
+        assert 64 + 114 <= cached + 2 * 32 <= prompts  # all but the last block of each turn
+
+    async def test_a_rewritten_history_is_not_taken_for_the_cached_one(self, engine, model, tolerance):
+        ids = prompt_of(80)
+        await engine.generate(ids, Sampling(max_tokens=8, seed=1), "episode")
+        rewritten = [*ids[:40], (ids[40] + 1) % VOCAB, *ids[41:], 1, 2, 3]
+        generation = await engine.generate(rewritten, Sampling(max_tokens=8, seed=1), "episode")
+        assert off(model, rewritten, generation) < tolerance
+
+    async def test_abort_returns_what_was_sampled(self, engine):
+        prompt = prompt_of(9)
+        task = asyncio.ensure_future(engine.generate(prompt, Sampling(max_tokens=1500, seed=1), "long"))
+
+        async def some():
+            await asyncio.sleep(0.05)
+            return (await engine.stats()).running == 1
+
+        await until(some)
+        await engine.abort("another episode")
+        assert not task.done()
+        await engine.abort("long")
+        partial = await asyncio.wait_for(task, 30)
+        assert partial.finish == "abort"
+        assert len(partial.token_ids) == len(partial.logprobs) == len(partial.versions) < 1500
+
+    async def test_cancelling_frees_what_the_request_held(self, engine):
+        tasks = [
+            asyncio.ensure_future(engine.generate(prompt_of(9), Sampling(max_tokens=1500, seed=i), f"k{i}"))
+            for i in range(4)
+        ]
+
+        async def running():
+            return (await engine.stats()).running == 4
+
+        await until(running)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+        async def gone():
+            stats = await engine.stats()
+            return stats.running == stats.waiting == 0
+
+        await until(gone)
+        assert len((await engine.generate(prompt_of(9), Sampling(max_tokens=3), "k0")).token_ids) == 3
+
+    async def test_publish_changes_the_weights_and_drops_every_cache(self, engine, model, tolerance):
+        prompt = prompt_of(70)
+        await engine.generate(prompt, Sampling(max_tokens=8, seed=1), "episode")
+        new = changed(model, seed=1)
+        await engine.pause()
+        await engine.publish(5, [new])
+        await engine.resume()
+        generation = await engine.generate(prompt, Sampling(max_tokens=8, seed=1), "episode")
+        assert set(generation.versions) == {5}
+        twin = copy.deepcopy(model)
+        assert off(twin, prompt, generation, weights=new) < tolerance
+        # control: the old weights do not explain these logprobs
+        assert off(model, prompt, generation) > 0.05
+
+    async def test_buckets_may_hold_any_share_of_the_weights(self, engine, model, tolerance):
+        new = changed(model, seed=2)
+        await engine.publish(6, ({name: tensor} for name, tensor in reversed(new.items())))
+        generation = await engine.generate(prompt_of(20), Sampling(max_tokens=8, seed=1), "a")
+        assert off(copy.deepcopy(model), prompt_of(20), generation, weights=new) < tolerance
+
+    async def test_a_request_lives_through_a_publish(self, engine, model, tolerance):
+        """Its tokens carry the version that sampled them, and each matches that version's weights."""
+        before = (await engine.stats()).version
+        prompt = prompt_of(30)
+        sampling = Sampling(max_tokens=400, seed=1)
+        task = asyncio.ensure_future(engine.generate(prompt, sampling, "long"))
+
+        async def begun():
+            await asyncio.sleep(0.05)
+            return (await engine.stats()).running == 1
+
+        await until(begun)
+        new = changed(model, seed=3)
+        await engine.pause()
+        await engine.publish(before + 1, [new])
+        assert not task.done()
+        await engine.resume()
+        generation = await asyncio.wait_for(task, 60)
+        split = generation.versions.index(before + 1)
+        assert 0 < split < 400
+        assert generation.versions == [before] * split + [before + 1] * (400 - split)
+        logprobs = torch.tensor(generation.logprobs)
+        old = forward_logprobs(model, prompt, generation.token_ids)
+        now = forward_logprobs(copy.deepcopy(model), prompt, generation.token_ids, weights=new)
+        assert (old - logprobs)[:split].abs().max() < tolerance
+        assert (now - logprobs)[split:].abs().max() < tolerance
+        # control: each part under the other version's weights
+        assert (now - logprobs)[:split].abs().max() > 0.05
+        assert (old - logprobs)[split:].abs().max() > 0.05
+
+    async def test_while_paused_nothing_is_sampled(self, engine):
+        await engine.pause()
+        task = asyncio.ensure_future(engine.generate(prompt_of(9), Sampling(max_tokens=4, seed=1), "a"))
+        await asyncio.sleep(0.2)
+        assert not task.done()
+        await engine.resume()
+        assert len((await asyncio.wait_for(task, 30)).token_ids) == 4
+
+    @pytest.mark.parametrize("fault", ["shape", "missing", "unknown", "twice"])
+    async def test_a_wrong_publish_is_refused_until_a_right_one_comes(self, engine, model, fault, tolerance):
+        weights = parameters(model)
+        name = "model.layers.1.mlp.up_proj.weight"
+        buckets = [weights]
+        if fault == "shape":
+            weights[name] = weights[name][:-1]
+        elif fault == "missing":
+            del weights[name]
+        elif fault == "unknown":
+            weights["model.layers.9.mlp.up_proj.weight"] = weights[name]
+            name = "model.layers.9.mlp.up_proj.weight"
+        else:
+            buckets = [weights, {name: weights[name]}]
+        with pytest.raises(EngineError, match=name):
+            await engine.publish(9, buckets)
+        with pytest.raises(EngineError, match="until a publish succeeds"):
+            await engine.generate(prompt_of(5), Sampling(max_tokens=2), "a")
+        await engine.publish(10, [parameters(model)])
+        await engine.resume()
+        generation = await engine.generate(prompt_of(5), Sampling(max_tokens=6, seed=1), "a")
+        assert off(model, prompt_of(5), generation) < tolerance
+        assert set(generation.versions) == {10}
+
+    async def test_what_cannot_be_generated_says_why(self, engine):
+        sampling = Sampling(max_tokens=2)
+        for prompt, reason in [([], "empty"), ([VOCAB], "outside"), ([-1], "outside"), ([1] * 5000, "no room")]:
+            with pytest.raises(EngineError, match=reason):
+                await engine.generate(prompt, sampling, "a")
+        with pytest.raises(EngineError, match="max_tokens"):
+            await engine.generate([1], Sampling(max_tokens=0), "a")
+
+    async def test_the_end_of_the_context_ends_a_generation(self, engine, context):
+        generation = await engine.generate(prompt_of(context - 5), Sampling(max_tokens=50, seed=1), "a")
+        assert generation.finish == "length" and len(generation.token_ids) == 5
