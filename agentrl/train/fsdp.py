@@ -7,6 +7,7 @@ on how rows fall to ranks and micro-batches.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -152,7 +153,8 @@ def export_model(source: str, config: Any, weights: Bucket, folder: Path) -> Non
 
     dtype = next(iter(weights.values())).dtype
     with torch.device("meta"):
-        shell = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        # A copy: from_config writes its attention into the config that it is given.
+        shell = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa")
     folder.mkdir(parents=True, exist_ok=True)
     shell.load_state_dict(weights, strict=False, assign=True)
     shell.tie_weights()
