@@ -70,8 +70,11 @@ class RunFolder:
         return [json.loads(line) for line in lines[:-1] if line]
 
     def rewind(self, step: int) -> None:
-        """Forget metrics rows beyond `step` (updates done), as a resume from that step does again."""
-        rows = [row for row in self.read_metrics() if row["step"] <= step and row["phase"] != "after"]
+        """Forget what a resume from `step` (updates done) does again; the warm start is never done again."""
+        rows = [
+            row for row in self.read_metrics()
+            if row["phase"] in ("sft", "gate") or row["step"] <= step and row["phase"] != "after"
+        ]
         atomic_write(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
 
     def write_trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> None:
