@@ -1,0 +1,125 @@
+"""What the tests of the conversation environments have in common: playing episodes and fuzzing tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from agentrl.catalog import make_env
+from agentrl.env import Message, ToolEnv
+from agentrl.env.sample import sample_arguments
+from agentrl.trajectory import Task, ToolCall, Trajectory
+
+MOST_TURNS = 90
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def play(env: ToolEnv, turns: Iterable[Message | str]) -> tuple[float, bool]:
+    """(reward, terminated) after the turns, or earlier where the episode ends."""
+    reward, terminated = 0.0, False
+    for action in turns:
+        _, reward, terminated, _, _ = env.step(action)
+        if terminated:
+            break
+    return reward, terminated
+
+
+def gold_episode(env: ToolEnv, seed: int, split: str) -> tuple[float, Trajectory]:
+    """The reward of the scripted gold policy, and its record. The episode ends by the task's own rules."""
+    env.reset(seed=seed, options={"split": split})
+    turns = env.gold_turns(env.task)
+    reward, terminated = play(env, turns)
+    assert terminated, f"{env.id} seed {seed}: the gold turns do not end the episode"
+    assert len(env.trajectory.turns) == len(turns), f"{env.id} seed {seed}: gold turns are left over"
+    return reward, env.trajectory
+
+
+def end_score(env: ToolEnv) -> float:
+    """The score of the episode as it stands, as though its turns had run out."""
+    assert env.scorer is not None
+    record = env.trajectory
+    return float(env.scorer.score(record).value)  # type: ignore[attr-defined]
+
+
+def null_policies(env: ToolEnv) -> dict[str, Callable[[list[Message]], Message]]:
+    """Policies that do nothing of use; none may score."""
+    reads = [item.name for item in env.toolbox if item.options.read_only]
+    rng = np.random.default_rng(0)
+
+    def spam(observation: list[Message]) -> Message:
+        names = [str(name) for name in rng.choice(reads, size=3)]
+        calls = [
+            ToolCall(name, sample_arguments(env.toolbox[name].signature.parameters, rng)) for name in names
+        ]
+        return Message("assistant", tool_calls=tuple(calls))
+
+    return {
+        "empty": lambda _: Message("assistant", ""),
+        "done": lambda _: Message("assistant", "Done."),
+        "yes": lambda _: Message("assistant", "Yes. Do you confirm? Shall I proceed?"),
+        "cannot": lambda _: Message("assistant", "CANNOT: I am unable to do this."),
+        "echo": lambda observation: Message("assistant", "\n".join(m.content for m in observation)),
+        "spam": spam,
+    }
+
+
+def null_score(env: ToolEnv, seed: int, split: str, name: str) -> float:
+    """The score of one null policy in one episode of at most 25 turns."""
+    observation, _ = env.reset(seed=seed, options={"split": split})
+    policy = null_policies(env)[name]
+    everything = list(observation)
+    for _ in range(25):
+        observation, reward, terminated, _, _ = env.step(
+            policy(everything if name == "echo" else observation)
+        )
+        everything += observation
+        if terminated:
+            return float(reward)
+    return end_score(env)
+
+
+def seen_by_policy(trajectory: Trajectory) -> str:
+    """All text that the policy was shown."""
+    return "\n".join(m.content for m in trajectory.messages if m.role != "assistant")
+
+
+def fuzz_call(env: ToolEnv, name: str, arguments: Any) -> None:
+    """A call with any arguments is answered; a refused one with a structured error."""
+    result = asyncio.run(env.toolbox.call(ToolCall(name, arguments, id="c")))
+    if result.error is not None:
+        body = json.loads(result.content)
+        assert body["error"] == result.error and body["message"]
+    json.dumps(env.state())
+
+
+def arguments_for(env: ToolEnv, name: str) -> st.SearchStrategy[Any]:
+    """Arguments for a tool: some that its schema allows, some of the right names, some of any kind."""
+    parameters = env.toolbox[name].signature.parameters
+    valid = st.integers(0, 2**32 - 1).map(
+        lambda seed: sample_arguments(parameters, np.random.default_rng(seed))
+    )
+    named = st.dictionaries(st.sampled_from([*parameters["properties"], "x"]), JSON | st.text(max_size=60))
+    strings = st.fixed_dictionaries({key: st.text(max_size=60) for key in parameters.get("required", [])})
+    return valid | named | strings | JSON.filter(lambda value: isinstance(value, dict) or value is None)
+
+
+def task_json(task: Task) -> str:
+    return json.dumps([task.id, dict(task.data), dict(task.gold)], sort_keys=True)
+
+
+def build(name: str, **params: Any) -> ToolEnv:
+    """The environment with its own reward spec as its scorer."""
+    return make_env(name, **params)
