@@ -16,6 +16,7 @@ import gymnasium
 
 from agentrl.env.actions import read_action
 from agentrl.env.copying import Snapshot, copy_parts
+from agentrl.env.seeds import SPLITS
 from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace
 from agentrl.env.sync import run_sync
 from agentrl.errors import EnvError, ToolTimeoutError
@@ -52,6 +53,9 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
     Everything that belongs to one episode is set in `setup` as ordinary attributes: snapshots copy all
     attributes but those named in `shared`.
 
+    For `agentrl env check`: `splits` are the names `make_task` knows, `order_free` says that the calls of a
+    gold solution may come in any order, `idle_share` in which share of tasks doing nothing is right.
+
     One object runs one episode at a time. The order of calls is `areset`, `astep`..., `aclose`; the
     synchronous `reset`, `step` and `close` are the same code.
     """
@@ -61,7 +65,9 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
     summary: ClassVar[str] = ""
     tools: ClassVar[Sequence[Tool | Callable[..., Any]]] = ()
     shared: ClassVar[frozenset[str]] = frozenset()
+    splits: ClassVar[tuple[str, ...]] = SPLITS
     order_free: ClassVar[bool] = False
+    idle_share: ClassVar[float] = 0.0
     metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012 - Gymnasium's own attribute
 
     _class_tools: ClassVar[dict[str, Tool]]

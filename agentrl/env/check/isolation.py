@@ -1,0 +1,87 @@
+"""Instances and forks that do not touch each other."""
+
+from __future__ import annotations
+
+import json
+
+from agentrl.env.base import ToolEnv
+from agentrl.env.check.report import CheckFailed, Subject, brief
+from agentrl.env.spaces import Action
+
+
+def view(env: ToolEnv) -> str:
+    """Everything an episode shows: messages and state."""
+    row = env.trajectory.to_json()
+    return json.dumps([row["messages"], row["state"]], sort_keys=True)
+
+
+def _alone(subject: Subject, seed: int) -> tuple[list[Action], str]:
+    env = subject.build()
+    env.reset(seed=seed)
+    turns = subject.turns(env, seed)
+    for turn in turns:
+        if env.step(turn)[2]:
+            break
+    shown = view(env)
+    env.close()
+    return turns, shown
+
+
+def check_instances(subject: Subject) -> str:
+    """Two instances played turn about show what each shows alone."""
+    pairs = 0
+    for seed in subject.seeds(max(2, subject.tasks // 2)):
+        seeds = (seed, seed + 1000)
+        alone = [_alone(subject, item) for item in seeds]
+        envs = [subject.build() for _ in seeds]
+        for env, item in zip(envs, seeds, strict=True):
+            env.reset(seed=item)
+        over = [False, False]
+        for number in range(max(len(turns) for turns, _ in alone)):
+            for index, env in enumerate(envs):
+                turns = alone[index][0]
+                if not over[index] and number < len(turns):
+                    over[index] = env.step(turns[number])[2]
+        for index, env in enumerate(envs):
+            if view(env) != alone[index][1]:
+                raise CheckFailed(
+                    f"seed {seeds[index]} goes another way while seed {seeds[1 - index]} is played beside it: "
+                    f"{brief(env.trajectory.messages[-1].content)}"
+                )
+            env.close()
+        pairs += 1
+    return f"{pairs} pairs of episodes, turn about"
+
+
+def check_fork(subject: Subject) -> str:
+    """A fork starts equal, its moves leave the parent alone, and restore really goes back."""
+    forked = 0
+    for seed in subject.seeds(max(2, subject.tasks // 2)):
+        env = subject.build()
+        env.reset(seed=seed)
+        turns = subject.turns(env, seed)
+        half = len(turns) // 2
+        for turn in turns[:half]:
+            env.step(turn)
+        before, snapshot, twin = view(env), env.snapshot(), env.fork()
+        if view(twin) != before:
+            raise CheckFailed(f"seed {seed}: a fork after {half} turns is not equal to its parent")
+        _play(twin, turns[half:])
+        if view(env) != before:
+            raise CheckFailed(f"seed {seed}: playing the fork changed its parent")
+        _play(env, turns[half:])
+        if view(env) != view(twin):
+            raise CheckFailed(f"seed {seed}: parent and fork end differently after the same turns")
+        env.restore(snapshot)
+        if view(env) != before:
+            raise CheckFailed(f"seed {seed}: restore did not go back to the snapshot")
+        env.close()
+        twin.close()
+        forked += 1
+    return f"{forked} episodes forked half-way and restored"
+
+
+def _play(env: ToolEnv, turns: list[Action]) -> None:
+    for turn in turns:
+        if env.step(turn)[2]:
+            break

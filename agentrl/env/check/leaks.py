@@ -1,0 +1,96 @@
+"""Gold answers never reach the policy: not in a message, not in info."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+from agentrl.env.base import ToolEnv
+from agentrl.env.check.report import CheckFailed, Subject, brief, describe
+from agentrl.env.sample import sample_arguments
+from agentrl.errors import AgentrlError
+from agentrl.trajectory import Json, Message, Task, ToolCall
+
+MARK = "CANARY"
+LONG = 24
+MOST = 0.5
+
+
+def check_leaks(subject: Subject) -> str:
+    """Three looks: gold marked with canaries, long gold texts, and answers that stand in the prompt."""
+    env = subject.build()
+    marked = 0
+    prompts: list[tuple[str, str]] = []
+    for seed in subject.seeds():
+        env.reset(seed=seed)
+        task = env.task
+        shown = _shown(subject, env, task, seed)
+        for text in _long_texts(task.gold):
+            if text in shown and text not in json.dumps(dict(task.data), ensure_ascii=False):
+                raise CheckFailed(f"{describe(task)}: gold {brief(text)} is shown to the policy")
+        marked += _canary(subject, env, task, seed)
+        if isinstance(task.gold.get("answer"), str | int | float):
+            opening = " ".join(m.content for m in env.prompt(task))
+            prompts.append((str(task.gold["answer"]), opening))
+    _answers_in_prompts(prompts)
+    env.close()
+    return f"{subject.tasks} tasks, {marked} of them with canaries in the gold, none seen"
+
+
+def _shown(subject: Subject, env: ToolEnv, task: Task, seed: int) -> str:
+    """All that a policy sees in an episode in which it tries every tool once, as text."""
+    observation, info = env.reset(seed=seed, options={"task": task})
+    seen: list[Any] = [[m.content for m in observation], info, env.toolbox.schemas()]
+    rng = subject.rng(seed)
+    for item in list(env.toolbox):
+        call = ToolCall(item.name, sample_arguments(item.signature.parameters, rng))
+        observation, _, over, _, info = env.step(Message("assistant", tool_calls=(call,)))
+        seen.append([[m.content for m in observation], info])
+        if over:
+            break
+    return json.dumps(seen, ensure_ascii=False, default=str)
+
+
+def _canary(subject: Subject, env: ToolEnv, task: Task, seed: int) -> int:
+    """Play the task with every text of its gold replaced by a marker; 1 where the environment takes it."""
+    try:
+        shown = _shown(subject, env, replace(task, gold=_mark(task.gold)), seed)
+    except (AgentrlError, ValueError, TypeError, KeyError, AttributeError):
+        # An environment may need its gold (a simulated user's goal, say) to make sense; the other looks stay.
+        env.close()
+        return 0
+    if MARK in shown:
+        at = shown.index(MARK)
+        raise CheckFailed(
+            f"{describe(task)}: gold is shown to the policy: {brief(shown[max(0, at - 60) : at + 40])}"
+        )
+    return 1
+
+
+def _mark(value: Json) -> Any:
+    if isinstance(value, str):
+        return f"{MARK}{len(value)}"
+    if isinstance(value, dict):
+        return {key: _mark(item) for key, item in value.items()}
+    return [_mark(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _long_texts(value: Json) -> list[str]:
+    """Texts in the gold that are too long to occur by chance."""
+    if isinstance(value, str):
+        return [value] if len(value) >= LONG else []
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [text for item in items for text in _long_texts(item)]
+
+
+def _answers_in_prompts(prompts: list[tuple[str, str]]) -> None:
+    answers = {answer for answer, _ in prompts}
+    if len(answers) < 3:
+        return
+    found = [a for a, opening in prompts if a and re.search(rf"(?<!\w){re.escape(a)}(?!\w)", opening)]
+    if len(found) / len(prompts) > MOST:
+        raise CheckFailed(
+            f"the gold answer stands in {len(found)} of {len(prompts)} prompts, {found[0]!r} for one"
+        )

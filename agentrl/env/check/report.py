@@ -1,0 +1,95 @@
+"""What is checked, and what a check found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from agentrl.env.base import ScorerLike, ToolEnv
+from agentrl.env.spaces import Action
+from agentrl.env.sync import run_sync
+from agentrl.trajectory import Message, Task
+
+
+class CheckFailed(Exception):
+    """The environment does not do what the check asks; the message is the evidence."""
+
+
+class Skipped(Exception):
+    """The check does not apply to this environment; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome of one check. `ok` is None where it does not apply."""
+
+    check: str
+    ok: bool | None
+    evidence: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The environment under check.
+
+    `build` gives a new instance each time, `scorer` judges whole episodes (None: checks of rewards do not
+    apply), `tasks` is how many tasks a check looks at, `fuzz` how many inputs each tool gets. `portable` is
+    a pickled object with `build()`, for looking at the environment from another process.
+    """
+
+    build: Callable[[], ToolEnv]
+    scorer: ScorerLike | None
+    tasks: int = 12
+    fuzz: int = 500
+    portable: bytes | None = None
+
+    def seeds(self, count: int | None = None) -> range:
+        return range(count or self.tasks)
+
+    def gold(self, env: ToolEnv) -> list[Message]:
+        """The gold turns of the running task. Raises CheckFailed where the environment has none."""
+        try:
+            return env.gold_turns(env.task)
+        except NotImplementedError as problem:
+            raise CheckFailed(f"no gold_turns: {problem}") from problem
+
+    def turns(self, env: ToolEnv, seed: int, count: int = 4) -> list[Action]:
+        """Gold turns where there are some, else sampled calls: something meaningful to play."""
+        try:
+            return list(env.gold_turns(env.task))
+        except NotImplementedError:
+            env.action_space.seed(seed)
+            return [env.action_space.sample() for _ in range(count)]
+
+    def score(self, env: ToolEnv) -> float | None:
+        """The score of the environment's finished episode. Raises Skipped without a scorer."""
+        if self.scorer is None:
+            raise Skipped("the environment names no reward spec")
+        score = run_sync(self.scorer.ascore(env.trajectory))
+        return score.value
+
+    def play(self, env: ToolEnv, turns: Sequence[Action], seed: int, split: str = "train") -> float | None:
+        """Reset, play until the episode or the turns end, and score."""
+        env.reset(seed=seed, options={"split": split})
+        for turn in turns:
+            if env.step(turn)[2]:
+                break
+        return self.score(env)
+
+    def rng(self, seed: int) -> np.random.Generator:
+        return np.random.default_rng(seed)
+
+
+def describe(task: Task) -> str:
+    """A task by name, for evidence."""
+    return f"task {task.id!r} (seed {task.seed}, {task.split})"
+
+
+def brief(value: Any, limit: int = 160) -> str:
+    """A value's repr, cut."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

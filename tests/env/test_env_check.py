@@ -1,0 +1,300 @@
+"""`env check`: the shelf passes, and each deliberately broken environment fails for its own reason."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from agentrl.catalog import EnvRef, list_envs
+from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
+from agentrl.env.base import StepResult
+from agentrl.env.check import CHECKS, Subject, check_all
+from agentrl.errors import EnvError
+from agentrl.reward import compile_spec, load_spec
+from agentrl.tool import tool
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+SPEC = {
+    "agentrl_reward": 1,
+    "name": "sum",
+    "root": {
+        "use": "number.close",
+        "args": {"expect": {"$": "/task/gold/answer"}, "where": "answer", "which": "last"},
+    },
+}
+
+
+class Sum(ToolEnv):
+    """The sound one that the others break: look two numbers up and answer with their sum."""
+
+    id = "broken/Sum-v0"
+    order_free = True
+
+    def __init__(self, **base: Any) -> None:
+        super().__init__(**base)
+        self.seen: list[str] = []
+        self.numbers: dict[str, int] = {}
+
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        def propose(rng: random.Random) -> tuple[int, int]:
+            return rng.randrange(100, 900), rng.randrange(100, 900)
+
+        a, b = draw(task_rng(self.id, split, rng_seed), split, propose, str)
+        gold = {"answer": str(a + b), "note": f"the sum of {a} and {b} is {a + b}"}
+        return Task(f"{split}/{rng_seed}", rng_seed, split, {"numbers": {"a": a, "b": b}}, gold)
+
+    def prompt(self, task: Task) -> list[Message]:
+        return [Message("user", "add a and b")]
+
+    async def setup(self, task: Task) -> None:
+        self.seen = []
+        self.numbers = dict(task.data["numbers"])
+
+    def state(self) -> Any:
+        return {"seen": list(self.seen)}
+
+    @tool(read_only=True)
+    async def look(self, key: str) -> int | None:
+        """the number under a key"""
+        self.seen.append(key)
+        return self.numbers.get(key)
+
+    def gold_turns(self, task: Task) -> list[Message]:
+        looks = [Message("assistant", tool_calls=(ToolCall("look", {"key": key}),)) for key in "ab"]
+        return [*looks, Message("assistant", task.gold["answer"])]
+
+
+class BadId(Sum):
+    id = "sum"
+
+
+class NoUserTurn(Sum):
+    def prompt(self, task: Task) -> list[Message]:
+        return [Message("system", "add a and b")]
+
+
+class Unseeded(Sum):
+    def prompt(self, task: Task) -> list[Message]:
+        return [Message("user", f"add a and b, quickly! {random.random()}")]
+
+
+class HashSeeded(Sum):
+    """Right within one process, wrong across two: hash() of a text is salted."""
+
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        return super().make_task(abs(hash(f"{rng_seed}")) % 10**9, split)
+
+
+class SharedTasks(Sum):
+    """Held-out tasks are the training tasks under another name."""
+
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        task = super().make_task(rng_seed, "train")
+        return Task(f"{split}/{rng_seed}", rng_seed, split, task.data, task.gold)
+
+
+class WrongGold(Sum):
+    order_free = False
+
+    def gold_turns(self, task: Task) -> list[Message]:
+        return [*super().gold_turns(task)[:-1], Message("assistant", "0")]
+
+
+class FreeReward(Sum):
+    """The spec below pays for stopping, which costs nothing."""
+
+
+class OrderMatters(Sum):
+    @tool(read_only=True)
+    async def look(self, key: str) -> int | None:
+        """the number under a key, from a on"""
+        if not self.seen and key != "a":
+            self.finish()
+        self.seen.append(key)
+        return self.numbers.get(key)
+
+
+class Fragile(Sum):
+    @tool(read_only=True)
+    async def look(self, key: str) -> int | None:
+        """the number under a key; falls over long ones"""
+        self.seen.append(key)
+        return self.numbers.get(key) if len(key) < 100 else 1 // 0
+
+
+class GlobalState(Sum):
+    board: ClassVar[list[str]] = []
+
+    async def setup(self, task: Task) -> None:
+        await super().setup(task)
+        self.board.clear()
+
+    @tool(read_only=True)
+    async def look(self, key: str) -> str:
+        """the number under a key, and how many looks there were"""
+        self.board.append(key)
+        return f"{self.numbers.get(key)} (look {len(self.board)})"
+
+
+class ShallowFork(Sum):
+    """The copy shares the list of looks."""
+
+    def fork(self) -> ToolEnv:
+        twin = super().fork()
+        twin.__dict__["seen"] = self.seen
+        return twin
+
+
+class Forgetful(Sum):
+    """A counter that lives outside the episode's attributes escapes snapshots."""
+
+    shared = frozenset({"seen"})
+
+
+class Swallows(Sum):
+    """Turns every fault into an answer, so an outage looks like a bad policy."""
+
+    async def astep(self, action: Any) -> StepResult:
+        try:
+            return await super().astep(action)
+        except EnvError:
+            return [], 0.0, True, False, {}
+
+
+class NeverTornDown(Sum):
+    async def aclose(self) -> None:
+        self._open = False
+
+
+class TellsInInfo(Sum):
+    def _info(self) -> dict[str, Any]:
+        return {**super()._info(), "hint": self.task.gold["note"]}
+
+
+class TellsInPrompt(Sum):
+    def prompt(self, task: Task) -> list[Message]:
+        return [Message("user", f"add a and b (it is {task.gold['answer']}, or 0)")]
+
+
+class TellsInTool(Sum):
+    @tool(read_only=True)
+    async def look(self, key: str) -> str:
+        """the number under a key"""
+        self.seen.append(key)
+        return f"{self.numbers.get(key)}; {self.task.gold['note'] if key not in 'ab' else ''}"
+
+
+PAYS_FOR_STOPPING = {
+    "agentrl_reward": 1,
+    "name": "kind",
+    "root": {"op": "max", "of": [SPEC["root"], {"use": "episode.stopped"}]},
+}
+
+BROKEN = [
+    (BadId, "contract", "Namespace/Name-v0"),
+    (NoUserTurn, "contract", "user's turn"),
+    (Unseeded, "same seed", "two different episodes"),
+    (HashSeeded, "same seed elsewhere", "another process"),
+    (SharedTasks, "splits apart", "of a task of train"),
+    (WrongGold, "gold scores most", "gold scored 0"),
+    (FreeReward, "idling scores nothing", "'do nothing' scores 1.00"),
+    (OrderMatters, "free order", "scored"),
+    (Fragile, "fuzzed calls", "ZeroDivisionError"),
+    (GlobalState, "instances apart", "beside it"),
+    (ShallowFork, "fork", "changed its parent"),
+    (Forgetful, "fork", "changed its parent"),
+    (Swallows, "hang", "swallowed"),
+    (Swallows, "crash", "swallowed"),
+    (NeverTornDown, "teardown", "0 times"),
+    (TellsInInfo, "no gold shown", "the sum of"),
+    (TellsInPrompt, "no gold shown", "CANARY"),
+    (TellsInTool, "no gold shown", "the sum of"),
+]
+# What must break along with it, because it is the same fault seen from another side.
+ALONG = {
+    HashSeeded: {"splits apart"},
+    Unseeded: {"same seed elsewhere", "instances apart"},
+    GlobalState: {"fork"},
+    Swallows: {"hang", "crash", "teardown"},
+    TellsInInfo: {"contract"},
+}
+
+
+class Builder:
+    """A picklable reference, as EnvRef is for content on a shelf."""
+
+    def __init__(self, cls: type[ToolEnv]) -> None:
+        self.cls = cls
+
+    def build(self) -> ToolEnv:
+        return self.cls()
+
+
+def subject(cls: type[ToolEnv], **more: Any) -> Subject:
+    spec = PAYS_FOR_STOPPING if cls is FreeReward else SPEC
+    return Subject(cls, compile_spec(spec), tasks=6, fuzz=120, **more)
+
+
+@pytest.mark.parametrize(("cls", "check", "says"), BROKEN, ids=[f"{c.__name__}-{n}" for c, n, _ in BROKEN])
+def test_each_broken_environment_fails_for_its_own_reason(cls: type[ToolEnv], check: str, says: str) -> None:
+    if check == "same seed elsewhere":
+        findings = check_all(subject(cls, portable=portable(cls)), [check])
+    else:
+        findings = check_all(subject(cls))
+    failed = {finding.check: finding.evidence for finding in findings if finding.ok is False}
+    assert check in failed and says in failed[check], failed
+    assert set(failed) - {check} <= ALONG.get(cls, set()), failed
+
+
+def portable(cls: type[ToolEnv]) -> bytes:
+    """A pickle that another process can load: it runs this file to get at the class."""
+    return pickle.dumps(_Elsewhere(cls.__name__))
+
+
+class _Elsewhere:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        code = f"__import__('runpy').run_path({__file__!r})['Builder'](__import__('runpy').run_path({__file__!r})[{self.name!r}])"
+        return eval, (code,)
+
+
+def test_the_sound_one_passes_everything() -> None:
+    findings = check_all(subject(Sum, portable=portable(Sum)))
+    assert [f.check for f in findings] == list(CHECKS)
+    assert {f.check: f.evidence for f in findings if f.ok is not True} == {}
+
+
+def test_without_spec_or_gold_the_checks_say_so() -> None:
+    class NoGold(Sum):
+        def gold_turns(self, task: Task) -> list[Message]:
+            raise NotImplementedError("later")
+
+    outcome = {f.check: f for f in check_all(Subject(NoGold, None, tasks=4, fuzz=20))}
+    assert outcome["gold scores most"].ok is False and "later" in outcome["gold scores most"].evidence
+    assert outcome["idling scores nothing"].ok is None
+    assert outcome["same seed"].ok is True, "sampled calls stand in for gold"
+
+
+def _shelf() -> list[Any]:
+    return [entry for entry in list_envs() if "tests/" not in entry.id]
+
+
+@pytest.mark.parametrize("entry", _shelf(), ids=lambda entry: entry.name)
+def test_every_environment_of_the_shelf_passes(entry: Any) -> None:
+    path = entry.reward_path()
+    assert path is not None, "every environment of the shelf names its reward spec"
+    ref = EnvRef(entry.id)
+    checked = Subject(ref.build, compile_spec(load_spec(path)), tasks=6, fuzz=60, portable=pickle.dumps(ref))
+    assert {f.check: f.evidence for f in check_all(checked) if f.ok is False} == {}
+
+
+def test_no_check_is_idle() -> None:
+    assert set(CHECKS) == {check for _, check, _ in BROKEN}
