@@ -2,7 +2,7 @@
 
 The file `assets/tokenizer.json` is frozen: training BPE twice may give another merge list, and ids must
 mean the same in every run. `python -m agentrl.train.tokenizer CORPUS OUT` made it from
-`assets/tokenizer_corpus.txt`; run it again only for a new tokenizer under a new name.
+`assets/tokenizer_corpus.jsonl`; run it again only for a new tokenizer under a new name.
 
 Text is first cut into words, single digits and the rest, and merges never cross a cut: so a word in a
 prompt and the same word inside a JSON call are the same tokens, and a small model can learn to copy it.
@@ -10,6 +10,7 @@ prompt and the same word inside a JSON call are the same tokens, and a small mod
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -81,8 +82,8 @@ def _from_text(text: str) -> Any:
 
 
 def main(corpus: str, out: str) -> int:
-    lines = Path(corpus).read_text(encoding="utf-8").splitlines(keepends=True)
-    tokenizer = train_bpe(lines)
+    lines = Path(corpus).read_text(encoding="utf-8").splitlines()
+    tokenizer = train_bpe([json.loads(line) for line in lines])
     tokenizer.save(out, pretty=True)
     print(f"{tokenizer.get_vocab_size()} entries -> {out}")
     return 0
