@@ -1,0 +1,288 @@
+"""Run a policy's Python code in a locked-down process of its own (see jail.py for what holds it)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import shutil
+import signal
+import stat
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from agentrl.errors import EnvError, ResourceError
+
+JAIL = Path(__file__).with_name("jail.py")
+End = Literal["ok", "error", "cpu", "wall", "disk", "output", "killed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one run may use. `cpu` and `wall` in seconds, the rest in bytes (`files`: a count).
+
+    `file_size` bounds one file and `disk` the folder as a whole; `output` is what is kept of the output,
+    and a run that writes 64 times as much is stopped.
+    """
+
+    cpu: int = 2
+    wall: float = 10.0
+    memory: int = 512 << 20
+    file_size: int = 1 << 20
+    disk: int = 4 << 20
+    files: int = 32
+    output: int = 16 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a run: its output (stdout and stderr as written), how it ended, the folder's files.
+
+    `dropped` names files that were not kept: links, devices, or beyond the limits.
+    """
+
+    output: str
+    end: End
+    code: int
+    files: dict[str, bytes]
+    dropped: list[str] = field(default_factory=list)
+    cut: int = 0
+    seconds: float = 0.0
+
+
+@cache
+def require_sandbox(isolate_files: bool) -> None:
+    """Raises ResourceError where this machine's kernel cannot hold the sandbox, and says what it lacks."""
+    if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
+        raise ResourceError(
+            f"the Python sandbox needs Linux on x86_64 or aarch64, not {sys.platform} {platform.machine()}"
+        )
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(21, 0, 0, 0, 0) < 0:  # PR_GET_SECCOMP
+        raise ResourceError("the Python sandbox needs a kernel with seccomp filters")
+    if isolate_files and libc.syscall(444, None, 0, 1) < 1:  # landlock_create_ruleset, version query
+        raise ResourceError(
+            "the Python sandbox needs a kernel with Landlock (5.13 or newer) to keep code inside its folder; "
+            "isolate_files = false runs without that, and code can then read and write what you can"
+        )
+
+
+async def run_code(
+    code: str, files: Mapping[str, bytes], limits: Limits, *, isolate_files: bool = True
+) -> Outcome:
+    """Run `code` in a fresh process in a fresh folder that holds `files`.
+
+    Whatever happens, cancellation included, the process group is killed and the folder removed before this
+    returns. Raises EnvError where the sandbox itself did not come up.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="agentrl-python-")).resolve()
+    try:
+        work = folder / "work"
+        work.mkdir()
+        for name, content in files.items():
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            (work / name).write_bytes(content)
+        job = {
+            "code": code,
+            "folder": str(work),
+            "limits": {"cpu": limits.cpu, "memory": limits.memory, "file_size": limits.file_size},
+            "isolate_files": isolate_files,
+            "readable": _readable(),
+        }
+        ended = await run_group(_command(), json.dumps(job).encode(), work, limits)
+        if ended.status != b"+":
+            reason = ended.status[1:].decode(errors="replace") or ended.output.decode(errors="replace")[-500:]
+            raise EnvError(f"the Python sandbox did not start ({ended.end}): {reason or 'no reason given'}")
+        kept, dropped = collect(work, limits)
+        output = ended.output.decode("utf-8", "replace")
+        return Outcome(output, ended.end, ended.code, kept, dropped, ended.cut, ended.seconds)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a process group ended; `status` is what it wrote to its status pipe."""
+
+    output: bytes
+    cut: int
+    end: End
+    code: int
+    status: bytes
+    seconds: float
+
+
+async def run_group(command: Sequence[str], stdin: bytes, work: Path, limits: Limits) -> Ended:
+    """Run a program in a session of its own and leave nothing of it behind.
+
+    The number of its status pipe is added to the command. The whole group is killed at the time limit,
+    when the folder passes the disk limit, on cancellation, and also after a normal end.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    began = time.monotonic()
+    process: asyncio.subprocess.Process | None = None
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            str(writer),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={"PYTHONHASHSEED": "0"},
+            cwd="/",
+            pass_fds=(writer,),
+            start_new_session=True,
+        )
+        output, cut, stopped = await _attend(process, stdin, work, limits)
+        code = process.returncode if process.returncode is not None else -1
+        return Ended(output, cut, stopped or _end_of(code), code, _drain(reader), time.monotonic() - began)
+    finally:
+        os.close(reader)
+        os.close(writer)
+        if process is not None:
+            _kill_group(process.pid)
+            await asyncio.shield(_reap(process))
+
+
+async def _attend(
+    process: asyncio.subprocess.Process, stdin: bytes, work: Path, limits: Limits
+) -> tuple[bytes, int, End | None]:
+    """Feed, read and await the process; kill it at a limit and say which."""
+    kept = bytearray()
+    cut = 0
+    stopped: End | None = None
+
+    async def read() -> None:
+        nonlocal cut, stopped
+        assert process.stdout is not None
+        while chunk := await process.stdout.read(1 << 16):
+            room = limits.output - len(kept)
+            kept.extend(chunk[:room])
+            cut += max(0, len(chunk) - room)
+            if cut > 63 * limits.output and stopped is None:
+                stopped = "output"
+                _kill_group(process.pid)
+
+    # The exit is awaited too: code may close its output and run on.
+    work_left = asyncio.ensure_future(asyncio.gather(_feed(process, stdin), read(), process.wait()))
+    deadline = time.monotonic() + limits.wall
+    try:
+        while not work_left.done():
+            await asyncio.wait([work_left], timeout=0.05)
+            if stopped is None and process.returncode is None:
+                if time.monotonic() > deadline:
+                    stopped = "wall"
+                elif folder_size(work) > limits.disk:
+                    stopped = "disk"
+            if stopped is not None or process.returncode is not None:
+                # Also after a normal end: what is left of the group would hold the output open.
+                _kill_group(process.pid)
+        work_left.result()
+    finally:
+        work_left.cancel()
+    return bytes(kept), cut, stopped
+
+
+async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(stdin)
+        await process.stdin.drain()
+        process.stdin.close()
+    except (BrokenPipeError, ConnectionResetError):
+        return  # it died first; its status pipe says so
+
+
+async def _reap(process: asyncio.subprocess.Process) -> None:
+    """Read a killed process's output to its end and take its exit status, so that nothing stays open."""
+    assert process.stdout is not None
+    with suppress(RuntimeError):  # another reader is being cancelled and has the rest
+        while await process.stdout.read(1 << 16):
+            pass
+    await process.wait()
+
+
+def _end_of(code: int) -> End:
+    """SIGXCPU is the CPU limit; SIGKILL, where nobody here sent one, is its hard end."""
+    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+        return "cpu"
+    return "ok" if code == 0 else "killed" if code < 0 else "error"
+
+
+def _kill_group(leader: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _drain(reader: int) -> bytes:
+    try:
+        return os.read(reader, 4096)
+    except BlockingIOError:
+        return b""
+
+
+def _command() -> list[str]:
+    # -P: the script's own folder is not on the path; -S -s: no site-packages; the environment is empty.
+    return [sys.executable, "-P", "-S", "-s", "-B", "-X", "utf8", str(JAIL)]
+
+
+@cache
+def _readable() -> list[str]:
+    """Folders of Python's own library and of the shared libraries that its modules load."""
+    paths = sysconfig.get_paths()
+    places = {paths["stdlib"], paths["platstdlib"], "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
+    places |= {str(Path(sys.base_prefix) / "lib"), "/usr/share/zoneinfo", "/etc/ld.so.cache"}
+    return sorted({str(Path(place).resolve()) for place in places if Path(place).exists()})
+
+
+def folder_size(folder: Path) -> int:
+    """Bytes of all files below a folder; each file counts at least as one block of 4096."""
+    total = 0
+    pending = [str(folder)]
+    while pending:
+        try:
+            with os.scandir(pending.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+                        total += 4096
+                    else:
+                        total += max(entry.stat(follow_symlinks=False).st_size, 4096)
+        except OSError:
+            continue  # it went away while it was being read
+    return total
+
+
+def collect(work: Path, limits: Limits) -> tuple[dict[str, bytes], list[str]]:
+    """The regular files that a run left, by relative path, within the limits; and what was dropped.
+
+    Links are never followed: what lies behind one is not the run's own.
+    """
+    kept: dict[str, bytes] = {}
+    dropped: list[str] = []
+    total = 0
+    for base, folders, names in os.walk(work, followlinks=False):
+        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        for name in sorted(names):
+            path = Path(base, name)
+            relative = str(path.relative_to(work))
+            info = path.lstat()
+            fits = info.st_size <= limits.file_size and total + info.st_size <= limits.disk
+            if not stat.S_ISREG(info.st_mode) or not fits or len(kept) >= limits.files:
+                dropped.append(relative)
+                continue
+            kept[relative] = path.read_bytes()
+            total += info.st_size
+    return kept, dropped[:20]

@@ -1,0 +1,39 @@
+"""An imperfect scripted policy: runs a solution, reports what came out, sometimes wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentrl.env import Message, Observation, Task, ToolCall
+
+
+class Teacher:
+    """Runs the reference solution and reports the last number that was printed.
+
+    `wrong`: chance that the answer is off by a little. `hasty`: chance to answer without running anything.
+    `broken`: chance that the first attempt has a syntax error. `rng` needs only `random()`.
+    """
+
+    def __init__(
+        self, task: Task, rng: Any, *, wrong: float = 0.2, hasty: float = 0.1, broken: float = 0.1
+    ) -> None:
+        self._rng, self._wrong = rng, wrong
+        self._codes = [str(task.gold["solution"])]
+        if rng.random() < broken:
+            self._codes.insert(0, self._codes[0] + "\nprint(")
+        if rng.random() < hasty:
+            self._codes = []
+        self._over = False
+
+    def act(self, observation: Observation) -> Message | None:
+        """The next turn; None after the answer."""
+        if self._over:
+            return None
+        if self._codes:
+            return Message("assistant", tool_calls=(ToolCall("run", {"code": self._codes.pop(0)}),))
+        self._over = True
+        words = observation[-1].content.split() if observation and observation[-1].role == "tool" else []
+        number = int(words[-1]) if words and words[-1].lstrip("-").isdigit() else 0
+        if self._rng.random() < self._wrong:
+            number += 1 + int(self._rng.random() * 9)
+        return Message("assistant", f"The answer is {number}.")
