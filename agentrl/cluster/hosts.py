@@ -87,8 +87,9 @@ class Hosts:
 
     def kill(self) -> None:
         """End all processes; idempotent."""
-        for handle in self.handles:
-            ray.kill(handle)
+        if ray.is_initialized():  # ray.kill would start a new Ray
+            for handle in self.handles:
+                ray.kill(handle)
         self.handles, self.nodes, self.lost = [], [], {}
 
     def note_lost(self, refs: dict[int, Any]) -> None:

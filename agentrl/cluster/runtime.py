@@ -42,10 +42,10 @@ def start_ray(
     if not os.environ.get("RAY_ADDRESS", "x"):
         del os.environ["RAY_ADDRESS"]
     guard_network()
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
-    if not ray.is_initialized():
+    mine = not ray.is_initialized()
+    if mine:
         address = cluster.address or os.environ.get("RAY_ADDRESS")
         local = {} if address else {"num_cpus": usable_cpus(), "include_dashboard": False}
         if object_store_bytes and not address:
@@ -63,7 +63,8 @@ def start_ray(
             raise ResourceError(f"Ray does not start (cluster.address = {address!r}): {error}") from error
     have = ray.cluster_resources().get("CPU", 0.0)
     if need_cpus > have:
-        stop_ray()
+        if mine:
+            stop_ray()
         raise ResourceError(
             f"the run asks for {need_cpus:g} CPU slots, the cluster has {have:g}: lower cluster.actors or "
             'vllm.replicas, or set cluster.backend = "inline"'

@@ -113,17 +113,15 @@ class Shard(Strategy):
         if stored.known is not None:
             return [(stored.recipe(rows), rows) for rows in self._shards(where, stored.known, count)]
         if len(stored.pieces) == count:
-            held: Sequence[Any] = stored.rows or [None] * count
+            held: list[Any] = [None] * count if stored.rows is None else list(stored.rows)
             return [(Recipe((Take(piece),)), held[piece]) for piece in range(count)]
         if stored.rows is None or self.balance is not None:
             raise DispatchError(
-                f"{where}: a future of {len(stored.pieces)} pieces for {count} ranks: splitting it anew needs "
-                "collect='source' where it was made and balance=None here"
+                f"{where}: a future of {len(stored.pieces)} pieces for {count} ranks: "
+                "splitting it anew needs collect='source' where it was made and balance=None here"
             )
-        total = sum(len(part) for part in stored.rows)
-        return [
-            (stored.recipe(part), part) for part in np.array_split(np.arange(total, dtype=np.int64), count)
-        ]
+        every = np.arange(sum(len(part) for part in stored.rows), dtype=np.int64)
+        return [(stored.recipe(part), part) for part in np.array_split(every, count)]
 
     def gather(self, where: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
         sources = mesh.sources(self.mesh)

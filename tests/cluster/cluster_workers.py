@@ -1,0 +1,140 @@
+"""Worker classes for the tests: importable by name, as Ray's processes need them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from tensordict import TensorDict
+
+from agentrl.batch import lengths, select
+from agentrl.batch.rows import is_ragged
+from agentrl.cluster.dispatch import AllToAll, Broadcast, Direct, RankZero, Shard, Strategy
+from agentrl.cluster.worker import Worker
+from agentrl.errors import ModelError
+
+
+class Plain(Worker):
+    """Every strategy, no collectives."""
+
+    collective = False
+    dispatch_table: ClassVar[dict[str, Strategy]] = {
+        "where": Broadcast(),
+        "first": RankZero(),
+        "one": Direct(),
+        "swap": AllToAll(),
+        "double": Shard(),
+        "double_balanced": Shard(balance="tokens"),
+        "double_column": Shard(balance="column"),
+        "ragged": Shard(balance="tokens"),
+        "items": Shard(balance="tokens"),
+        "own_rows": Shard(collect="concat"),
+        "count": Shard(collect="metrics", metrics={"rows": "sum", "most": "max", "least": "min"}),
+        "apply": Shard(argument="batch"),
+        "drop": Shard(collect="none"),
+        "wrong_count": Shard(),
+        "scribble": Shard(),
+        "pid": Broadcast(),
+        "fail": Broadcast(),
+        "model_error": Broadcast(),
+        "die": Broadcast(),
+        "hang": Broadcast(),
+        "echo": Broadcast(),
+        "env": RankZero(),
+        "remember": Broadcast(),
+    }
+
+    def where(self, add: int) -> tuple[int, int, int]:
+        return self.rank, self.world_size, add
+
+    def first(self, word: str = "x") -> str:
+        return f"{word}{self.rank}"
+
+    def one(self, value: int) -> int:
+        return value * 10 + self.rank
+
+    def swap(self, item: int, plus: int = 0) -> int:
+        return item * 100 + self.rank + plus
+
+    def double(self, batch: TensorDict) -> TensorDict:
+        batch.set("rank", torch.full((len(batch),), self.rank))
+        return batch.update({"twice": batch.get("token_ids") * 2})
+
+    def double_balanced(self, batch: TensorDict) -> TensorDict:
+        return self.double(batch)
+
+    def double_column(self, batch: TensorDict) -> TensorDict:
+        return self.double(batch)
+
+    def ragged(self, batch: TensorDict) -> torch.Tensor:
+        return batch.get("token_ids") + 1
+
+    def items(self, batch: TensorDict) -> list[int]:
+        return [int(n) for n in lengths(batch)]
+
+    def own_rows(self, batch: TensorDict) -> list[tuple[int, int]]:
+        return [(self.rank, int(row)) for row in batch["id"] for _ in range(2)]
+
+    def count(self, batch: TensorDict) -> dict[str, float]:
+        return {"rows": len(batch), "most": self.rank, "least": self.rank, "mean": self.rank}
+
+    def apply(self, function: Callable[[TensorDict], TensorDict], batch: TensorDict) -> TensorDict:
+        return function(batch)
+
+    def drop(self, batch: TensorDict) -> None:
+        assert is_ragged(batch.get("token_ids"))
+
+    def wrong_count(self, batch: TensorDict) -> TensorDict:
+        return select(batch, [])
+
+    def scribble(self, batch: TensorDict) -> TensorDict:
+        batch.get("token_ids").values().fill_(-7)
+        return batch
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def fail(self) -> None:
+        if self.rank == self.world_size - 1:
+            raise KeyError("a deep reason")
+
+    def model_error(self) -> None:
+        raise ModelError("no such model; did you mean tiny?")
+
+    def die(self) -> None:
+        if self.rank == self.world_size - 1:
+            os._exit(7)
+        time.sleep(30)
+
+    def hang(self) -> None:
+        if self.rank == 1:
+            time.sleep(60)
+
+    def echo(self, value: torch.Tensor | TensorDict) -> int:
+        return int(value.numel())
+
+    def env(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def remember(self, value: int = 0) -> int:
+        self.kept = value or self.__dict__.get("kept", 0)
+        return self.kept
+
+
+class Summing(Worker):
+    """Enters collectives."""
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {"total": Broadcast(), "gathered": Shard(mesh="dp")}
+
+    def total(self, value: float) -> float:
+        self.init_process_group(timeout=60)
+        tensor = torch.tensor([value * (self.rank + 1)])
+        torch.distributed.all_reduce(tensor)
+        return float(tensor)
+
+    def gathered(self, batch: TensorDict) -> TensorDict:
+        batch.set("at", torch.full((len(batch),), self.mesh_rank("dp") * 10 + self.mesh_rank("tp")))
+        return batch

@@ -1,0 +1,25 @@
+"""One local Ray for all tests of this folder, whose workers can import the modules next to this file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    from agentrl.cluster.runtime import start_ray, stop_ray
+    from agentrl.config.schema import ClusterConfig
+
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), before]))
+    start_ray(ClusterConfig(), object_store_bytes=256 << 20)
+    yield
+    stop_ray()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before

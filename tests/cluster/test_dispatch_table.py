@@ -1,0 +1,177 @@
+"""What is wrong with a worker class is said when the class is defined, and names the class."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+from cluster_workers import Plain, Summing
+from tensordict import TensorDict
+
+from agentrl.cluster.dispatch import AllToAll, Broadcast, RankZero, Shard
+from agentrl.cluster.launch import launch
+from agentrl.cluster.mesh import Mesh
+from agentrl.cluster.worker import Worker
+from agentrl.errors import DispatchError, ResourceError
+
+
+def test_a_misspelt_name_fails_at_definition_and_is_corrected():
+    with pytest.raises(DispatchError, match=r"Misspelt.dispatch_table names 'updaet'.*did you mean 'update'"):
+
+        class Misspelt(Worker):
+            dispatch_table: ClassVar[dict[str, object]] = {"updaet": Broadcast()}
+
+            def update(self) -> int:
+                return 1
+
+
+def test_a_missing_entry_fails_at_definition():
+    with pytest.raises(DispatchError, match="Forgetful: public method 'save' has no entry"):
+
+        class Forgetful(Worker):
+            dispatch_table: ClassVar[dict[str, object]] = {"update": Broadcast()}
+
+            def update(self) -> int:
+                return 1
+
+            def save(self) -> int:
+                return 1
+
+
+def bad_classes():
+    def no_batch():
+        class NoBatch(Worker):
+            dispatch_table: ClassVar[dict[str, object]] = {"f": Shard()}
+
+            def f(self) -> int:
+                return 1
+
+    def not_a_batch():
+        class NotABatch(Worker):
+            dispatch_table: ClassVar[dict[str, object]] = {"f": Shard()}
+
+            def f(self, count: int) -> int:
+                return count
+
+    def other_argument():
+        class OtherArgument(Worker):
+            dispatch_table: ClassVar[dict[str, object]] = {"f": Shard(argument="data")}
+
+            def f(self, batch: TensorDict) -> TensorDict:
+                return batch
+
+    def no_result():
+        class NoResult(Worker):
+            dispatch_table: ClassVar[dict[str, object]] = {"f": Shard()}
+
+            def f(self, batch: TensorDict) -> None:
+                return None
+
+    def no_item():
+        class NoItem(Worker):
+            dispatch_table: ClassVar[dict[str, object]] = {"f": AllToAll()}
+
+            def f(self) -> int:
+                return 1
+
+    def coroutine():
+        class Coroutine(Worker):
+            dispatch_table: ClassVar[dict[str, object]] = {"f": Broadcast()}
+
+            async def f(self) -> int:
+                return 1
+
+    def static():
+        class Static(Worker):
+            dispatch_table: ClassVar[dict[str, object]] = {"f": Broadcast()}
+
+            @staticmethod
+            def f() -> int:
+                return 1
+
+    def bad_metric():
+        class BadMetric(Worker):
+            dispatch_table: ClassVar[dict[str, object]] = {
+                "f": Shard(collect="metrics", metrics={"loss": "median"})
+            }
+
+            def f(self, batch: TensorDict) -> dict[str, float]:
+                return {}
+
+    def no_strategy():
+        class NoStrategy(Worker):
+            dispatch_table: ClassVar[dict[str, object]] = {"f": "broadcast"}
+
+            def f(self) -> int:
+                return 1
+
+    return [
+        no_batch,
+        not_a_batch,
+        other_argument,
+        no_result,
+        no_item,
+        coroutine,
+        static,
+        bad_metric,
+        no_strategy,
+    ]
+
+
+@pytest.mark.parametrize("define", bad_classes(), ids=lambda f: f.__name__)
+def test_a_signature_that_does_not_fit_fails_at_definition(define):
+    name = "".join(part.capitalize() for part in define.__name__.split("_"))
+    with pytest.raises(DispatchError, match=f"(?i){name}"):
+        define()
+
+
+def test_tables_are_inherited_and_can_be_overridden():
+    class Base(Worker):
+        dispatch_table: ClassVar[dict[str, object]] = {"f": Broadcast()}
+        collective = False
+
+        def f(self) -> int:
+            return self.rank
+
+    class Child(Base):
+        dispatch_table: ClassVar[dict[str, object]] = {"g": RankZero(), "f": RankZero()}
+
+        def g(self) -> int:
+            return 5
+
+    assert Child.dispatch_table == {"f": RankZero(), "g": RankZero()}
+    group = launch(Child, backend="inline", world_size=2)
+    assert group.run(Child.g) == 5 and group.run(Base.f) == 0
+
+
+def test_a_method_of_another_class_is_refused():
+    group = launch(Plain, backend="inline")
+    with pytest.raises(DispatchError, match=r"Summing.total is no method of Plain"):
+        group.run(Summing.total, 1.0)
+    with pytest.raises(DispatchError, match="AllToAll"):
+        group.run(Plain.swap, 1)
+    with pytest.raises(DispatchError, match="Direct"):
+        group.run(Plain.one, 1)
+    with pytest.raises(DispatchError, match="must be a TensorDict"):
+        group.run(Plain.double, 3)
+    with pytest.raises(DispatchError, match="no argument given for 'batch'"):
+        group.run(Plain.double)
+
+
+def test_inline_holds_one_rank_of_a_collective_class():
+    with pytest.raises(ResourceError, match=r"cluster\.actors = 1"):
+        launch(Summing, backend="inline", world_size=2)
+    assert launch(Summing, backend="inline").run(Summing.total, 2.0) == 2.0
+
+
+def test_mesh():
+    mesh = Mesh.of({"dp": 2, "tp": 3}, 6)
+    assert (
+        mesh.coordinates(4) == {"dp": 1, "tp": 1}
+        and mesh.sources("dp") == [0, 3]
+        and mesh.sources("tp") == [0, 1, 2]
+    )
+    with pytest.raises(DispatchError, match="exactly 4 ranks"):
+        Mesh.of({"dp": 3}, 4)
+    with pytest.raises(DispatchError, match="no mesh axis 'pp'"):
+        mesh.size("pp")

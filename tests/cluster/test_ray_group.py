@@ -1,0 +1,127 @@
+"""The Ray backend: real processes, real failures."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from cluster_batches import ragged_batch
+from cluster_workers import Plain, Summing
+from test_strategies import SIZES, check_every_strategy
+
+from agentrl.cluster.launch import launch
+from agentrl.cluster.runtime import start_ray
+from agentrl.config.schema import ClusterConfig
+from agentrl.errors import (
+    DispatchError,
+    ModelError,
+    ResourceError,
+    StalledError,
+    WorkerDiedError,
+    WorkerError,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
+
+
+@pytest.fixture(scope="module")
+def four(ray_cluster):
+    with launch(Plain, world_size=4, num_cpus=0.1, name="four") as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def pair(ray_cluster):
+    with launch(Plain, world_size=2, num_cpus=0.1, name="pair", env={"MY_KNOB": "3"}) as group:
+        yield group
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7])
+def test_ragged_batches_over_four_processes(four, rows):
+    check_every_strategy(four, SIZES[rows])
+
+
+def test_errors_come_back_once_with_worker_rank_method_and_traceback(four):
+    with pytest.raises(WorkerError) as caught:
+        four.run(Plain.fail)
+    text = str(caught.value)
+    assert text.startswith("group 'four': Plain.fail, rank 3: KeyError: 'a deep reason'")
+    assert text.count("Traceback (most recent call last)") == 1 and "cluster_workers.py" in text
+    with pytest.raises(ModelError, match=r"did you mean tiny\? \(group 'four': Plain.model_error, rank"):
+        four.run(Plain.model_error)
+    assert four.run(Plain.where, 1) == (0, 4, 1)  # an exception does not cost the workers
+
+
+def test_shared_memory_is_never_written(four):
+    batch = ragged_batch([300, 5, 70_000])
+    stored = four.put(batch)
+    assert (four.run(Plain.scribble, stored)["token_ids"].values() == -7).all()
+    again = four.run(Plain.double, stored)
+    assert torch.equal(again["token_ids"].values(), batch["token_ids"].values())
+
+
+def test_large_arguments_and_batches_are_shipped_once_to_all(four):
+    assert four.run_all(Plain.echo, torch.zeros(200_000)) == [200_000] * 4
+    assert four.run_all(Plain.echo, ragged_batch([1, 2])) == [2] * 4
+
+
+def test_futures_go_from_group_to_group(four, pair):
+    batch = ragged_batch([1, 8, 3, 0, 2, 30, 6])
+    second = pair.submit(Plain.double, four.submit(Plain.double_balanced, batch).value)
+    out = second.result()
+    assert out["id"].tolist() == list(range(7)) and out["rank"].tolist() == [0, 0, 0, 0, 1, 1, 1]
+    with pytest.raises(DispatchError, match="splitting it anew"):
+        four.run(Plain.double_balanced, second.value)
+    same = four.run(Plain.double_balanced, four.submit(Plain.double_balanced, batch).value)
+    assert torch.equal(same["twice"].values(), batch["token_ids"].values() * 2)
+
+
+async def test_awaited_calls(four):
+    out = await four.arun(Plain.double, ragged_batch([1, 2, 3]))
+    assert out["id"].tolist() == [0, 1, 2]
+    with pytest.raises(WorkerError, match="a deep reason"):
+        await four.arun(Plain.fail)
+
+
+def test_workers_get_one_thread_and_the_shelf(four, pair):
+    assert four.run(Plain.env, "OMP_NUM_THREADS") == os.environ.get("OMP_NUM_THREADS", "1")
+    assert str(Path.cwd()) in four.run(Plain.env, "AGENTRL_PATH").split(os.pathsep)
+    assert pair.run(Plain.env, "MY_KNOB") == "3" and pair.run(Plain.env, "OMP_NUM_THREADS") is not None
+
+
+def test_a_colocated_role_shares_processes_and_collectives_span_a_two_axis_mesh(four):
+    with launch(Summing, world_size=4, on=four, mesh={"dp": 2, "tp": 2}) as guest:
+        assert guest.run_all(Summing.total, 1.0) == [10.0] * 4
+        assert guest.run(Summing.gathered, ragged_batch([1, 2, 3]))["at"].tolist() == [0, 0, 10]
+        with pytest.raises(DispatchError, match="hold a role of that name"):
+            launch(Summing, world_size=4, on=four)
+    assert four.run(Plain.where, 0) == (0, 4, 0)  # processes live while a role is left
+
+
+def test_hung_and_dead_workers_are_named_and_the_group_restarts(pair):
+    slow = launch(Plain, world_size=2, on=pair, call_timeout=3.0, name="slow")
+    with pytest.raises(StalledError, match=r"Plain.hang: no answer from ranks \[1\] in 3 s"):
+        slow.run(Plain.hang)
+    slow.close()
+    old = [pid for _, pid, _ in pair.backend.hosts.nodes]
+    pair.restart()
+    pids = pair.run_all(Plain.pid)
+    assert not set(pids) & set(old)
+    pair.run(Plain.remember, 5)
+    with pytest.raises(WorkerDiedError, match=rf"group 'pair': Plain.die: .*rank 1 \(pid {pids[1]} on"):
+        pair.run(Plain.die)
+    with pytest.raises(WorkerDiedError, match="rank 1"):
+        pair.run(Plain.pid)
+    pair.restart()
+    assert not set(pair.run_all(Plain.pid)) & set(pids) and pair.run(Plain.remember) == 0
+
+
+def test_workers_that_do_not_fit_are_refused_and_none_is_left():
+    with pytest.raises(ResourceError, match=r"group 'big': 0 of 1 workers started within 2 s; each asks for"):
+        launch(Plain, num_cpus=4096, startup_timeout=2.0, name="big")
+    with pytest.raises(ResourceError, match="4096 CPU slots"):
+        start_ray(ClusterConfig(), need_cpus=4096)
+    assert ray.is_initialized()
