@@ -24,13 +24,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises ConfigError: it names the file or override, the key, what was expected and the nearest key.
     """
     file = Path(path)
-    table = read_toml(file)
+    return config_from(read_toml(file), overrides, str(file))
+
+
+def config_from(table: Table, overrides: Sequence[str] = (), source: str = "command line") -> TrainConfig:
+    """The validated config of a table with overrides applied; errors name `source`. Raises ConfigError."""
     for keys, value, text in parse_overrides(overrides):
         _assign(table, keys, value, text)
     try:
         return TrainConfig.model_validate(table)
     except ValidationError as error:
-        raise ConfigError(_explain(error, str(file), overrides)) from None
+        raise ConfigError(_explain(error, source, overrides)) from None
 
 
 def read_toml(file: Path) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentrl.catalog import EnvRef
@@ -25,24 +26,37 @@ class Evaluation:
     trajectories: list[Trajectory]
 
 
+async def run_tasks(
+    env: EnvRef, policy: Policy, scorer: Scorer, limits: Limits, pairs: Sequence[tuple[int, int]], *, seed: int,
+    max_episodes: int, split: str = "heldout", on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
+) -> list[Trajectory]:
+    """One episode for each (task index, member), at most `max_episodes` at once, in the order of `pairs`.
+
+    Tasks are numbered within a split and are the same in every run; `seed` only moves the sampling.
+    `on_episode` is called as each episode ends.
+    """
+    slots = asyncio.Semaphore(max_episodes)
+
+    async def one(index: int, member: int) -> Trajectory:
+        spec = EpisodeSpec(index, split, derive(seed, split, index, member), member, key=f"{split}{index}.m{member}")
+        async with slots:
+            trajectory = await run_episode(env.build(), policy, spec, limits, scorer)
+        on_episode(trajectory)
+        return trajectory
+
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(one(index, member)) for index, member in pairs]
+    return [task.result() for task in running]
+
+
 async def evaluate(
     env: EnvRef, policy: Policy, scorer: Scorer, limits: Limits, *, tasks: int, seed: int, max_episodes: int,
     split: str = "heldout",
 ) -> Evaluation:
-    """Run `tasks` episodes on the first `tasks` held-out tasks, at most `max_episodes` at once.
-
-    The tasks are the same for every run of an environment; `seed` only moves the sampling.
-    """
-    slots = asyncio.Semaphore(max_episodes)
-
-    async def one(index: int) -> Trajectory:
-        spec = EpisodeSpec(index, split, derive(seed, split, index), 0, key=f"{split}{index}")
-        async with slots:
-            return await run_episode(env.build(), policy, spec, limits, scorer)
-
-    async with asyncio.TaskGroup() as group:
-        running = [group.create_task(one(index)) for index in range(tasks)]
-    return summarize([task.result() for task in running], scorer.range[1])
+    """One episode on each of the first `tasks` tasks of a split."""
+    pairs = [(index, 0) for index in range(tasks)]
+    trajectories = await run_tasks(env, policy, scorer, limits, pairs, seed=seed, max_episodes=max_episodes, split=split)
+    return summarize(trajectories, scorer.range[1])
 
 
 def summarize(trajectories: list[Trajectory], full: float) -> Evaluation:

@@ -1,0 +1,106 @@
+"""`agentrl train`, whole: what it leaves behind, kill and resume, Ctrl-C, a lost worker, ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.runs import finish, numbers, rows, small, start, train, wait_for_step
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An unbroken run on Ray."""
+    out = tmp_path_factory.mktemp("runs")
+    text = train(out, *small(out, "whole"))
+    assert "success on held-out tasks" in text and "ETA" in text and "tokens/s" in text
+    return out / "whole"
+
+
+def test_the_run_folder_is_complete(done: Path) -> None:
+    summary = json.loads((done / "summary.json").read_text())
+    assert summary["status"] == "done" and summary["engine"] == "embedded" and summary["steps"] == 4
+    assert {"success_before", "success_after", "seconds", "tokens", "seed"} <= set(summary)
+    assert (done / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert any((done / "tensorboard").iterdir())
+    assert (done / "config.toml").is_file() and (done / "log.txt").is_file()
+    assert sorted(p.name for p in (done / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
+    episodes = [json.loads(line) for line in (done / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
+    assert len(episodes) == 12
+    for episode in episodes:
+        ledger = episode["ledgers"][0]
+        assert len({len(column) for column in ledger.values()}) == 1
+        assert episode["evidence"] is not None and episode["messages"][0]["role"] == "system"
+
+
+def test_the_trainer_and_the_engine_agree_on_every_sampled_token(done: Path) -> None:
+    for row in rows(done):
+        if row["phase"] == "train" and "mismatch_max" in row:
+            assert row["mismatch_max"] < 1e-3
+
+
+def test_killed_and_resumed_equals_unbroken_to_the_last_digit(done: Path, tmp_path: Path) -> None:
+    process = start(tmp_path, *small(tmp_path, "whole"))
+    wait_for_step(tmp_path / "whole", 3, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    text = train(tmp_path, "--resume", str(tmp_path / "whole"))
+    assert "resumed" in text
+    assert numbers(tmp_path / "whole") == numbers(done)
+
+
+def test_inline_and_ray_give_the_same_numbers(done: Path, tmp_path: Path) -> None:
+    train(tmp_path, *small(tmp_path, "whole", "cluster.backend=inline"))
+    assert numbers(tmp_path / "whole") == numbers(done)
+
+
+def test_two_ranks_learn_the_same(done: Path, tmp_path: Path) -> None:
+    """Same batch, same loss and gradient norm: the first update of 1 and 2 ranks, in fp32."""
+    warm = f"model.path={done / 'warm_start'}"
+    config = [arg for arg in small(tmp_path, "two", "cluster.actors=2", "steps=1") if not arg.startswith("sft.")]
+    text = (Path(config[0])).read_text()
+    head, _, rest = text.partition("[model.init]")
+    plain = tmp_path / "plain.toml"
+    plain.write_text(head + "[rollout]" + rest.partition("[rollout]")[2])
+    train(tmp_path, str(plain), *config[1:], warm)
+    two = [row for row in numbers(tmp_path / "two") if row["phase"] == "train"][0]
+    one = [row for row in numbers(done) if row["phase"] == "train"][0]
+    assert two["success"] == one["success"]
+    for key in ("loss", "grad_norm", "entropy"):
+        assert two[key] == pytest.approx(one[key], rel=1e-5, abs=1e-6)
+
+
+def test_ctrl_c_finishes_the_step_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> None:
+    process = start(tmp_path, *small(tmp_path, "cut", "steps=500", "checkpoint.every=400"))
+    wait_for_step(tmp_path / "cut", 2, process)
+    process.send_signal(signal.SIGINT)
+    text = finish(process, timeout=60)
+    assert process.returncode == 130, text
+    assert f"agentrl train --resume {tmp_path / 'cut'}" in text
+    last = [row for row in rows(tmp_path / "cut") if row["phase"] == "train"][-1]["step"]
+    assert (tmp_path / "cut" / "checkpoints" / f"step_{last:06d}" / "manifest.json").is_file()
+    assert json.loads((tmp_path / "cut" / "summary.json").read_text())["status"] == "interrupted"
+    train(tmp_path, "--resume", str(tmp_path / "cut"), f"steps={last + 1}")
+    assert json.loads((tmp_path / "cut" / "summary.json").read_text())["status"] == "done"
+
+
+def test_a_killed_worker_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+    process = start(tmp_path, *small(tmp_path, "lost", "steps=6"))
+    wait_for_step(tmp_path / "lost", 3, process)
+    victims = [child for child in psutil.Process(process.pid).children(recursive=True)
+               if "ray::" in " ".join(child.cmdline()) and "IDLE" not in " ".join(child.cmdline())]
+    assert victims, "no Ray worker found"
+    victims[0].kill()
+    text = finish(process)
+    assert process.returncode == 0, text
+    assert "restarting from the newest checkpoint (1 of 2)" in text and "actor" in text
+    summary = json.loads((tmp_path / "lost" / "summary.json").read_text())
+    assert summary["status"] == "done" and summary["restarts"] == 1
+    assert [row["step"] for row in rows(tmp_path / "lost") if row["phase"] == "train"] == [1, 2, 3, 4, 5, 6]
