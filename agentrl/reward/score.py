@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from agentrl.reward.group import GroupNode
 from agentrl.reward.leaf import JudgeClient
-from agentrl.reward.node import Frame, Node
+from agentrl.reward.node import Frame, LeafNode, Node
 from agentrl.reward.view import episode_view
 from agentrl.trajectory import Json, Trajectory
 
@@ -44,7 +44,11 @@ class Score:
 
 
 class Scorer:
-    """A compiled spec. It has no state of its own and can be shared by threads and episodes."""
+    """A compiled spec. It has no state of its own and can be shared by threads and episodes.
+
+    `range`: bounds of every value it gives. `compares`: it has group leaves, so `score_group` is the call to
+    make. `asks`: it has judge leaves.
+    """
 
     def __init__(
         self,
@@ -61,9 +65,10 @@ class Scorer:
         self.range = root.range()
         self._blocking = blocking
         self._judge = judge
-        self._groups = [
-            node for top in (root, *self.metrics) for node in _walk(top) if isinstance(node, GroupNode)
-        ]
+        nodes = [node for top in (root, *self.metrics) for node in _walk(top)]
+        self._groups = [node for node in nodes if isinstance(node, GroupNode)]
+        self.compares = bool(self._groups)
+        self.asks = any(isinstance(node, LeafNode) and node.leaf.kind == "judge" for node in nodes)
 
     def score(self, trajectory: Trajectory) -> Score:
         """Score one trajectory. Where the spec has a judge, waits for its answer."""

@@ -24,8 +24,8 @@ class CallsMatch(Leaf):
     kind: ClassVar[str] = "calls.match"
     formula: ClassVar[str] = (
         "M / D: M = sum of the pairs' credit under the assignment (matched: 1 for a full match; partial: "
-        "(1 + right arguments) / (1 + arguments)); D = max(made, expected) for exact, expected for superset, made "
-        "for subset. credit=all: 1 where every one of D is a full match, else 0. credit=toolrl: "
+        "(1 + right arguments) / (1 + arguments)); D = max(made, expected) for exact, expected for superset, "
+        "made for subset. credit=all: 1 where every one of D is a full match, else 0. credit=toolrl: "
         "(r_name + r_param + r_value) / (1 + |G| + sum |keys(G_j)|)."
     )
     schema: ClassVar[dict[str, Any]] = object_schema(

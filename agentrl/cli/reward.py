@@ -1,0 +1,291 @@
+"""`agentrl reward`: lint, explain, score and diff reward specs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import CatalogError, UserError
+
+if TYPE_CHECKING:
+    from agentrl.reward import Context
+    from agentrl.trajectory import Trajectory
+
+EPILOG = """examples:
+  agentrl reward lint key_value                                  what the spec cannot do
+  agentrl reward lint my_spec.json --env agentrl/KeyValue-v0     ... on gold, empty and spam episodes
+  agentrl reward explain key_value runs/quickstart/trajectories/eval.jsonl --row 3
+  agentrl reward score my_spec.json episodes.jsonl --workers 4 > scores.jsonl
+  agentrl reward diff key_value my_spec.json episodes.jsonl      which episodes change rank
+  agentrl reward leaves                                          every leaf with its formula and an example
+
+SPEC is the name of a spec on the shelf (rewards/) or a path to a JSON file. A spec that replays gold calls
+needs --env; one with a judge asks the model named in the spec, at --judge-url if given.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command and its parts."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(
+        "reward", help="check, explain and apply reward specs", epilog=EPILOG, formatter_class=raw
+    )
+    parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
+    lint = parts.add_parser("lint", help="find what a spec cannot do", epilog=EPILOG, formatter_class=raw)
+    lint.add_argument("spec")
+    lint.add_argument("--tasks", type=_positive, default=5, help="tasks to probe with --env (default 5)")
+    lint.add_argument("--seed", type=int, default=0, help="seed of the first task (default 0)")
+    lint.set_defaults(run=run_lint)
+    explain = parts.add_parser(
+        "explain", help="why an episode scored what it scored", epilog=EPILOG, formatter_class=raw
+    )
+    explain.add_argument("spec")
+    explain.add_argument("trajectory", type=Path, help="a JSON or JSONL file")
+    explain.add_argument("--row", type=_positive, default=1, help="which row of a JSONL file (from 1)")
+    explain.set_defaults(run=run_explain)
+    score = parts.add_parser(
+        "score", help="score recorded episodes again", epilog=EPILOG, formatter_class=raw
+    )
+    score.add_argument("spec")
+    score.add_argument("trajectories", type=Path, help="a JSONL file")
+    score.add_argument("--out", type=Path, help="write the scores here instead of to the standard output")
+    score.set_defaults(run=run_score)
+    diff = parts.add_parser("diff", help="which episodes change rank", epilog=EPILOG, formatter_class=raw)
+    diff.add_argument("spec_a")
+    diff.add_argument("spec_b")
+    diff.add_argument("trajectories", type=Path, help="a JSONL file")
+    diff.set_defaults(run=run_diff)
+    leaves = parts.add_parser(
+        "leaves", help="the leaf kinds, each with formula and example", formatter_class=raw
+    )
+    leaves.set_defaults(run=run_leaves)
+    for part in (lint, explain, score, diff):
+        _add_context(part)
+    for part in (lint, explain, diff):
+        part.add_argument("--json", action="store_true", help="print JSON")
+    for part in (score, diff):
+        part.add_argument("--workers", type=_positive, default=1, help="processes (default 1)")
+
+
+def _add_context(part: argparse.ArgumentParser) -> None:
+    part.add_argument("--env", help="id of the environment: to replay gold calls on, and to probe")
+    part.add_argument(
+        "--param", action="append", default=[], metavar="NAME=JSON", help="a parameter of --env"
+    )
+    part.add_argument("--judge-url", help="base URL of an OpenAI-compatible server for judge leaves")
+    part.add_argument("--judge-cache", type=Path, help="folder that keeps verdicts")
+    part.add_argument("--judge-calls", type=int, default=1000, help="most calls to the judge (default 1000)")
+    part.add_argument("--judge-usd", type=float, help="most money for the judge")
+
+
+def run_lint(args: argparse.Namespace) -> int:
+    """Print the findings; exit code 1 where one is an error."""
+    from agentrl.reward import compile_spec
+    from agentrl.reward.lint import lint_probes, lint_spec
+    from agentrl.reward.probes import probe_episodes
+
+    options = _options(args)
+    scorer = compile_spec(_spec(args.spec), context=options())
+    findings = lint_spec(scorer)
+    if args.env is not None:
+        ref = options.env_ref()
+        try:
+            probes = probe_episodes(ref.build, args.tasks, args.seed)
+        except NotImplementedError as error:
+            raise UserError(f"{args.env}: cannot be probed: {error}") from error
+        findings += lint_probes(scorer, probes, ref.build().order_free)
+    if args.json:
+        print(json.dumps({"spec": scorer.name, "findings": [item.to_json() for item in findings]}, indent=2))
+    else:
+        for item in findings:
+            print(f"{item.level}: {item.code} at {item.at}: {item.message}")
+        low, high = scorer.range
+        probed = (
+            f", probed on {args.tasks} tasks of {args.env}" if args.env else ", not probed (--env ID would)"
+        )
+        print(f"{scorer.name}: {len(findings)} findings; reward within [{low:g}, {high:g}]{probed}")
+    return 1 if any(item.level == "error" for item in findings) else 0
+
+
+def run_explain(args: argparse.Namespace) -> int:
+    """Print the evidence of one episode."""
+    from agentrl.reward import compile_spec
+    from agentrl.reward.explain import explain_text
+
+    scorer = compile_spec(_spec(args.spec), context=_options(args)())
+    score = scorer.score(_one(args.trajectory, args.row))
+    if args.json:
+        content = {
+            "value": score.value,
+            "turns": score.turns,
+            "terminal": score.terminal,
+            "metrics": score.metrics,
+        }
+        print(json.dumps({**content, "evidence": score.evidence}, indent=2))
+    else:
+        print(explain_text(score))
+    return 0
+
+
+def run_score(args: argparse.Namespace) -> int:
+    """Score a file; one JSON object a row."""
+    rows = _scored(args, args.spec)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if args.out is None:
+        sys.stdout.write(text)
+    else:
+        args.out.write_text(text, encoding="utf-8")
+    values = [row["value"] for row in rows if row["value"] is not None]
+    mean = f"mean {sum(values) / len(values):.4g}" if values else "no value"
+    print(f"{len(values)} of {len(rows)} episodes scored, {mean}", file=sys.stderr)
+    return 0
+
+
+def run_diff(args: argparse.Namespace) -> int:
+    """Compare two specs on the same episodes."""
+    from agentrl.reward.diff import changed_ranks
+    from agentrl.reward.offline import parse_row, read_lines
+
+    a, b = _scored(args, args.spec_a), _scored(args, args.spec_b)
+    lines = read_lines(args.trajectories)
+    trajectories = [parse_row(str(args.trajectories), number, line) for number, line in lines]
+    changes = changed_ranks(trajectories, [row["value"] for row in a], [row["value"] for row in b])
+    if args.json:
+        numbered = [{**change.to_json(), "row": lines[change.row][0]} for change in changes]
+        print(json.dumps({"episodes": len(lines), "changed": numbered}, indent=2))
+        return 0
+    for change in changes:
+        print(
+            f"row {lines[change.row][0]} (task {change.task}, member {change.member}): "
+            f"{_shown(change.value_a)} -> {_shown(change.value_b)}, "
+            f"rank {change.rank_a or 'none'} -> {change.rank_b or 'none'}"
+        )
+    print(f"{len(changes)} of {len(lines)} episodes change rank within their task")
+    return 0
+
+
+def run_leaves(args: argparse.Namespace) -> int:
+    """Print the documentation of every leaf."""
+    from agentrl.reward.group import GROUP_LEAVES
+    from agentrl.reward.leaves import LEAVES
+
+    documented = [(kind, leaf.__doc__, leaf.formula, leaf.example) for kind, leaf in LEAVES.items()]
+    documented += [(kind, leaf.__doc__, leaf.formula, leaf.example) for kind, leaf in GROUP_LEAVES.items()]
+    for kind, doc, formula, args in documented:
+        example = json.dumps({"use": kind, "args": args})
+        print(f"{kind}\n  {' '.join((doc or '').split())}\n  value    {formula}\n  example  {example}\n")
+    return 0
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Builds a reward Context from the command line; picklable, for worker processes."""
+
+    env: str | None
+    params: tuple[tuple[str, Any], ...]
+    judge_url: str | None
+    judge_cache: Path | None
+    judge_calls: int
+    judge_usd: float | None
+
+    def __call__(self) -> Context:
+        from agentrl.reward import Context
+        from agentrl.reward.judge import Judge, JudgeSettings
+
+        settings = JudgeSettings(
+            api_base=self.judge_url, cache=self.judge_cache, calls=self.judge_calls, usd=self.judge_usd
+        )
+        ref = None if self.env is None else self.env_ref()
+        twin = None if ref is None else lambda task: ref.build()
+        return Context(twin=twin, judge=Judge(settings))
+
+    def env_ref(self) -> Any:
+        from agentrl.catalog import EnvRef, find_env
+
+        assert self.env is not None
+        find_env(self.env)
+        return EnvRef(self.env, dict(self.params))
+
+
+def _options(args: argparse.Namespace) -> _Options:
+    params = []
+    for text in args.param:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"--param {text!r}: expected NAME=JSON, for example calls=4")
+        params.append((name, _json_or_text(value)))
+    if params and args.env is None:
+        raise UserError("--param sets parameters of --env, which is not given")
+    return _Options(
+        args.env, tuple(params), args.judge_url, args.judge_cache, args.judge_calls, args.judge_usd
+    )
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _spec(name: str) -> dict[str, Any]:
+    from agentrl.catalog import find_reward
+    from agentrl.reward import load_spec
+
+    path = Path(name)
+    if path.suffix == ".json" or path.is_file():
+        return load_spec(path)
+    try:
+        return load_spec(find_reward(name))
+    except CatalogError as error:
+        raise UserError(f"{name!r} is neither a file nor a spec on the shelf: {error}") from error
+
+
+def _one(path: Path, row: int) -> Trajectory:
+    from agentrl.reward.offline import parse_row, read_lines
+
+    if path.suffix == ".json":
+        text = "\n".join(line for _, line in read_lines(path))
+        return parse_row(str(path), 1, text)
+    lines = read_lines(path)
+    if row > len(lines):
+        raise UserError(f"{path}: --row {row}, but it holds {len(lines)} rows")
+    return parse_row(str(path), *lines[row - 1])
+
+
+def _scored(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
+    from agentrl.reward.offline import read_lines, score_file
+
+    spec = _spec(name)
+    total = len(read_lines(args.trajectories))
+    with _progress(str(spec["name"]), total) as done:
+        return score_file(spec, args.trajectories, args.workers, _options(args), done)
+
+
+@contextmanager
+def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on the standard error, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(name, total=total)
+        yield lambda count: progress.advance(bar, count)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _shown(value: float | None) -> str:
+    return "unscored" if value is None else f"{value:.4g}"

@@ -1,0 +1,275 @@
+"""What a spec cannot do, told before a run: from the spec alone, and from an environment's probe episodes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from agentrl.reward.compile import walk
+from agentrl.reward.node import TRUE, LeafNode, Node
+from agentrl.reward.ops import LINEAR, GateNode, OpNode
+from agentrl.reward.score import Score, Scorer
+from agentrl.trajectory import Json, Trajectory
+
+_EPS = 1e-9
+_PINNED = re.compile(r"\d{4}[-.]?\d{2}|\d{6}|@[0-9a-f]{7,}|:[0-9a-f]{7,}|[0-9]b\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong (`error`: the spec cannot do its work) or odd (`warning`)."""
+
+    level: Literal["error", "warning"]
+    code: str
+    at: str
+    message: str
+
+    def to_json(self) -> dict[str, Json]:
+        return asdict(self)
+
+
+def lint_spec(scorer: Scorer) -> list[Finding]:
+    """Findings that need no episode: dead weights, unreachable gates, constants, mods without effect."""
+    findings = list(_constant(scorer))
+    for top in (scorer.root, *scorer.metrics):
+        findings.extend(_top(top, top is scorer.root))
+        for node in walk(top):
+            findings.extend(_weights(node))
+            findings.extend(_reach(node))
+            findings.extend(_mods(node))
+            findings.extend(_judge(node))
+    return findings
+
+
+def _constant(scorer: Scorer) -> Iterator[Finding]:
+    low, high = scorer.range
+    if high - low <= _EPS:
+        yield Finding("error", "constant-output", "/root", f"the reward is {low:g} whatever happens")
+
+
+def _top(node: Node, root: bool) -> Iterator[Finding]:
+    if node.mods.weight != 1.0:
+        where = "the root" if root else "a metric"
+        yield Finding(
+            "error", "dead-weight", node.pointer, f"{where} has no parent that its weight could matter to"
+        )
+    if root and node.mods.missing == "skip":
+        yield Finding(
+            "warning", "dead-missing", node.pointer, "the root cannot be skipped; it stays unscored"
+        )
+
+
+def _weights(node: Node) -> Iterator[Finding]:
+    if isinstance(node, OpNode) and node.label in LINEAR:
+        for child in node.children():
+            if child.mods.weight == 0.0:
+                yield Finding(
+                    "error", "dead-weight", child.pointer, f"a weight of 0 takes it out of the {node.label}"
+                )
+    elif node.children():
+        for child in node.children():
+            if child.mods.weight != 1.0:
+                message = f"{node.label!r} does not use weights (sum and mean do)"
+                yield Finding("error", "dead-weight", child.pointer, message)
+
+
+def _reach(node: Node) -> Iterator[Finding]:
+    if isinstance(node, GateNode):
+        low, high = node.test.range()
+        if high < node.gte - _EPS:
+            message = f"`if` reaches at most {high:g}, below gte {node.gte:g}: `then` is never taken"
+            yield Finding("error", "unreachable-gate", node.pointer, message)
+        elif low >= node.gte - _EPS:
+            message = f"`if` is at least {low:g}, gte is {node.gte:g}: `else` is never taken"
+            yield Finding("error", "unreachable-gate", node.pointer, message)
+    if not isinstance(node, OpNode):
+        return
+    ranges = [(child, *child.range()) for child in node.children()]
+    for child, low, high in ranges:
+        if node.label in ("all", "any") and high < TRUE:
+            message = f"reaches at most {high:g}, so it never counts as true in {node.label!r}"
+            yield Finding("error", "never-true", child.pointer, message)
+        others = [(a, b) for other, a, b in ranges if other is not child]
+        if node.label == "max" and any(high <= a + _EPS for a, _ in others):
+            yield Finding(
+                "error",
+                "never-decides",
+                child.pointer,
+                "another part is never below it, so it never is the max",
+            )
+        if node.label == "min" and any(low >= b - _EPS for _, b in others):
+            yield Finding(
+                "error",
+                "never-decides",
+                child.pointer,
+                "another part is never above it, so it never is the min",
+            )
+        if node.label == "product" and high - low <= _EPS and abs(low) <= _EPS:
+            yield Finding("error", "constant-output", child.pointer, "is always 0, and so is the product")
+
+
+def _mods(node: Node) -> Iterator[Finding]:
+    scale, clip = node.mods.scale, node.mods.clip
+    if scale is not None and scale[0] == scale[1]:
+        yield Finding("error", "constant-output", node.pointer, f"scale maps every value to {scale[0]:g}")
+    if clip is not None:
+        low, high = node.raw_range()
+        if scale is not None:
+            ends = [scale[0] + end * (scale[1] - scale[0]) for end in (low, high)]
+            low, high = min(ends), max(ends)
+        if clip[0] <= low + _EPS and clip[1] >= high - _EPS:
+            yield Finding(
+                "warning", "dead-clip", node.pointer, f"the value is within [{low:g}, {high:g}] anyway"
+            )
+        elif clip[0] >= high - _EPS or clip[1] <= low + _EPS:
+            message = f"the value is within [{low:g}, {high:g}], so the clip {list(clip)} makes it a constant"
+            yield Finding("error", "constant-output", node.pointer, message)
+
+
+def _judge(node: Node) -> Iterator[Finding]:
+    if (
+        isinstance(node, LeafNode)
+        and node.leaf.kind == "judge"
+        and not _PINNED.search(str(node.leaf.args["model"]))
+    ):
+        message = f"the model {node.leaf.args['model']!r} names no version; its verdicts may change under you"
+        yield Finding("warning", "unpinned-judge", node.pointer, message)
+
+
+Probes = Mapping[str, Sequence[Trajectory]]
+
+
+def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None) -> list[Finding]:
+    """Findings from probe episodes: lists by kind, one episode a task, tasks in the same order.
+
+    Kinds: `gold` (the scripted solution), `empty` (an empty answer) and `silent` (no turn at all), `spam`
+    (calls at random and every number as the answer), `padded` (every gold call three times), `shuffled`
+    (the gold calls in another order). `order_free`: whether the environment says that order is free.
+    """
+    scores = {
+        kind: [scorer.score(trajectory) for trajectory in episodes] for kind, episodes in probes.items()
+    }
+    ceiling = list(_ceiling(scorer, scores))
+    if any(item.code == "gold-unscored" for item in ceiling):
+        return ceiling  # nothing else can be told of a spec that does not fit the environment
+    findings = [*_floor(scorer, scores), *ceiling, *_spam(scores), *_padded(scores)]
+    return [*findings, *_shuffled(scores, order_free), *_never_varies(scorer, scores)]
+
+
+def _floor(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[Finding]:
+    low = scorer.range[0]
+    for kind, what in (("empty", "an empty answer"), ("silent", "doing nothing"), ("spam", "spam")):
+        values = [score.value for score in scores.get(kind, ())]
+        known = [value for value in values if value is not None]
+        floor = max(known, default=-math.inf)
+        if kind != "spam" and floor > max(low, 0.0) + _EPS:
+            yield Finding(
+                "error", "do-nothing-floor", "/root", f"{what} earns {floor:g}; it should earn nothing"
+            )
+        if len(known) < len(values):
+            share = f"{len(values) - len(known)} of {len(values)} tasks"
+            message = f"{what} is unscored in {share}: a policy could escape a low reward that way"
+            yield Finding("warning", "escapes-scoring", "/root", message)
+
+
+def _ceiling(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[Finding]:
+    high = scorer.range[1]
+    values = [score.value for score in scores.get("gold", ())]
+    unscored = [score for score in scores.get("gold", ()) if score.value is None]
+    if unscored:
+        why = next(_reasons(unscored[0].evidence), "no reason given")
+        yield Finding("error", "gold-unscored", "/root", f"the gold solution could not be scored: {why}")
+        return
+    worst = min((value for value in values if value is not None), default=high)
+    if math.isfinite(high) and worst < high - 1e-6:
+        yield Finding(
+            "error",
+            "gold-below-maximum",
+            "/root",
+            f"the gold solution earns {worst:g}, the maximum is {high:g}",
+        )
+
+
+def _spam(scores: Mapping[str, Sequence[Score]]) -> Iterator[Finding]:
+    passed = 0
+    pairs = list(zip(scores.get("spam", ()), scores.get("gold", ()), strict=False))
+    for spam, gold in pairs:
+        if spam.value is not None and gold.value is not None and spam.value >= gold.value - _EPS:
+            passed += 1
+    if passed:
+        message = f"spam earns as much as the gold solution in {passed} of {len(pairs)} tasks"
+        yield Finding("error", "spam-passes", "/root", message)
+
+
+def _padded(scores: Mapping[str, Sequence[Score]]) -> Iterator[Finding]:
+    """Call matching that does not mind every call being made three times."""
+    gold, padded = scores.get("gold", ()), scores.get("padded", ())
+    matched: dict[str, list[bool]] = {}
+    for right, more in zip(gold, padded, strict=False):
+        before, after = _values(right.evidence.get("root")), _values(more.evidence.get("root"))
+        for at, (node, value) in before.items():
+            if node == "calls.match" and value is not None and at in after and after[at][1] is not None:
+                matched.setdefault(at, []).append((after[at][1] or 0.0) >= value - _EPS)
+    for at, same in matched.items():
+        if all(same):
+            message = "making every call three times costs nothing here (compare: exact would count them)"
+            yield Finding("warning", "permissive-match", at, message)
+
+
+def _shuffled(scores: Mapping[str, Sequence[Score]], order_free: bool | None) -> Iterator[Finding]:
+    pairs = [
+        (gold.value, other.value)
+        for gold, other in zip(scores.get("gold", ()), scores.get("shuffled", ()), strict=False)
+        if gold.value is not None and other.value is not None
+    ]
+    if order_free and any(other < gold - _EPS for gold, other in pairs):
+        message = (
+            "the environment says that the order of calls is free, and the gold calls reordered earn less"
+        )
+        yield Finding("warning", "order-matters", "/root", message)
+
+
+def _never_varies(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[Finding]:
+    """Nodes that every probe reaches and that say the same of all; gates that none of them opens."""
+    trees = [_values(score.evidence.get("root")) for row in scores.values() for score in row]
+    reached = set[str]().union(*trees)
+    for at in sorted(reached):
+        values = {tree[at][1] for tree in trees if at in tree}
+        if len(values) == 1 and len(trees) > 1 and all(at in tree for tree in trees):
+            value = values.pop()
+            shown = "skipped or unscored" if value is None else f"{value:g}"
+            yield Finding(
+                "warning", "never-varies", at, f"{trees[0][at][0]} is {shown} in every probe, good or bad"
+            )
+    for node in walk(scorer.root):
+        if isinstance(node, GateNode) and node.pointer in reached and node.then.pointer not in reached:
+            yield Finding(
+                "warning", "gate-never-opens", node.pointer, "no probe, not even gold, opens this gate"
+            )
+
+
+def _values(evidence: Json) -> dict[str, tuple[str, float | None]]:
+    """Pointer -> (kind, value) of the nodes of an evidence tree; parts of a scoped node are left out."""
+    if not isinstance(evidence, Mapping):
+        return {}
+    found = {str(evidence["at"]): (str(evidence["node"]), evidence.get("value"))} if "at" in evidence else {}
+    for key in ("of", "if", "then", "else"):
+        below = evidence.get(key)
+        for item in below if isinstance(below, list) else [below]:
+            found.update(_values(item))
+    return found
+
+
+def _reasons(evidence: Json) -> Iterator[str]:
+    """Why, from the leaf that could not be scored, outward."""
+    if isinstance(evidence, Mapping):
+        for value in evidence.values():
+            yield from _reasons(value)
+        if "unscored" in evidence:
+            yield str(evidence["unscored"])
+    elif isinstance(evidence, list):
+        for item in evidence:
+            yield from _reasons(item)

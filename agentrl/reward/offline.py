@@ -1,0 +1,132 @@
+"""Scoring of recorded episodes: JSONL files, in parallel, rows in the order of the file."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import UserError
+from agentrl.reward.compile import compile_spec
+from agentrl.reward.leaf import Context
+from agentrl.reward.score import Score, Scorer
+from agentrl.trajectory import Json, Trajectory
+
+_CHUNK = 64
+Lines = list[tuple[int, str]]
+MakeContext = Callable[[], Context]
+
+_worker: tuple[Scorer, str] | None = None
+
+
+def read_lines(path: Path) -> Lines:
+    """The rows of a JSONL file that are not empty, with their line numbers (from 1).
+
+    Raises UserError where the file cannot be read or holds no row.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"{path}: holds no trajectory")
+    return lines
+
+
+def parse_row(path: str, number: int, line: str) -> Trajectory:
+    """One row as a Trajectory. Raises UserError with file and line for a row of another shape."""
+    try:
+        return Trajectory.from_json(json.loads(line))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        what = f"{type(error).__name__}: {error}"[:200]
+        raise UserError(
+            f"{path}:{number}: not a trajectory ({what}); expected a row of Trajectory.to_json"
+        ) from error
+
+
+def score_file(
+    spec: dict[str, Any], path: Path, workers: int, make_context: MakeContext, done: Callable[[int], None]
+) -> list[dict[str, Json]]:
+    """Scores of all rows, in order: row, task, member, value, turns, metrics and, where unscored, why.
+
+    `make_context` builds what the spec may use; it must be picklable, for it runs in each worker process.
+    `done` is called with the number of rows finished. A spec with a judge is scored by threads of this
+    process, so that one budget and one cache hold. Raises UserError for the first bad row.
+    """
+    context = make_context()
+    scorer = compile_spec(spec, context=context)
+    chunks = list(_chunks(read_lines(path), bool(scorer.compares), str(path)))
+    rows: list[dict[str, Json]] = []
+    for chunk in _map(scorer, spec, str(path), chunks, workers, make_context):
+        rows.extend(chunk)
+        done(len(chunk))
+    return sorted(rows, key=lambda row: int(row["row"]))
+
+
+def _map(
+    scorer: Scorer, spec: dict[str, Any], path: str, chunks: Sequence[Lines], workers: int, make: MakeContext
+) -> Iterator[list[dict[str, Json]]]:
+    workers = min(workers, len(chunks))
+    if workers <= 1 and not scorer.asks:
+        for chunk in chunks:
+            yield _score_lines(scorer, path, chunk)
+        return
+    pool: Executor
+    if scorer.asks:
+        pool = ThreadPoolExecutor(max(workers, 8))
+        with pool:
+            yield from pool.map(lambda chunk: _score_lines(scorer, path, chunk), chunks)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start, initargs=(spec, path, make))
+    with pool:
+        yield from pool.map(_score_chunk, chunks)
+
+
+def _start(spec: dict[str, Any], path: str, make_context: MakeContext) -> None:
+    global _worker
+    _worker = compile_spec(spec, context=make_context()), path
+
+
+def _score_chunk(chunk: Lines) -> list[dict[str, Json]]:
+    assert _worker is not None
+    return _score_lines(_worker[0], _worker[1], chunk)
+
+
+def _score_lines(scorer: Scorer, path: str, lines: Lines) -> list[dict[str, Json]]:
+    trajectories = [parse_row(path, number, line) for number, line in lines]
+    scores = scorer.score_group(trajectories) if scorer.compares else [scorer.score(t) for t in trajectories]
+    return [
+        score_row(number, trajectory, score)
+        for (number, _), trajectory, score in zip(lines, trajectories, scores, strict=True)
+    ]
+
+
+def score_row(number: int, trajectory: Trajectory, score: Score) -> dict[str, Json]:
+    """One line of output."""
+    row: dict[str, Json] = {
+        "row": number,
+        "task": trajectory.task.id,
+        "member": trajectory.member,
+        "value": score.value,
+        "turns": {str(turn): amount for turn, amount in score.turns.items()},
+        "metrics": score.metrics,
+    }
+    return row if score.value is not None else {**row, "evidence": score.evidence}
+
+
+def _chunks(lines: Lines, by_task: bool, path: str) -> Iterator[Lines]:
+    """Rows in portions; where group leaves compare episodes, all rows of a task are one portion."""
+    if not by_task:
+        for start in range(0, len(lines), _CHUNK):
+            yield lines[start : start + _CHUNK]
+        return
+    groups: dict[tuple[str, str], Lines] = {}
+    for number, line in lines:
+        trajectory = parse_row(path, number, line)
+        groups.setdefault((trajectory.env_id, trajectory.task.id), []).append((number, line))
+    yield from groups.values()

@@ -1,0 +1,100 @@
+"""Probe episodes for lint: the gold solution of a task, and what should not pass for one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from agentrl.reward.leaf import Twin
+from agentrl.trajectory import Message, StopReason, Task, ToolCall, Trajectory
+
+_COPIES = 3
+_SPAM_TURNS = 12
+_EVERY_NUMBER = " ".join(str(number) for number in range(200))
+
+
+class ProbeEnv(Twin, Protocol):
+    """What probing needs of an environment; `agentrl.env.ToolEnv` has it."""
+
+    @property
+    def trajectory(self) -> Trajectory: ...
+
+    @property
+    def action_space(self) -> Any: ...
+
+    def make_task(self, rng_seed: int, split: str) -> Task: ...
+
+    def gold_turns(self, task: Task) -> list[Message]: ...
+
+
+def probe_episodes(build: Callable[[], ProbeEnv], tasks: int, seed: int = 0) -> dict[str, list[Trajectory]]:
+    """Episodes by kind, one a task each: gold, empty, silent, spam, padded and shuffled (see lint_probes).
+
+    Raises NotImplementedError where the environment has no scripted gold policy.
+    """
+    episodes: dict[str, list[Trajectory]] = {}
+    for number in range(tasks):
+        env = build()
+        task = env.make_task(seed + number, "train")
+        gold = env.gold_turns(task)
+        rng = random.Random(f"{seed}/{number}")
+        turns: dict[str, Sequence[Message | str]] = {
+            "gold": gold,
+            "empty": [Message("assistant", "")],
+            "silent": [],
+            "spam": _spam(build(), task, seed + number),
+            "padded": _padded(gold),
+            "shuffled": _shuffled(gold, rng),
+        }
+        for kind, messages in turns.items():
+            episodes.setdefault(kind, []).append(play(build(), task, messages))
+    return episodes
+
+
+def play(env: ProbeEnv, task: Task, turns: Sequence[Message | str]) -> Trajectory:
+    """The episode of fixed assistant turns. One that does not end by itself is cut as at max_turns."""
+    env.reset(seed=task.seed, options={"task": task})
+    over = False
+    for message in turns:
+        if over:
+            break
+        outcome = env.step(message)  # type: ignore[arg-type]  # an action is a text or a message
+        over = bool(outcome[2] or outcome[3])
+    trajectory = env.trajectory
+    env.close()
+    if not over:
+        trajectory.stop, trajectory.truncated = StopReason.MAX_TURNS, True
+    return trajectory
+
+
+def _spam(env: ProbeEnv, task: Task, seed: int) -> list[Message | str]:
+    """Random calls that fit the schemas, then an answer that holds every number."""
+    env.reset(seed=task.seed, options={"task": task})
+    space = env.action_space
+    space.seed(seed)
+    calls = [space.sample() for _ in range(_SPAM_TURNS)]
+    env.close()
+    return [*calls, Message("assistant", _EVERY_NUMBER)]
+
+
+def _padded(gold: Sequence[Message]) -> list[Message]:
+    """Every turn that makes calls, three times over."""
+    return [message for message in gold for _ in range(_COPIES if message.tool_calls else 1)]
+
+
+def _shuffled(gold: Sequence[Message], rng: random.Random) -> list[Message]:
+    """The gold calls in another order, at the places where calls were made; the other turns stay."""
+    calls: list[ToolCall] = [call for message in gold for call in message.tool_calls]
+    order = list(range(len(calls)))
+    if len(order) > 1:
+        while order == sorted(order):
+            rng.shuffle(order)
+    moved = iter([calls[i] for i in order])
+    return [
+        replace(message, tool_calls=tuple(next(moved) for _ in message.tool_calls))
+        if message.tool_calls
+        else message
+        for message in gold
+    ]
