@@ -29,8 +29,8 @@ class Problem:
     listed: bool
 
     def fingerprint(self) -> str:
-        """Everything a policy has to do and look up; keys that no goal names do not count."""
-        values = [(key, {**self.store, **self.sets}[key]) for key in self.reads]
+        """Everything a policy has to do and look up, in any order; keys that no goal names do not count."""
+        values = sorted((key, {**self.store, **self.sets}[key]) for key in self.reads)
         return json.dumps([sorted(self.sets.items()), values, self.listed])
 
 

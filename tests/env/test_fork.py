@@ -109,7 +109,7 @@ def test_a_fork_equals_a_replay(script: list[str], at: int, rest: list[str]) -> 
         await fresh.areset(seed=1)
         for text in script[:at] + rest:
             await fresh.astep(call("write", text=text))
-        assert [m for m in twin.trajectory.messages] == [m for m in fresh.trajectory.messages]
+        assert twin.trajectory.messages == fresh.trajectory.messages
         assert twin.state() == fresh.state()
 
     asyncio.run(run())

@@ -54,7 +54,7 @@ def test_the_mix_holds_what_it_says() -> None:
 
 def fingerprint(task: Any) -> str:
     gold = task.gold
-    values = [(key, gold["state"]["store"][key]) for key in gold["reads"]]
+    values = sorted((key, gold["state"]["store"][key]) for key in gold["reads"])
     return json.dumps([sorted(gold["sets"].items()), values, gold["listed"]])
 
 

@@ -1,0 +1,221 @@
+"""`agentrl env`: list, show, make, check, play and serve environments."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from agentrl.catalog import EnvRef
+    from agentrl.env.check import Finding
+
+EPILOG = """examples:
+  agentrl env list                           which environments there are, and where they come from
+  agentrl env show key_value calls=4         its parameters, tools and a sample task
+  agentrl env new todo                       a working environment to start from, in envs/todo
+  agentrl env check todo                     does it keep the contract?
+  agentrl env check --all                    the same for every environment on the shelves
+  agentrl env play key_value --seed 3        be the agent yourself
+  agentrl env serve key_value --mcp          offer its tools to any MCP client
+"""
+
+PARAMS = "a=b: parameters of the environment, values in TOML (a word is a text)"
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command and its subcommands."""
+    parser = commands.add_parser(
+        "env",
+        help="list, show, make, check, play and serve environments",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    listing = actions.add_parser("list", help="every environment on the shelves")
+    listing.add_argument("--json", action="store_true", help="one JSON array")
+    listing.set_defaults(run=run_list)
+    show = _with_env(actions.add_parser("show", help="parameters, tools, reward spec and a sample task"))
+    show.set_defaults(run=run_show)
+    new = actions.add_parser("new", help="write a working environment with reward spec and test")
+    new.add_argument("name", help="its short name, for example todo: the folder envs/todo")
+    new.add_argument("--shelf", default=".", help="the folder that holds envs/ (default: here)")
+    new.set_defaults(run=run_new)
+    _add_check(actions.add_parser("check", help="does it keep the contract? exit code 1 where it does not"))
+    play = _with_env(actions.add_parser("play", help="be the agent, in the terminal"))
+    play.add_argument("--seed", type=int, default=0, help="which task (default 0)")
+    play.add_argument("--split", default="train", help="of which split (default train)")
+    play.set_defaults(run=run_play)
+    serve = _with_env(actions.add_parser("serve", help="offer its tools to other programs"))
+    serve.add_argument("--mcp", action="store_true", required=True, help="as a Model Context Protocol server")
+    serve.add_argument("--http", type=int, metavar="PORT", help="over HTTP on 127.0.0.1 (default: stdio)")
+    serve.add_argument("--seed", type=int, default=0, help="which task (default 0)")
+    serve.add_argument("--split", default="train", help="of which split (default train)")
+    serve.set_defaults(run=run_serve)
+
+
+def _with_env(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("env", help="an id such as agentrl/KeyValue-v0, or a short name such as key_value")
+    parser.add_argument("params", nargs="*", metavar="a=b", help=PARAMS)
+    return parser
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("env", nargs="?", help="an id or short name")
+    parser.add_argument("params", nargs="*", metavar="a=b", help=PARAMS)
+    parser.add_argument("--all", action="store_true", help="every environment on the shelves")
+    parser.add_argument("--tasks", type=int, default=12, help="tasks a check looks at (default 12)")
+    parser.add_argument("--fuzz", type=int, default=500, help="inputs for each tool (default 500)")
+    parser.add_argument("--reward", help="judge by this reward spec instead of the environment's own")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    parser.set_defaults(run=run_check)
+
+
+def reference(env_id: str, params: list[str]) -> EnvRef:
+    """The reference of an id and `a=b` texts. Raises CatalogError or ConfigError."""
+    from agentrl.catalog import EnvRef
+    from agentrl.config.load import parse_overrides
+
+    values: dict[str, Any] = {}
+    for keys, value, text in parse_overrides(params):
+        if len(keys) != 1:
+            raise ConfigError(f"{text!r}: a parameter is one word, not {'.'.join(keys)}")
+        values[keys[0]] = value
+    return EnvRef(env_id, values)
+
+
+def run_list(args: argparse.Namespace) -> int:
+    """Print every environment; returns the exit code."""
+    from agentrl.catalog import broken_files, list_envs
+
+    entries = list_envs()
+    if args.json:
+        rows = [
+            {"id": e.id, "name": e.name, "summary": e.summary, "path": str(e.path or "")} for e in entries
+        ]
+        print(json.dumps(rows))
+        return 0
+    width = max((len(entry.id) for entry in entries), default=0)
+    short = max((len(entry.name) for entry in entries), default=0)
+    for entry in entries:
+        print(f"{entry.id:{width}}  {entry.name:{short}}  {entry.summary}")
+    for problem in broken_files().values():
+        print(f"left out: {problem}")
+    return 0
+
+
+def run_show(args: argparse.Namespace) -> int:
+    """Print what an environment is; returns the exit code."""
+    import inspect
+
+    ref = reference(args.env, args.params)
+    entry, env = ref.entry, ref.build()
+    print(f"{entry.id}  ({entry.name}, {entry.path or entry.class_name})")
+    print(inspect.getdoc(type(env)) or entry.summary)
+    print(f"\nreward spec: {ref.default_reward() or 'none'}\nparameters:")
+    for line in _parameter_lines(type(env)):
+        print(f"  {line}")
+    for split in env.splits:
+        observation, _ = env.reset(seed=0, options={"split": split})
+        print(f"\ntask 0 of {split}:")
+        for message in observation:
+            print(f"  {message.role}: {message.content}")
+    print("\ntools:")
+    for schema in env.toolbox.schemas():
+        print("  " + json.dumps(schema["function"], ensure_ascii=False))
+    env.close()
+    return 0
+
+
+def _parameter_lines(env_class: type) -> list[str]:
+    import inspect
+
+    lines = []
+    for parameter in inspect.signature(env_class).parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            kind = parameter.annotation if isinstance(parameter.annotation, str) else ""
+            default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+            lines.append(f"{parameter.name}{': ' if kind else ''}{kind}{default}")
+    init = vars(env_class).get("__init__")
+    described = inspect.cleandoc(init.__doc__) if init is not None and init.__doc__ else ""
+    return [*lines, *described.splitlines()]
+
+
+def run_new(args: argparse.Namespace) -> int:
+    """Write a new environment; returns the exit code."""
+    from agentrl.cli.env_new import write_template
+
+    folder = write_template(args.name, args.shelf)
+    print(f"{folder}: env.py, reward.json and test_{args.name}.py")
+    print(f"next: agentrl env check {args.name}; agentrl env play {args.name}; pytest {folder}")
+    return 0
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Check one environment or all; 0 where every check passed, else 1."""
+    from agentrl.catalog import EnvRef, list_envs
+
+    if args.all == (args.env is not None):
+        raise UserError("agentrl env check: give an environment, or --all")
+    refs = [EnvRef(e.id) for e in list_envs()] if args.all else [reference(args.env, args.params)]
+    results = {ref.entry.id: _check(ref, args) for ref in refs}
+    failed = sum(finding.ok is False for findings in results.values() for finding in findings)
+    if args.json:
+        rows = {env: [_row(finding) for finding in findings] for env, findings in results.items()}
+        print(json.dumps({"failed": failed, "environments": rows}))
+    else:
+        for env, findings in results.items():
+            _print_table(env, findings)
+    return 1 if failed else 0
+
+
+def _check(ref: EnvRef, args: argparse.Namespace) -> list[Finding]:
+    import pickle
+
+    from agentrl.catalog import find_reward
+    from agentrl.env.check import Subject, check_all
+    from agentrl.reward import compile_spec, load_spec
+
+    ref.build().close()  # what the user got wrong is told once, not as the outcome of every check
+    path = str(find_reward(args.reward)) if args.reward else ref.default_reward()
+    scorer = compile_spec(load_spec(path)) if path else None
+    return check_all(Subject(ref.build, scorer, args.tasks, args.fuzz, pickle.dumps(ref)))
+
+
+_WORDS = {True: "ok", False: "FAIL", None: "-"}
+
+
+def _row(finding: Finding) -> dict[str, Any]:
+    return {
+        "check": finding.check,
+        "ok": finding.ok,
+        "evidence": finding.evidence,
+        "seconds": finding.seconds,
+    }
+
+
+def _print_table(env: str, findings: list[Finding]) -> None:
+    failed = sum(finding.ok is False for finding in findings)
+    print(f"{env}: {f'{failed} of {len(findings)} checks failed' if failed else 'all checks passed'}")
+    width = max(len(finding.check) for finding in findings)
+    for finding in findings:
+        print(f"  {_WORDS[finding.ok]:4}  {finding.check:{width}}  {finding.evidence}")
+
+
+def run_play(args: argparse.Namespace) -> int:
+    """Let a person act; returns the exit code."""
+    from agentrl.catalog import make_env
+    from agentrl.cli.env_play import play
+
+    ref = reference(args.env, args.params)
+    return play(make_env(ref.id, **ref.params), args.seed, args.split, input, print)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Serve until the client goes away or Ctrl-C; returns the exit code."""
+    from agentrl.env.serve import serve_mcp
+
+    serve_mcp(reference(args.env, args.params).build(), seed=args.seed, split=args.split, port=args.http)
+    return 0

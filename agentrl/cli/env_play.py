@@ -1,0 +1,94 @@
+"""A person as the agent: one line a turn."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+from agentrl.env import Message, ToolCall, ToolEnv
+from agentrl.errors import EnvError
+
+HELP = """  NAME a=b c=d     call a tool (values in JSON; a word is a text)
+  {"name": ...}    call a tool, as the model would write it
+  anything else    say it to the user; ":" in front says it in every case
+  /tools /state /help /quit"""
+
+
+def play(
+    env: ToolEnv, seed: int, split: str, read: Callable[[str], str], write: Callable[[str], None]
+) -> int:
+    """Run one episode with `read` as the agent; returns the exit code (130 where it was broken off)."""
+    observation, info = env.reset(seed=seed, options={"split": split})
+    write(f"{env.id}, task {info['task_id']}. Type /help for help.")
+    _show(observation, write)
+    while True:
+        try:
+            line = read("agent> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            line = "/quit"
+        if line == "/quit":
+            env.close()
+            write("left; the episode is not scored")
+            return 130
+        if line.startswith("/"):
+            write(_command(env, line))
+            continue
+        try:
+            observation, reward, terminated, truncated, info = env.step(parse_line(line, env.toolbox.names))
+        except EnvError as fault:
+            write(f"the environment broke: {fault}")
+            return 1
+        _show(observation, write)
+        if terminated or truncated:
+            break
+    calls = sum(1 for _ in env.trajectory.calls())
+    write(f"over ({info['stop']}) after {info['turns']} turns with {calls} calls; reward {reward:g}")
+    return 0
+
+
+def parse_line(line: str, tools: tuple[str, ...]) -> Message:
+    """What a typed line means: a call where it starts with a tool's name and only a=b follow, or JSON."""
+    if line.startswith(":"):
+        return Message("assistant", line[1:].strip())
+    if line.startswith("{"):
+        return _from_json(line)
+    try:
+        words = shlex.split(line, posix=True)
+    except ValueError:
+        return Message("assistant", line)
+    if words and words[0] in tools and all("=" in word for word in words[1:]):
+        arguments = {key: _value(text) for key, _, text in (word.partition("=") for word in words[1:])}
+        return Message("assistant", tool_calls=(ToolCall(words[0], arguments),))
+    return Message("assistant", line)
+
+
+def _from_json(line: str) -> Message:
+    from agentrl.render.toolcalls import parse_tool_calls
+
+    content, calls = parse_tool_calls(f"<tool_call>\n{line}\n</tool_call>")
+    return Message("assistant", content, calls)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _command(env: ToolEnv, line: str) -> str:
+    if line == "/tools":
+        return "\n".join(
+            json.dumps(schema["function"], ensure_ascii=False) for schema in env.toolbox.schemas()
+        )
+    if line == "/state":
+        return json.dumps(env.state(), ensure_ascii=False)
+    return HELP
+
+
+def _show(observation: list[Message], write: Callable[[str], None]) -> None:
+    for message in observation:
+        who = message.name if message.role == "tool" else message.role
+        write(f"{who}: {message.content}")

@@ -1,0 +1,147 @@
+"""`agentrl env`: what each subcommand prints, writes and returns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.catalog import make_env
+from agentrl.cli import env as command
+from agentrl.cli.env_play import parse_line, play
+from agentrl.errors import UserError
+from agentrl.trajectory import Message, ToolCall
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser(prog="agentrl")
+    command.add_parser(parser.add_subparsers(dest="command", required=True))
+    args = parser.parse_args(["env", *words])
+    code: int = args.run(args)
+    return code
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_list_and_show(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("list") == 0
+    assert "agentrl/KeyValue-v0" in capsys.readouterr().out
+    assert run("list", "--json") == 0
+    assert "key_value" in {row["name"] for row in json.loads(capsys.readouterr().out)}
+    assert run("show", "key_value", "calls=4", "set_share=0.0") == 0
+    out = capsys.readouterr().out
+    assert "calls: int" in out and "report " in out and '"name": "get"' in out and "key_value.json" in out
+
+
+def test_a_broken_file_is_shown_as_left_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "envs").mkdir()
+    (here / "envs" / "bad.py").write_text("def (")
+    assert run("list") == 0
+    out = capsys.readouterr().out
+    assert "left out:" in out and "bad.py" in out
+
+
+def test_new_writes_an_environment_that_passes_its_checks(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("new", "todo") == 0
+    source = (here / "envs" / "todo" / "env.py").read_text()
+    assert len(source.splitlines()) < 60
+    assert run("check", "todo", "--fuzz", "100") == 0
+    out = capsys.readouterr().out
+    assert "my/Todo-v0: all checks passed" in out and "FAIL" not in out
+    # The test it wrote is a real one: it passes, and fails once the environment is broken.
+    command_line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "envs/todo"]
+    assert subprocess.run(command_line, capture_output=True).returncode == 0
+    (here / "envs" / "todo" / "env.py").write_text(source.replace('task.gold["answer"])]', '"none")]'))
+    assert subprocess.run(command_line, capture_output=True).returncode == 1
+    with pytest.raises(UserError, match="exists already"):
+        run("new", "todo")
+    with pytest.raises(UserError, match="lower-case"):
+        run("new", "To-do")
+
+
+def test_check_fails_with_evidence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("new", "odd")
+    path = here / "envs" / "odd" / "env.py"
+    path.write_text(path.read_text().replace("summary =", "idle_share = 0.0\n    summary ="))
+    (here / "envs" / "odd" / "reward.json").write_text(
+        json.dumps({"agentrl_reward": 1, "name": "odd", "root": {"use": "episode.stopped"}})
+    )
+    capsys.readouterr()
+    assert run("check", "odd", "--fuzz", "30", "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    failed = [row for row in report["environments"]["my/Odd-v0"] if row["ok"] is False]
+    assert (
+        report["failed"] == 1
+        and failed[0]["check"] == "idling scores nothing"
+        and "1.00" in failed[0]["evidence"]
+    )
+    assert run("check", "odd", "--fuzz", "30", "--reward", "key_value") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("check", "key_valu"), "did you mean 'key_value'"),
+        (("check", "key_value", "cals=3"), "no parameter 'cals'"),
+        (("check", "key_value", "calls"), "KEY=VALUE"),
+        (("check", "key_value", "a.b=3"), "one word"),
+        (("check",), "give an environment"),
+        (("check", "key_value", "--all"), "give an environment"),
+        (("show", "nope"), "no environment"),
+    ],
+)
+def test_mistakes_are_user_errors(words: tuple[str, ...], says: str, here: Path) -> None:
+    with pytest.raises(UserError, match=says.replace("'", ".")):
+        run(*words)
+
+
+def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run("--help")
+    assert ended.value.code == 0 and "agentrl env new todo" in capsys.readouterr().out
+
+
+def played(lines: list[str], **params: Any) -> tuple[int, str]:
+    shown: list[str] = []
+    feed = iter(lines)
+
+    def read(prompt: str) -> str:
+        try:
+            return next(feed)
+        except StopIteration:
+            raise EOFError from None
+
+    code = play(make_env("key_value", calls=2, **params), 3, "train", read, shown.append)
+    return code, "\n".join(shown)
+
+
+def test_a_person_plays_to_the_reward() -> None:
+    task = make_env("key_value", calls=2).make_task(3, "train")
+    key, value = task.gold["reads"][0], task.gold["answer"]
+    code, out = played(["/help", "/tools", f"get key={key}", f"add x={value}", "/state", f"it is {value}"])
+    assert code == 0 and f"get: {value}" in out and "reward 1" in out and f'"total": {value}' in out
+    code, out = played([f'{{"name": "get", "arguments": {{"key": "{key}"}}}}', "set key=z", ": get key=a"])
+    assert code == 0 and f"get: {value}" in out and "missing argument" in out and "reward 0" in out
+    code, out = played(["/quit"])
+    assert code == 130 and "not scored" in out
+
+
+def test_what_a_line_means() -> None:
+    tools = ("get", "list")
+    assert parse_line("get key=a n=3", tools).tool_calls == (ToolCall("get", {"key": "a", "n": 3}),)
+    assert parse_line("list", tools).tool_calls == (ToolCall("list", {}),)
+    for text in ("get the key", "gt key=a", "it's", ""):
+        assert parse_line(text, tools) == Message("assistant", text)
+    assert parse_line(": list", tools) == Message("assistant", "list")
+    assert parse_line("{oops", tools).tool_calls[0].error is not None
