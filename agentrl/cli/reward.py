@@ -177,8 +177,8 @@ def run_leaves(args: argparse.Namespace) -> int:
 
     documented = [(kind, leaf.__doc__, leaf.formula, leaf.example) for kind, leaf in LEAVES.items()]
     documented += [(kind, leaf.__doc__, leaf.formula, leaf.example) for kind, leaf in GROUP_LEAVES.items()]
-    for kind, doc, formula, args in documented:
-        example = json.dumps({"use": kind, "args": args})
+    for kind, doc, formula, sample in documented:
+        example = json.dumps({"use": kind, "args": sample})
         print(f"{kind}\n  {' '.join((doc or '').split())}\n  value    {formula}\n  example  {example}\n")
     return 0
 

@@ -1,0 +1,190 @@
+"""What a wrong spec is told: the place as a JSON Pointer, what was expected, and what is near it."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+from reward_episodes import SHELF, call, episode, leaf, spec
+
+from agentrl.errors import RewardSpecError
+from agentrl.reward import Context, compile_spec, load_spec
+from agentrl.reward.schema import published_schema
+
+FINE = leaf("episode.stopped")
+
+
+@pytest.mark.parametrize(
+    ("broken", "place", "says"),
+    [
+        (spec({"use": "calls.mach", "args": {"expect": []}}), "/root/use", "did you mean 'calls.match'?"),
+        (spec({"op": "add", "of": [FINE]}), "/root/op", "known: sum, mean"),
+        (spec({"uses": "judge"}), "/root", "'uses' looks like 'use'"),
+        (spec({"use": "judge", "op": "sum"}), "/root", "this has both"),
+        (spec(leaf("calls.match", {"expect": [], "oder": "free"})), "/root/args/oder", "did you mean 'order'?"),
+        (spec(leaf("calls.match", {"expect": [], "order": "fre"})), "/root/args/order", "did you mean 'free'?"),
+        (spec(leaf("calls.match", {"order": "free"})), "/root/args", "'expect' is missing"),
+        (spec(leaf("calls.match")), "/root", "'args' is missing"),
+        (spec(leaf("state.match", {"by": "hash"})), "/root/args", "exactly one of expect, replay"),
+        (spec(leaf("state.assert", {"path": "/a"})), "/root/args", "at least one of eq"),
+        (spec({"op": "sum", "of": []}), "/root/of", "non-empty"),
+        (spec({"op": "sum", "of": [FINE, {"op": "gate", "if": FINE}]}), "/root/of/1", "'then' is missing"),
+        (spec({"op": "gate", "if": FINE, "then": FINE, "else": "0"}), "/root/else", "an object"),
+        (spec({"op": "gate", "if": FINE, "then": FINE, "else": True}), "/root/else", "an object"),
+        (spec(leaf("episode.stopped", wieght=2)), "/root/wieght", "did you mean 'weight'?"),
+        (spec(leaf("episode.stopped", weight="2")), "/root/weight", "must be a number, not a string"),
+        (spec(leaf("episode.stopped", clip=[1, 0])), "/root/clip", "above the upper"),
+        (spec(leaf("episode.stopped", scale=[1])), "/root/scale", "short"),
+        (spec(leaf("episode.stopped", missing="maybe")), "/root/missing", "known: skip, 0, 1, invalid"),
+        (spec(leaf("episode.stopped", {"reasons": ["env_error"]})), "/root/args/reasons/0", "known: done"),
+        (spec(leaf("number.close", {"expect": {"$": "/gold/answer"}})), "/root/args/expect/$", ""),
+        (spec(leaf("number.close", {"expect": {"$": "/task/glod/answer"}})), "/root/args/expect/$", "did you mean 'gold'?"),
+        (spec(leaf("number.close", {"expect": {"$": "task/gold"}})), "/root/args/expect", ""),
+        (spec(leaf("text.equals", {"expect": "x"}, when={"$": "/episode/stp", "eq": 1})), "/root/when/$", "did you mean 'stop'?"),
+        (spec(leaf("text.equals", {"expect": "x"}, when={"$": "/episode/stop"})), "/root/when", ""),
+        (spec(FINE, metrics=[leaf("cost.turns", {"max": 3})]), "/metrics/0", 'needs an "id"'),
+        (spec(leaf("episode.stopped", id="a"), metrics=[leaf("calls.none", id="a")]), "/metrics/0/id", "also the id of /root"),
+        (spec(leaf("episode.stopped", weight=float("nan"))), "/root/weight", "must be finite"),
+        ({"agentrl_reward": 2, "name": "x", "root": FINE}, "/agentrl_reward", "must be 1"),
+        ({"agentrl_reward": 1, "root": FINE}, "(the top)", "'name' is missing"),
+        ({"agentrl_reward": 1, "name": "x", "rot": FINE}, "/rot", "did you mean 'root'?"),
+        (spec([FINE]), "/root", "not an array"),
+        (spec({"op": "sum", "of": [None]}), "/root/of/0", "not null"),
+        (spec(leaf("text.equals", {"expect": {1, 2}})), "/root/args/expect", "no JSON value"),
+    ],
+)  # fmt: skip
+def test_load_names_the_place_and_a_way_out(broken, place, says):
+    with pytest.raises(RewardSpecError) as caught:
+        load_spec(broken)
+    assert f"at {place}" in str(caught.value)
+    assert says in str(caught.value)
+
+
+TURN = {"scope": "turn", "reduce": "sum"}
+
+
+@pytest.mark.parametrize(
+    ("root", "place", "says"),
+    [
+        (leaf("format.regex", {"pattern": "("}), "/root/args", "no regular expression"),
+        (leaf("python", {"name": "os.system"}), "/root/args", "does not allow a function 'os.system'"),
+        (leaf("python", {"name": "polit"}), "/root/args", "did you mean 'polite'?"),
+        (leaf("state.match", {"replay": []}), "/root/args", "this run gives none"),
+        (leaf("results.contains", {"replay": []}), "/root/args", "this run gives none"),
+        (leaf("state.match", {"expect": 1, "by": "hash", "abs": 1}), "/root/args", "no effect with by: hash"),
+        (leaf("calls.match", {"expect": [], "order": "ordered", "assign": "greedy"}), "/root/args", "only where order is free"),
+        (leaf("cost.turns", {"max": 2, "free": 2}), "/root/args", "must be below max"),
+        (leaf("text.contains", {"expect": "a", "mode": "any", "credit": "partial"}), "/root/args", "does not go with"),
+        ({"op": "mean", "of": [leaf("calls.none", weight=-1)]}, "/root/of", "weights of a mean"),
+        (leaf("episode.stopped", scope="turn"), "/root", "sees episode, not a turn"),
+        (leaf("calls.none", scope="group"), "/root/scope", "belongs to group.rank"),
+        (leaf("calls.none", reduce="sum"), "/root/reduce", "nothing to reduce"),
+        (leaf("calls.none", emit="step"), "/root/emit", "only a node with a scope"),
+        ({"op": "max", "of": [leaf("calls.none", emit="step", **TURN)]}, "/root/of/0/emit", "no share of its own"),
+        ({"op": "sum", "clip": [0, 1], "of": [leaf("calls.none", emit="step", **TURN)]}, "/root/of/0/emit", "clips the total"),
+        ({"op": "sum", "of": [leaf("calls.none", scope="episode")], "scope": "turn"}, "/root/of/0/scope", "wider"),
+        (leaf("text.equals", {"expect": {"$": "/turn/content"}}), "/root/args/expect/$", "needs scope 'turn'"),
+        (leaf("text.equals", {"expect": {"$": "/task/gold/x", "at": "turn"}}), "/root/args/expect/at", "needs scope 'turn'"),
+        (leaf("group.rank", {"of": leaf("group.rank", {"of": FINE})}), "/root/args/of", "another group leaf"),
+    ],
+)  # fmt: skip
+def test_compile_names_the_place_and_a_way_out(root, place, says):
+    with pytest.raises(RewardSpecError) as caught:
+        compile_spec(spec(root), context=Context(python={"polite": lambda view, args: 1.0}))
+    assert f"at {place}:" in str(caught.value)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "not JSON"), ("{", "line 1 column 2"), ("[1, 2]", "is a JSON object, not an array"),
+        ('{"a": NaN}', "NaN is not JSON"), ('{"a": Infinity}', "Infinity is not JSON"),
+        ('{"name": "a", "name": "b"}', "given twice"), ("[" * 100_000, "nested too deeply"),
+        ("junk" * 25_000, "not JSON"), ("\x00", "not JSON"), ("null", "not null"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_spec(tmp_path, text, says):
+    file = tmp_path / "bad.json"
+    file.write_text(text)
+    with pytest.raises(RewardSpecError) as caught:
+        load_spec(file)
+    assert str(file) in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_a_file_that_is_not_there_or_not_text(tmp_path):
+    with pytest.raises(RewardSpecError, match="cannot be read"):
+        load_spec(tmp_path / "none.json")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RewardSpecError, match="cannot be read"):
+        load_spec(tmp_path / "bytes.json")
+
+
+def test_a_tree_that_is_too_deep():
+    node = FINE
+    for _ in range(60):
+        node = {"op": "sum", "of": [node]}
+    with pytest.raises(RewardSpecError, match="nested more than"):
+        load_spec(spec(node))
+
+
+def test_loading_copies():
+    given = spec(leaf("episode.stopped"))
+    loaded = load_spec(given)
+    loaded["root"]["weight"] = 5
+    assert "weight" not in given["root"]
+
+
+def test_the_published_schema_agrees_with_load_spec():
+    """Editors that validate by `$schema` accept the shelf and refuse what load_spec refuses of the grammar."""
+    schema = published_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    editor = jsonschema.Draft202012Validator(schema)
+    for path in SHELF.glob("*.json"):
+        if path.stem != "schema":
+            assert editor.is_valid(json.loads(path.read_text())), path
+    wrong = [
+        spec({"use": "calls.mach"}),
+        spec({"op": "add", "of": [FINE]}),
+        spec({"use": "episode.stopped", "op": "sum"}),
+        spec(leaf("calls.match", {"expect": [], "oder": "free"})),
+        spec({"op": "sum", "of": [leaf("cost.turns", {"max": "3"})]}),
+        spec({"op": "gate", "if": FINE, "then": FINE, "else": "0"}),
+        spec(leaf("number.close", {"expect": {"$": "/gold/answer"}})),
+        spec(leaf("episode.stopped", wieght=1)),
+    ]
+    for broken in wrong:
+        assert not editor.is_valid(broken), broken
+        with pytest.raises(RewardSpecError):
+            load_spec(broken)
+
+
+def test_no_code_in_a_spec():
+    """A spec cannot bring code along: whatever looks like it is data, or is refused."""
+    compiled = compile_spec(spec(leaf("text.equals", {"expect": "__import__('os').getcwd()"})))
+    assert compiled.score(episode("x")).value == 0
+    assert compiled.score(episode("__import__('os').getcwd()")).value == 1
+
+
+def test_a_python_leaf_runs_what_the_run_allows_by_name():
+    def share(view, args):
+        return len(view.calls) / args["of"], {"calls": len(view.calls)}
+
+    functions = {
+        "share": share, "none": lambda view, args: None, "big": lambda view, args: 3.0,
+        "nan": lambda view, args: float("nan"), "text": lambda view, args: "1", "yes": lambda view, args: True,
+        "boom": lambda view, args: 1 / 0,
+    }  # fmt: skip
+    context = Context(python=functions)
+
+    def value(name, args=None):
+        node = leaf("python", {"name": name, **({} if args is None else {"args": args})})
+        return compile_spec(spec(node), context=context).score(episode([call("f")], "x"))
+
+    assert value("share", {"of": 4}).value == 0.25
+    assert value("share", {"of": 4}).evidence["root"]["evidence"] == {"calls": 1}
+    for name in ("none", "big", "nan", "text", "yes", "boom"):
+        assert value(name).value is None, name
+    assert "ZeroDivisionError" in value("boom").evidence["root"]["unscored"]
