@@ -1,0 +1,106 @@
+"""Checkpoint folders: whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import CheckpointError, ResourceError
+from agentrl.train.checkpoint import MANIFEST, Checkpoints, whole
+
+
+def write(checkpoints: Checkpoints, step: int) -> None:
+    with checkpoints.writing(step) as folder:
+        (folder / "actor").mkdir()
+        (folder / "actor" / "data.bin").write_bytes(b"x" * step)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_keeps_the_newest(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.newest() is None
+    for step in (10, 20, 30):
+        write(checkpoints, step)
+    assert names(tmp_path) == ["step_000020", "step_000030"]
+    assert checkpoints.newest() == tmp_path / "step_000030"
+    manifest = json.loads((tmp_path / "step_000030" / MANIFEST).read_text())
+    assert manifest == {"step": 30, "files": {"actor/data.bin": 30}}
+
+
+def test_a_failed_write_leaves_the_older_ones(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    write(checkpoints, 10)
+    with pytest.raises(ValueError), checkpoints.writing(20) as folder:
+        (folder / "half").write_text("x")
+        raise ValueError("the actor died")
+    assert names(tmp_path) == ["step_000010"]
+
+
+def test_a_full_disk_is_a_resource_error(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    write(checkpoints, 10)
+    with pytest.raises(ResourceError, match="disk is full"), checkpoints.writing(20):
+        raise RuntimeError("writer failed") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert checkpoints.newest() == tmp_path / "step_000010"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_real_full_device(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    with pytest.raises(ResourceError, match="disk is full"), checkpoints.writing(1) as folder:
+        (folder / "data").symlink_to("/dev/full")
+        with (folder / "data").open("wb") as file:
+            file.write(b"x" * 100_000)
+    assert checkpoints.newest() is None
+
+
+def test_damaged_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=5)
+    for step in (1, 2, 3, 4):
+        write(checkpoints, step)
+    (tmp_path / "step_000004" / MANIFEST).unlink()
+    (tmp_path / "step_000003" / "actor" / "data.bin").write_bytes(b"x")
+    assert checkpoints.newest() == tmp_path / "step_000002"
+    with pytest.raises(CheckpointError, match="whole ones: 1, 2"):
+        checkpoints.at(3)
+    assert checkpoints.at(1).name == "step_000001"
+
+
+def test_the_same_step_again_replaces(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    write(checkpoints, 5)
+    with checkpoints.writing(5) as folder:
+        (folder / "other").write_text("y")
+    assert names(tmp_path) == ["step_000005"]
+    assert (tmp_path / "step_000005" / "other").is_file()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from agentrl.train.checkpoint import Checkpoints
+with Checkpoints(Path(sys.argv[1]), keep=1).writing(20) as folder:
+    (folder / "half").write_text("x")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_kill_in_the_middle_of_a_write_loses_only_that_one(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    write(checkpoints, 10)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert checkpoints.newest() == tmp_path / "step_000010"
+    write(checkpoints, 20)
+    assert names(tmp_path) == ["step_000020"]
+    assert whole(tmp_path / "step_000020")

@@ -1,0 +1,57 @@
+"""Chunked logprobs against log_softmax over the full logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from agentrl.train.logprobs import token_logprobs
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_values_and_gradients(chunk: int, temperature: float) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 5, dtype=torch.float32, requires_grad=True)
+    weight = torch.randn(11, 5, requires_grad=True)
+    targets = torch.randint(0, 11, (7,))
+    a, b = torch.randn(7), torch.randn(7)
+    table = torch.log_softmax(hidden @ weight.t() / temperature, -1)
+    expected = table.gather(1, targets[:, None]).squeeze(1), -(table.exp() * table).sum(-1)
+    wanted = torch.autograd.grad((expected[0] * a + expected[1] * b).sum(), (hidden, weight))
+    found = token_logprobs(hidden, weight, targets, temperature, chunk=chunk)
+    got = torch.autograd.grad((found[0] * a + found[1] * b).sum(), (hidden, weight))
+    for mine, other in zip((*found, *got), (*expected, *wanted), strict=True):
+        assert torch.allclose(mine, other, atol=1e-5)
+
+
+def test_without_entropy() -> None:
+    hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(6, 3, requires_grad=True)
+    targets = torch.tensor([0, 1, 2, 5])
+    plain, zeros = token_logprobs(hidden, weight, targets, entropy=False)
+    assert not zeros.any()
+    assert torch.allclose(plain, token_logprobs(hidden, weight, targets)[0])
+    plain.sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+
+
+def test_no_tokens_still_give_gradients() -> None:
+    hidden, weight = torch.randn(2, 3, requires_grad=True), torch.randn(6, 3, requires_grad=True)
+    none = torch.zeros(0, dtype=torch.int64)
+    out, _ = token_logprobs(hidden.index_select(0, none), weight, none)
+    out.sum().backward()
+    assert not hidden.grad.any() and not weight.grad.any()
+
+
+def test_logits_of_a_chunk_are_all_that_lives() -> None:
+    """Peak memory of saved tensors: nothing of size tokens x vocabulary is kept for the backward pass."""
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    hidden, weight = torch.randn(500, 4, requires_grad=True), torch.randn(300, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        token_logprobs(hidden, weight, torch.zeros(500, dtype=torch.int64), chunk=50)
+    assert max(kept) <= max(hidden.numel(), weight.numel())

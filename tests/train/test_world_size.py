@@ -1,0 +1,109 @@
+"""One rank and two (FSDP2 over gloo, in Ray actors): the same losses, gradients and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from train_batches import make_batch, trajectories
+
+from agentrl.batch import collate
+from agentrl.cluster.group import WorkerGroup
+from agentrl.cluster.launch import launch
+from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.config.schema import AlgorithmConfig, ClusterConfig, ModelConfig, OptimConfig, SftConfig
+from agentrl.train.actor import Actor
+
+pytestmark = pytest.mark.slow
+ALGORITHM = AlgorithmConfig(minibatch=6)
+
+
+@pytest.fixture(scope="module")
+def ray_up() -> Iterator[None]:
+    start_ray(ClusterConfig())
+    yield
+    stop_ray()
+
+
+def start(tiny: str, ranks: int, backend: str, name: str, dtype: str = "float32") -> WorkerGroup[Actor]:
+    group = launch(Actor, backend=backend, world_size=ranks, name=name, num_cpus=0.5)
+    group.run(Actor.init_model, tiny, ModelConfig(dtype=dtype), OptimConfig(micro_tokens=150))
+    return group
+
+
+def weights(group: WorkerGroup[Actor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for bucket in group.run(Actor.export_weights) for name, tensor in bucket.items()}
+
+
+@pytest.fixture(scope="module")
+def two(ray_up: None, tiny: str) -> Iterator[WorkerGroup[Actor]]:
+    with start(tiny, 2, "ray", "two") as group:
+        yield group
+
+
+def agree(one: dict[str, float], other: dict[str, float]) -> None:
+    for name in ("loss", "grad_norm", "entropy", "kl_behaviour", "mismatch_kl", "clip_fraction"):
+        assert one[name] == pytest.approx(other[name], abs=1e-5, rel=1e-5), name
+    assert one["tokens_trained"] == other["tokens_trained"]
+
+
+def test_two_ranks_train_as_one_and_load_as_one(two: WorkerGroup[Actor], tiny: str, tmp_path: Path) -> None:
+    one = start(tiny, 1, "inline", "one")
+    for step in range(3):  # 13 rows in minibatches of 5, 4, 4: ragged for two ranks
+        batch = make_batch(13, seed=step)
+        agree(
+            one.run(Actor.update, batch, ALGORITHM, step=step),
+            two.run(Actor.update, batch, ALGORITHM, step=step),
+        )
+    mine, theirs = weights(one), weights(two)
+    assert mine.keys() == theirs.keys()
+    assert max((mine[n] - theirs[n]).abs().max().item() for n in mine) < 1e-5
+    batch = make_batch(5, seed=9)
+    logprobs = [group.run(Actor.compute_logprob, batch)["logprobs"].values() for group in (one, two)]
+    assert torch.allclose(*logprobs, atol=1e-5)
+    two.run(Actor.save, str(tmp_path / "c"))
+    resumed = start(tiny, 1, "inline", "resumed")
+    resumed.run(Actor.load, str(tmp_path / "c"))
+    back = weights(resumed)
+    assert all(torch.equal(back[n], theirs[n]) for n in back)
+    batch = make_batch(11, seed=5)
+    agree(
+        resumed.run(Actor.update, batch, ALGORITHM, step=3), two.run(Actor.update, batch, ALGORITHM, step=3)
+    )
+    assert (
+        max(
+            (a - b).abs().max().item()
+            for a, b in zip(weights(resumed).values(), weights(two).values(), strict=True)
+        )
+        < 1e-5
+    )
+
+
+def test_fewer_rows_than_ranks(two: WorkerGroup[Actor]) -> None:
+    metrics = two.run(Actor.update, make_batch(1), ALGORITHM)
+    assert metrics["rows_trained"] == 1
+
+
+def test_supervised_steps_on_two_ranks(two: WorkerGroup[Actor], tiny: str, tmp_path: Path) -> None:
+    one = start(tiny, 1, "inline", "one")
+    two.run(Actor.save, str(tmp_path / "c"))
+    one.run(Actor.load, str(tmp_path / "c"))
+    batch = collate(trajectories(12, seed=4))
+    losses = []
+    for group in (one, two):
+        group.run(Actor.begin_sft, SftConfig(warmup=1, min_steps=50))
+        losses.append([group.run(Actor.sft_steps, batch, 3)["loss"] for _ in range(4)])
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-3)  # Muon works in bfloat16
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert losses[1][-1] < losses[1][0]
+
+
+def test_bfloat16_is_close_and_not_equal(ray_up: None, tiny: str) -> None:
+    batch = make_batch(6)
+    one = start(tiny, 1, "inline", "one").run(Actor.compute_logprob, batch)["logprobs"].values()
+    with start(tiny, 1, "ray", "half", dtype="bfloat16") as group:
+        half = group.run(Actor.compute_logprob, batch)["logprobs"].values()
+        assert group.run(Actor.update, batch, ALGORITHM)["grad_norm"] > 0
+    assert 0 < (one - half).abs().max() < 0.05
