@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.config import TrainConfig
-from agentrl.errors import AgentrlError, WorkerDiedError
+from agentrl.errors import AgentrlError, ResourceError, WorkerDiedError
 from agentrl.loop import evaluate_now, train_loop
 from agentrl.run.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.run.curve import draw_curve
@@ -40,6 +41,7 @@ def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_
 
     Raises UserError for what the user can mend. The summary is written in every case.
     """
+    _quiet()
     _log_to(folder)
     outcome = Outcome(only_warm_start=only_warm_start)
     with Display() as display, Recorder(folder, display) as recorder:
@@ -50,6 +52,12 @@ def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_
             outcome.status = "interrupted"
         except AgentrlError as error:
             outcome.error = f"{type(error).__name__}: {error}"
+            raise
+        except OSError as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise ResourceError(f"{folder.path}: the disk is full; free some and go on with: "
+                                    f"agentrl train --resume {folder.path}") from error
             raise
         except BaseException as error:
             outcome.error = f"{type(error).__name__}: {error}"
@@ -157,9 +165,18 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
+def _quiet() -> None:
+    """The display is this program's; libraries' own progress bars and tracing notes would tear it."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
 def _log_to(folder: RunFolder) -> None:
     handler = logging.FileHandler(folder.log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("agentrl")
     logger.setLevel(logging.INFO)
+    logger.propagate = False
     logger.addHandler(handler)
