@@ -17,8 +17,8 @@ from .sandbox import Limits, Outcome, require_sandbox, run_code
 from .teacher import Teacher
 
 SYSTEM = (
-    "Solve the problem. You can run Python code: the standard library is there, files in your folder stay from "
-    "run to run, variables do not. End with the answer as a number."
+    "Solve the problem. You can run Python code: the standard library is there, files in your folder stay "
+    "from run to run, variables do not. End with the answer as a number."
 )
 ENDS = {
     "cpu": "stopped: more than {cpu} s of processor time",
@@ -34,6 +34,7 @@ class Python(ToolEnv):
     id = "agentrl/Python-v0"
     reward = "python"
     summary = "solve problems by running Python in a locked-down interpreter"
+    shared = frozenset({"levels", "limits", "isolate_files"})
 
     def __init__(
         self,
@@ -103,7 +104,8 @@ class Python(ToolEnv):
         self.runs = 0
 
     def state(self) -> Json:
-        return {"files": {name: len(content) for name, content in sorted(self.files.items())}, "runs": self.runs}
+        sizes = {name: len(content) for name, content in sorted(self.files.items())}
+        return {"files": sizes, "runs": self.runs}
 
     # The sandbox keeps its own time; the tool's limit only catches a machine that stands still.
     @tool(timeout=600, parallel=False, concurrency=8)

@@ -18,6 +18,7 @@ import os
 import platform
 import resource
 import signal
+import stat
 import struct
 import sys
 import traceback
@@ -186,7 +187,7 @@ def restrict_files(folder: str, readable: list[str]) -> None:
     read, write = 1 << 2, (1 << 1) | (handled & (1 << 14))
     # remove directory and file, make directory and regular file, move between folders
     change = (1 << 4) | (1 << 5) | (1 << 7) | (1 << 8) | (handled & (1 << 13))
-    allowed = {path: read | (1 << 3) for path in readable}
+    allowed = dict.fromkeys(readable, read | (1 << 3))
     allowed |= {"/dev/null": read | write, "/dev/zero": read, "/dev/urandom": read, "/dev/random": read}
     allowed[folder] = read | write | change | (1 << 3)
     for path, access in allowed.items():
@@ -194,7 +195,7 @@ def restrict_files(folder: str, readable: list[str]) -> None:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except FileNotFoundError:
             continue
-        if not os.path.isdir(path):
+        if not stat.S_ISDIR(os.fstat(place).st_mode):
             access &= ~(1 << 3)
         rule = struct.pack("=Qi", access, place)
         checked(libc.syscall(445, rules, 1, rule, 0), f"landlock_add_rule {path}")

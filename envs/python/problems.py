@@ -59,7 +59,7 @@ def prime_count(rng: random.Random) -> Problem:
     low = rng.randint(1000, 8000)
     high = low + rng.randint(800, 4000)
     modulus = rng.choice([3, 4, 5, 7, 8])
-    rest = rng.choice([r for r in range(1, modulus) if modulus != 4 or r % 2] if modulus != 8 else [1, 3, 5, 7])
+    rest = rng.choice([r for r in range(1, modulus) if modulus % 2 or r % 2])
     sieve = bytearray([1]) * (high + 1)
     for i in range(2, int(high**0.5) + 1):
         if sieve[i]:
@@ -79,7 +79,8 @@ def prime_count(rng: random.Random) -> Problem:
     """
     return Problem(
         "prime_count",
-        f"How many prime numbers p with {low} <= p <= {high} leave the remainder {rest} when divided by {modulus}?",
+        f"How many prime numbers p with {low} <= p <= {high} leave the remainder {rest} when divided by "
+        f"{modulus}?",
         answer,
         _code(code, low=low, high=high, modulus=modulus, rest=rest),
     )
@@ -98,7 +99,8 @@ def fridays(rng: random.Random) -> Problem:
     )
     code = """
         from datetime import date
-        print(sum(date(y, m, @day@).weekday() == @weekday@ for y in range(@first@, @last@ + 1) for m in range(1, 13)))
+        months = [date(y, m, @day@) for y in range(@first@, @last@ + 1) for m in range(1, 13)]
+        print(sum(day.weekday() == @weekday@ for day in months))
     """
     return Problem(
         "fridays",
@@ -157,12 +159,12 @@ def subset_count(rng: random.Random) -> Problem:
 
 
 def sales(rng: random.Random) -> Problem:
-    regions = ["north", "south", "east", "west"]
+    regions, items = ["north", "south", "east", "west"], ["pen", "ink", "pad", "cap"]
     rows = [
-        (rng.choice(regions), rng.choice(["pen", "ink", "pad", "cap"]), rng.randint(1, 40), rng.randint(2, 99))
+        (rng.choice(regions), rng.choice(items), rng.randint(1, 40), rng.randint(2, 99))
         for _ in range(rng.randint(60, 200))
     ]
-    item = rng.choice(["pen", "ink", "pad", "cap"])
+    item = rng.choice(items)
     totals = {r: sum(n * p for region, i, n, p in rows if region == r and i == item) for r in regions}
     text = "region,item,units,price\n" + "".join(f"{r},{i},{n},{p}\n" for r, i, n, p in rows)
     code = """
@@ -239,8 +241,8 @@ def knapsack(rng: random.Random) -> Problem:
     """
     return Problem(
         "knapsack",
-        "The file items.csv lies in your folder; every item can be taken once. What is the largest total value "
-        f"of items whose total weight is at most {room}?",
+        "The file items.csv lies in your folder; every item can be taken once. What is the largest total "
+        f"value of items whose total weight is at most {room}?",
         best[room],
         _code(code, room=room),
         {"items.csv": text},

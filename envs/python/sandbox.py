@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import platform
-import shutil
 import signal
 import stat
 import sys
@@ -108,7 +108,7 @@ async def run_code(
         output = ended.output.decode("utf-8", "replace")
         return Outcome(output, ended.end, ended.code, kept, dropped, ended.cut, ended.seconds)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,10 @@ def _readable() -> list[str]:
 
 
 def folder_size(folder: Path) -> int:
-    """Bytes of all files below a folder; each file counts at least as one block of 4096."""
+    """Bytes of all files below a folder; each entry counts at least as one block of 4096.
+
+    What is nested too deep for a path counts as too much.
+    """
     total = 0
     pending = [str(folder)]
     while pending:
@@ -260,7 +263,9 @@ def folder_size(folder: Path) -> int:
                         total += 4096
                     else:
                         total += max(entry.stat(follow_symlinks=False).st_size, 4096)
-        except OSError:
+        except OSError as problem:
+            if problem.errno == errno.ENAMETOOLONG:
+                return sys.maxsize
             continue  # it went away while it was being read
     return total
 
@@ -268,21 +273,51 @@ def folder_size(folder: Path) -> int:
 def collect(work: Path, limits: Limits) -> tuple[dict[str, bytes], list[str]]:
     """The regular files that a run left, by relative path, within the limits; and what was dropped.
 
-    Links are never followed: what lies behind one is not the run's own.
+    Links are never followed: what lies behind one is not the run's own. Folders are looked into four deep.
     """
     kept: dict[str, bytes] = {}
     dropped: list[str] = []
     total = 0
-    for base, folders, names in os.walk(work, followlinks=False):
-        folders[:] = sorted(name for name in folders if name != "__pycache__")
-        for name in sorted(names):
-            path = Path(base, name)
-            relative = str(path.relative_to(work))
+    pending = [(work, 0)]
+    while pending:
+        folder, depth = pending.pop()
+        folder.chmod(0o700)
+        for path in sorted(folder.iterdir()):
             info = path.lstat()
-            fits = info.st_size <= limits.file_size and total + info.st_size <= limits.disk
-            if not stat.S_ISREG(info.st_mode) or not fits or len(kept) >= limits.files:
-                dropped.append(relative)
+            if stat.S_ISDIR(info.st_mode) and depth < 4:
+                pending += [(path, depth + 1)] if path.name != "__pycache__" else []
                 continue
-            kept[relative] = path.read_bytes()
+            name = str(path.relative_to(work))
+            fits = info.st_size <= limits.file_size and total + info.st_size <= limits.disk
+            if not stat.S_ISREG(info.st_mode) or not fits or len(kept) >= limits.files or not _is_text(name):
+                dropped.append(name.encode(errors="replace").decode())
+                continue
+            path.chmod(0o600)
+            kept[name] = path.read_bytes()
             total += info.st_size
     return kept, dropped[:20]
+
+
+def _is_text(name: str) -> bool:
+    """Whether a file's name is Unicode (Linux allows any bytes)."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder however deep it is nested: inner folders move up before they are looked into."""
+    pending = [folder]
+    moved = 0
+    while pending:
+        current = pending.pop()
+        current.chmod(0o700)
+        for path in list(current.iterdir()):
+            if path.is_dir() and not path.is_symlink():
+                if current != folder:
+                    path = path.rename(folder / f".{moved}")
+                    moved += 1
+                pending.append(path)
+            else:
+                path.unlink()
+        if current != folder:
+            current.rmdir()
+    folder.rmdir()
