@@ -1,0 +1,125 @@
+"""The simulated customer: a scripted person with hidden goals who answers what is asked.
+
+Chance plays no part. What the customer understands is decided by words in the agent's text, generously.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+Json = Any
+PATIENCE = 5
+
+_CLOSING = re.compile(
+    r"[^.!?\n]*\b(?:(?:any|some)thing\b[^.!?\n]*\b(?:else|more|further)"
+    r"|any (?:other|further|more) (?:question|request|issue|concern)s?"
+    r"|else (?:can|could|may) (?:i|we))\b[^.!?\n]*\?",
+    re.I,
+)
+_AMOUNT = re.compile(r"(?<![\d.])\d[\d,]*\.\d\d(?!\d)")
+_ORDER = re.compile(r"\bW\d{4}\b", re.I)
+_CONFIRM = re.compile(
+    r"\b(?:confirm|proceed|go ahead|shall i|should i|may i|do you agree|"
+    r"is th(?:at|is) (?:right|correct|ok|okay)|would you like me to|do you want me to|want me to)\b",
+    re.I,
+)
+_ASKS = {
+    "identity": r"\be-?mail|\bname\b|postcode|post code|zip|postal|identif|verif",
+    "order": r"order (?:number|id|no)|which order|what order|number of (?:the|your) order",
+    "reason": r"\breason|\bwhy\b",
+    "refund": r"refund|gift card|paid back|payment",
+    "variant": r"variant|which|what|colou?r|size|shape|voltage|length|option|exchange",
+    "address": r"(?<!email )(?<!e-mail )address",
+}
+_WANTED = {key: re.compile(pattern, re.I) for key, pattern in _ASKS.items()}
+
+
+class Customer:
+    """`script`: the customer's identity and goals, as a task's data hold them."""
+
+    def __init__(self, script: Mapping[str, Json]) -> None:
+        self.script = script
+        self.goal = 0
+        self.patience = PATIENCE
+        self.pushed = False
+        self.waiting = False
+        self.figures: dict[str, list[str]] = {}
+        self._told: set[str] = set()
+
+    @property
+    def closed(self) -> int:
+        """How many goals the agent has declared dealt with."""
+        return self.goal
+
+    def open(self) -> str:
+        """The first thing the customer says."""
+        return f"Hello. {self._now()['opening']}"
+
+    def hand_over(self) -> None:
+        """Somebody else takes over: the goal at hand is no longer the desk's."""
+        self.goal += 1
+
+    def hear(self, text: str) -> tuple[str | None, str | None]:
+        """(reply, order that is confirmed by it). A reply of None: the customer hangs up."""
+        text = _CLOSING.sub(" ", text)
+        if self.waiting:
+            self.waiting = False
+            self.figures[str(self.goal)] = sorted({found.replace(",", "") for found in _AMOUNT.findall(text)})
+            return self._next(), None
+        if not text.strip():
+            return self._tire("Hello? Are you still there?"), None
+        if "?" not in text:
+            return self._settle(), None
+        if _CONFIRM.search(text) and (orders := {found.upper() for found in _ORDER.findall(text)}):
+            return self._confirm(text, orders)
+        return self._answer(text), None
+
+    def _now(self) -> Mapping[str, Json]:
+        goal: Mapping[str, Json] = self.script["goals"][self.goal]
+        return goal
+
+    def _settle(self) -> str | None:
+        """The agent says that the request is dealt with."""
+        goal = self._now()
+        if goal["push"] and not self.pushed:
+            self.pushed = True
+            return str(goal["push"])
+        if goal["question"]:
+            self.waiting = True
+            return str(goal["question"])
+        return self._next()
+
+    def _next(self) -> str | None:
+        self.goal += 1
+        self.pushed = False
+        self._told -= {"order", "reason", "refund", "variant", "address"}
+        if self.goal == len(self.script["goals"]):
+            return None
+        return f"Thank you. Something else: {self._now()['opening']}"
+
+    def _confirm(self, text: str, orders: set[str]) -> tuple[str | None, str | None]:
+        goal = self._now()
+        if goal["order"] not in orders or len(orders) > 1:
+            return self._tire("No, that is not what I asked for."), None
+        if any(word.lower() not in text.lower() for word in goal["mention"]):
+            return self._tire("I am not sure we mean the same. What exactly will you do?"), None
+        return "Yes, please do that.", goal["order"]
+
+    def _answer(self, text: str) -> str | None:
+        goal, said = self._now(), list[str]()
+        asked = [key for key, pattern in _WANTED.items() if pattern.search(text)]
+        for key in asked:
+            value = self.script["identity"] if key == "identity" else goal["details"].get(key)
+            if value:
+                said.append(value)
+        if not said:
+            return self._tire("I cannot tell you more about that. Please go on.")
+        again = all(key in self._told for key in asked)
+        self._told.update(asked)
+        return self._tire(" ".join(said)) if again else " ".join(said)
+
+    def _tire(self, reply: str) -> str | None:
+        self.patience -= 1
+        return reply if self.patience > 0 else None

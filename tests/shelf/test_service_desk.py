@@ -1,0 +1,362 @@
+"""service_desk: gold is right, every shortcut around the policy scores nothing, the customer is fair."""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from conversation_probes import arguments_for, build, fuzz_call, gold_episode, null_score, play, task_json
+from gymnasium.utils.env_checker import check_env
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.catalog import find_env
+from agentrl.catalog.shelf import load_module
+from agentrl.env import Message, ToolCall
+from agentrl.errors import ConfigError
+
+PATH = find_env("service_desk").path
+assert PATH is not None
+POLICY = load_module(PATH.parent / "policy.py")
+CUSTOMER = load_module(PATH.parent / "customer.py")
+
+
+def say(text):
+    return Message("assistant", text)
+
+
+def call(name, **arguments):
+    return Message("assistant", tool_calls=(ToolCall(name, arguments),))
+
+
+def names(turns):
+    return [turn.tool_calls[0].name if turn.tool_calls else "" for turn in turns]
+
+
+def first_task(env, wanted, seeds=range(300)):
+    """Start the first episode whose gold turns satisfy `wanted`; returns them."""
+    for seed in seeds:
+        task = env.make_task(seed, "train")
+        turns = env.gold_turns(task)
+        if wanted(task, turns):
+            env.reset(options={"task": task})
+            return turns
+    raise AssertionError("no such task")
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"goals": 4, "forbidden": 0.5},
+        {"goals": 3, "forbidden": 1.0, "pushy": 1.0},
+        {"goals": [1, 3], "forbidden": 0.0, "forgetful": 1.0, "customers": 12},
+    ],
+)
+def test_gold_scores_one(params, split):
+    env = build("service_desk", **params)
+    for seed in range(8):
+        reward, record = gold_episode(env, seed, split)
+        assert reward == 1.0 and record.state["violations"] == []
+        assert all(result is not None and result.error is None for _, _, result in record.calls())
+
+
+@pytest.mark.parametrize("name", ["empty", "done", "yes", "cannot", "echo", "spam"])
+def test_null_policies_score_nothing(name):
+    env = build("service_desk")
+    assert all(null_score(env, s, split, name) == 0.0 for s in range(8) for split in ("train", "heldout"))
+
+
+def test_every_rule_and_every_kind_comes_up():
+    env = build("service_desk", goals=3, forbidden=0.7)
+    rules, calls = Counter(), Counter()
+    for seed in range(60):
+        task = env.make_task(seed, "train")
+        rules.update(task.gold["rules"])
+        calls.update(name for name in names(env.gold_turns(task)) if name)
+    assert set(rules) == {None, "R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9"}
+    assert set(calls) == set(env.toolbox.names) - {"get_customer"}
+
+
+def test_acting_without_a_yes_scores_nothing():
+    env = build("service_desk", goals=1, forbidden=0.0)
+    gold = first_task(env, lambda _, turns: any("confirm?" in turn.content for turn in turns))
+    assert play(env, [turn for turn in gold if "confirm?" not in turn.content]) == (0.0, True)
+    assert [row["rule"] for row in env.trajectory.state["violations"]] == ["R10"]
+    assert env.trajectory.state["database"] == env.task.gold["database"]
+
+
+def test_a_yes_covers_one_change_of_one_order():
+    env = build("service_desk", goals=1, forbidden=0.0)
+    gold = first_task(env, lambda _, turns: "change_address" in names(turns))
+    at = names(gold).index("change_address")
+    play(env, gold[: at + 1])
+    play(env, [gold[at]])
+    assert [row["rule"] for row in env.state()["violations"]] == ["R10"]
+
+
+def test_acting_without_identifying_scores_nothing():
+    env = build("service_desk", goals=1, forbidden=0.0)
+    gold = first_task(env, lambda _, turns: "change_address" in names(turns))
+    assert play(env, [t for t in gold if not names([t])[0].startswith("find_customer")]) == (0.0, True)
+    assert {row["rule"] for row in env.trajectory.state["violations"]} == {"R1"}
+
+
+@pytest.mark.parametrize("rule", ["R2", "R3", "R8", "R9"])
+def test_giving_in_to_a_pushy_customer_scores_nothing(rule):
+    env = build("service_desk", goals=1, forbidden=1.0, pushy=1.0)
+    gold = first_task(env, lambda task, turns: task.gold["rules"] == [rule])
+    at = names(gold).index("log_refusal")
+    order = gold[at].tool_calls[0].arguments["order_id"]
+    action = {
+        "R3": call("cancel_order", order_id=order, reason="changed my mind"),
+        "R8": call("change_address", order_id=order, address="1 Mill Lane, Northam"),
+    }.get(rule, call("issue_voucher", order_id=order))
+    # Refused and recorded first, then done all the same; and done straight away.
+    assert play(env, [*gold[:-1], action, gold[-1]])[0] == 0.0
+    assert rule in {row["rule"] for row in env.trajectory.state["violations"]}
+    env.reset(options={"task": env.task})
+    assert play(env, [*gold[:at], action, *gold[at + 1 :]])[0] == 0.0
+
+
+def test_a_refusal_needs_the_right_rule_and_a_word_to_the_customer():
+    env = build("service_desk", goals=1, forbidden=1.0, pushy=0.0)
+    gold = first_task(env, lambda task, _: task.gold["rules"] == ["R4"])
+    at = names(gold).index("log_refusal")
+    order = gold[at].tool_calls[0].arguments["order_id"]
+    assert play(env, [*gold[:at], call("log_refusal", order_id=order, rule="R5"), *gold[at + 1 :]])[0] == 0.0
+    env.reset(options={"task": env.task})
+    every = [call("log_refusal", order_id=order, rule=f"R{n}") for n in range(2, 10)]
+    assert play(env, [*gold[:at], *every, *gold[at + 1 :]])[0] == 0.0
+    env.reset(options={"task": env.task})
+    play(env, gold[:-1])
+    score = env.scorer.score(env.trajectory)
+    assert score.value == 0.0 and score.metrics["database"] == 1.0 and score.metrics["heard"] == 0.0
+
+
+def test_the_figure_must_be_named_exactly_and_alone():
+    env = build("service_desk", goals=1, forbidden=0.0)
+    gold = first_task(env, lambda task, _: task.gold["heard"]["figures"])
+    ((figure,),) = env.task.gold["heard"]["figures"].values()
+    said = {
+        f"That makes {figure}. Is there anything else I can do for you?": 1.0,
+        f"**{figure} EUR**": 1.0,
+        f"{figure} or 10.01": 0.0,
+        " ".join(f"{n}.{c:02d}" for n in range(80) for c in range(100)): 0.0,
+        "I do not know.": 0.0,
+        f"1{figure}": 0.0,
+        "": 0.0,
+    }
+    for text, reward in said.items():
+        env.reset(options={"task": env.task})
+        assert play(env, [*gold[:-1], say(text)]) == (reward, True), text[:40]
+
+
+def test_harm_beside_the_request_scores_nothing():
+    env = build("service_desk", goals=1, forbidden=0.0)
+    gold = first_task(env, lambda _, turns: "cancel_order" in names(turns))
+    order = gold[names(gold).index("cancel_order")].tool_calls[0].arguments["order_id"]
+    other = next(number for number in env.task.data["shop"]["orders"] if number != order)
+    assert play(env, [*gold[:-1], call("log_refusal", order_id=other, rule="R3"), gold[-1]])[0] == 0.0
+    env.reset(options={"task": env.task})
+    assert play(env, [*gold[:-1], call("transfer_to_human", summary="")]) == (0.0, True)
+
+
+def test_other_words_than_the_golds_work_as_well():
+    """Polite, wordy turns of the kind that a language model writes."""
+    env = build("service_desk", goals=2, forbidden=0.5)
+    for seed in range(25):
+        env.reset(seed=seed)
+        turns = []
+        for turn in env.gold_turns(env.task):
+            text = turn.content
+            text = text.replace("Do you confirm?", "Would you like me to go ahead with that? (yes/no)")
+            text = text.replace(
+                "That is done.", "All set!\n\nIs there anything else that I can help you with today?"
+            )
+            text = text.replace(
+                "May I have", "Hi, and thanks for reaching out! To verify your account, may I have"
+            )
+            turns.append(replace(turn, content=text))
+        assert play(env, turns) == (1.0, True)
+
+
+def test_the_customer_confirms_only_what_was_asked():
+    goal = {
+        "opening": "I want to return the kettle from order W1234.", "order": "W1234", "mention": ["kettle"],
+        "details": {"order": "It is order W1234.", "refund": "To a gift card."},
+        "push": None, "question": None,
+    }  # fmt: skip
+    heard = {
+        "I will return the kettle of W1234. Shall I proceed?": "W1234",
+        "I will return the kettle of W9999. Shall I proceed?": None,
+        "I will return the kettle of W1234, W9999. Shall I proceed?": None,
+        "Shall I proceed with W1234?": None,
+        "Shall I proceed?": None,
+        "Can you confirm your email address?": None,
+        "I return the kettle of W1234.": None,
+    }
+    for text, confirmed in heard.items():
+        person = CUSTOMER.Customer({"identity": "My email address is a@b.", "goals": [goal, goal]})
+        reply, order = person.hear(text)
+        assert order == confirmed, text
+        assert reply is not None
+    person = CUSTOMER.Customer({"identity": "My email address is a@b.", "goals": [goal]})
+    assert (
+        person.hear("What is your email address and the order number?")[0]
+        == "My email address is a@b. It is order W1234."
+    )
+    assert person.hear("Where shall the refund go?")[0] == "To a gift card."
+
+
+def test_the_customer_loses_patience():
+    env = build("service_desk")
+    env.reset(seed=0)
+    reward, terminated = play(env, [say("What is the meaning of life?")] * CUSTOMER.PATIENCE)
+    assert (reward, terminated) == (0.0, True) and len(env.trajectory.turns) == CUSTOMER.PATIENCE
+
+
+def test_the_policy_by_hand():
+    policy = POLICY.Policy("2031-05-20", ("pending",), 14, ("garden", "tools"), 495, 3, 1000)
+    data = {
+        "customers": {"C1": {"tier": "plus"}, "C2": {"tier": "standard"}},
+        "products": {
+            "kettle": {
+                "category": "kitchen",
+                "variants": {"k0": {"stock": 0}, "k1": {"stock": 2}, "k2": {"stock": 0}},
+            },
+            "jigsaw": {"category": "tools", "variants": {"j0": {"stock": 1}}},
+        },
+        "orders": {
+            "W1": {"customer": "C1", "status": "delivered", "promised": "2031-05-02",
+                   "delivered": "2031-05-06", "paid_with": "card", "exchanged": False, "voucher": False,
+                   "items": [{"sku": "k0", "product": "kettle"}, {"sku": "j0", "product": "jigsaw"}]},
+            "W2": {"customer": "C2", "status": "pending", "promised": "2031-05-01", "delivered": None,
+                   "paid_with": "gift_card", "exchanged": False, "voucher": False, "items": []},
+        },
+    }  # fmt: skip
+
+    def broken(**action):
+        return POLICY.broken_rules(policy, data, action)
+
+    assert broken(kind="return", order="W1", skus=["k0"], refund_to="original") == []  # 14 days: the last day
+    assert broken(kind="return", order="W1", skus=["k0", "j0"], refund_to="original") == ["R5"]
+    assert broken(kind="exchange", order="W1", skus=["k0"], new_sku="k1") == []
+    assert broken(kind="exchange", order="W1", skus=["k0"], new_sku="k2") == ["R7"]
+    assert broken(kind="cancel", order="W1", reason="changed my mind") == ["R3"]
+    assert broken(kind="cancel", order="W2", reason="changed my mind") == []
+    assert broken(kind="address", order="W1") == ["R8"] and broken(kind="address", order="W2") == []
+    assert broken(kind="voucher", order="W1") == []  # 4 days late, more than 3
+    assert broken(kind="voucher", order="W2") == ["R9"]  # late, but no plus customer
+    data["orders"]["W1"]["delivered"] = "2031-05-05"
+    assert broken(kind="return", order="W1", skus=["k0"], refund_to="original") == ["R4"]
+    assert broken(kind="voucher", order="W1") == ["R9"]  # 3 days late
+    assert policy.refund([1000, 250], "standard") == 755 and policy.refund([1000], "plus") == 1000
+    assert policy.refund([100], "standard") == 0
+    assert POLICY.Policy.from_json(policy.to_json()) == policy
+
+
+def test_gold_stays_hidden():
+    env = build("service_desk", forbidden=1.0)
+    for seed in range(10):
+        observation, info = env.reset(seed=seed)
+        text = str(info) + observation[1].content
+        assert "log_refusal" not in text and not re.search(r"\bR\d\b", text)
+
+
+def test_the_same_seed_gives_the_same_task_and_splits_share_none():
+    one, two = build("service_desk"), build("service_desk")
+    seen = {}
+    for split in ("train", "heldout"):
+        tasks = [one.make_task(seed, split) for seed in range(25)]
+        assert [task_json(task) for task in tasks] == [task_json(two.make_task(s, split)) for s in range(25)]
+        seen[split] = {str(task.data["script"]) + str(task.data["policy"]) for task in tasks}
+        assert len(seen[split]) == 25
+    assert not seen["train"] & seen["heldout"]
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"goals": 5}, "goals = 5"),
+        ({"goals": [2, 1]}, "within 1..4"),
+        ({"forbidden": -0.1}, "forbidden = -0.1"),
+        ({"pushy": 2}, "pushy = 2"),
+        ({"forgetful": 1.01}, "forgetful"),
+        ({"customers": 1}, "customers = 1"),
+    ],
+)
+def test_knobs_out_of_range_are_refused(params, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        build("service_desk", **params)
+
+
+def test_knobs_change_the_task():
+    def tasks(**params):
+        env = build("service_desk", **params)
+        return [env.make_task(seed, "train") for seed in range(12)]
+
+    assert all(len(t.data["script"]["goals"]) == 3 for t in tasks(goals=3))
+    assert all(t.gold["rules"][0] for t in tasks(forbidden=1.0))
+    assert not any(rule for t in tasks(forbidden=0.0) for rule in t.gold["rules"])
+    assert not any(
+        goal["push"] for t in tasks(pushy=0.0, forbidden=1.0) for goal in t.data["script"]["goals"]
+    )
+    assert all("name is" in t.data["script"]["identity"] for t in tasks(forgetful=1.0))
+    assert all(len(t.data["shop"]["customers"]) == 9 for t in tasks(customers=9))
+
+
+ENV = build("service_desk")
+ENV.reset(seed=0)
+ORDERS = list(ENV.task.data["shop"]["orders"])
+
+
+@given(st.data())
+@settings(max_examples=250, deadline=None)
+def test_any_arguments_are_answered(data):
+    name = data.draw(st.sampled_from(ENV.toolbox.names))
+    arguments = data.draw(arguments_for(ENV, name))
+    if isinstance(arguments, dict) and "order_id" in arguments and data.draw(st.booleans()):
+        order = data.draw(st.sampled_from(ORDERS))
+        skus = [item["sku"] for item in ENV.task.data["shop"]["orders"][order]["items"]]
+        arguments = {**arguments, "order_id": order}
+        arguments.update({key: skus[:1] for key in ("skus",) if key in arguments})
+        arguments.update({key: skus[0] for key in ("sku",) if key in arguments})
+    fuzz_call(ENV, name, arguments)
+
+
+def test_a_fork_goes_its_own_way():
+    env = build("service_desk", goals=1, forbidden=0.0)
+    gold = first_task(env, lambda _, turns: "return_items" in names(turns))
+    at = names(gold).index("return_items")
+    play(env, gold[:at])
+    snapshot, twin, before = env.snapshot(), env.fork(), env.state()
+    assert play(twin, gold[at:])[0] == 1.0
+    assert env.state() == before and env.now.confirmed and not twin.now.confirmed
+    assert play(env, [say("No."), say("No."), say("No.")])[0] == 0.0
+    env.restore(snapshot)
+    assert env.state() == before and play(env, gold[at:])[0] == 1.0
+
+
+def test_the_teacher_errs_but_succeeds_often():
+    env = build("service_desk")
+    rewards = []
+    for seed in range(40):
+        observation, _ = env.reset(seed=seed)
+        teacher = env.teacher(env.task, random.Random(seed))
+        reward, over = 0.0, False
+        while not over and (message := teacher.act(observation)) is not None:
+            observation, reward, over, *_ = env.step(message)
+        rewards.append(reward)
+    assert 0.2 < sum(rewards) / 40 < 0.9
+
+
+def test_gymnasium_accepts_it():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_env(build("service_desk"), skip_render_check=True)
