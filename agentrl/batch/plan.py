@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from agentrl.batch.balance import balance_bins
+from agentrl.batch.balance import lower_bound, portfolio
 from agentrl.errors import ConfigError
 
 
@@ -34,22 +34,55 @@ class Plan:
 
 
 def plan(
-    lengths: Sequence[int] | np.ndarray | torch.Tensor, ranks: int, cap: int, a: float = 1.0, b: float = 0.0
+    lengths: Sequence[int] | np.ndarray | torch.Tensor,
+    ranks: int,
+    cap: int,
+    a: float = 1.0,
+    b: float = 0.0,
+    *,
+    overhead: float = 0.0,
+    groups: Sequence[int] | np.ndarray | torch.Tensor | None = None,
 ) -> Plan:
     """Place every sequence exactly once, at most `cap` tokens a micro-batch, with a small total cost.
 
-    A sequence of n tokens costs a n + b n^2 (`b` = 0: linear layers only; attention adds the square).
-    The step takes as long as its slowest rank in each micro-batch row, so what is minimized is the sum
-    over rows of the largest micro-batch cost.
+    A sequence of n tokens costs a n + b n^2 (`b` = 0: linear layers only; attention adds the square)
+    and each micro-batch `overhead` more. The step takes as long as its slowest rank in each row of
+    micro-batches, so what is minimized is the sum over rows of the largest micro-batch cost.
+
+    `groups[i]`, where given, is a group number: sequences of one group go into the same micro-batch as
+    far as the cap allows (for prefix sharing).
 
     Raises ConfigError where a single sequence is longer than the cap.
     """
     tokens = np.asarray(lengths, dtype=np.int64).reshape(-1)
     check_cap(tokens, cap)
     costs = a * tokens.astype(np.float64) + b * tokens.astype(np.float64) ** 2
-    best = balance_bins(tokens, costs, ranks, cap)
-    table = [[best.bins[micro * ranks + rank] for micro in range(best.micros)] for rank in range(ranks)]
-    return Plan(table, best.cost, best.bound, best.name)
+    unit = np.arange(len(tokens)) if groups is None else group_units(tokens, np.asarray(groups), cap)
+    count = int(unit.max()) + 1 if len(unit) else 0
+    size = np.bincount(unit, weights=tokens, minlength=count).astype(np.int64)
+    price = np.bincount(unit, weights=costs, minlength=count)
+    best = portfolio(size, price, ranks, cap, overhead)
+    table = _table(best.where[unit], ranks, best.micros)
+    return Plan(table, best.cost, lower_bound(size, price, ranks, cap), best.name)
+
+
+def group_units(tokens: np.ndarray, groups: np.ndarray, cap: int) -> np.ndarray:
+    """Unit of each sequence: a group, or the parts of a group that fill the cap one after the other."""
+    unit = np.empty(len(tokens), dtype=np.int64)
+    last, room, number = None, 0, -1
+    for row in np.argsort(groups, kind="stable").tolist():
+        if groups[row] != last or room < tokens[row]:
+            number, last, room = number + 1, groups[row], cap
+        room -= int(tokens[row])
+        unit[row] = number
+    return unit
+
+
+def _table(where: np.ndarray, ranks: int, micros: int) -> list[list[list[int]]]:
+    order = np.argsort(where, kind="stable")
+    ends = np.cumsum(np.bincount(where, minlength=micros * ranks))
+    bins = [part.tolist() for part in np.split(order, ends[:-1])]
+    return [[bins[micro * ranks + rank] for micro in range(micros)] for rank in range(ranks)]
 
 
 def check_cap(tokens: np.ndarray, cap: int) -> None:

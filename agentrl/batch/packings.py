@@ -1,0 +1,185 @@
+"""Ways to put sequences into micro-batches under a hard token cap. Each returns the bin of every item.
+
+The first three are what the field uses; `portfolio` in `balance.py` tries them all and re-rows each,
+so it is never worse than any of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+import numpy as np
+
+from agentrl.batch.karmarkar import karmarkar_karp
+
+GROWTH = 1.1
+"""Factor between the numbers of micro-batches that are tried, where one does not fit under the cap."""
+
+
+def greedy(costs: np.ndarray, bins: int) -> np.ndarray:
+    """Longest processing time first (Graham, 1969): the costliest item to the least loaded bin."""
+    where = np.empty(len(costs), dtype=np.int64)
+    heap = [(0.0, bin_) for bin_ in range(bins)]
+    price = costs.tolist()
+    for item in np.argsort(-costs, kind="stable").tolist():
+        load, bin_ = heap[0]
+        where[item] = bin_
+        heapq.heapreplace(heap, (load + price[item], bin_))
+    return where
+
+
+def first_fit_decreasing(tokens: np.ndarray, cap: int) -> np.ndarray:
+    """First-fit decreasing: the longest first, each into the first open bin with room.
+
+    Items of one length are placed together: the open bins with room take as many as fit, in order.
+    """
+    order = np.argsort(-tokens, kind="stable")
+    sizes = tokens[order]
+    where = np.empty(len(tokens), dtype=np.int64)
+    room = np.empty(max(1, len(tokens)), dtype=np.int64)
+    opened, at = 0, 0
+    for size, count in zip(*_runs(sizes), strict=True):
+        slots = np.flatnonzero(room[:opened] >= size)
+        fits = room[slots] // size if size else np.full(len(slots), count)
+        taken = np.minimum(fits, np.maximum(0, count - (np.cumsum(fits) - fits)))
+        left = count - int(taken.sum())
+        if left:
+            per_bin = cap // size if size else left
+            fresh = -(-left // per_bin)
+            amounts = np.full(fresh, per_bin)
+            amounts[-1] = left - per_bin * (fresh - 1)
+            room[opened : opened + fresh] = cap
+            slots = np.concatenate((slots, np.arange(opened, opened + fresh)))
+            taken = np.concatenate((taken, amounts))
+            opened += fresh
+        room[slots] -= taken * size
+        where[order[at : at + count]] = np.repeat(slots, taken)
+        at += count
+    return where
+
+
+def _runs(values: np.ndarray) -> tuple[list[int], list[int]]:
+    """Distinct values of a sorted array, in its order, and how often each occurs."""
+    starts = np.flatnonzero(np.concatenate(([True], values[1:] != values[:-1]))) if len(values) else values
+    return values[starts].tolist(), np.diff(np.append(starts, len(values))).tolist()
+
+
+def least_loaded(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int) -> np.ndarray:
+    """Greedy over ranks; each rank then fills its micro-batches one after the other (next fit).
+
+    Bin number = micro-batch * ranks + rank.
+    """
+    owner = greedy(costs, ranks)
+    order = np.argsort(-costs, kind="stable").tolist()
+    micro, room = [0] * ranks, [cap] * ranks
+    where = np.empty(len(tokens), dtype=np.int64)
+    size, rank_of = tokens.tolist(), owner.tolist()
+    for item in order:
+        rank = rank_of[item]
+        if room[rank] < size[item]:
+            micro[rank] += 1
+            room[rank] = cap
+        room[rank] -= size[item]
+        where[item] = micro[rank] * ranks + rank
+    return where
+
+
+def karmarkar_ranks(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int) -> np.ndarray:
+    """Karmarkar-Karp with equal counts over ranks, then over a common number of micro-batches a rank.
+
+    That number grows from the least possible until every rank's micro-batches fit under the cap. Within
+    a rank the micro-batches are sorted by cost. Bin number = micro-batch * ranks + rank.
+    """
+    owner = karmarkar_karp(costs, ranks)
+    mine = [np.flatnonzero(owner == rank) for rank in range(ranks)]
+    micros = max(1, max(-(-int(tokens[items].sum()) // cap) for items in mine))
+    while True:
+        inner = _fill_ranks(tokens, costs, mine, micros, cap)
+        if inner is not None:
+            break
+        micros = int(micros * GROWTH) + 1
+    where = np.empty(len(tokens), dtype=np.int64)
+    for rank, (items, micro) in enumerate(zip(mine, inner, strict=True)):
+        loads = np.bincount(micro, weights=costs[items], minlength=micros)
+        position = np.empty(micros, dtype=np.int64)
+        position[np.argsort(-loads, kind="stable")] = np.arange(micros)
+        where[items] = position[micro] * ranks + rank
+    return where
+
+
+def _fill_ranks(
+    tokens: np.ndarray, costs: np.ndarray, mine: list[np.ndarray], micros: int, cap: int
+) -> list[np.ndarray] | None:
+    out: list[np.ndarray] = []
+    for items in mine:
+        micro = karmarkar_karp(costs[items], micros)
+        if not fits(tokens[items], micro, cap):
+            return None
+        out.append(micro)
+    return out
+
+
+def fits(tokens: np.ndarray, where: np.ndarray, cap: int) -> bool:
+    """Whether every bin keeps the cap."""
+    return len(where) == 0 or int(np.bincount(where, weights=tokens).max()) <= cap
+
+
+def capped_greedy(
+    tokens: np.ndarray, costs: np.ndarray, bins: int, cap: int, look: int = 8
+) -> np.ndarray | None:
+    """Greedy over all bins of all ranks at once, each item into the cheapest of the `look` least loaded
+    bins that has room; None where none of them has."""
+    where = np.empty(len(tokens), dtype=np.int64)
+    heap = [(0.0, bin_) for bin_ in range(bins)]
+    room = [cap] * bins
+    size, price = tokens.tolist(), costs.tolist()
+    for item in np.argsort(-costs, kind="stable").tolist():
+        full: list[tuple[float, int]] = []
+        while heap and len(full) < look and room[heap[0][1]] < size[item]:
+            full.append(heapq.heappop(heap))
+        if not heap or len(full) == look:
+            return None
+        load, bin_ = heap[0]
+        heapq.heapreplace(heap, (load + price[item], bin_))
+        room[bin_] -= size[item]
+        where[item] = bin_
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return where
+
+
+def shelves(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int, height: float) -> np.ndarray:
+    """First-fit decreasing onto shelves: a row of `ranks` bins is as high as its first (costliest) item,
+    at least `height`; later items fill any bin whose shelf and cap have room, at no cost to the row.
+
+    The idea is that of first-fit decreasing height in strip packing (Coffman et al., 1980). Bin number =
+    shelf * ranks + rank.
+    """
+    order = np.lexsort((-tokens, -costs))
+    pair = np.stack((costs[order], tokens[order].astype(np.float64)), axis=1)
+    changed = np.ones(len(pair), dtype=bool)
+    changed[1:] = (pair[1:] != pair[:-1]).any(axis=1)
+    starts = np.flatnonzero(changed).tolist()
+    where = np.empty(len(tokens), dtype=np.int64)
+    limit = max(1, len(tokens)) + ranks
+    room, free = np.zeros(limit), np.zeros(limit)
+    opened = 0
+    for at, end in itertools.pairwise([*starts, len(pair)]):
+        price, size = pair[at]
+        while at < end:
+            slots = np.flatnonzero((room[:opened] >= size) & (free[:opened] >= price))
+            by_size = room[slots] // max(size, 1.0)
+            by_price = free[slots] // price if price > 0 else by_size
+            amount = np.minimum(by_size, by_price).astype(np.int64)
+            amount = np.minimum(amount, np.maximum(0, end - at - (np.cumsum(amount) - amount)))
+            placed = int(amount.sum())
+            where[order[at : at + placed]] = np.repeat(slots, amount)
+            room[slots] -= amount * size
+            free[slots] -= amount * price
+            at += placed
+            if at < end:
+                room[opened : opened + ranks] = cap
+                free[opened : opened + ranks] = max(price, height)
+                opened += ranks
+    return where

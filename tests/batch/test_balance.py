@@ -1,0 +1,144 @@
+"""The balancer: every sequence once, the cap kept, equal counts, never worse than the baselines."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.batch.balance import as_given, baselines, in_rows, lower_bound, partition, portfolio
+from agentrl.batch.karmarkar import karmarkar_karp
+from agentrl.batch.packings import first_fit_decreasing, fits, least_loaded, shelves
+from agentrl.batch.plan import plan
+from agentrl.errors import ConfigError
+
+sizes = st.lists(st.integers(1, 100), min_size=1, max_size=60)
+
+
+def table_is_whole(made, lengths, cap):
+    flat = sorted(row for rank in made.rows for micro in rank for row in micro)
+    assert flat == list(range(len(lengths)))
+    assert {len(rank) for rank in made.rows} == {made.micros}
+    for micro in itertools.chain.from_iterable(made.rows):
+        assert sum(lengths[row] for row in micro) <= cap
+
+
+@settings(max_examples=150, deadline=None)
+@given(sizes, st.integers(1, 9), st.integers(100, 400), st.sampled_from([0.0, 0.01, 1.0]))
+def test_every_sequence_once_cap_kept_equal_counts_never_worse(lengths, ranks, cap, b):
+    made = plan(lengths, ranks, cap, 1.0, b)
+    table_is_whole(made, lengths, cap)
+    tokens = np.asarray(lengths)
+    costs = tokens + b * tokens.astype(float) ** 2
+    slowest = [
+        max(sum(costs[row] for row in made.rows[rank][micro]) for rank in range(ranks))
+        for micro in range(made.micros)
+    ]
+    assert np.isclose(sum(slowest), made.cost)
+    assert made.cost >= made.bound * (1 - 1e-9)
+    for name, where in baselines(tokens, costs, ranks, cap):
+        assert fits(tokens, where, cap)
+        assert made.cost <= as_given(name, where, costs, ranks).cost * (1 + 1e-9), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, st.integers(1, 6), st.integers(0, 5))
+def test_groups_stay_together_as_far_as_the_cap_allows(lengths, ranks, groups):
+    number = [row % (groups + 1) for row in range(len(lengths))]
+    cap = 250
+    made = plan(lengths, ranks, cap, groups=number)
+    table_is_whole(made, lengths, cap)
+    for group in set(number):
+        members = [row for row in range(len(lengths)) if number[row] == group]
+        homes = {
+            (r, m)
+            for r, rank in enumerate(made.rows)
+            for m, micro in enumerate(rank)
+            if set(micro) & set(members)
+        }
+        if sum(lengths[row] for row in members) <= cap:
+            assert len(homes) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes, st.integers(1, 9), st.permutations(range(9)))
+def test_rerowing_is_optimal_for_given_bins(lengths, ranks, shuffle):
+    """Sorting bins by cost and cutting is never worse than any other order of the same bins."""
+    costs = np.asarray(lengths, dtype=float)
+    where = np.asarray([shuffle[i % 9] for i in range(len(lengths))])
+    assert in_rows("x", where, costs, ranks).cost <= as_given("x", where, costs, ranks).cost + 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes, st.integers(1, 9))
+def test_karmarkar_karp_has_equal_counts(lengths, bins):
+    counts = np.bincount(karmarkar_karp(np.asarray(lengths, dtype=float), bins), minlength=bins)
+    assert counts.sum() == len(lengths) and counts.max() - counts.min() <= 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes, st.integers(1, 9))
+def test_first_fit_decreasing_is_the_plain_algorithm(lengths, ranks):
+    cap = 120
+    room: list[int] = []
+    expected = {}
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        home = next((b for b, left in enumerate(room) if left >= lengths[row]), len(room))
+        if home == len(room):
+            room.append(cap)
+        room[home] -= lengths[row]
+        expected[row] = home
+    assert first_fit_decreasing(np.asarray(lengths), cap).tolist() == [
+        expected[row] for row in range(len(lengths))
+    ]
+    costs = np.asarray(lengths, dtype=float)
+    for where in (
+        shelves(np.asarray(lengths), costs, ranks, cap, 50.0),
+        least_loaded(np.asarray(lengths), costs, ranks, cap),
+    ):
+        assert fits(np.asarray(lengths), where, cap)
+
+
+def test_karmarkar_karp_by_hand():
+    # tuples (8,7) (6,5) (4,0); (4,0) is widest and meets (8,7): (11,8); that meets (6,5): (16,14)
+    where = karmarkar_karp(np.asarray([8.0, 7.0, 6.0, 5.0, 4.0]), 2)
+    loads = np.bincount(where, weights=[8.0, 7.0, 6.0, 5.0, 4.0])
+    assert sorted(loads.tolist()) == [14.0, 16.0]
+
+
+def test_a_step_with_equal_sequences_is_perfect_and_small_ones_tie_to_few_micro_batches():
+    made = plan([10] * 64, 8, 40, 1.0, 0.1)
+    assert made.cost == made.bound == 64 * 20 / 8 and made.micros == 2
+    assert plan(range(1, 40), 1, 100).micros == -(-sum(range(1, 40)) // 100)
+
+
+def test_overhead_makes_fewer_micro_batches():
+    rng = np.random.default_rng(3)
+    lengths = np.clip(rng.lognormal(6.5, 0.8, 600), 1, 8192).astype(int)
+    free = plan(lengths, 8, 8192, 1.0, 1 / 8192)
+    dear = plan(lengths, 8, 8192, 1.0, 1 / 8192, overhead=1e6)
+    assert dear.micros <= free.micros and dear.micros == -(
+        -int(first_fit_decreasing(lengths, 8192).max() + 1) // 8
+    )
+
+
+def test_one_sequence_over_the_cap_is_named():
+    with pytest.raises(ConfigError, match=r"sequence 1 has 301 tokens.*optim.micro_tokens to at least 301"):
+        plan([5, 301], 2, 300)
+
+
+def test_partition_is_balanced_and_whole():
+    costs = np.random.default_rng(0).lognormal(6, 1, 500)
+    parts = partition(costs, 8)
+    assert sorted(itertools.chain.from_iterable(parts)) == list(range(500))
+    assert max(costs[part].sum() for part in parts) <= 1.01 * costs.sum() / 8
+    assert partition(np.zeros(0), 3) == [[], [], []]
+
+
+def test_bound_counts_sequences_that_cannot_share():
+    tokens = np.asarray([60, 60, 60, 10])
+    assert lower_bound(tokens, tokens.astype(float), 2, 100) == 120.0
+    assert portfolio(tokens, tokens.astype(float), 2, 100).cost == 120.0
