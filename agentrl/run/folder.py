@@ -4,7 +4,7 @@
     summary.json       how it ended                 curve.png         the learning curve
     trajectories/      *.jsonl, one episode a row   tensorboard/      events
     checkpoints/       step_NNNNNN/                 log.txt           everything logged
-    model/ warm_start/ the initial and the warmed-up model
+    model/ warm_start/ final/   the initial, the warmed-up and the trained model, as Hugging Face folders
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
         self.model = path / "model"
         self.warm_start = path / "warm_start"
+        self.final = path / "final"
 
     @classmethod
     def create(cls, config: TrainConfig) -> RunFolder:

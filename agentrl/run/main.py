@@ -20,6 +20,7 @@ from agentrl.run.interrupt import Interrupt
 from agentrl.run.recorder import Recorder
 from agentrl.run.session import Session, open_session
 from agentrl.run.sft import warm_start
+from agentrl.train.actor import Actor
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_
             raise
         finally:
             _finish(config, folder, outcome)
-        _say_end(display, folder, outcome)
+        _say_end(config, display, folder, outcome)
     return {"done": 0, "interrupted": 130}.get(outcome.status, 1)
 
 
@@ -118,6 +119,7 @@ async def _phases(session: Session, recorder: Recorder, outcome: Outcome, interr
     await train_loop(session, recorder, interrupt)
     if session.collector.ledger.version >= config.steps or not interrupt.requested:
         await evaluate_now(session, recorder, "after")
+        await session.actors.arun(Actor.export_hf, str(folder.final))
         outcome.status = "done"
 
 
@@ -144,7 +146,7 @@ def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: Outcome) 
     }
 
 
-def _say_end(display: Display, folder: RunFolder, outcome: Outcome) -> None:
+def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: Outcome) -> None:
     if outcome.status == "interrupted":
         display.say(f"interrupted. Go on with: agentrl train --resume {folder.path}")
         return
@@ -156,9 +158,11 @@ def _say_end(display: Display, folder: RunFolder, outcome: Outcome) -> None:
     display.say("")
     display.say(f"success on held-out tasks   before {_percent(summary.get('before'))}   after {_percent(summary.get('after'))}")
     display.say(f"run folder                  {folder.path}  (curve.png, metrics.jsonl, trajectories/, checkpoints/)")
+    display.say(f"trained model               {folder.final}")
     display.say(f"look at it                  tensorboard --logdir {folder.path}/tensorboard")
-    display.say("try next                    agentrl train configs/quickstart.toml name=harder env.params.calls='[2, 6]'")
-    display.say("                            agentrl env list;  agentrl env new MyEnv")
+    display.say(f"try next                    agentrl eval {config.env.id} --model {folder.final} -k 4")
+    display.say("                            agentrl train configs/quickstart.toml name=harder env.params.calls='[2, 6]'")
+    display.say("                            agentrl env list;  agentrl env new my_env")
 
 
 def _percent(value: float | None) -> str:

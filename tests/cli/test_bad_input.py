@@ -1,0 +1,78 @@
+"""A user's mistake: one clear message, exit code 2, nothing half-written, no stack trace."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli.main import main
+from agentrl.run.folder import RunFolder
+
+QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["train", "missing.toml"], ["missing.toml: no such config file"]),
+        (["train", "quickstrat"], ["quickstrat", "quickstart"]),
+        (["train"], ["a config is needed"]),
+        (["train", QUICKSTART, "rollout.group_sise=3"], ["rollout.group_sise", "did you mean 'rollout.group_size'"]),
+        (["train", QUICKSTART, "env.id=key_valeu"], ["key_valeu", "key_value"]),
+        (["train", QUICKSTART, "env.params.cals=3"], ["cals", "calls"]),
+        (["train", QUICKSTART, "env.params.calls=99"], ["calls = 99", "2..50"]),
+        (["train", QUICKSTART, "env.reward=nowhere.json"], ["nowhere.json"]),
+        (["train", QUICKSTART, "env.reward=bad.json"], ["bad.json", "not JSON", "line 1"]),
+        (["train", QUICKSTART, "env.reward=odd.json"], ["/root/use", "did you mean", "text.equals"]),
+        (["train", QUICKSTART, "algorithm.advantage.name=gpro"], ["gpro", "did you mean 'grpo'"]),
+        (["train", QUICKSTART, "algorithm.loss.args.clip_hgih=0.3"], ["clip_hgih", "did you mean 'clip_high'"]),
+        (["train", QUICKSTART, "model.path=nowhere/model"], ["set one of model.path"]),
+        (["train", QUICKSTART, "cluster.actors=5000"], ["cannot carry", "cluster.actors=5000"]),
+        (["train", "--resume", "runs/nothing"], ["runs/nothing: not a run folder"]),
+        (["eval", "key_value", "--model", "./nowhere"], ["nowhere: no such model folder"]),
+        (["sft", QUICKSTART, "seed=-1"], ["seed", "greater than or equal to 0"]),
+    ],
+)
+def test_a_mistake_is_named_and_leaves_nothing_behind(
+    args: list[str], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "odd.json").write_text('{"agentrl_reward": 1, "name": "x", "root": {"use": "text.equls"}}')
+    if any("actors" in arg for arg in args):
+        monkeypatch.setattr("agentrl.run.preflight.MEMORY_PER_PROCESS_MIB", 0)
+    assert main(args) == 2
+    message = capsys.readouterr().err
+    for part in expected:
+        assert part in message
+    assert "Traceback" not in message
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_of_that_name_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+    (tmp_path / "runs" / "quickstart" / "notes.txt").write_text("mine")
+    assert main(["train", QUICKSTART]) == 2
+    assert "there is a run of that name" in capsys.readouterr().err
+    assert main(["train", QUICKSTART, "--overwrite"]) == 2  # it does not look like a run: never removed
+    assert (tmp_path / "runs" / "quickstart" / "notes.txt").read_text() == "mine"
+
+
+def test_a_full_disk_is_a_message_and_not_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RunFolder, "append_metrics", full)
+    code = main(["train", QUICKSTART, "cluster.backend=inline", "sft.max_steps=10", "sft.min_steps=10", "sft.batch=1"])
+    assert code == 2
+    assert "the disk is full" in capsys.readouterr().err
+    assert "failed" in (tmp_path / "runs" / "quickstart" / "summary.json").read_text()
