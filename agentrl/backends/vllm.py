@@ -70,12 +70,20 @@ class VllmEngine(Engine):
             # vLLM's own Ray executor does not run on CPU, and one process needs no executor.
             "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
         }
+        if not torch.cuda.is_available():
+            # A prompt computed in chunks rewinds its seeded generator after each, which generators of a CPU
+            # cannot; the engine's process ends on it.
+            self._options |= {
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(max_model_len, 4096),
+            }
         self._context = max_model_len
         self._replicas: list[Replica] = []
         self._expected: Expected | None = None
         self._home: OrderedDict[str, Replica] = OrderedDict()
         self._numbers = itertools.count()
         self._unfit: str | None = None
+        self._paused = False
         self._version = 0
 
     async def start(self) -> None:
@@ -121,8 +129,10 @@ class VllmEngine(Engine):
 
     async def pause(self) -> None:
         await self._all("pause")
+        self._paused = True
 
     async def resume(self) -> None:
+        self._paused = False
         await self._all("resume")
 
     async def publish(self, version: int, weights: WeightBuckets) -> None:
@@ -130,9 +140,9 @@ class VllmEngine(Engine):
             raise EngineError("the engine is not started or already closed")
         self._unfit = f"weights version {version} were published in part"
         arrivals = Arrivals(self._expected)
-        # The scheduler must stand still meanwhile, whether the caller paused or not: a step in the middle of
-        # an update ends the engine's process. Pausing twice is harmless.
-        await self._all("pause")
+        if not self._paused:
+            # A scheduler step in the middle of an update would end the engine's process.
+            await self._all("pause")
         await self._all("begin_update")
         failure: EngineError | None = None
         try:
@@ -142,6 +152,8 @@ class VllmEngine(Engine):
         except EngineError as problem:
             failure = problem
         await self._all("end_update", None if failure else version)
+        if not self._paused:
+            await self._all("resume")
         if failure is not None:
             self._unfit = str(failure)
             raise failure
