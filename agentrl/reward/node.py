@@ -139,6 +139,10 @@ class Node(ABC):
             raw = float(self.mods.missing)
             result.evidence = {**result.evidence, "missing": raw}
         value = self._mods(raw)
+        if not math.isfinite(value):
+            return Result(
+                None, self._header({**result.evidence, "unscored": "the value is beyond all bounds"}, None)
+            )
         steps = result.steps
         if steps and self.mods.scale is not None:
             span = self.mods.scale[1] - self.mods.scale[0]
@@ -167,14 +171,26 @@ class Node(ABC):
         if not values:
             evidence["unscored"] = f"no {self.mods.scope} to score"
             return self._finish(Result(None, evidence))
-        total, shares = _reduced(self.mods.reduce, values)
+        value, shares = _reduced(self.mods.reduce, values)
+        if not math.isfinite(value):
+            return Result(
+                None, self._header({**evidence, "unscored": "the value is beyond all bounds"}, None)
+            )
         steps: dict[int, float] = {}
         if self.mods.emit == "step":
             for (part, _), share in zip(kept, shares, strict=True):
                 turn = part.last_turn
                 if share != 0.0 and turn is not None:
                     steps[turn] = steps.get(turn, 0.0) + share
-        return Result(total, self._header(evidence, total), steps)
+        return Result(value, self._header(evidence, value), steps)
+
+
+def total(values: Sequence[float]) -> float:
+    """The exact sum, rounded once; infinite where it is beyond the range of a float."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
 
 
 def _reduced(how: str, values: Sequence[float]) -> tuple[float, list[float]]:
@@ -182,7 +198,7 @@ def _reduced(how: str, values: Sequence[float]) -> tuple[float, list[float]]:
     if how in ("sum", "mean"):
         size = len(values) if how == "mean" else 1
         shares = [value / size for value in values]
-        return math.fsum(shares), shares
+        return total(shares), shares
     if how == "last":
         place = len(values) - 1
     elif how == "min":
@@ -190,8 +206,8 @@ def _reduced(how: str, values: Sequence[float]) -> tuple[float, list[float]]:
     else:  # all: decided by the first part that fails, else by the last one
         failed = [i for i, value in enumerate(values) if value < TRUE]
         place = failed[0] if failed else len(values) - 1
-        total = 0.0 if failed else 1.0
-        return total, [total if i == place else 0.0 for i in range(len(values))]
+        verdict = 0.0 if failed else 1.0
+        return verdict, [verdict if i == place else 0.0 for i in range(len(values))]
     return values[place], [value if i == place else 0.0 for i, value in enumerate(values)]
 
 

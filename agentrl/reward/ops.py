@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from agentrl.reward.node import TRUE, Frame, Mods, Node, Result
+from agentrl.reward.node import TRUE, Frame, Mods, Node, Result, total
 from agentrl.reward.pointer import Absent
 from agentrl.reward.view import View
 from agentrl.trajectory import Json
@@ -19,12 +19,12 @@ Weighted = Sequence[tuple[float, float]]
 
 
 def _sum(parts: Weighted) -> float:
-    return math.fsum(weight * value for weight, value in parts)
+    return total([weight * value for weight, value in parts])
 
 
 def _mean(parts: Weighted) -> float | None:
-    total = math.fsum(weight for weight, _ in parts)
-    return _sum(parts) / total if total > 0 else None
+    weights = total([weight for weight, _ in parts])
+    return _sum(parts) / weights if weights > 0 else None
 
 
 AGGREGATES: Mapping[str, Callable[[Weighted], float | None]] = {

@@ -106,8 +106,12 @@ def as_decimal(value: Json) -> Decimal | None:
     """A finite number, or a text that is one whole number token; None for anything else (and booleans)."""
     if isinstance(value, bool):
         return None
-    if isinstance(value, (int, float)):
-        return Decimal(str(value)) if not isinstance(value, float) or math.isfinite(value) else None
+    if isinstance(value, int):
+        return Decimal(value) if value.bit_length() < 3 * _LONGEST_NUMBER else None
+    if isinstance(value, float):
+        return Decimal(str(value)) if math.isfinite(value) else None
+    if isinstance(value, str) and len(value) > _LONGEST_NUMBER:
+        return None
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
         try:
             return Decimal(value.strip().replace(",", ""))

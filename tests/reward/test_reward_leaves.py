@@ -1,0 +1,435 @@
+"""Each leaf on episodes small enough to score by hand, bad data included."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from reward_episodes import Counter, call, episode, gold, leaf, spec, tool_schema
+
+from agentrl.reward import Context, compile_spec
+from agentrl.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
+
+
+def value(kind, args, trajectory, context=None, **mods):
+    return compile_spec(spec(leaf(kind, args, **mods)), context=context).score(trajectory).value
+
+
+def why(kind, args, trajectory, context=None):
+    score = compile_spec(spec(leaf(kind, args)), context=context).score(trajectory)
+    assert score.value is None
+    return score.evidence["root"]["unscored"]
+
+
+# -- calls.match -----------------------------------------------------------------------------------
+
+ABC = [call("f", x=1), call("f", x=2), call("g", y="u")]
+
+
+def match(made, want=None, **args):
+    return value("calls.match", {"expect": gold(*(ABC if want is None else want)), **args}, episode(made, "end"))
+
+
+@pytest.mark.parametrize(
+    ("made", "exact", "superset", "subset"),
+    [
+        (ABC, 1, 1, 1),
+        (ABC[:2], 2 / 3, 2 / 3, 1),
+        ([*ABC, call("h")], 3 / 4, 1, 3 / 4),
+        ([*ABC, *ABC], 1 / 2, 1, 1 / 2),
+        ([call("h")], 0, 0, 0),
+        ([], 0, 0, 0),
+    ],
+)
+def test_compare(made, exact, superset, subset):
+    for compare, share in (("exact", exact), ("superset", superset), ("subset", subset)):
+        assert match(made, compare=compare, credit="matched") == pytest.approx(share)
+        assert match(made, compare=compare, credit="all") == float(share == 1)
+
+
+def test_nothing_expected():
+    assert match([], want=[]) == 1
+    assert match([call("f")], want=[]) == 0
+    assert match([call("f")], want=[], compare="superset") == 1
+    assert match([call("f")], want=[], compare="subset") == 0
+
+
+@pytest.mark.parametrize(
+    ("made", "free", "ordered", "prefix"),
+    [
+        ([0, 1, 2], 1, 1, 1),
+        ([2, 1, 0], 1, 1 / 3, 0),
+        ([0, 2, 1], 1, 2 / 3, 1 / 3),
+        ([1, 2], 2 / 3, 2 / 3, 0),
+        ([0, 1], 2 / 3, 2 / 3, 2 / 3),
+    ],
+)
+def test_order(made, free, ordered, prefix):
+    for order, share in (("free", free), ("ordered", ordered), ("prefix", prefix)):
+        assert match([ABC[i] for i in made], order=order, credit="matched") == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exact", "subset", "superset", "names", "ignore"),
+    [
+        ({"a": 1, "b": 2}, 1, 1, 1, 1, 1),
+        ({"a": 1}, 0, 1, 0, 0, 1),
+        ({"a": 1, "b": 2, "c": 3}, 0, 0, 1, 0, 1),
+        ({"a": 1, "b": 9}, 0, 0, 0, 1, 1),
+        ({}, 0, 1, 0, 0, 1),
+        ({"a": 1, "c": 2}, 0, 0, 0, 0, 1),
+    ],
+)
+def test_arguments(arguments, exact, subset, superset, names, ignore):
+    made, want = [call("f", **arguments)], [call("f", a=1, b=2)]
+    for how, hit in {"exact": exact, "subset": subset, "superset": superset, "names": names, "ignore": ignore}.items():
+        assert match(made, want, arguments=how) == hit, how
+
+
+def test_partial_credit_of_a_call():
+    """Name right and one of two arguments: (1 + 1) / (1 + 2); an argument too many: (1 + 2) / (1 + 3)."""
+    want = [call("f", a=1, b=2)]
+    assert match([call("f", a=1, b=0)], want, credit="partial") == pytest.approx(2 / 3)
+    assert match([call("f", a=1, b=2, c=3)], want, credit="partial") == pytest.approx(3 / 4)
+    assert match([call("g", a=1, b=2)], want, credit="partial") == 0
+
+
+def test_numbers_and_texts_compare_by_rule():
+    want = [call("f", n=100.0, s="New  York")]
+    assert match([call("f", n=100, s="New  York")], want) == 1  # 100 is 100.0
+    assert match([call("f", n=101, s="New  York")], want, abs=1) == 1
+    assert match([call("f", n=101, s="New  York")], want, rel=0.001) == 0
+    assert match([call("f", n=101, s="New  York")], want, rel=0.01) == 1
+    assert match([call("f", n=100, s="new york ")], want, strings="fold") == 1
+    assert match([call("f", n=100, s="new york ")], want) == 0
+    assert match([call("f", n=True, s="New  York")], [call("f", n=1, s="New  York")]) == 0
+    assert match([call("f", n=float("nan"))], [call("f", n=1)], abs=5) == 0
+
+
+def test_allowed_values():
+    want = [{"name": "f", "arguments": {"city": ["NYC", "New York"], "unit": ["C", ""]}}]
+    trajectory = episode([call("f", city="New York")], "end")
+    assert value("calls.match", {"expect": want, "form": "sets"}, trajectory) == 1
+    assert value("calls.match", {"expect": want, "form": "sets"}, episode([call("f", city="LA")])) == 0
+
+
+def test_the_optimal_assignment_revises_what_greedy_took():
+    """f(1) could stand for either gold call within the tolerance, f(2) only for the first."""
+    made, want = [call("f", x=1), call("f", x=2)], [call("f", x=1.5), call("f", x=0.5)]
+    assert match(made, want, abs=0.5, assign="greedy", credit="matched") == 0.5
+    assert match(made, want, abs=0.5, assign="optimal") == 1
+
+
+def test_a_malformed_call_counts_as_made_and_matches_nothing():
+    broken = ToolCall("f", None, id="c9", error="not JSON")
+    assert match([call("f", x=1), broken], [call("f", x=1)], credit="matched") == 0.5
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [None, "f", 7, {"name": "f"}, [7], [{"nam": "f"}], [{"name": 1, "arguments": {}}], [{"name": "f", "arguments": []}]],
+)
+def test_gold_calls_of_another_shape_are_null(shape):
+    trajectory = episode([call("f")], task_gold={"calls": shape})
+    assert "expected call" in why("calls.match", {"expect": {"$": "/task/gold/calls"}}, trajectory)
+
+
+def test_a_reference_that_resolves_to_nothing_is_null():
+    trajectory = episode([call("f")], task_gold={})
+    text = why("calls.match", {"expect": {"$": "/task/gold/calls"}}, trajectory)
+    assert text == "'/task/gold/calls' resolves to nothing"
+
+
+# -- calls.schema, calls.none ----------------------------------------------------------------------
+
+TOOLS = [tool_schema("get", key="string")]
+
+
+@pytest.mark.parametrize(
+    ("made", "partial", "every"),
+    [
+        ([call("get", key="a")], 1, 1),
+        ([call("get", key="a"), call("get", key=3)], 0.5, 0),
+        ([call("get", key="a"), call("put", key="a")], 0.5, 0),
+        ([call("get", key="a", more=1)], 0, 0),
+        ([ToolCall("get", None, id="x", error="not JSON")], 0, 0),
+        ([], 0, 0),
+    ],
+)
+def test_calls_schema(made, partial, every):
+    trajectory = episode(made, "end", tools=TOOLS)
+    assert value("calls.schema", {}, trajectory) == partial
+    assert value("calls.schema", {"credit": "all"}, trajectory) == every
+
+
+def test_calls_schema_of_nothing():
+    quiet = episode("end", tools=TOOLS)
+    assert value("calls.schema", {"empty": 1}, quiet) == 1
+    assert value("calls.schema", {"empty": None}, quiet) is None
+    assert "no tool schemas" in why("calls.schema", {}, episode([call("get", key="a")]))
+
+
+def test_a_tool_whose_parameters_are_no_schema_is_null():
+    tools = [{"function": {"name": "get", "parameters": {"type": "strng"}}}]
+    assert "no JSON Schema" in why("calls.schema", {}, episode([call("get")], tools=tools))
+
+
+def test_calls_none():
+    assert value("calls.none", {}, episode("hi")) == 1
+    assert value("calls.none", {}, episode([call("f")])) == 0
+    assert value("calls.none", {"names": ["g"]}, episode([call("f")])) == 1
+
+
+# -- state -----------------------------------------------------------------------------------------
+
+STATE = {"orders": [{"id": 1, "total": 10}, {"id": 2, "total": 20}], "note": "Hi", "log": [1, 2]}
+
+
+def with_state(state, **rest):
+    return episode("end", state=state, **rest)
+
+
+def test_state_match_by_hash_and_by_fields():
+    same = {"log": [1, 2], "note": "Hi", "orders": [{"total": 10.0, "id": 1}, {"id": 2, "total": 20}]}
+    for by in ("hash", "fields"):
+        assert value("state.match", {"expect": STATE, "by": by}, with_state(same)) == 1
+        assert value("state.match", {"expect": STATE, "by": by}, with_state({**same, "note": "hi"})) == 0
+    assert value("state.match", {"expect": STATE, "strings": "fold"}, with_state({**same, "note": "hi"})) == 1
+
+
+def test_state_match_partial_counts_fields_of_either_side():
+    """7 fields in the gold; one of them differs and one more is there: 6 / 8."""
+    found = {**STATE, "note": "no", "more": 1}
+    assert value("state.match", {"expect": STATE, "credit": "partial"}, with_state(found)) == pytest.approx(6 / 8)
+    superset = {"expect": STATE, "credit": "partial", "compare": "superset"}
+    assert value("state.match", superset, with_state(found)) == pytest.approx(6 / 7)
+
+
+def test_state_match_within_a_path_and_without_some():
+    args = {"expect": [{"id": 1, "total": 10}, {"id": 2, "total": 20}], "path": "/orders"}
+    assert value("state.match", args, with_state(STATE)) == 1
+    ignore = {"expect": {**STATE, "log": []}, "ignore": ["/log"]}
+    assert value("state.match", ignore, with_state(STATE)) == 1
+    deep = {"expect": STATE, "ignore": ["/orders/1/total"], "by": "hash"}
+    assert value("state.match", deep, with_state({**STATE, "orders": [STATE["orders"][0], {"id": 2, "total": 9}]})) == 1
+    assert "resolves to nothing" in why("state.match", {"expect": 1, "path": "/no"}, with_state(STATE))
+
+
+def test_no_state_and_a_state_that_is_no_json_are_null():
+    assert "no final state" in why("state.match", {"expect": STATE}, with_state(None))
+    assert "no JSON" in why("state.match", {"expect": {"a": 1}, "by": "hash"}, with_state({"a": float("nan")}))
+    assert "no final state" in why("state.assert", {"path": "/a", "eq": 1}, with_state(None))
+    assert value("state.match", {"expect": {"a": 1}}, with_state({"a": float("nan")})) == 0
+
+
+def test_replay_of_the_gold_calls_on_a_twin():
+    context = Context(twin=Counter)
+    args = {"replay": {"$": "/task/gold/calls"}}
+    want = {"calls": gold(call("add", x=2), call("add", x=3))}
+    assert value("state.match", args, episode("end", state={"total": 5}, task_gold=want), context) == 1
+    assert value("state.match", args, episode("end", state={"total": 4}, task_gold=want), context) == 0
+    assert value("state.match", args, episode("end", state={"total": 4}, task_gold={"calls": 3}), context) is None
+
+
+@pytest.mark.parametrize(
+    ("comparison", "truth"),
+    [
+        ({"path": "/orders/1/total", "eq": 20}, 1), ({"path": "/orders/1/total", "eq": "20"}, 0),
+        ({"path": "/orders/1/total", "gte": 20, "lt": 21}, 1), ({"path": "/orders/1/total", "gt": 20}, 0),
+        ({"path": "/note", "in": ["Hi", "Ho"]}, 1), ({"path": "/note", "ne": "Hi"}, 0),
+        ({"path": "/note", "contains": "i"}, 1), ({"path": "/log", "contains": 2}, 1), ({"path": "/log", "contains": 3}, 0),
+        ({"path": "/note", "type": "string"}, 1), ({"path": "/log", "type": "object"}, 0),
+        ({"path": "/none", "exists": False}, 1), ({"path": "/note", "exists": False}, 0), ({"path": "/none", "exists": True}, 0),
+        ({"path": "/none", "eq": 1}, None), ({"path": "/none", "eq": 1, "absent": 0}, 0), ({"path": "/orders/7", "eq": 1}, None),
+        ({"path": "/note", "eq": "hi", "strings": "fold"}, 1), ({"path": "/orders/0/total", "eq": 11, "abs": 1}, 1),
+        ({"path": "/note", "lt": 5}, 0), ({"path": "", "type": "object"}, 1),
+        ({"path": "/orders/1/total", "eq": {"$": "/task/gold/total"}}, 1),
+    ],
+)  # fmt: skip
+def test_state_assert(comparison, truth):
+    assert value("state.assert", comparison, with_state(STATE, task_gold={"total": 20})) == truth
+
+
+# -- text, numbers, results ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "said", "truth"),
+    [
+        ({"expect": "york"}, "New York", 0), ({"expect": "york", "strings": "fold"}, "New York", 1),
+        ({"expect": ["a", "b"]}, "a c", 0), ({"expect": ["a", "b"], "mode": "any"}, "a c", 1),
+        ({"expect": ["a", "b"], "credit": "partial"}, "a c", 0.5), ({"expect": []}, "x", 1),
+        ({"expect": "cat", "word": True}, "concatenate", 0), ({"expect": "cat", "word": True}, "concat, cat.", 1),
+        ({"expect": 17}, "It is 170", 1), ({"expect": 17, "word": True}, "It is 170", 0),
+        ({"expect": [], "mode": "any"}, "x", None), ({"expect": {"$": "/task/gold/odd"}}, "x", None),
+    ],
+)  # fmt: skip
+def test_text_contains(args, said, truth):
+    assert value("text.contains", args, episode([call("f")], said, task_gold={"odd": {"a": 1}})) == truth
+
+
+def test_text_of_which_turns():
+    trajectory = episode("first a", "user: more", [call("f")], "last b")
+    assert value("text.contains", {"expect": "first"}, trajectory) == 0
+    assert value("text.contains", {"expect": "first", "where": "replies"}, trajectory) == 1
+    assert value("text.equals", {"expect": ["x", "last b"]}, trajectory) == 1
+    assert value("text.contains", {"expect": "last"}, episode([call("f")])) == 0  # a call is no answer
+    assert value("text.contains", {"expect": "last"}, episode()) == 0  # nor is nothing
+
+
+@pytest.mark.parametrize(
+    ("args", "said", "truth"),
+    [
+        ({"which": "last"}, "first 3, then 17", 1), ({"which": "last"}, "17, not 3", 0),
+        ({"which": "any"}, "17, not 3", 1), ({"which": "only"}, "17, not 3", 0), ({"which": "only"}, "17 = 17.0", 1),
+        ({}, "$17", 1), ({}, "17%", 1), ({}, "(17)", 1), ({}, "x=17", 1), ({}, "5-17", 1), ({}, "17km", 0),
+        ({}, "1.7e1", 1), ({}, "17.0.1", 0), ({}, "0017", 1), ({}, "+17", 1), ({}, "017.50", 0),
+        ({"abs": 1}, "18", 1), ({"rel": 0.1}, "18.6", 1), ({"rel": 0.1}, "19", 0), ({}, "1e9999", 0), ({"abs": 1}, "1e9999", 0),
+    ],
+)  # fmt: skip
+def test_number_close(args, said, truth):
+    assert value("number.close", {"expect": 17, **args}, episode(said)) == truth
+
+
+def test_big_numbers_are_compared_exactly():
+    assert value("number.close", {"expect": str(2**63)}, episode(str(2**63))) == 1
+    assert value("number.close", {"expect": str(2**63)}, episode(str(2**63 + 1))) == 0
+    assert value("number.close", {"expect": "1,234,567"}, episode("It is 1,234,567.")) == 1
+
+
+def test_results_contains():
+    trajectory = episode([(call("f"), "Booking CONFIRMED"), (call("g"), "other")], "end")
+    assert value("results.contains", {"expect": "confirmed", "strings": "fold"}, trajectory) == 1
+    assert value("results.contains", {"expect": ["other", "none"], "credit": "partial"}, trajectory) == 0.5
+    failed = episode([(call("f"), "confirmed")], "end")
+    failed.turns[0].results = [ToolResult("c0", "f", "confirmed", error="timeout")]
+    assert value("results.contains", {"expect": "confirmed"}, failed) == 0
+
+
+def test_results_contains_replay_is_a_multiset():
+    context = Context(twin=Counter)
+    want = {"calls": gold(call("add", x=1), call("add", x=0))}  # answers "1", "1"
+    args = {"replay": {"$": "/task/gold/calls"}}
+    twice = episode([(call("add", x=1), "1"), (call("add", x=0), "1")], task_gold=want)
+    once = episode([(call("add", x=1), "1")], task_gold=want)
+    assert value("results.contains", args, twice, context) == 1
+    assert value("results.contains", args, once, context) == 0
+    assert value("results.contains", {**args, "credit": "partial"}, once, context) == 0.5
+
+
+# -- format, episode, costs ------------------------------------------------------------------------
+
+
+def test_format_regex():
+    assert value("format.regex", {"pattern": r"It is \d+\."}, episode("It is 7.")) == 1
+    assert value("format.regex", {"pattern": r"\d+"}, episode("It is 7.")) == 0
+    assert value("format.regex", {"pattern": r"\d+", "match": "search"}, episode("It is 7.")) == 1
+    assert value("format.regex", {"pattern": r"\d+"}, episode([call("f")])) == 0
+
+
+def test_a_pattern_that_takes_too_long_is_null():
+    args = {"pattern": r"(a|aa)+\1b", "match": "search", "seconds": 0.05}
+    assert "took longer" in why("format.regex", args, episode("a" * 5000 + "c"))
+
+
+def test_episode_stopped():
+    assert value("episode.stopped", {}, episode("x")) == 1
+    cut = episode("x", stop=StopReason.MAX_TURNS)
+    assert value("episode.stopped", {}, cut) == 0
+    assert value("episode.stopped", {"reasons": ["max_turns", "done"]}, cut) == 1
+
+
+def test_costs():
+    trajectory = episode([call("f"), call("f")], [call("f")], "end")
+    for turn in trajectory.turns:
+        turn.seconds, turn.prompt_tokens = 2.0, 1000
+    assert value("cost.turns", {"max": 6}, trajectory) == 0.5
+    assert value("cost.calls", {"max": 5, "free": 1}, trajectory) == 0.5
+    assert value("cost.calls", {"max": 2}, trajectory) == 1
+    assert value("cost.tokens", {"max": 90}, trajectory) == pytest.approx(0.1)
+    assert value("cost.seconds", {"max": 60}, trajectory) == pytest.approx(0.1)
+    prices = {"per_million_prompt": 10, "per_million_sampled": 1000, "max": 1}
+    assert value("cost.usd", prices, trajectory) == pytest.approx((3000 * 10 + 9 * 1000) / 1e6)
+
+
+# -- group -----------------------------------------------------------------------------------------
+
+
+def group_values(kind, args, trajectories, **mods):
+    compiled = compile_spec(spec(leaf(kind, args, **mods)))
+    return [score.value for score in compiled.score_group(trajectories)]
+
+
+def turns_used(*counts):
+    return [episode(*["x"] * count) for count in counts]
+
+
+def test_group_rank():
+    of = {"of": leaf("cost.turns", {"max": 10})}
+    assert group_values("group.rank", of, turns_used(1, 2, 2, 4)) == [0, 0.5, 0.5, 1]
+    assert group_values("group.rank", of, turns_used(3)) == [None]
+
+
+def test_group_zscore():
+    """Values .1, .2, .3: mean .2, unbiased std .1, z = -1, 0, 1."""
+    of = {"of": leaf("cost.turns", {"max": 10}), "bound": 2}
+    assert group_values("group.zscore", of, turns_used(1, 2, 3)) == pytest.approx([0.25, 0.5, 0.75])
+    assert group_values("group.zscore", of, turns_used(1, 2, 3), scale=[-2, 2]) == pytest.approx([-1, 0, 1])
+    assert group_values("group.zscore", of, turns_used(2, 2)) == [0.5, 0.5]
+
+
+def test_unscored_members_take_no_part_in_a_group():
+    members = turns_used(1, 2, 3)
+    members[1].stop = StopReason.ENGINE_ERROR
+    assert group_values("group.rank", {"of": leaf("cost.turns", {"max": 10})}, members) == [0, None, 1]
+
+
+async def test_a_group_scored_alone_is_null_and_awaited_is_the_same():
+    compiled = compile_spec(spec(leaf("group.rank", {"of": leaf("cost.turns", {"max": 10})})))
+    members = turns_used(1, 2)
+    assert compiled.score(members[0]).value is None
+    assert [score.value for score in await compiled.ascore_group(members)] == [0, 1]
+
+
+# -- junk ------------------------------------------------------------------------------------------
+
+EVERY = [
+    leaf("calls.match", {"expect": {"$": "/task/gold/calls"}}),
+    leaf("calls.match", {"expect": {"$": "/task/gold/calls"}, "credit": "partial", "order": "ordered"}),
+    leaf("calls.match", {"expect": {"$": "/task/gold/calls"}, "credit": "toolrl"}),
+    leaf("calls.match", {"expect": {"$": "/task/gold/calls"}, "form": "bfcl"}),
+    leaf("calls.schema"), leaf("calls.none"), leaf("state.match", {"expect": {"$": "/task/gold/state"}}),
+    leaf("state.match", {"expect": {"$": "/task/gold/state"}, "by": "hash"}), leaf("state.assert", {"path": "/a/b", "eq": 1}),
+    leaf("results.contains", {"expect": {"$": "/task/gold/answer"}}), leaf("text.contains", {"expect": {"$": "/task/gold/answer"}}),
+    leaf("text.equals", {"expect": {"$": "/task/gold/answer"}, "strings": "bfcl"}), leaf("number.close", {"expect": {"$": "/task/gold/answer"}}),
+    leaf("format.regex", {"pattern": "(a+)+$", "seconds": 0.05}), leaf("episode.stopped"), leaf("cost.calls", {"max": 3}),
+    leaf("calls.schema", scope="turn"), leaf("calls.none", scope="call", reduce="min"), leaf("text.equals", {"expect": "x"}, scope="round"),
+]  # fmt: skip
+
+
+def junk_episode(content, arguments, name="f", state=None, answer=None, calls=None):
+    made = ToolCall(name, arguments, id="")
+    turns = [
+        Turn(0, Message("assistant", content, (made, made)), [ToolResult("", name, content)]),
+        Turn(1, Message("assistant", content)),
+    ]
+    task = Task("t", 0, gold={"answer": answer, "calls": calls, "state": state})
+    return Trajectory("E", task, turns=turns, state=state, tools=TOOLS)
+
+
+JUNK = [
+    junk_episode("x" * 100_000, {"a": "y" * 100_000}, answer="z" * 100_000, calls=[{"name": "f", "arguments": {}}] * 50),
+    junk_episode("9" * 100_000, {"a": 10**400}, answer="9" * 100_000, state=float("nan")),
+    junk_episode("\ud800\x00", {"\ud800": float("inf")}, "\ud800", state={"\ud800": "\ud800"}, answer="\ud800"),
+    junk_episode("1," * 50_000, None, answer=float("inf"), calls=[{"f": {"a": 3}}], state=[[[[1]]]]),
+    junk_episode("", {}, "", answer="", calls=[], state={}),
+    episode(),
+]
+
+
+@pytest.mark.parametrize("node", EVERY, ids=lambda node: node["use"])
+@pytest.mark.parametrize("trajectory", JUNK, ids=range(len(JUNK)))
+def test_junk_scores_within_the_range_or_is_null(node, trajectory):
+    score = compile_spec(spec(node)).score(trajectory)
+    assert score.value is None or 0 <= score.value <= 1
+    assert len(json.dumps(score.evidence, allow_nan=False)) < 20_000

@@ -1,0 +1,196 @@
+"""Properties that hold for every spec and every episode, on random ones."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reward_episodes import call, episode, gold, leaf, spec
+from reward_reference import reference, whole
+
+from agentrl.reward import assign, compile_spec, token_rewards
+from agentrl.reward.view import episode_view
+from agentrl.trajectory import ToolCall
+
+names = st.sampled_from(["f", "g"])
+values = st.sampled_from([0, 1, 1.0, True, "a", None])
+arguments = st.dictionaries(st.sampled_from(["x", "y"]), values, max_size=2)
+made_calls = st.tuples(names, arguments)
+gold_lists = st.lists(st.fixed_dictionaries({"name": names, "arguments": arguments}), max_size=3)
+malformed = st.builds(lambda name: ToolCall(name, None, id="bad", error="not JSON"), names)
+turns = st.one_of(st.lists(st.one_of(made_calls, made_calls, malformed), min_size=1, max_size=2), st.sampled_from(["a", "b", ""]))
+episodes = st.lists(turns, max_size=3).map(lambda items: episode(*items))
+
+matches = st.fixed_dictionaries(
+    {
+        "expect": gold_lists,
+        "order": st.sampled_from(["free", "ordered", "prefix"]),
+        "compare": st.sampled_from(["exact", "superset", "subset"]),
+        "credit": st.sampled_from(["all", "matched", "partial"]),
+    }
+)
+leaves = st.one_of(
+    st.builds(lambda args: leaf("calls.match", args), matches),
+    st.builds(lambda args: leaf("calls.none", args), st.sampled_from([{}, {"names": ["f"]}])),
+    st.builds(lambda text: leaf("text.equals", {"expect": text}), st.sampled_from(["a", "b", {"$": "/task/gold/no"}])),
+    st.builds(lambda most: leaf("cost.calls", {"max": most}), st.integers(1, 4)),
+)
+tenths = st.integers(-20, 20).map(lambda n: n / 10)
+pairs = st.tuples(tenths, tenths).map(lambda pair: sorted(pair))
+
+
+@st.composite
+def nodes(draw, depth=3, scope="episode"):
+    """A random node that is valid where it stands."""
+    mods = {}
+    if scope == "episode" and draw(st.integers(0, 3)) == 0:
+        scope = draw(st.sampled_from(["turn", "call"]))
+        mods = {"scope": scope, "reduce": draw(st.sampled_from(["sum", "mean", "last", "min", "all"]))}
+    for key, strategy in (
+        ("scale", st.one_of(pairs, pairs.map(lambda pair: pair[::-1]))),
+        ("clip", pairs),
+        ("missing", st.sampled_from(["skip", 0, 1, "invalid"])),
+        ("when", st.integers(0, 2).map(lambda n: {"$": "/episode/turns", "gt": n})),
+        ("weight", st.integers(0, 30).map(lambda n: n / 10)),
+    ):
+        if draw(st.integers(0, 3)) == 0:
+            mods[key] = draw(strategy)
+    if depth == 0 or draw(st.integers(0, 2)) == 0:
+        return {**draw(leaves), **mods}
+    below = nodes(depth=depth - 1, scope=scope)
+    if draw(st.integers(0, 4)) == 0:
+        other = draw(st.one_of(tenths, below))
+        return {"op": "gate", "if": draw(below), "gte": draw(tenths), "then": draw(below), "else": other, **mods}
+    op = draw(st.sampled_from(["sum", "mean", "product", "min", "max", "all", "any"]))
+    of = draw(st.lists(below, min_size=1, max_size=3))
+    if op == "mean" and not any(child.get("weight", 1) > 0 for child in of):
+        of[0] = {**of[0], "weight": 1}
+    return {"op": op, "of": of, **mods}
+
+
+@settings(max_examples=400, deadline=None)
+@given(nodes(), episodes)
+def test_the_compiled_spec_agrees_with_the_reference_evaluator(root, trajectory):
+    score = compile_spec(spec(root)).score(trajectory)
+    expected = reference(root, whole(trajectory))
+    if expected is None or expected == "skip":
+        assert score.value is None
+    else:
+        assert score.value == pytest.approx(float(expected), abs=1e-9)
+
+
+@settings(max_examples=300, deadline=None)
+@given(nodes(), episodes)
+def test_scores_stay_in_the_declared_range_and_evidence_is_json(root, trajectory):
+    compiled = compile_spec(spec(root))
+    score = compiled.score(trajectory)
+    low, high = compiled.range
+    assert low <= high
+    if score.value is not None:
+        assert math.isfinite(score.value)
+        assert low - 1e-9 <= score.value <= high + 1e-9
+    json.dumps(score.evidence, allow_nan=False)
+    assert compiled.score(trajectory) == score  # scoring changes nothing
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(made_calls, min_size=1, max_size=3), st.sampled_from(["sum", "mean", "last", "min", "all"]), tenths, tenths)
+def test_emissions_and_the_rest_add_up_to_the_value(calls, reduce, weight, low):
+    step = leaf("calls.none", {"names": ["f"]}, scope="turn", reduce=reduce, emit="step", weight=weight, scale=[low, 1])
+    trajectory = episode(*[[made] for made in calls], "a")
+    score = compile_spec(spec({"op": "sum", "of": [step, leaf("text.equals", {"expect": "a"})]})).score(trajectory)
+    assert sum(score.turns.values()) + score.terminal == pytest.approx(score.value)
+    assert score.terminal == pytest.approx(1.0)
+    columns = token_rewards(trajectory, score)
+    assert sum(column.sum() for column in columns) == pytest.approx(score.value, abs=1e-5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(made_calls, max_size=5), gold_lists, st.randoms(use_true_random=False), matches)
+def test_reordering_free_calls_changes_nothing(calls, want, rng, args):
+    compiled = compile_spec(spec(leaf("calls.match", {**args, "expect": want, "order": "free"})))
+    mixed = list(calls)
+    rng.shuffle(mixed)
+    straight, shuffled = compiled.score(episode(calls, "x")).value, compiled.score(episode(mixed, "x")).value
+    assert straight == pytest.approx(shuffled)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(made_calls, max_size=4), gold_lists, st.integers(0, 4), matches)
+def test_a_wrong_call_never_raises_an_exact_score(calls, want, place, args):
+    args = {**args, "expect": want, "compare": "exact"}
+    compiled = compile_spec(spec(leaf("calls.match", args)))
+    more = [*calls[:place], call("wrong", x=1), *calls[place:]]
+    assert compiled.score(episode(more, "x")).value <= compiled.score(episode(calls, "x")).value + 1e-12
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(made_calls, max_size=5), gold_lists)
+def test_optimal_is_at_least_greedy(calls, want):
+    for form in ({"arguments": "superset"}, {"abs": 1}, {"arguments": "subset"}, {"credit": "toolrl"}):
+        found = {}
+        for how in ("optimal", "greedy"):
+            args = {"expect": want, "assign": how, "credit": "matched", **form}
+            found[how] = compile_spec(spec(leaf("calls.match", args))).score(episode(calls, "x")).value
+        assert found["optimal"] >= found["greedy"] - 1e-12
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 5), st.integers(0, 5), st.randoms(use_true_random=False))
+def test_assignments_against_trying_them_all(n, m, rng):
+    weights = np.array([[rng.choice([0, 0.25, 0.5, 1, rng.random()]) for _ in range(m)] for _ in range(n)]).reshape(n, m)
+
+    def total(pairs):
+        assert len({i for i, _ in pairs}) == len({j for _, j in pairs}) == len(pairs)
+        return sum(weights[i, j] for i, j in pairs)
+
+    short = min(n, m)
+    free = ordered = 0.0
+    for rows in itertools.combinations(range(n), short):
+        for columns in itertools.permutations(range(m), short):
+            value = sum(weights[i, j] for i, j in zip(rows, columns, strict=True))
+            free = max(free, value)
+    for size in range(short + 1):
+        for rows in itertools.combinations(range(n), size):
+            for columns in itertools.combinations(range(m), size):
+                ordered = max(ordered, sum(weights[i, j] for i, j in zip(rows, columns, strict=True)))
+    assert total(assign.optimal(weights)) == pytest.approx(free)
+    monotone = assign.in_order(weights)
+    assert total(monotone) == pytest.approx(ordered)
+    assert monotone == sorted(monotone)
+    assert [j for _, j in monotone] == sorted(j for _, j in monotone)
+    assert total(assign.greedy(lambda i, j: weights[i, j], n, m)) <= free + 1e-9
+
+
+def test_assignment_of_200_calls_is_the_best_by_an_independent_bound():
+    """Hidden perfect matching: weight 1 on a random permutation, less elsewhere; 200 calls, optimum 200."""
+    rng = np.random.default_rng(0)
+    weights = rng.random((200, 200)) * 0.999
+    hidden = rng.permutation(200)
+    weights[np.arange(200), hidden] = 1.0
+    assert assign.optimal(weights) == [(i, int(hidden[i])) for i in range(200)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(episodes)
+def test_views_cut_an_episode_without_loss(trajectory):
+    view = episode_view(trajectory)
+    assert [made for part in view.parts("turn") for made in part.calls] == list(view.calls)
+    assert [part.calls[0] for part in view.parts("call")] == list(view.calls)
+    assert [turn for part in view.parts("round") for turn in part.turns] == list(trajectory.turns)
+
+
+def test_scoring_from_many_threads_is_the_same():
+    from concurrent.futures import ThreadPoolExecutor
+
+    compiled = compile_spec(spec(leaf("calls.match", {"expect": gold(call("f", x=1), call("f", x=2)), "credit": "partial"})))
+    rng = random.Random(0)
+    many = [episode([call("f", x=rng.randint(1, 3)) for _ in range(4)], "x") for _ in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(compiled.score, many)) == [compiled.score(trajectory) for trajectory in many]
