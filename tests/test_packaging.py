@@ -1,0 +1,50 @@
+"""The wheel carries the shelves and works without the checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import SMALL
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel unpacked, as an installer would."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT)], check=True,
+                   timeout=300)
+    [wheel] = folder.glob("agentrl-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(folder / "site")
+    assert not [n for n in names if n.split("/")[0] in ("envs", "tools", "rewards", "configs", "tests")]
+    return folder / "site"
+
+
+def test_the_packaged_quickstart_trains_in_an_empty_folder(site: Path, tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    where = subprocess.run([sys.executable, "-c", "import agentrl; print(agentrl.__file__)"], cwd=tmp_path, env=env,
+                           capture_output=True, text=True, check=True).stdout
+    assert where.startswith(str(site))
+    args = ["train", "quickstart", "cluster.backend=inline", *SMALL]
+    done = subprocess.run([sys.executable, "-m", "agentrl.cli.main", *args], cwd=tmp_path, env=env, text=True,
+                          capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "runs" / "quickstart" / "summary.json").read_text())["status"] == "done"
+
+
+def test_every_shelf_is_in_the_wheel(site: Path) -> None:
+    for shelf, pattern in (("envs", "*/env.py"), ("rewards", "*.json"), ("configs", "*.toml")):
+        inside = {p.relative_to(site / "agentrl" / "_shelf" / shelf) for p in (site / "agentrl" / "_shelf" / shelf).glob(pattern)}
+        outside = {p.relative_to(ROOT / shelf) for p in (ROOT / shelf).glob(pattern)}
+        assert inside == outside and inside
