@@ -19,7 +19,8 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.catalog.shelf import Declared, load_class, read_declarations
+from agentrl.catalog.shelf import Declared, load_class, load_tools, read_declarations
+from agentrl.config.schema import ToolsConfig, TrainConfig
 from agentrl.errors import CatalogError
 
 if TYPE_CHECKING:
@@ -68,16 +69,23 @@ class EnvRef:
 
     `params` are the keyword arguments of its class, `seed` what its first reset uses where it is given
     none. `source` is filled in when the reference is pickled, so that a worker whose working directory
-    is another one still finds the same file.
+    is another one still finds the same file. `tools`: sets and MCP servers beside the environment's own.
     """
 
     id: str
     params: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
     source: str | None = None
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> EnvRef:
+        """The environment of a run: its id and parameters, with the tools of the config's `tools` section."""
+        return cls(config.env.id, config.env.params, tools=config.tools)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return EnvRef, (self.id, dict(self.params), self.seed, self.source or _source_of(self.id))
+        source = self.source or _source_of(self.id)
+        return EnvRef, (self.id, dict(self.params), self.seed, source, self.tools)
 
     @cached_property
     def entry(self) -> EnvEntry:
@@ -108,6 +116,8 @@ class EnvRef:
             _check_parameters(self.entry.id, self._class, extra)
         env = self._class(**{**self.params, **extra})
         env.initial_seed = self.seed
+        if self.tools.sets or self.tools.mcp:
+            _add_tools(env, self.tools)
         return env
 
 
@@ -255,6 +265,18 @@ def _source_of(env_id: str) -> str | None:
     except CatalogError:
         return None
     return None if path is None else str(path)
+
+
+def _add_tools(env: ToolEnv, config: ToolsConfig) -> None:
+    from agentrl.tool.mcp import McpSource
+
+    for name in config.sets:
+        for item in load_tools(find_tools(name)):
+            if item.name in env.toolbox:
+                raise CatalogError(f"tools.sets: {name!r} brings {item.name!r}, which {env.id} already has")
+            env.toolbox.add(item)
+    for name, server in config.mcp.items():
+        env.add_source(McpSource(name, server))
 
 
 def _check_parameters(env_id: str, env_class: type[ToolEnv], params: Mapping[str, Any]) -> None:

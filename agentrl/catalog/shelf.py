@@ -16,6 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from agentrl.errors import CatalogError
+from agentrl.tool import Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,14 @@ def load_module(path: Path) -> types.ModuleType:
         del sys.modules[name]
         raise CatalogError(f"{path} does not load: {type(problem).__name__}: {problem}") from problem
     return module
+
+
+def load_tools(path: Path) -> list[Tool]:
+    """The tools that a content file defines, in order. Raises CatalogError where there are none."""
+    tools = [value for value in vars(load_module(path)).values() if isinstance(value, Tool)]
+    if not tools:
+        raise CatalogError(f"{path}: no function is marked with @tool")
+    return tools
 
 
 def load_class(path: Path, class_name: str) -> object:

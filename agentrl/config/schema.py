@@ -69,6 +69,29 @@ class EnvConfig(Frozen):
     reward: str | None = None
 
 
+class McpServerConfig(Frozen):
+    """One Model Context Protocol server: the `command` that starts it, or the `url` of one that runs.
+
+    `tools`: only these of its tools; `prefix` goes before each name; `timeout` (seconds) bounds the start
+    and every call, `max_output` (tokens) every answer.
+    """
+
+    command: list[str] = Field(default_factory=list)
+    url: str | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+    tools: list[str] | None = None
+    prefix: str = ""
+    timeout: Positive = 30.0
+    max_output: PositiveInt = 2048
+
+
+class ToolsConfig(Frozen):
+    """Tools beside the environment's own: `sets` from the shelves, and `mcp` servers by name."""
+
+    sets: list[str] = Field(default_factory=list)
+    mcp: dict[str, McpServerConfig] = Field(default_factory=dict)
+
+
 class RolloutConfig(Frozen):
     """How episodes are run. Times are in seconds, budgets in tokens."""
 
@@ -164,6 +187,7 @@ class TrainConfig(Frozen):
     trajectories_every: PositiveInt = 1
     engine: Literal["auto", "embedded", "vllm"] = "auto"
     env: EnvConfig
+    tools: ToolsConfig = ToolsConfig()
     model: ModelConfig = ModelConfig()
     sft: SftConfig | None = None
     rollout: RolloutConfig = RolloutConfig()

@@ -20,7 +20,7 @@ from agentrl.env.seeds import SPLITS
 from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace
 from agentrl.env.sync import run_sync
 from agentrl.errors import EnvError, ToolTimeoutError
-from agentrl.tool import CountTokens, Tool, Toolbox, estimate_tokens
+from agentrl.tool import CountTokens, Tool, Toolbox, ToolSession, ToolSource, estimate_tokens
 from agentrl.trajectory import Json, Message, StopReason, Task, ToolResult, Trajectory, Turn
 
 StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
@@ -91,6 +91,8 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         self.initial_seed: int | None = None
         self.toolbox = Toolbox.shared(self._table(), self, count_tokens)
         self._tools_before = self.toolbox.table
+        self._sources: tuple[ToolSource, ...] = ()
+        self._sessions: list[ToolSession] = []
         self._record: Trajectory | None = None
         self._open = False
         self._ended = False
@@ -138,6 +140,10 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
     def finish(self) -> None:
         """To be called by a tool or hook: this turn is the episode's last, by the task's own rules."""
         self._ended = True
+
+    def add_source(self, source: ToolSource) -> None:
+        """Tools from outside (an MCP server, say): every later episode opens a session of its own."""
+        self._sources += (source,)
 
     # -- the record --------------------------------------------------------------------------------
 
@@ -213,6 +219,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         self._tools_before = self.toolbox.table
         try:
             self.toolbox.hidden = self.hidden(task)
+            await self._open_sessions()
             await self.setup(task)
             self._last = self.prompt(task)
         except BaseException as fault:
@@ -275,7 +282,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
             self._open = False
             # Tools that came or went in this episode are not those of the next one.
             self.toolbox.table = self._tools_before
-            await asyncio.shield(self.teardown())
+            await asyncio.shield(self._tear_down())
 
     # -- snapshots ---------------------------------------------------------------------------------
 
@@ -335,6 +342,21 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         chosen = seed if seed is not None else int(self.np_random.integers(2**62))
         return self.make_task(chosen, str(options.get("split", self.split)))
 
+    async def _open_sessions(self) -> None:
+        for source in self._sources:
+            session = source.session()
+            self._sessions.append(session)
+            for item in await session.open():
+                self.toolbox.add(item)
+
+    async def _tear_down(self) -> None:
+        sessions, self._sessions = self._sessions, []
+        try:
+            await self.teardown()
+        finally:
+            for session in sessions:
+                await session.close()
+
     async def _answer(self, turn: Turn) -> tuple[Observation, bool]:
         if turn.message.tool_calls:
             turn.results = await self.toolbox.call_all(turn.message.tool_calls)
@@ -371,7 +393,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
 
 
 _SPACES = frozenset({"observation_space", "action_space"})
-_SHARED = _SPACES | {"scorer", "spec", "split", "render_mode", "initial_seed", "_tools_before"}
+_SHARED = _SPACES | {"scorer", "spec", "split", "render_mode", "initial_seed", "_tools_before", "_sources"}
 
 
 def _stop_of(fault: BaseException) -> StopReason:

@@ -1,7 +1,18 @@
 """The tool contract: a typed function, its JSON Schema, and the checked call."""
 
 from agentrl.tool.output import CountTokens, estimate_tokens
+from agentrl.tool.source import ToolSession, ToolSource
 from agentrl.tool.tool import Hidden, Options, Tool, tool
 from agentrl.tool.toolbox import Toolbox
 
-__all__ = ["CountTokens", "Hidden", "Options", "Tool", "Toolbox", "estimate_tokens", "tool"]
+__all__ = [
+    "CountTokens",
+    "Hidden",
+    "Options",
+    "Tool",
+    "ToolSession",
+    "ToolSource",
+    "Toolbox",
+    "estimate_tokens",
+    "tool",
+]

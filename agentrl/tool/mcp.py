@@ -1,0 +1,149 @@
+"""Tools of any Model Context Protocol server, through the official SDK; a session of its own each episode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from agentrl.config.schema import McpServerConfig
+from agentrl.errors import ConfigError, DependencyError, EnvError, ToolError
+from agentrl.tool.tool import Options, Tool
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+_CLOSE_SECONDS = 10.0
+_INVALID_PARAMS = -32602
+
+
+class McpSource:
+    """A server by name and config: gives each episode its own session (and process, over stdio)."""
+
+    def __init__(self, name: str, server: McpServerConfig) -> None:
+        """Raises DependencyError without the SDK, ConfigError where not exactly one of command, url is set."""
+        if find_spec("mcp") is None:
+            raise DependencyError("tools.mcp needs the MCP SDK: pip install 'agentrl[mcp]'")
+        if bool(server.command) == bool(server.url):
+            raise ConfigError(f"tools.mcp.{name}: give a command (a list of words) or a url, one of the two")
+        self.name = name
+        self.server = server
+
+    def session(self) -> McpSession:
+        """A new, unopened session."""
+        return McpSession(self.name, self.server)
+
+
+class McpSession:
+    """One connection. The SDK's client must be entered and left in one task, so a task holds it open."""
+
+    def __init__(self, name: str, server: McpServerConfig) -> None:
+        self.name = name
+        self.server = server
+        self._stop = asyncio.Event()
+        self._holder: asyncio.Task[None] | None = None
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> McpSession:
+        raise TypeError(f"the session of MCP server {self.name!r} lives in another process")
+
+    async def open(self) -> list[Tool]:
+        """Start or reach the server and list its tools (those named in `tools`, where some are).
+
+        Raises EnvError where the server does not start or answer in time, or lacks a named tool.
+        """
+        ready: asyncio.Future[tuple[Client, list[Any]]] = asyncio.get_running_loop().create_future()
+        self._holder = asyncio.create_task(self._hold(ready), name=f"mcp {self.name}")
+        try:
+            async with asyncio.timeout(self.server.timeout):
+                client, listed = await ready
+        except TimeoutError:
+            raise EnvError(f"MCP server {self.name!r}: no answer within {self.server.timeout:g} s") from None
+        wanted = self.server.tools
+        known = [item.name for item in listed]
+        for name in wanted or ():
+            if name not in known:
+                raise EnvError(f"MCP server {self.name!r} has no tool {name!r}; it has {', '.join(known)}")
+        return [self._tool(client, item) for item in listed if wanted is None or item.name in wanted]
+
+    async def close(self) -> None:
+        """End the session, and the server's process where this session started it."""
+        if self._holder is None:
+            return
+        self._stop.set()
+        done, _ = await asyncio.wait([self._holder], timeout=_CLOSE_SECONDS)
+        if not done:
+            self._holder.cancel()
+            await asyncio.wait([self._holder], timeout=_CLOSE_SECONDS)
+
+    async def _hold(self, ready: asyncio.Future[tuple[Client, list[Any]]]) -> None:
+        from mcp import Client, StdioServerParameters
+
+        server = self.server
+        target: Any = server.url
+        if server.command:
+            target = StdioServerParameters(
+                command=server.command[0], args=server.command[1:], env=dict(server.env) or None
+            )
+        try:
+            async with Client(target) as client:
+                tools, cursor = [], None
+                while True:
+                    page = await client.list_tools(cursor=cursor)
+                    tools += page.tools
+                    cursor = page.next_cursor
+                    if cursor is None:
+                        break
+                if not ready.done():
+                    ready.set_result((client, tools))
+                await self._stop.wait()
+        except Exception as fault:
+            # After the session was open a broken connection shows in the next call, which fails by itself.
+            if not ready.done():
+                where = server.url or " ".join(server.command)
+                ready.set_exception(EnvError(f"MCP server {self.name!r} ({where}): {_cause(fault)}"))
+
+    def _tool(self, client: Client, item: Any) -> Tool:
+        async def call(**arguments: Any) -> Any:
+            from mcp import MCPError
+
+            try:
+                result = await client.call_tool(item.name, arguments)
+            except MCPError as problem:
+                if problem.code == _INVALID_PARAMS:
+                    raise ToolError(str(problem)) from problem
+                raise
+            text = _text(result)
+            if result.is_error:
+                raise ToolError(text)
+            return text
+
+        hints = item.annotations
+        options = Options(
+            timeout=self.server.timeout,
+            max_output=self.server.max_output,
+            read_only=bool(hints is not None and hints.read_only_hint),
+        )
+        schema = {key: value for key, value in item.input_schema.items() if key not in ("$schema", "title")}
+        return Tool.from_schema(self.server.prefix + item.name, item.description or "", schema, call, options)
+
+
+def _text(result: Any) -> str:
+    """The text blocks of a result; other blocks by kind and size; structured content where there is no text."""
+    parts = [block.text if block.type == "text" else _other(block) for block in result.content]
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts)
+
+
+def _other(block: Any) -> str:
+    size = len(block.model_dump_json())
+    return f"[{block.type}, {size} bytes as JSON, not shown]"
+
+
+def _cause(fault: BaseException) -> str:
+    """The first real cause inside of task groups' exception groups."""
+    while isinstance(fault, BaseExceptionGroup):
+        fault = fault.exceptions[0]
+    return f"{type(fault).__name__}: {fault}"

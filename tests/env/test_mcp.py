@@ -1,0 +1,289 @@
+"""MCP both ways, with real server processes on this machine: import into an episode, and serving one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.catalog import EnvRef
+from agentrl.config.schema import McpServerConfig, ToolsConfig
+from agentrl.errors import CatalogError, ConfigError, EnvError
+from agentrl.tool.mcp import McpSource
+from agentrl.trajectory import Message, StopReason, ToolCall
+
+sys.path.insert(0, str(Path(__file__).parent))
+from toyenvs import Notes, call
+
+SERVER = '''
+import asyncio, os, sys
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("shop")
+stock = {"tea": 3}
+
+@server.tool()
+def count(name: str) -> int:
+    """how many there are"""
+    if name not in stock:
+        raise ToolError(f"no {name} here")
+    return stock[name]
+
+@server.tool()
+def sell(name: str, n: int = 1) -> str:
+    stock[name] -= n
+    return "sold"
+
+@server.tool()
+def pid() -> int:
+    return os.getpid()
+
+@server.tool()
+def die() -> int:
+    os._exit(3)
+
+@server.tool()
+async def sleep() -> int:
+    await asyncio.sleep(60)
+
+if len(sys.argv) > 1:
+    server.run("streamable-http", port=int(sys.argv[1]))
+else:
+    server.run("stdio")
+'''
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mcp") / "shop.py"
+    path.write_text(SERVER)
+    return path
+
+
+@pytest.fixture
+def stdio(script: Path) -> McpServerConfig:
+    return McpServerConfig(command=[sys.executable, str(script)], timeout=30.0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(300):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        assert process.poll() is None, "the server ended"
+        time.sleep(0.1)
+    raise AssertionError("the server does not listen")
+
+
+def env_with(config: McpServerConfig) -> Notes:
+    env = Notes()
+    env.add_source(McpSource("shop", config))
+    return env
+
+
+async def answer(env: Notes, name: str, /, **arguments: Any) -> str:
+    content: str = (await env.astep(call(name, **arguments)))[0][0].content
+    return content
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def test_each_episode_has_its_own_session_over_stdio(stdio: McpServerConfig) -> None:
+    one, two = env_with(stdio), env_with(stdio)
+    await asyncio.gather(one.areset(seed=0), two.areset(seed=1))
+    assert one.toolbox.names == ("write", "hang", "quit", "count", "sell", "pid", "die", "sleep")
+    assert await answer(one, "sell", name="tea", n=2) == "sold"
+    assert await answer(one, "count", name="tea") == "1"
+    assert await answer(two, "count", name="tea") == "3", "the servers are not shared"
+    pids = [int(await answer(env, "pid")) for env in (one, two)]
+    assert len(set(pids)) == 2
+    # Errors of the server and of the arguments reach the model; schemas come from the server.
+    assert "no coffee here" in await answer(one, "count", name="coffee")
+    assert "missing_argument" in await answer(one, "count")
+    assert [t["function"]["name"] for t in one.trajectory.tools][3] == "count"
+    await asyncio.gather(one.aclose(), two.aclose())
+    await asyncio.sleep(0.1)
+    assert not any(alive(pid) for pid in pids), "a closed episode leaves no process"
+    assert one.toolbox.names == ("write", "hang", "quit")
+
+
+def test_the_gymnasium_face_works_too(stdio: McpServerConfig) -> None:
+    env = env_with(stdio)
+    env.reset(seed=0)
+    assert env.step(call("count", name="tea"))[0][0].content == "3"
+    with pytest.raises(TypeError, match="another process"):
+        env.fork()
+    pid = int(env.step(call("pid"))[0][0].content)
+    env.step("done")
+    time.sleep(0.1)
+    assert not alive(pid)
+
+
+async def test_a_server_that_dies_or_hangs_is_a_typed_outcome(stdio: McpServerConfig) -> None:
+    env = env_with(stdio)
+    await env.areset(seed=0)
+    with pytest.raises(EnvError, match="die"):
+        await env.astep(call("die"))
+    assert env.trajectory.stop is StopReason.ENV_ERROR and env.trajectory.reward is None
+    await env.areset(seed=0)
+    pid = int(await answer(env, "pid"))
+    env.toolbox.replace(env.toolbox["sleep"].with_options(timeout=0.1))
+    with pytest.raises(EnvError, match="sleep"):
+        await env.astep(call("sleep"))
+    assert env.trajectory.stop is StopReason.TOOL_TIMEOUT
+    await asyncio.sleep(0.1)
+    assert not alive(pid)
+
+
+async def test_cancelling_while_the_server_starts_leaves_nothing(stdio: McpServerConfig) -> None:
+    env = env_with(stdio)
+    before = children()
+    task = asyncio.create_task(env.areset(seed=0))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert env.trajectory.stop is StopReason.CANCELLED
+    assert children() <= before
+
+
+def children() -> set[str]:
+    path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    return set(path.read_text().split())
+
+
+@pytest.mark.slow
+async def test_servers_that_do_not_start_say_why(tmp_path: Path) -> None:
+    cases = [
+        (McpServerConfig(command=["no-such-program-here"]), "no-such-program-here"),
+        (McpServerConfig(command=[sys.executable, "-c", "pass"]), "shop"),
+        (McpServerConfig(command=["sleep", "30"], timeout=0.3), "no answer within 0.3 s"),
+        (McpServerConfig(url=f"http://127.0.0.1:{free_port()}/mcp", timeout=5.0), "http://127"),
+    ]
+    for config, says in cases:
+        env = env_with(config)
+        with pytest.raises(EnvError, match=says):
+            await env.areset(seed=0)
+        assert env.log == ["teardown"] and env.trajectory.stop is StopReason.ENV_ERROR
+    for config in (McpServerConfig(), McpServerConfig(command=["x"], url="http://y")):
+        with pytest.raises(ConfigError, match="one of the two"):
+            McpSource("shop", config)
+
+
+async def test_a_subset_and_a_prefix(stdio: McpServerConfig) -> None:
+    env = env_with(stdio.model_copy(update={"tools": ["count"], "prefix": "shop_"}))
+    await env.areset(seed=0)
+    assert env.toolbox.names == ("write", "hang", "quit", "shop_count")
+    assert await answer(env, "shop_count", name="tea") == "3"
+    await env.aclose()
+    env = env_with(stdio.model_copy(update={"tools": ["cuont"]}))
+    with pytest.raises(EnvError, match="it has count"):
+        await env.areset(seed=0)
+
+
+@pytest.fixture
+def http_server(script: Path) -> Iterator[str]:
+    port = free_port()
+    process = subprocess.Popen([sys.executable, str(script), str(port)], start_new_session=True)
+    try:
+        wait_for(port, process)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+async def test_over_http_and_through_a_config(http_server: str) -> None:
+    tools = ToolsConfig(sets=["calculator"], mcp={"shop": McpServerConfig(url=http_server, tools=["count"])})
+    ref = pickle.loads(pickle.dumps(EnvRef("key_value", {"calls": 2}, tools=tools)))
+    env = ref.build()
+    await env.areset(seed=0)
+    assert env.toolbox.names == ("get", "set", "list", "add", "calculate", "count")
+    turn = Message(
+        "assistant",
+        tool_calls=(ToolCall("count", {"name": "tea"}), ToolCall("calculate", {"expression": "2*3"})),
+    )
+    assert [m.content for m in (await env.astep(turn))[0]] == ["3", "6"]
+    await env.aclose()
+    with pytest.raises(CatalogError, match="no tool set 'calculater'"):
+        EnvRef("key_value", tools=ToolsConfig(sets=["calculater"])).build()
+
+
+# -- serving --------------------------------------------------------------------------------------
+
+SERVE = (
+    "import sys; from agentrl.catalog import EnvRef; from agentrl.env.serve import serve_mcp; "
+    "serve_mcp(EnvRef('key_value', {'calls': 2}).build(), seed=3, split='train', "
+    "port=int(sys.argv[1]) if len(sys.argv) > 1 else None)"
+)
+
+
+async def solve(client: Any) -> None:
+    task = EnvRef("key_value", {"calls": 2}).build().make_task(3, "train")
+    listed = [tool.name for tool in (await client.list_tools()).tools]
+    assert listed == ["get", "set", "list", "add", "start_episode", "final_answer"]
+    assert task.data["goal"] in client.instructions
+
+    async def text(name: str, /, **arguments: Any) -> str:
+        return str((await client.call_tool(name, arguments)).content[0].text)
+
+    value = await text("get", key=task.gold["reads"][0])
+    assert value == task.gold["answer"] and await text("add", x=int(value)) == value
+    wrong = await client.call_tool("add", {"x": "many"})
+    assert wrong.is_error and "wrong_type" in wrong.content[0].text
+    assert '"episode": "over"' in await text("final_answer", text=value)
+    assert "call start_episode" in await text("get", key="a")
+    assert "report" in await text("start_episode", seed=5)
+
+
+async def test_an_environment_served_over_stdio() -> None:
+    from mcp import Client, StdioServerParameters
+
+    async with Client(StdioServerParameters(command=sys.executable, args=["-c", SERVE])) as client:
+        await solve(client)
+
+
+@pytest.fixture
+async def served_http() -> AsyncIterator[str]:
+    port = free_port()
+    process = subprocess.Popen([sys.executable, "-c", SERVE, str(port)], start_new_session=True)
+    try:
+        wait_for(port, process)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+async def test_an_environment_served_over_http(served_http: str) -> None:
+    from mcp import Client
+
+    async with Client(served_http) as client:
+        await solve(client)
+
+
+async def test_a_served_environment_can_be_imported_again() -> None:
+    """The two ends fit each other: key_value's tools inside another environment's episode."""
+    env = env_with(McpServerConfig(command=[sys.executable, "-c", SERVE], tools=["get", "add"]))
+    await env.areset(seed=0)
+    assert await answer(env, "add", x=4) == "4" and await answer(env, "add", x=5) == "9"
+    await env.aclose()
