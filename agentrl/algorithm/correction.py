@@ -1,7 +1,7 @@
 """Off-policy correction: weights between the proximal policy and the one that sampled the tokens.
 
-The weights are fixed before the update starts (nothing in them depends on the weights that move), so a
-rejected token leaves the mask, and with it every global count.
+d = log proximal - log behaviour. The weights are fixed before the update starts (nothing in them depends
+on the weights that move), so a rejected token leaves the mask, and with it every global count.
 """
 
 from __future__ import annotations
@@ -14,24 +14,72 @@ from pydantic import Field
 from torch import Tensor
 
 from agentrl.algorithm.loss.ratio import log_ratio
+from agentrl.algorithm.ragged import row_mean, row_sum, spread
 from agentrl.algorithm.registry import bind
 
 Cap = Annotated[float, Field(gt=0)]
+Correction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def truncated(
-    proximal: Tensor, behaviour: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0
+def truncated(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
+    """Truncated importance sampling a token: min(exp(d), cap)."""
+    return torch.exp(log_ratio(prox, behave)).clamp(max=cap)
+
+
+def truncated_sequence(
+    prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0
 ) -> Tensor:
-    """Truncated importance sampling a token: min(exp(d), cap), d = log proximal - log behaviour."""
-    return torch.exp(log_ratio(proximal, behaviour)).clamp(max=cap)
+    """Truncated importance sampling a row: min(exp(sum d), cap) on each of its tokens."""
+    return torch.exp(_row_total(prox, behave, mask, offsets)).clamp(max=cap)
 
 
-CORRECTIONS: dict[str, Callable[..., Tensor]] = {"truncated": truncated}
+def masked(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
+    """Masked importance sampling a token: exp(d) where it is at most cap, else rejected."""
+    return _within(torch.exp(log_ratio(prox, behave)), 0.0, cap)
 
 
-def correction(name: str, args: Mapping[str, Any]) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def masked_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
+    """Masked importance sampling a row: exp(sum d) where it is at most cap, else the row is rejected."""
+    return _within(torch.exp(_row_total(prox, behave, mask, offsets)), 0.0, cap)
+
+
+def icepop(
+    prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Cap = 0.5, high: Cap = 5.0
+) -> Tensor:
+    """IcePop (Ling team 2025, arXiv:2510.18855): exp(d) within [low, high], else the token is rejected."""
+    return _within(torch.exp(log_ratio(prox, behave)), low, high)
+
+
+def reject_sequence(
+    prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Cap = 0.99, high: Cap = 1.01
+) -> Tensor:
+    """Reject rows whose geometric mean ratio leaves [low, high]; the others keep weight 1."""
+    mean = torch.exp(spread(row_mean(log_ratio(prox, behave), mask, offsets), offsets))
+    return ((mean >= low) & (mean <= high)).to(prox.dtype)
+
+
+CORRECTIONS: dict[str, Callable[..., Tensor]] = {
+    "icepop": icepop,
+    "masked": masked,
+    "masked_sequence": masked_sequence,
+    "reject_sequence": reject_sequence,
+    "truncated": truncated,
+    "truncated_sequence": truncated_sequence,
+}
+
+
+def correction(name: str, args: Mapping[str, Any]) -> Correction:
     """(proximal [T], behaviour [T], mask [T], offsets [N + 1]) -> weights [T]; 0 rejects the token.
 
     Raises ConfigError for an unknown name or argument.
     """
     return bind("algorithm.correction", CORRECTIONS, name, args)
+
+
+def _row_total(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
+    delta = torch.where(mask, log_ratio(prox, behave), torch.zeros_like(prox))
+    return spread(row_sum(delta, offsets).clamp(-20, 20), offsets)
+
+
+def _within(ratio: Tensor, low: float, high: float) -> Tensor:
+    return torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))

@@ -50,7 +50,8 @@ class LossInput:
     """One micro-batch. All [T] but `offsets` [N + 1].
 
     `logprobs` log pi of the current weights (with gradient); `old_logprobs` of the proximal policy (the
-    weights at the start of the update); `behaviour_logprobs` of the policy that sampled the token.
+    weights at the start of the update); `behaviour_logprobs` of the policy that sampled the token. `picked`
+    marks tokens that a loss treats on their own (see `loss/covariance.py`).
     """
 
     logprobs: Tensor
@@ -59,7 +60,7 @@ class LossInput:
     advantages: Tensor
     mask: Tensor
     offsets: Tensor
-    covariance: Tensor | None = None
+    picked: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

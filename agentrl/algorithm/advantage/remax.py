@@ -1,0 +1,19 @@
+"""ReMax (Li et al. 2023, arXiv:2310.10505): the reward of the greedy rollout of the same task as baseline."""
+
+from __future__ import annotations
+
+import torch
+
+from agentrl.algorithm.groups import row_advantages
+from agentrl.algorithm.ragged import on_mask
+from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
+from agentrl.errors import ConfigError
+
+
+def remax(batch: AdvantageInput) -> AdvantageOutput:
+    """R - R(greedy) on every sampled token. Raises ConfigError without greedy rewards (`baseline`)."""
+    if batch.baseline is None:
+        raise ConfigError('algorithm.advantage "remax" needs the reward of a greedy rollout of each task')
+    baseline = torch.where(torch.isnan(batch.reward), torch.zeros_like(batch.reward), batch.baseline)
+    rows = row_advantages(batch, lambda e: e.reward - baseline[e.first])
+    return AdvantageOutput(on_mask(rows, batch.mask, batch.offsets))

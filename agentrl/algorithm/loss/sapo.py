@@ -1,0 +1,21 @@
+"""SAPO (Gao et al. 2025, arXiv:2511.20347): a soft gate on the ratio in place of a hard clip."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from agentrl.algorithm.loss.ratio import log_ratio
+from agentrl.algorithm.types import LossInput, LossOutput
+
+Sharpness = Annotated[float, Field(gt=0)]
+
+
+def sapo(batch: LossInput, *, tau_positive: Sharpness = 1.0, tau_negative: Sharpness = 1.05) -> LossOutput:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, with a tau of its own for A <= 0; its gradient at r = 1 is PPO's."""
+    ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))
+    tau = torch.where(batch.advantages > 0, tau_positive, tau_negative)
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return LossOutput(-gate * batch.advantages, {"ratio": ratio.detach()})
