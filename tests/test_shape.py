@@ -58,7 +58,7 @@ def imports(file: Path) -> list[tuple[int, str]]:
 def test_rooms_import_only_lower_levels() -> None:
     wrong = []
     for file in sorted(PACKAGE.rglob("*.py")):
-        if "_shelf" in file.parts or file.parent == PACKAGE and file.stem == "__init__":
+        if "_shelf" in file.parts or (file.parent == PACKAGE and file.stem == "__init__"):
             continue
         room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
         assert room in LEVELS, f"{file}: the room {room!r} has no level in this test's table"

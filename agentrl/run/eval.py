@@ -49,7 +49,7 @@ async def run_eval(config: TrainConfig, request: EvalRequest, display: Display) 
     pairs = [(task, member) for task in range(request.tasks) for member in range(request.samples)]
     missing = [pair for pair in pairs if pair not in done]
     display.phase("eval", len(pairs), first=len(done))
-    env = EnvRef(config.env.id, config.env.params)
+    env = EnvRef.of(config)
     scorer = build_scorer(config, env)
     if missing:
         name = resolve_engine(config.engine)

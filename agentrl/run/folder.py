@@ -74,7 +74,7 @@ class RunFolder:
         """Forget what a resume from `step` (updates done) does again; the warm start is never done again."""
         rows = [
             row for row in self.read_metrics()
-            if row["phase"] in ("sft", "gate") or row["step"] <= step and row["phase"] != "after"
+            if row["phase"] in ("sft", "gate") or (row["step"] <= step and row["phase"] != "after")
         ]
         atomic_write(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
 

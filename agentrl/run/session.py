@@ -37,7 +37,7 @@ def build_scorer(config: TrainConfig, env: EnvRef) -> Scorer:
 
 def check(config: TrainConfig) -> None:
     """Everything that can be wrong before a folder is made or a process started, with a UserError each."""
-    env = EnvRef(config.env.id, config.env.params)
+    env = EnvRef.of(config)
     env.build().close()
     build_scorer(config, env)
     advantages(config.algorithm.advantage.name, config.algorithm.advantage.args)
@@ -100,7 +100,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
         start_ray(config.cluster)
     tokenizer = load_tokenizer(path)
     renderer = make_renderer(tokenizer)
-    env = EnvRef(config.env.id, config.env.params)
+    env = EnvRef.of(config)
     scorer = build_scorer(config, env)
     actors = launch(Actor, backend=config.cluster.backend, world_size=config.cluster.actors, name="actor",
                     startup_timeout=config.cluster.startup_timeout)

@@ -52,7 +52,7 @@ async def _gate(session: Session) -> float:
     assert config is not None
     buckets = await session.actors.arun(Actor.export_weights)
     await session.collector.publish(buckets)
-    env = EnvRef(session.env.id, {**session.env.params, **config.gate_params})
+    env = replace(session.env, params={**session.env.params, **config.gate_params})
     result = await evaluate(
         env, session.policy.at(temperature=0.0), session.scorer, session.limits, tasks=config.gate_tasks,
         seed=session.config.seed, max_episodes=session.config.rollout.max_episodes, split="train",

@@ -70,8 +70,8 @@ def test_two_ranks_learn_the_same(done: Path, tmp_path: Path) -> None:
     plain = tmp_path / "plain.toml"
     plain.write_text(head + "[rollout]" + rest.partition("[rollout]")[2])
     train(tmp_path, str(plain), *config[1:], warm)
-    two = [row for row in numbers(tmp_path / "two") if row["phase"] == "train"][0]
-    one = [row for row in numbers(done) if row["phase"] == "train"][0]
+    two = next(row for row in numbers(tmp_path / "two") if row["phase"] == "train")
+    one = next(row for row in numbers(done) if row["phase"] == "train")
     assert two["success"] == one["success"]
     for key in ("loss", "grad_norm", "entropy"):
         assert two[key] == pytest.approx(one[key], rel=1e-5, abs=1e-6)

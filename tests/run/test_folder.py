@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +59,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script, str(path)], timeout=60)
     assert done.returncode == 3
     assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["summary.json"]
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_too_little_disk_memory_or_cores_is_said_before_anything_starts(
