@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from agentrl.batch import collate
-from agentrl.catalog import EnvRef
 from agentrl.errors import AgentrlError
 from agentrl.rollout.evaluate import evaluate
 from agentrl.run.interrupt import Interrupt

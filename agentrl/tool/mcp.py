@@ -23,7 +23,7 @@ class McpSource:
     """A server by name and config: gives each episode its own session (and process, over stdio)."""
 
     def __init__(self, name: str, server: McpServerConfig) -> None:
-        """Raises DependencyError without the SDK, ConfigError where not exactly one of command, url is set."""
+        """Raises DependencyError without the SDK, ConfigError where not just one of command, url is set."""
         if find_spec("mcp") is None:
             raise DependencyError("tools.mcp needs the MCP SDK: pip install 'agentrl[mcp]'")
         if bool(server.command) == bool(server.url):
@@ -130,7 +130,7 @@ class McpSession:
 
 
 def _text(result: Any) -> str:
-    """The text blocks of a result; other blocks by kind and size; structured content where there is no text."""
+    """The text blocks of a result, others by kind and size; structured content where there is no text."""
     parts = [block.text if block.type == "text" else _other(block) for block in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)

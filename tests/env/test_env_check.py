@@ -206,7 +206,7 @@ BROKEN = [
     (FreeReward, "idling scores nothing", "'do nothing' scores 1.00"),
     (OrderMatters, "free order", "scored"),
     (Fragile, "fuzzed calls", "ZeroDivisionError"),
-    (GlobalState, "instances apart", "beside it"),
+    (GlobalState, "instances apart", "plays beside it"),
     (ShallowFork, "fork", "changed its parent"),
     (Forgetful, "fork", "changed its parent"),
     (Swallows, "hang", "swallowed"),
@@ -262,8 +262,8 @@ class _Elsewhere:
         self.name = name
 
     def __reduce__(self) -> tuple[Any, ...]:
-        code = f"__import__('runpy').run_path({__file__!r})['Builder'](__import__('runpy').run_path({__file__!r})[{self.name!r}])"
-        return eval, (code,)
+        module = f"__import__('runpy').run_path({__file__!r})"
+        return eval, (f"(lambda names: names['Builder'](names[{self.name!r}]))({module})",)
 
 
 def test_the_sound_one_passes_everything() -> None:

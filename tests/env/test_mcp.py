@@ -287,3 +287,22 @@ async def test_a_served_environment_can_be_imported_again() -> None:
     await env.areset(seed=0)
     assert await answer(env, "add", x=4) == "4" and await answer(env, "add", x=5) == "9"
     await env.aclose()
+
+
+def test_the_tools_section_of_a_config_reaches_the_environment(tmp_path: Path, stdio: McpServerConfig) -> None:
+    from agentrl.config import load_config
+
+    path = tmp_path / "run.toml"
+    words = ", ".join(f'"{word}"' for word in stdio.command)
+    path.write_text(
+        f'[env]\nid = "key_value"\n[tools]\nsets = ["dates"]\n[tools.mcp.shop]\ncommand = [{words}]\n'
+        'tools = ["count"]\nprefix = "shop_"\nmax_output = 30\ntimeout = 20.0\nenv = { STOCK = "1" }\n'
+    )
+    config = load_config(path)
+    env = EnvRef.of(config).build()
+    env.reset(seed=0)
+    assert env.toolbox.names[4:] == ("add_days", "days_between", "weekday", "shop_count")
+    options = env.toolbox["shop_count"].options
+    assert (options.timeout, options.max_output) == (20.0, 30)
+    assert config.tools.mcp["shop"].env == {"STOCK": "1"}
+    env.close()

@@ -80,7 +80,7 @@ def test_a_plain_function_in_openai_format() -> None:
     "text",
     [
         "Sum.\n\nArgs:\n    key: the name\n    other: no\n\nReturns:\n    key: not this",
-        "Sum.\n\nParameters\n----------\nkey : str\n    the name\nother : int\n    no\n\nReturns\n-------\nint",
+        "Sum.\n\nParameters\n----------\nkey : str\n    the name\nother : int\n    no\n\nReturns\n-------\nx",
         "Sum.\n\n:param key: the name\n:param other: no\n:returns: nothing",
     ],
     ids=["google", "numpy", "sphinx"],

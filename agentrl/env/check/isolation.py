@@ -45,7 +45,7 @@ def check_instances(subject: Subject) -> str:
         for index, env in enumerate(envs):
             if view(env) != alone[index][1]:
                 raise CheckFailed(
-                    f"seed {seeds[index]} goes another way while seed {seeds[1 - index]} is played beside it: "
+                    f"seed {seeds[index]} goes another way while seed {seeds[1 - index]} plays beside it: "
                     f"{brief(env.trajectory.messages[-1].content)}"
                 )
             env.close()

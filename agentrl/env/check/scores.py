@@ -87,8 +87,8 @@ def check_exploits(subject: Subject) -> str:
         if means[name] > limit:
             worst = values.index(max(values))
             raise CheckFailed(
-                f"{name!r} scores {means[name]:.2f} on average (allowed: {limit:.2f}), {values[worst]:.2f} at "
-                f"seed {worst}"
+                f"{name!r} scores {means[name]:.2f} on average (allowed: {limit:.2f}), {values[worst]:.2f} "
+                f"at seed {worst}"
             )
     shown = ", ".join(f"{name} {mean:.2f}" for name, mean in means.items())
     return f"{subject.tasks * 2} tasks each: {shown}"
