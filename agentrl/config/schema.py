@@ -113,11 +113,28 @@ class RolloutConfig(Frozen):
     filter_zero_variance: bool = False
 
 
+class KlConfig(Frozen):
+    """A penalty for leaving the reference policy (the model that the run started from).
+
+    `coef` 0 is none. `where`: in the loss, or taken off the token rewards before advantages are formed.
+    `straight_through`: the estimator's value with the gradient of k2 (in the loss). With `target`, the
+    coefficient is steered so that the KL stays near it: it changes by at most 20 % x rows / `horizon` a step.
+    """
+
+    coef: Annotated[float, Field(ge=0.0)] = 0.0
+    kind: Literal["k1", "k2", "k3"] = "k3"
+    where: Literal["loss", "reward"] = "loss"
+    straight_through: bool = False
+    target: Positive | None = None
+    horizon: PositiveInt = 10_000
+
+
 class AlgorithmConfig(Frozen):
     """Advantage estimator, policy loss and how token losses are averaged.
 
     `proximal`: the policy that ratios are taken against: the one that sampled ("behaviour": the engine's
     logprobs), or the trainer's weights at the start of the update ("recompute": one more forward pass).
+    `correction`: weights between those two policies (algorithm/correction.py); it needs "recompute".
     """
 
     advantage: Choice = Choice(name="grpo")
@@ -126,6 +143,8 @@ class AlgorithmConfig(Frozen):
     epochs: PositiveInt = 1
     minibatch: PositiveInt = 32
     proximal: Literal["behaviour", "recompute"] = "behaviour"
+    correction: Choice | None = None
+    kl: KlConfig = KlConfig()
     entropy_bonus: Annotated[float, Field(ge=0.0)] = 0.0
 
 
@@ -141,14 +160,46 @@ class OptimConfig(Frozen):
     micro_tokens: PositiveInt = 8192
 
 
+Role = Literal["actor", "rollout", "reference", "critic", "reward_model"]
+
+
+class PoolConfig(Frozen):
+    """Processes for roles: `per_node` on each of `nodes` nodes, each with so many CPU slots and GPUs."""
+
+    nodes: PositiveInt = 1
+    per_node: PositiveInt = 1
+    cpus: Positive = 1.0
+    gpus: Annotated[float, Field(ge=0.0)] = 0.0
+
+
+class CriticConfig(Frozen):
+    """A value function beside the policy, for advantage "gae". `path`: its model, by default the policy's.
+
+    `clip`: how far a value may move from the one that the advantages were formed with. For the first
+    `warmup` training steps only the critic learns.
+    """
+
+    path: str | None = None
+    lr: Positive = 1e-3
+    clip: Positive | None = 0.5
+    epochs: PositiveInt = 1
+    warmup: Annotated[int, Field(ge=0)] = 0
+
+
 class ClusterConfig(Frozen):
-    """Where the roles run. `inline` keeps every role in the driver process, for a debugger."""
+    """Where the roles run. `inline` keeps every role in the driver process, for a debugger.
+
+    `pools` are named sets of processes and `roles` says which pool a role uses; roles of one pool share
+    its processes and take turns. A role that is not named uses `actors` processes of its own.
+    """
 
     backend: Literal["ray", "inline"] = "ray"
     address: str | None = None
     actors: PositiveInt = 1
     startup_timeout: Positive = 180.0
     max_restarts: Annotated[int, Field(ge=0)] = 2
+    pools: dict[str, PoolConfig] = Field(default_factory=dict)
+    roles: dict[Role, str] = Field(default_factory=dict)
 
 
 class VllmConfig(Frozen):
@@ -193,6 +244,7 @@ class TrainConfig(Frozen):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()
+    critic: CriticConfig | None = None
     cluster: ClusterConfig = ClusterConfig()
     vllm: VllmConfig = VllmConfig()
     eval: EvalConfig = EvalConfig()

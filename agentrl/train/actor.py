@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import ClassVar
 
-import torch
 from tensordict import TensorDict
 
 from agentrl.cluster.dispatch import Broadcast, Shard, Strategy
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, SftConfig
-from agentrl.errors import AgentrlError, ConfigError
+from agentrl.errors import AgentrlError
 from agentrl.train.engine import Bucket
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.optim import adamw, muon, rate
 from agentrl.train.plan import StepsShard, UpdateShard
+from agentrl.train.role import open_engine, ready
 from agentrl.train.sft import sft_steps
 from agentrl.train.state import load_state, save_state
 from agentrl.train.update import UpdateSettings, check_algorithm, compute_logprobs, update_policy
@@ -54,13 +53,9 @@ class Actor(Worker):
 
         Raises ModelError for a model that cannot be loaded, ConfigError for a schedule without a length.
         """
-        if not torch.cuda.is_available():
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
-        if self.world_size > 1 or model.dtype != "float32":
-            self.init_process_group()
         rate(optim.warmup, optim.warmup, optim.schedule, total_steps)
         self._optim, self._total_steps = optim, total_steps
-        self._engine = FsdpEngine(path, model, optim.max_grad_norm)
+        self._engine = open_engine(self, path, model, optim.max_grad_norm)
         self._engine.optimizers = adamw(self._engine.named(), optim)
 
     def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
@@ -74,16 +69,19 @@ class Actor(Worker):
         step: int = 0,
         seed: int = 0,
         temperature: float = 1.0,
+        kl_coef: float | None = None,
     ) -> dict[str, float]:
         """One training step (`epochs` x minibatches optimizer steps); metrics over all ranks.
 
-        Needs the columns of `collate` and `advantages`. `temperature` is the rollout's.
+        Needs the columns of `collate` and `advantages`, and `ref_logprobs` where the loss has a KL term.
+        `temperature` is the rollout's; `kl_coef` replaces `algorithm.kl.coef` (a steered coefficient).
         """
         engine = self._ready()
         check_algorithm(algorithm)
         factor = rate(self._updates, self._optim.warmup, self._optim.schedule, self._total_steps)
         engine.set_rate(factor)
-        settings = UpdateSettings(temperature or 1.0, self._optim.micro_tokens, seed, step)
+        coef = algorithm.kl.coef if kl_coef is None else kl_coef
+        settings = UpdateSettings(temperature or 1.0, self._optim.micro_tokens, seed, step, coef)
         metrics = update_policy(engine, batch, algorithm, settings)
         self._updates += 1
         return {**metrics, "lr": factor * self._optim.lr}
@@ -126,6 +124,4 @@ class Actor(Worker):
         self._ready().export(Path(folder))
 
     def _ready(self) -> FsdpEngine:
-        if self._engine is None:
-            raise ConfigError("the actor has no model yet: call init_model first")
-        return self._engine
+        return ready(self._engine)

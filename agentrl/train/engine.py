@@ -29,6 +29,10 @@ class BaseEngine(ABC):
         """log pi and entropy of the tokens at `micro.places`, float32 [M]; with gradient where grad is on."""
 
     @abstractmethod
+    def values(self, micro: Micro) -> Tensor:
+        """The value before each token at `micro.places`, float32 [M]; of a critic's engine only."""
+
+    @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradient of `loss`; gradients of all ranks are *summed* at the `last` micro-batch."""
 

@@ -22,7 +22,7 @@ from agentrl.config.schema import ModelConfig
 from agentrl.errors import ModelError
 from agentrl.train.attention import PACKED, register
 from agentrl.train.engine import BaseEngine, Bucket, flat_state
-from agentrl.train.modules import Micro, PolicyModule
+from agentrl.train.modules import Micro, PolicyModule, ValueModule
 from agentrl.train.optim import Optimizers
 from agentrl.train.pretrained import load_causal_lm, load_tokenizer
 
@@ -33,7 +33,12 @@ class FsdpEngine(BaseEngine):
     """One rank's part of the model. Build it on all ranks, then give it `optimizers`."""
 
     def __init__(
-        self, path: str, cfg: ModelConfig, max_grad_norm: float, device: torch.device | None = None
+        self,
+        path: str,
+        cfg: ModelConfig,
+        max_grad_norm: float,
+        role: Literal["policy", "value"] = "policy",
+        device: torch.device | None = None,
     ) -> None:
         """Load the model and shard it. Raises ModelError where it cannot be loaded or is unfit.
 
@@ -47,8 +52,10 @@ class FsdpEngine(BaseEngine):
         if not self.sharded and cfg.dtype != "float32":
             raise ModelError(f'model.dtype = "{cfg.dtype}" needs a process group: cluster.backend = "ray"')
         model = load_causal_lm(path, dtype=torch.float32, attn_implementation=PACKED)
+        self.config = model.config
         self.tied = bool(model.config.get_text_config().tie_word_embeddings)
-        self.module = PolicyModule(model).to(self.device)
+        self.module: nn.Module = PolicyModule(model) if role == "policy" else ValueModule(model)
+        self.module.to(self.device)
         self.module.train()
         if self.sharded:
             self._shard()
@@ -58,7 +65,7 @@ class FsdpEngine(BaseEngine):
         policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
         if self.compute_dtype == torch.float32:
             policy = MixedPrecisionPolicy()
-        for layer in layers_of(self.module.hf.base_model):
+        for layer in layers_of(self.module):
             fully_shard(layer, mp_policy=policy)
         fully_shard(self.module, mp_policy=policy)
         for part in self._parts():
@@ -74,6 +81,10 @@ class FsdpEngine(BaseEngine):
 
     def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
         out: tuple[Tensor, Tensor] = self.module(micro, temperature, entropy)
+        return out
+
+    def values(self, micro: Micro) -> Tensor:
+        out: Tensor = self.module(micro)
         return out
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -136,7 +147,7 @@ class FsdpEngine(BaseEngine):
             full.update(bucket)
         if self.sharded and dist.get_rank() != 0:
             return
-        export_model(self.path, self.module.hf.config, full, folder)
+        export_model(self.path, self.config, full, folder)
 
 
 def layers_of(backbone: nn.Module) -> list[nn.Module]:
@@ -154,7 +165,9 @@ def export_model(source: str, config: Any, weights: Bucket, folder: Path) -> Non
     dtype = next(iter(weights.values())).dtype
     with torch.device("meta"):
         # A copy: from_config writes its attention into the config that it is given.
-        shell = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa")
+        shell = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     shell.load_state_dict(weights, strict=False, assign=True)
     shell.tie_weights()

@@ -34,6 +34,11 @@ def split(
     return [micros + [[]] * (int(most) - len(micros)) for micros, most in zip(bins, counts, strict=True)]
 
 
+def has(batch: TensorDict, name: str) -> bool:
+    """Whether a batch has a column of that name."""
+    return name in set(batch.keys())
+
+
 class Pack:
     """Some rows of a batch, end to end, on the engine's device: `micro` for the model, `compact` offsets
     of the sampled tokens, and `column(name)` -> that column at the sampled tokens [M]."""

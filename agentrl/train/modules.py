@@ -53,6 +53,22 @@ class PolicyModule(nn.Module):
         return token_logprobs(before, weight.to(before.dtype), targets, temperature, entropy=entropy)
 
 
+class ValueModule(nn.Module):
+    """A transformer with a linear value head; its forward gives the value before each chosen token."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.hf = model.base_model
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, micro: Micro) -> Tensor:
+        """Values of the states in which the tokens at `micro.places` were chosen: float32 [M]."""
+        before = backbone_states(self.hf, micro).index_select(0, micro.places - 1)
+        values: Tensor = self.head(before).squeeze(1).float()
+        return values
+
+
 def backbone_states(backbone: Any, micro: Micro) -> Tensor:
     """Last hidden states [T, E] of packed rows."""
     out = backbone(

@@ -24,12 +24,18 @@ from agentrl.errors import DispatchError
 
 @dataclass(frozen=True)
 class UpdateShard(Shard):
-    """For `update(batch, algorithm, step, seed, ...)`: shuffled minibatches, each balanced over the ranks."""
+    """For `update(batch, algorithm, step, seed, ...)`: shuffled minibatches, each balanced over the ranks.
+
+    `needs_advantage`: rows whose advantages are all zero teach nothing and are left out.
+    """
+
+    needs_advantage: bool = True
 
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
         batch, rest = _taken(call, "algorithm")
         algorithm: AlgorithmConfig = rest.kwargs["algorithm"]
-        batch = drop_rows_without_gradient(batch, algorithm)
+        if self.needs_advantage:
+            batch = drop_rows_without_gradient(batch, algorithm)
         seed, step = rest.kwargs.get("seed", 0), rest.kwargs.get("step", 0)
         parts = shuffled(len(batch), algorithm.minibatch, seed, step)
         planned = placed(batch, parts, mesh.size(self.mesh))
@@ -62,7 +68,7 @@ def _taken(call: Call, needed: str) -> tuple[TensorDict, Call]:
 
 def drop_rows_without_gradient(batch: TensorDict, algorithm: AlgorithmConfig) -> TensorDict:
     """Leave out rows whose advantages are all zero, unless another term of the loss needs them."""
-    if algorithm.entropy_bonus > 0:
+    if algorithm.entropy_bonus > 0 or (algorithm.kl.coef > 0 and algorithm.kl.where == "loss"):
         return batch
     column = batch.get("advantages")
     offsets = column.offsets()

@@ -9,23 +9,35 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from agentrl.algorithm import Denominators, LossInput, LossOutput, aggregate, kl_estimate, policy_loss
+from agentrl.algorithm import (
+    Denominators,
+    LossInput,
+    LossOutput,
+    aggregate,
+    correction,
+    kl_estimate,
+    policy_loss,
+)
+from agentrl.algorithm.loss.covariance import picks_of
 from agentrl.algorithm.ragged import row_sum
 from agentrl.batch.rows import jagged, offsets_of
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError
 from agentrl.train.engine import BaseEngine
-from agentrl.train.micro import Meter, Pack, split
+from agentrl.train.micro import Meter, Pack, has, split
+from agentrl.train.picks import with_picks
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """What an update needs beside batch and algorithm: temperature of the rollout, token cap, seed, step."""
+    """What an update needs beside batch and algorithm: temperature of the rollout, token cap, seed, step,
+    and the coefficient of the KL term in the loss."""
 
     temperature: float
     micro_tokens: int
     seed: int
     step: int
+    kl_coef: float = 0.0
 
 
 def update_policy(
@@ -37,9 +49,11 @@ def update_policy(
     the batch-wide minibatches. Returns metrics, the same on every rank.
     """
     loss = policy_loss(algorithm.loss.name, algorithm.loss.args)
-    if algorithm.proximal == "recompute":
-        batch = with_proximal(engine, batch, settings)
+    batch = with_weights(with_proximal(engine, batch, algorithm, settings), algorithm)
     parts = minibatches(batch)
+    picks = picks_of(algorithm.loss.name, algorithm.loss.args)
+    if picks is not None:
+        batch = with_picks(engine, batch, parts, picks, settings.seed + settings.step)
     micros = split(engine, batch, parts, settings.micro_tokens)
     counts = denominators(engine, batch, parts)
     meter = Meter()
@@ -67,9 +81,13 @@ def visit_order(count: int, epoch: int, settings: UpdateSettings) -> list[int]:
 
 
 def denominators(engine: BaseEngine, batch: TensorDict, parts: list[np.ndarray]) -> list[Denominators]:
-    """Sampled tokens, and rows that hold any, of each minibatch over all ranks."""
+    """Trained tokens, and rows that hold any, of each minibatch over all ranks: the sampled tokens, less
+    those that an off-policy correction rejects (column `weights`, where there is one)."""
     column = batch.get("sampled")
-    per_row = row_sum(column.values().to(torch.float64), offsets_of(column))
+    trained = column.values()
+    if has(batch, "weights"):
+        trained = trained & (batch.get("weights").values() > 0)
+    per_row = row_sum(trained.to(torch.float64), offsets_of(column))
     table = torch.zeros(len(parts), 2, dtype=torch.float64)
     for number, rows in enumerate(parts):
         mine = per_row[torch.from_numpy(rows)]
@@ -77,11 +95,26 @@ def denominators(engine: BaseEngine, batch: TensorDict, parts: list[np.ndarray])
     return [Denominators(max(t, 1.0), max(s, 1.0)) for t, s in engine.reduce(table, "sum").tolist()]
 
 
-def with_proximal(engine: BaseEngine, batch: TensorDict, settings: UpdateSettings) -> TensorDict:
-    """The batch with `old_logprobs`: log pi of the weights as they are before the first step."""
-    fresh = compute_logprobs(engine, batch, settings.temperature, settings.micro_tokens)
+def with_proximal(
+    engine: BaseEngine, batch: TensorDict, algorithm: AlgorithmConfig, settings: UpdateSettings
+) -> TensorDict:
+    """The batch with `old_logprobs`: of the policy that sampled, or of the weights before the first step."""
     out: TensorDict = batch.copy()
+    if algorithm.proximal == "behaviour":
+        return out.update({"old_logprobs": batch.get("logprobs")})
+    fresh = compute_logprobs(engine, batch, settings.temperature, settings.micro_tokens)
     return out.update({"old_logprobs": fresh["logprobs"]})
+
+
+def with_weights(batch: TensorDict, algorithm: AlgorithmConfig) -> TensorDict:
+    """The batch with `weights` of the off-policy correction, where there is one."""
+    if algorithm.correction is None:
+        return batch
+    rule = correction(algorithm.correction.name, algorithm.correction.args)
+    column = batch.get("sampled")
+    offsets = offsets_of(column)
+    proximal, behaviour = batch.get("old_logprobs").values(), batch.get("logprobs").values()
+    return batch.update({"weights": jagged(rule(proximal, behaviour, column.values(), offsets), offsets)})
 
 
 @torch.no_grad()
@@ -128,27 +161,45 @@ class _Job:
 
     def _loss(self, piece: Pack) -> torch.Tensor:
         logprobs, entropy = self.engine.logprobs(piece.micro, self.settings.temperature, True)
-        behaviour = piece.column("logprobs")
-        old = piece.column("old_logprobs") if self.algorithm.proximal == "recompute" else behaviour
-        offsets = piece.compact.to(self.engine.device)
-        mask = torch.ones(len(logprobs), dtype=torch.bool, device=self.engine.device)
-        given = LossInput(logprobs, old, behaviour, piece.column("advantages"), mask, offsets)
+        weights = piece.column("weights") if has(self.batch, "weights") else torch.ones_like(logprobs)
+        given = LossInput(
+            logprobs,
+            piece.column("old_logprobs"),
+            piece.column("logprobs"),
+            piece.column("advantages"),
+            weights.detach() > 0,
+            piece.compact.to(self.engine.device),
+            piece.column("picked") if has(self.batch, "picked") else None,
+        )
         out = self.loss(given)
-        bonus = self.algorithm.entropy_bonus
-        tokens = out.loss - bonus * entropy if bonus else out.loss
-        total = aggregate(tokens, mask, offsets, self.algorithm.aggregate, self.counts)
+        tokens = out.loss * weights.detach()
+        if self.algorithm.entropy_bonus:
+            tokens = tokens - self.algorithm.entropy_bonus * entropy
+        tokens = tokens + self._kl(piece, given)
+        total = aggregate(tokens, given.mask, given.offsets, self.algorithm.aggregate, self.counts)
         self._measure(given, out, entropy, total)
         return total
 
+    def _kl(self, piece: Pack, given: LossInput) -> torch.Tensor:
+        """The KL term of each token, coefficient included; also measured wherever a reference is there."""
+        if not has(self.batch, "ref_logprobs"):
+            return torch.zeros_like(given.logprobs)
+        kl = self.algorithm.kl
+        reference = piece.column("ref_logprobs")
+        value = kl_estimate(kl.kind, given.logprobs, reference, kl.straight_through)
+        self.meter.add("kl_reference", value[given.mask])
+        return self.settings.kl_coef * value if kl.where == "loss" else torch.zeros_like(value)
+
     def _measure(self, given: LossInput, out: LossOutput, entropy: torch.Tensor, total: torch.Tensor) -> None:
-        distance = kl_estimate("k3", given.logprobs.detach(), given.behaviour_logprobs)
+        mask, now = given.mask, given.logprobs.detach()
+        distance = kl_estimate("k3", now, given.behaviour_logprobs)[mask]
         self.meter.add("loss", total)
-        self.meter.add("entropy", entropy)
-        self.meter.add("kl_behaviour", -kl_estimate("k1", given.logprobs.detach(), given.behaviour_logprobs))
+        self.meter.add("entropy", entropy[mask])
+        self.meter.add("kl_behaviour", (given.behaviour_logprobs - now)[mask])
         for name, values in out.metrics.items():
-            self.meter.add(name, values)
+            self.meter.add(name, values[mask])
         if self.first:  # no step was taken yet: what differs here is trainer against engine, or staleness
-            gap = (given.logprobs.detach() - given.behaviour_logprobs).abs()
+            gap = (now - given.behaviour_logprobs).abs()
             self.meter.add("mismatch_kl", distance)
             self.meter.top("mismatch_max", gap)
 
@@ -174,5 +225,11 @@ def _metrics(
 
 def check_algorithm(algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError for a combination that cannot mean what it says."""
-    if algorithm.loss.name == "decoupled_ppo" and algorithm.proximal != "recompute":
-        raise ConfigError('algorithm.loss "decoupled_ppo" needs algorithm.proximal = "recompute"')
+    policy_loss(algorithm.loss.name, algorithm.loss.args)
+    if algorithm.proximal != "recompute":
+        if algorithm.loss.name == "decoupled_ppo":
+            raise ConfigError('algorithm.loss "decoupled_ppo" needs algorithm.proximal = "recompute"')
+        if algorithm.correction is not None:
+            raise ConfigError('algorithm.correction needs algorithm.proximal = "recompute"')
+    if algorithm.correction is not None:
+        correction(algorithm.correction.name, algorithm.correction.args)

@@ -1,0 +1,125 @@
+"""The critic: a value function over the states in which the policy chose its tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from agentrl.algorithm import aggregate, value_loss
+from agentrl.batch.rows import jagged, offsets_of
+from agentrl.cluster.dispatch import Broadcast, Shard, Strategy
+from agentrl.cluster.worker import Worker, WorkerContext
+from agentrl.config.schema import AlgorithmConfig, CriticConfig, ModelConfig, OptimConfig
+from agentrl.train.engine import BaseEngine
+from agentrl.train.fsdp import FsdpEngine
+from agentrl.train.micro import Meter, Pack, split
+from agentrl.train.optim import adamw
+from agentrl.train.plan import UpdateShard
+from agentrl.train.role import open_engine, ready
+from agentrl.train.state import load_state, save_state
+from agentrl.train.update import UpdateSettings, denominators, minibatches, spread_rows, visit_order
+
+
+class Critic(Worker):
+    """One rank of the critic. All ranks run every method together."""
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {
+        "init_model": Broadcast(),
+        "compute_values": Shard(balance="tokens"),
+        "update": UpdateShard(collect="metrics", balance="column", needs_advantage=False),
+        "save": Broadcast(),
+        "load": Broadcast(),
+    }
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._engine: FsdpEngine | None = None
+
+    def init_model(self, path: str, model: ModelConfig, optim: OptimConfig, critic: CriticConfig) -> None:
+        """Load the backbone from a folder or hub name; the value head starts at zero. Raises ModelError."""
+        engine = open_engine(self, path, model, optim.max_grad_norm, "value")
+        engine.optimizers = adamw(engine.named(), optim.model_copy(update={"lr": critic.lr}))
+        self._engine, self._critic, self._cap = engine, critic, optim.micro_tokens
+
+    def compute_values(self, batch: TensorDict) -> TensorDict:
+        """Ragged `values` at the sampled tokens, 0 elsewhere."""
+        return compute_values(ready(self._engine), batch, self._cap)
+
+    def update(
+        self, batch: TensorDict, algorithm: AlgorithmConfig, step: int = 0, seed: int = 0
+    ) -> dict[str, float]:
+        """One training step on the columns `values` (old) and `returns`; metrics over all ranks."""
+        settings = UpdateSettings(1.0, self._cap, seed, step)
+        return update_critic(ready(self._engine), batch, algorithm, self._critic, settings)
+
+    def save(self, folder: str) -> None:
+        """Model and optimizer into `folder`."""
+        save_state(ready(self._engine), Path(folder), {})
+
+    def load(self, folder: str) -> None:
+        """What `save` wrote, by any number of ranks. Raises CheckpointError."""
+        load_state(ready(self._engine), Path(folder))
+
+
+@torch.no_grad()
+def compute_values(engine: BaseEngine, batch: TensorDict, cap: int) -> TensorDict:
+    """`values` of the sampled tokens as a ragged float32 column, 0 elsewhere."""
+    column = batch.get("token_ids")
+    offsets = offsets_of(column)
+    found = torch.zeros(len(column.values()))
+    [micros] = split(engine, batch, [np.arange(len(batch))], cap)
+    for rows in micros:
+        piece = Pack(batch, rows, engine.device)
+        spread_rows(found, piece.spread(engine.values(piece.micro)), rows, offsets)
+    return TensorDict({"values": jagged(found, offsets)}, batch_size=[len(batch)])
+
+
+def update_critic(
+    engine: BaseEngine,
+    batch: TensorDict,
+    algorithm: AlgorithmConfig,
+    cfg: CriticConfig,
+    settings: UpdateSettings,
+) -> dict[str, float]:
+    """All optimizer steps of one training step; every rank calls it with its own rows."""
+    parts = minibatches(batch)
+    micros = split(engine, batch, parts, settings.micro_tokens)
+    counts = denominators(engine, batch, parts)
+    meter = Meter()
+    norms: list[float] = []
+    for epoch in range(cfg.epochs):
+        for number in visit_order(len(parts), epoch, settings):
+            for index, rows in enumerate(micros[number]):
+                piece = Pack(batch, rows, engine.device)
+                values = engine.values(piece.micro)
+                returns = piece.column("returns")
+                loss = value_loss(values, piece.column("values"), returns, cfg.clip)
+                mask = torch.ones(len(values), dtype=torch.bool, device=engine.device)
+                offsets = piece.compact.to(engine.device)
+                total = aggregate(loss, mask, offsets, algorithm.aggregate, counts[number])
+                meter.add("loss", total)
+                meter.add("value", values)
+                meter.add("square_error", (values - returns).square())
+                meter.add("square_return", returns.square())
+                meter.add("return", returns)
+                engine.backward(total, last=index == len(micros[number]) - 1)
+            norms.append(engine.step())
+    return _metrics(engine, meter, norms, sum(part.tokens for part in counts) * cfg.epochs)
+
+
+def _metrics(engine: BaseEngine, meter: Meter, norms: list[float], tokens: float) -> dict[str, float]:
+    sums, _ = meter.totals(engine)
+    if not norms:
+        return {}
+    mean = {name: value / tokens for name, value in sums.items()}
+    variance = max(mean["square_return"] - mean["return"] ** 2, 1e-12)
+    return {
+        "critic/loss": sums["loss"] / len(norms),
+        "critic/value": mean["value"],
+        "critic/explained_variance": 1 - mean["square_error"] / variance,
+        "critic/grad_norm": sum(norms) / len(norms),
+    }

@@ -1,0 +1,37 @@
+"""The reference: a policy that does not move, for a penalty on leaving it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from tensordict import TensorDict
+
+from agentrl.cluster.dispatch import Broadcast, Shard, Strategy
+from agentrl.cluster.worker import Worker, WorkerContext
+from agentrl.config.schema import ModelConfig, OptimConfig
+from agentrl.train.fsdp import FsdpEngine
+from agentrl.train.role import open_engine, ready
+from agentrl.train.update import compute_logprobs
+
+
+class Reference(Worker):
+    """One rank of a frozen policy."""
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {
+        "init_model": Broadcast(),
+        "compute_logprob": Shard(balance="tokens"),
+    }
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._engine: FsdpEngine | None = None
+
+    def init_model(self, path: str, model: ModelConfig, optim: OptimConfig) -> None:
+        """Load the model from a folder or hub name. Raises ModelError."""
+        self._engine = open_engine(self, path, model)
+        self._engine.module.requires_grad_(False)
+        self._cap = optim.micro_tokens
+
+    def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
+        """Ragged `logprobs` and `entropy` of the sampled tokens."""
+        return compute_logprobs(ready(self._engine), batch, temperature, self._cap)

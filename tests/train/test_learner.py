@@ -1,0 +1,272 @@
+"""A training step over all roles: critic, reference, KL control; every key of the config changes something."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from train_batches import make_batch, trajectories
+
+from agentrl.algorithm.anchors import anchors_of
+from agentrl.algorithm.loss.covariance import Picks
+from agentrl.batch import collate
+from agentrl.cluster.launch import launch
+from agentrl.config.schema import (
+    AlgorithmConfig,
+    Choice,
+    ClusterConfig,
+    CriticConfig,
+    EnvConfig,
+    KlConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from agentrl.errors import ConfigError
+from agentrl.train.actor import Actor
+from agentrl.train.critic import Critic
+from agentrl.train.learner import Learner, check_learner, steered, with_advantages
+from agentrl.train.picks import token_noise, with_picks
+from agentrl.train.plan import placed
+
+
+def config_of(**sections: Any) -> TrainConfig:
+    return TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"), **sections)
+
+
+def opened(tiny: str, config: TrainConfig) -> Learner:
+    actors = launch(Actor, backend="inline", world_size=1)
+    actors.run(Actor.init_model, tiny, config.model, config.optim)
+    learner = Learner(config, actors)
+    asyncio.run(learner.open(tiny))
+    return learner
+
+
+def weights(learner: Learner) -> torch.Tensor:
+    buckets = learner.actors.run(Actor.export_weights)
+    return torch.cat([tensor.flatten() for bucket in buckets for tensor in bucket.values()])
+
+
+def own_logprobs(learner: Learner, count: int = 16, seed: int = 0) -> Any:
+    """A batch whose behaviour logprobs are the policy's own, so that importance ratios are near 1."""
+    batch = collate(trajectories(count, seed=seed))
+    found = learner.actors.run(Actor.compute_logprob, batch)["logprobs"].values()
+    noise = 0.3 * torch.randn(len(found), generator=torch.Generator().manual_seed(1))
+    batch["logprobs"].values().copy_((found + noise) * batch["sampled"].values())
+    return batch
+
+
+GAE = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
+
+
+def test_ppo_critic_learns_the_returns(tiny: str) -> None:
+    learner = opened(tiny, config_of(algorithm=GAE, critic=CriticConfig(lr=3e-3)))
+    metrics = [asyncio.run(learner.step(own_logprobs(learner), step)) for step in range(12)]
+    assert metrics[0]["critic/value"] == 0.0
+    assert metrics[-1]["critic/loss"] < 0.6 * metrics[0]["critic/loss"]
+    assert metrics[-1]["critic/explained_variance"] > 0.2
+    assert metrics[0]["grad_norm"] > 0
+
+
+def test_values_are_at_the_sampled_tokens_and_start_at_zero(tiny: str) -> None:
+    critics = launch(Critic, backend="inline", world_size=1)
+    critics.run(Critic.init_model, tiny, ModelConfig(), OptimConfig(), CriticConfig())
+    batch = make_batch(5)
+    assert not critics.run(Critic.compute_values, batch)["values"].values().any()
+
+
+def test_critic_warm_up_leaves_the_policy(tiny: str) -> None:
+    learner = opened(tiny, config_of(algorithm=GAE, critic=CriticConfig(warmup=2)))
+    before = weights(learner)
+    for step in range(2):
+        assert "grad_norm" not in asyncio.run(learner.step(own_logprobs(learner), step))
+    assert torch.equal(before, weights(learner))
+    asyncio.run(learner.step(own_logprobs(learner), 2))
+    assert not torch.equal(before, weights(learner))
+
+
+def test_reference_is_the_start_and_stays(tiny: str) -> None:
+    algorithm = AlgorithmConfig(minibatch=8, kl=KlConfig(coef=0.5))
+    learner = opened(tiny, config_of(algorithm=algorithm))
+    batch = own_logprobs(learner)
+    first = asyncio.run(learner.step(batch, 0))
+    assert first["kl_reference"] > 0  # measured at the second minibatch, after one optimizer step
+    later = [asyncio.run(learner.step(batch, step)) for step in range(1, 4)]
+    assert later[-1]["kl_reference"] > first["kl_reference"]
+
+
+def test_kl_pulls_back(tiny: str) -> None:
+    found = []
+    for coef in (1e-6, 5.0):
+        algorithm = AlgorithmConfig(minibatch=8, kl=KlConfig(coef=coef))
+        learner = opened(tiny, config_of(algorithm=algorithm))
+        batch = own_logprobs(learner)
+        found.append([asyncio.run(learner.step(batch, step)) for step in range(6)][-1]["kl_reference"])
+    assert found[1] < 0.5 * found[0]
+
+
+def test_save_and_resume_of_all_roles(tiny: str, tmp_path: Path) -> None:
+    algorithm = GAE.model_copy(update={"kl": KlConfig(coef=0.1, target=0.01, horizon=20)})
+    config = config_of(algorithm=algorithm, critic=CriticConfig())
+    straight, broken, resumed = (opened(tiny, config) for _ in range(3))
+    batches = [own_logprobs(straight, seed=step) for step in range(4)]
+    for step in range(4):
+        last = asyncio.run(straight.step(batches[step], step))
+    for step in range(2):
+        asyncio.run(broken.step(batches[step], step))
+    asyncio.run(broken.save(tmp_path))
+    asyncio.run(resumed.load(tmp_path))
+    assert resumed.kl_coef == broken.kl_coef != 0.1
+    for step in range(2, 4):
+        again = asyncio.run(resumed.step(batches[step], step))
+    assert torch.equal(weights(straight), weights(resumed))
+    assert again == last
+
+
+def test_steering() -> None:
+    cfg = KlConfig(coef=0.1, target=2.0, horizon=100)
+    assert steered(0.1, 2.2, 10, cfg) == pytest.approx(0.1 * (1 + 0.1 * 0.1))
+    assert steered(0.1, 50.0, 10, cfg) == pytest.approx(0.1 * (1 + 0.2 * 0.1))
+    assert steered(0.1, 0.0, 10, cfg) == pytest.approx(0.1 * (1 - 0.2 * 0.1))
+    assert steered(0.1, 50.0, 10, KlConfig(coef=0.1)) == 0.1
+
+
+def test_kl_in_the_reward_is_taken_off_each_token() -> None:
+    batch = collate(trajectories(4))
+    sampled = batch["sampled"].values()
+    batch["ref_logprobs"] = torch.nested.nested_tensor_from_jagged(
+        batch["logprobs"].values() - 0.5 * sampled, batch["token_ids"].offsets()
+    )
+    algorithm = AlgorithmConfig(
+        advantage=Choice(name="reinforce_pp"), kl=KlConfig(coef=0.2, kind="k1", where="reward")
+    )
+    out, metrics = with_advantages(batch, algorithm, 0.2)
+    assert metrics["kl_reward"] == pytest.approx(0.5, abs=1e-5)
+    plain, _ = with_advantages(batch, algorithm.model_copy(update={"kl": KlConfig()}), 0.0)
+    row = slice(0, int(batch["token_ids"].offsets()[1]))
+    mask = sampled[row]
+    gap = (plain["returns"].values() - out["returns"].values())[row][mask]
+    left = torch.arange(int(mask.sum()), 0, -1)
+    assert torch.allclose(gap, 0.1 * left, atol=1e-4)
+
+
+CHANGES = {
+    "aggregate": {"aggregate": "seq_mean_token_sum"},
+    "aggregate by sequence": {"aggregate": "seq_mean_token_mean"},
+    "epochs": {"epochs": 2},
+    "minibatch": {"minibatch": 4},
+    "entropy_bonus": {"entropy_bonus": 0.1},
+    "loss": {"loss": Choice(name="cispo")},
+    "loss.args": {"loss": Choice(name="ppo_clip", args={"clip_high": 0.01})},
+    "clip_cov": {"loss": Choice(name="clip_cov", args={"share": 0.3, "low": 0.0, "high": 9.0})},
+    "kl_cov": {"loss": Choice(name="kl_cov", args={"share": 0.3})},
+    "advantage": {"advantage": Choice(name="dr_grpo")},
+    "gigpo": {"advantage": Choice(name="gigpo")},
+    "proximal": {"proximal": "recompute"},
+    "correction": {"proximal": "recompute", "correction": Choice(name="truncated")},
+    "rejection": {"proximal": "recompute", "correction": Choice(name="masked", args={"cap": 1.0})},
+    "kl.coef": {"kl": KlConfig(coef=1.0)},
+    "kl.kind": {"kl": KlConfig(coef=1.0, kind="k1")},
+    "kl.straight_through": {"kl": KlConfig(coef=1.0, straight_through=True)},
+    "kl.where": {"kl": KlConfig(coef=1.0, where="reward")},
+}
+
+
+def test_every_key_of_the_algorithm_changes_the_weights(tiny: str) -> None:
+    found: dict[str, torch.Tensor] = {}
+    for name, change in {"nothing": {}, **CHANGES}.items():
+        algorithm = AlgorithmConfig(minibatch=8).model_copy(update=change)
+        learner = opened(tiny, config_of(algorithm=algorithm))
+        for step in range(2):
+            asyncio.run(learner.step(own_logprobs(learner, seed=step), step))
+        found[name] = weights(learner)
+    names = list(found)
+    for index, name in enumerate(names):
+        for other in names[:index]:
+            assert not torch.equal(found[name], found[other]), (name, other)
+
+
+CRITIC_CHANGES = {
+    "lr": {"lr": 1e-4},
+    "clip": {"clip": 0.01},
+    "no clip": {"clip": None},
+    "epochs": {"epochs": 2},
+}
+
+
+def test_every_key_of_the_critic_changes_its_values(tiny: str) -> None:
+    found = []
+    for change in ({}, *CRITIC_CHANGES.values()):
+        learner = opened(
+            tiny, config_of(algorithm=GAE, critic=CriticConfig(lr=1e-2).model_copy(update=change))
+        )
+        batch = own_logprobs(learner)
+        for step in range(2):
+            asyncio.run(learner.step(batch, step))
+        assert learner.critics is not None
+        found.append(learner.critics.run(Critic.compute_values, batch)["values"].values())
+    for index, values in enumerate(found):
+        assert not any(torch.equal(values, other) for other in found[:index]), index
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"algorithm": GAE}, "needs a critic"),
+        ({"critic": CriticConfig()}, "has no use for it"),
+        ({"algorithm": AlgorithmConfig(kl=KlConfig(target=1.0))}, "must be above 0"),
+        ({"algorithm": AlgorithmConfig(correction=Choice(name="masked"))}, "recompute"),
+        ({"algorithm": AlgorithmConfig(advantage=Choice(name="remax"))}, "column"),
+        ({"algorithm": AlgorithmConfig(loss=Choice(name="ppo_clop"))}, "ppo_clip"),
+    ],
+)
+def test_combinations_that_mean_nothing(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_learner(config_of(**sections))
+
+
+def test_rejected_tokens_leave_every_count(tiny: str) -> None:
+    algorithm = AlgorithmConfig(
+        minibatch=16, proximal="recompute", correction=Choice(name="masked", args={"cap": 1.0})
+    )
+    learner = opened(tiny, config_of(algorithm=algorithm))
+    batch = own_logprobs(learner)
+    proximal = learner.actors.run(Actor.compute_logprob, batch)["logprobs"].values()
+    batch["advantages"] = batch["logprobs"].clone()
+    metrics = learner.actors.run(Actor.update, batch, algorithm)
+    kept = (proximal <= batch["logprobs"].values()) & batch["sampled"].values()
+    assert metrics["tokens_trained"] == int(kept.sum()) < int(batch["sampled"].values().sum())
+
+
+def test_anchors() -> None:
+    ids = torch.tensor([5, 6, 1, 2, 7, 3, 5, 6, 9, 8, 3])
+    mask = torch.tensor([0, 0, 1, 1, 0, 1, 0, 0, 1, 0, 1], dtype=torch.bool)
+    found = anchors_of(ids, mask, torch.tensor([0, 6, 11]))
+    assert found[2] == found[3] == found[8]  # both answered the context (5, 6)
+    assert found[5] != found[10]  # after 7, and after 8
+
+
+@pytest.mark.parametrize("picks", [Picks(0.25), Picks(0.25, 0.0, 99.0)])
+def test_picks_do_not_depend_on_the_order_of_rows(tiny: str, picks: Picks) -> None:
+    from agentrl.batch import select
+    from agentrl.train.fsdp import FsdpEngine
+
+    engine = FsdpEngine(tiny, ModelConfig(), 1.0)
+    batch = make_batch(12)
+    batch["old_logprobs"] = batch["logprobs"].clone()
+    order = list(range(11, -1, -1))
+    turned = select(batch, order)
+    found = []
+    for given in (batch, turned):
+        planned = placed(given, [np.arange(12)], 1)
+        found.append(with_picks(engine, planned, [np.arange(12)], picks, seed=1)["picked"])
+    for row in range(12):
+        assert torch.equal(found[0][row], found[1][order[row]])
+    share = found[0].values().sum() / batch["sampled"].values().sum()
+    assert share == pytest.approx(0.25, abs=0.08)
+    noise = token_noise(batch, 0)
+    assert noise.min() >= 0 and noise.max() < 1 and noise.mean() == pytest.approx(0.5, abs=0.05)
