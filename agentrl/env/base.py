@@ -19,6 +19,7 @@ from agentrl.env.copying import Snapshot, copy_parts
 from agentrl.env.seeds import SPLITS
 from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace
 from agentrl.env.sync import run_sync
+from agentrl.env.users import User
 from agentrl.errors import EnvError, ToolTimeoutError
 from agentrl.tool import CountTokens, Tool, Toolbox, ToolSession, ToolSource, estimate_tokens
 from agentrl.trajectory import Json, Message, StopReason, Task, ToolResult, Trajectory, Turn
@@ -89,6 +90,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         self.scorer = scorer
         self.render_mode = render_mode
         self.initial_seed: int | None = None
+        self.user: User | None = None
         self.toolbox = Toolbox.shared(self._table(), self, count_tokens)
         self._tools_before = self.toolbox.table
         self._sources: tuple[ToolSource, ...] = ()
@@ -126,8 +128,14 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         return {}
 
     async def user_reply(self, message: Message) -> list[Message] | None:
-        """Answer an assistant turn without tool calls. None, the default, ends the episode."""
-        return None
+        """Answer an assistant turn without tool calls; None ends the episode.
+
+        By default `self.user` (see `agentrl.env.users`), set in `setup`, answers; without one, nobody does.
+        """
+        if self.user is None:
+            return None
+        text = await self.user.reply(self.trajectory.messages)
+        return None if text is None else [Message("user", text)]
 
     def gold_turns(self, task: Task) -> list[Message]:
         """Assistant turns that score the maximum. Raises NotImplementedError where there are none."""
@@ -264,7 +272,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
             raise EnvError(f"{self.id}: no episode to end; call reset first")
         record.stop, record.error = stop, error
         record.terminated = stop is StopReason.DONE
-        record.truncated = not record.terminated and not stop.infrastructure
+        record.truncated = stop in _TRUNCATIONS
         await self.aclose()
         if self.scorer is None or stop.infrastructure:
             return 0.0 if self.scorer is None else float("nan")
@@ -392,6 +400,9 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         return info
 
 
+_TRUNCATIONS = frozenset(
+    {StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.EPISODE_TIMEOUT}
+)
 _SPACES = frozenset({"observation_space", "action_space"})
 _SHARED = _SPACES | {"scorer", "spec", "split", "render_mode", "initial_seed", "_tools_before", "_sources"}
 

@@ -75,14 +75,16 @@ def check_teardown(subject: Subject) -> str:
     for case in ("the end", "a fault", "cancellation", "a new reset"):
         env = subject.build()
         runs = 0
-        original = env.teardown
+        core = env.unwrapped
+        assert isinstance(core, ToolEnv)
+        original = core.teardown
 
         async def counted(original: Any = original) -> None:
             nonlocal runs
             runs += 1
             await original()
 
-        env.teardown = counted  # type: ignore[method-assign]
+        core.teardown = counted  # type: ignore[method-assign]
         _end(env, case)
         counts[case] = runs
         if runs != 1:

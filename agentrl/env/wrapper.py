@@ -1,0 +1,156 @@
+"""`ToolWrapper`: an environment around an environment, itself a ToolEnv."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.env.base import Policy, StepResult, ToolEnv
+from agentrl.env.copying import Snapshot
+from agentrl.env.spaces import Action, Observation
+from agentrl.tool import CountTokens, Toolbox
+from agentrl.trajectory import Json, Message, StopReason, Task, Trajectory
+
+
+class ToolWrapper(ToolEnv):
+    """Base of wrappers: everything goes through to `env`; a subclass changes `areset`, `astep` or both.
+
+    What a wrapper keeps for an episode it keeps in attributes other than `env`; forks and snapshots copy
+    those, so they must be copyable.
+    """
+
+    def __init__(self, env: ToolEnv) -> None:
+        self.env = env
+        self.id = env.id  # type: ignore[misc]
+        self.reward = env.reward  # type: ignore[misc]
+        self.splits = env.splits  # type: ignore[misc]
+        self.order_free = env.order_free  # type: ignore[misc]
+        self.idle_share = env.idle_share  # type: ignore[misc]
+        self.metadata = env.metadata
+        self.render_mode = env.render_mode
+
+    # -- what goes through -------------------------------------------------------------------------
+
+    @property
+    def unwrapped(self) -> ToolEnv:
+        inner = self.env.unwrapped
+        assert isinstance(inner, ToolEnv)
+        return inner
+
+    @property
+    def toolbox(self) -> Toolbox:  # type: ignore[override]
+        return self.env.toolbox
+
+    @property
+    def scorer(self) -> Any:  # type: ignore[override]
+        return self.env.scorer
+
+    @property
+    def initial_seed(self) -> int | None:  # type: ignore[override]
+        return self.env.initial_seed
+
+    @initial_seed.setter
+    def initial_seed(self, seed: int | None) -> None:
+        self.env.initial_seed = seed
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return self.env.trajectory
+
+    @property
+    def task(self) -> Task:
+        return self.env.task
+
+    @property
+    def np_random(self) -> Any:  # type: ignore[override]
+        return self.env.np_random
+
+    @np_random.setter
+    def np_random(self, value: Any) -> None:
+        self.env.np_random = value
+
+    @property
+    def _np_random(self) -> Any:  # type: ignore[override]
+        return self.env._np_random
+
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        return self.env.make_task(rng_seed, split)
+
+    def prompt(self, task: Task) -> list[Message]:
+        return self.env.prompt(task)
+
+    def state(self) -> Json:
+        return self.env.state()
+
+    def gold_turns(self, task: Task) -> list[Message]:
+        return self.env.gold_turns(task)
+
+    def teacher(self, task: Task, rng: Any, **params: Any) -> Policy:
+        return self.env.teacher(task, rng, **params)
+
+    def finish(self) -> None:
+        self.env.finish()
+
+    def render(self) -> Any:
+        return self.env.render()
+
+    async def areset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        return await self.env.areset(seed=seed, options=options)
+
+    async def astep(self, action: Action) -> StepResult:
+        return await self.env.astep(action)
+
+    async def aend(self, stop: StopReason, error: str | None = None) -> float:
+        return await self.env.aend(stop, error)
+
+    async def aclose(self) -> None:
+        await self.env.aclose()
+
+    def close(self) -> None:
+        self.env.close()
+
+    # -- snapshots ---------------------------------------------------------------------------------
+
+    def _own(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _THROUGH}
+
+    def snapshot(self) -> Snapshot:
+        parts = {"inner": self.env.snapshot(), "own": copy.deepcopy(self._own())}
+        return Snapshot(type(self).__name__, parts)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        if snapshot.owner != type(self).__name__:
+            raise ValueError(f"a snapshot of {snapshot.owner} does not fit {type(self).__name__}")
+        self.env.restore(snapshot.parts["inner"])
+        self.__dict__.update(copy.deepcopy(snapshot.parts["own"]))
+
+    def fork(self) -> ToolEnv:
+        twin = type(self).__new__(type(self))
+        kept = {name: value for name, value in self.__dict__.items() if name in _THROUGH - {"env"} - _SPACES}
+        twin.__dict__.update(kept)
+        twin.__dict__.update(copy.deepcopy(self._own()))
+        twin.env = self.env.fork()
+        return twin
+
+    # -- for subclasses ----------------------------------------------------------------------------
+
+    async def _truncate(self, result: StepResult, stop: StopReason) -> StepResult:
+        """The same step, as the episode's last, cut for a reason."""
+        observation, _, _, _, info = result
+        reward = await self.env.aend(stop)
+        return observation, reward, False, True, {**info, "stop": stop.value}
+
+
+def text_size(message: Message, count: CountTokens) -> int:
+    """Tokens of a message's text and calls, by `count`; the template's markup is not in it."""
+    calls = "".join(call.raw or f"{call.name}{call.arguments}" for call in message.tool_calls)
+    return count(message.content + calls)
+
+
+_SPACES = frozenset({"observation_space", "action_space"})
+_THROUGH = _SPACES | {
+    "env", "id", "reward", "splits", "order_free", "idle_share", "metadata", "render_mode", "spec",
+}  # fmt: skip

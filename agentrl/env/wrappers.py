@@ -1,0 +1,197 @@
+"""Wrappers that change what a policy can do or sees: tools, faults, lengths, history."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+from agentrl.env.base import StepResult, ToolEnv
+from agentrl.env.spaces import Action, Observation
+from agentrl.env.wrapper import ToolWrapper, text_size
+from agentrl.errors import ConfigError, ToolError
+from agentrl.tool import CountTokens, Tool, estimate_tokens
+from agentrl.tool.output import fit
+from agentrl.tool.validate import nearest
+from agentrl.trajectory import Message
+
+
+class _ChangesTools(ToolWrapper):
+    """Base of wrappers that change the tools of every episode, right after its reset."""
+
+    async def areset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        observation, info = await self.env.areset(seed=seed, options=options)
+        self._change_tools()
+        self.trajectory.tools = self.toolbox.schemas()
+        return observation, info
+
+    def _change_tools(self) -> None:
+        raise NotImplementedError
+
+
+class ToolSubset(_ChangesTools):
+    """Only some of the environment's tools."""
+
+    def __init__(self, env: ToolEnv, names: Collection[str]) -> None:
+        """A name that the environment lacks raises ConfigError at the first reset."""
+        super().__init__(env)
+        self.names = frozenset(names)
+
+    def _change_tools(self) -> None:
+        for name in sorted(self.names):
+            if name not in self.toolbox:
+                hint = nearest(name, list(self.toolbox.names))
+                raise ConfigError(f"ToolSubset: {self.id} has no tool {name!r}; {hint}")
+        self.toolbox.table = {k: v for k, v in self.toolbox.table.items() if k in self.names}
+
+
+class ToolFaults(_ChangesTools):
+    """A share of the calls fails with an error message, and the tool is not run.
+
+    Which calls fail hangs on `seed`, the task, the turn and the arguments alone, so a replay meets the
+    same faults and a fork carries no hidden state.
+    """
+
+    def __init__(
+        self,
+        env: ToolEnv,
+        rate: float,
+        *,
+        seed: int = 0,
+        message: str = "the service is unavailable; try again",
+    ) -> None:
+        """Raises ValueError for a rate outside of [0, 1]."""
+        super().__init__(env)
+        if not 0.0 <= rate <= 1.0:
+            raise ValueError(f"ToolFaults: rate = {rate}; expected a share from 0 to 1")
+        self.rate, self.seed, self.message = rate, seed, message
+
+    def _change_tools(self) -> None:
+        for item in list(self.toolbox):
+            self.toolbox.replace(_flaky(item, self.rate, self.seed, self.message))
+
+
+def _flaky(item: Tool, rate: float, seed: int, message: str) -> Tool:
+    async def call(self: ToolEnv, **values: Any) -> Any:
+        record = self.trajectory
+        place = f"{seed}/{record.task.seed}/{len(record.turns)}/{item.name}/{values!r}"
+        chance = (
+            int.from_bytes(blake2b(place.encode(errors="replace"), digest_size=4).digest(), "big") / 2**32
+        )
+        if chance < rate:
+            raise ToolError(message)
+        return await item.invoke(self, values)
+
+    return replace(item, function=call, method=True, explicit=item.signature)
+
+
+class ObservationLimit(ToolWrapper):
+    """Every message of an observation within `tokens` tokens, cut at the end and marked; also in the record."""
+
+    def __init__(self, env: ToolEnv, tokens: int, count: CountTokens = estimate_tokens) -> None:
+        super().__init__(env)
+        self.tokens = tokens
+        self.count = count
+
+    async def astep(self, action: Action) -> StepResult:
+        observation, *rest = await self.env.astep(action)
+        cut = [replace(m, content=fit(m.content, self.tokens, self.count)) for m in observation]
+        record = self.trajectory
+        if cut:
+            record.messages[-len(cut) :] = cut
+        turn = record.turns[-1]
+        turn.results = [replace(r, content=fit(r.content, self.tokens, self.count)) for r in turn.results]
+        return cut, *rest  # type: ignore[return-value]
+
+
+_NOTE = re.compile(r"\[(\d+) earlier turns were left out\]")
+Compact = Callable[[Sequence[Message]], Sequence[Message]]
+
+
+class Compaction(ToolWrapper):
+    """Rewrites the conversation when it grows over `tokens`.
+
+    `compact` gets the conversation so far and returns the one to go on with, for example `keep_recent(6)`.
+    It then stands in `info["history"]` (whole, the newest observation included): whoever drives the episode
+    shows the policy that instead, and a rollout begins a new token ledger with it. The record keeps every
+    message.
+    """
+
+    def __init__(
+        self, env: ToolEnv, tokens: int, compact: Compact, count: CountTokens = estimate_tokens
+    ) -> None:
+        super().__init__(env)
+        self.tokens, self.compact, self.count = tokens, compact, count
+        self.history: list[Message] = []
+
+    async def areset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        observation, info = await self.env.areset(seed=seed, options=options)
+        self.history = list(observation)
+        return observation, info
+
+    async def astep(self, action: Action) -> StepResult:
+        observation, reward, terminated, truncated, info = await self.env.astep(action)
+        self.history += [self.trajectory.turns[-1].message, *observation]
+        size = sum(text_size(message, self.count) for message in self.history)
+        if size > self.tokens and not (terminated or truncated):
+            self.history = list(self.compact(self.history))
+            info = {**info, "history": list(self.history)}
+        return observation, reward, terminated, truncated, info
+
+
+def keep_recent(turns: int) -> Compact:
+    """A compaction: the opening messages, a note of what was left out, and the last `turns` exchanges."""
+
+    def compact(history: Sequence[Message]) -> list[Message]:
+        starts = [i for i, message in enumerate(history) if message.role == "assistant"]
+        if len(starts) <= turns:
+            return list(history)
+        opening, kept = history[: starts[0]], history[starts[-turns] :]
+        # A conversation that was compacted before already has a note: its count goes into the new one.
+        notes = [_NOTE.fullmatch(message.content) for message in opening]
+        before = sum(int(note[1]) for note in notes if note)
+        note = Message("user", f"[{before + len(starts) - turns} earlier turns were left out]")
+        return [*(m for m, old in zip(opening, notes, strict=True) if old is None), note, *kept]
+
+    return compact
+
+
+class ToolSchedule(ToolWrapper):
+    """Tools that come and go in mid-episode.
+
+    `changes`: after how many turns -> (tools to add, names to remove). The policy is told in a user message
+    at the end of that turn's observation, with the schemas of the new tools.
+    """
+
+    def __init__(self, env: ToolEnv, changes: Mapping[int, tuple[Sequence[Tool], Sequence[str]]]) -> None:
+        super().__init__(env)
+        self.changes = dict(changes)
+
+    async def astep(self, action: Action) -> StepResult:
+        observation, reward, terminated, truncated, info = await self.env.astep(action)
+        record = self.trajectory
+        change = self.changes.get(len(record.turns))
+        if change is not None and not (terminated or truncated):
+            added, removed = change
+            for item in added:
+                self.toolbox.add(item)
+            for name in removed:
+                self.toolbox.remove(name)
+            notice = _notice(added, removed)
+            record.messages.append(notice)
+            record.tools += [item.schema for item in added]
+            observation = [*observation, notice]
+        return observation, reward, terminated, truncated, info
+
+
+def _notice(added: Sequence[Tool], removed: Sequence[str]) -> Message:
+    lines = [f"New tool: {json.dumps(item.schema['function'], ensure_ascii=False)}" for item in added]
+    lines += [f"The tool {name} is gone." for name in removed]
+    return Message("user", "\n".join(lines))

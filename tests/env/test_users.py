@@ -1,0 +1,144 @@
+"""Simulated users: scripted, by rules, and a model behind a real HTTP server."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from agentrl.env import Task
+from agentrl.env.users import ModelUser, RuleUser, ScriptedUser, User
+from agentrl.errors import EnvError
+from agentrl.trajectory import Message, StopReason
+
+sys.path.insert(0, str(Path(__file__).parent))
+from toyenvs import Notes, call
+
+
+class Asked(Notes):
+    """Notes with a user: `make` builds one for each episode."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    async def setup(self, task: Task) -> None:
+        await super().setup(task)
+        self.user = self.make()
+
+
+def talk(user: Any, *turns: str) -> list[str | None]:
+    env = Asked(user)
+    env.reset(seed=0)
+    heard: list[str | None] = []
+    for turn in turns:
+        observation, _, terminated, _, _ = env.step(turn)
+        heard.append(observation[0].content if observation else None)
+        if terminated:
+            break
+    return heard
+
+
+def test_a_script_is_said_in_order() -> None:
+    assert talk(lambda: ScriptedUser(["first", "second"]), "a", "b", "c", "d") == ["first", "second", None]
+
+
+def test_rules_answer_what_is_asked_and_patience_ends() -> None:
+    def user() -> User:
+        return RuleUser([(r"which size", "small"), (r"\bbye\b", None)], otherwise="?", patience=2)
+
+    assert talk(user, "Which size?", "what", "which size", "bye") == ["small", "?", "small", None]
+    assert talk(user, "a", "b", "c", "d") == ["?", "?", None]
+
+
+def test_a_fork_has_its_own_user() -> None:
+    env = Asked(lambda: ScriptedUser(["1", "2"]))
+    env.reset(seed=0)
+    env.step("a")
+    twin = env.fork()
+    assert twin.step("b")[0][0].content == "2" == env.step("b")[0][0].content
+
+
+async def test_a_model_sees_turned_roles_and_no_tools() -> None:
+    seen: list[Any] = []
+
+    async def complete(messages: Any) -> str:
+        seen.append(messages)
+        return "a small one" if len(messages) < 4 else "thanks ###STOP###"
+
+    env = Asked(lambda: ModelUser("You want tea.", complete=complete))
+    await env.areset(seed=0)
+    await env.astep(call("write", text="secret"))
+    observation = (await env.astep("which size?"))[0]
+    assert observation == [Message("user", "a small one")]
+    assert (await env.astep("here you are"))[2] is True
+    roles = [message["role"] for message in seen[-1]]
+    assert roles == ["system", "assistant", "user", "assistant", "user"]
+    assert "You want tea." in seen[-1][0]["content"] and "secret" not in json.dumps(seen)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """A chat-completions endpoint that repeats the last message, or fails."""
+
+    requests: ClassVar[list[dict[str, Any]]] = []
+    fail = False
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        Handler.requests.append(body)
+        text = "you said: " + body["messages"][-1]["content"]
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        answer = {
+            "id": "1",
+            "object": "chat.completion",
+            "created": 1,
+            "model": "m",
+            "choices": [choice],
+            "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+        }
+        data = json.dumps(answer).encode()
+        self.send_response(400 if Handler.fail else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.slow
+async def test_litellm_speaks_to_a_real_endpoint(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # its import would look for a newer one
+    pytest.importorskip("litellm", reason="the litellm extra is not installed")
+
+    def user() -> User:
+        return ModelUser("tea", model="openai/stub", api_base=endpoint, api_key="none", max_retries=0)
+
+    env = Asked(user)
+    await env.areset(seed=0)
+    observation = (await env.astep("hello there"))[0]
+    assert observation[0].content == "you said: hello there"
+    sent = Handler.requests[-1]
+    assert sent["model"] == "stub" and sent["temperature"] == 0.0
+    Handler.fail = True
+    with pytest.raises(EnvError, match="plays the user"):
+        await env.astep("again")
+    Handler.fail = False
+    assert env.trajectory.stop is StopReason.ENV_ERROR and env.trajectory.reward is None

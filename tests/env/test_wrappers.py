@@ -1,0 +1,211 @@
+"""Wrappers: budgets, tools, faults, lengths, history; each alone and stacked, forked and restored."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from agentrl.catalog import EnvRef
+from agentrl.env import ToolEnv
+from agentrl.env.budgets import TimeBudget, TokenLimit, TurnLimit
+from agentrl.env.check import Subject, check_all
+from agentrl.env.wrapper import ToolWrapper
+from agentrl.env.wrappers import (
+    Compaction,
+    ObservationLimit,
+    ToolFaults,
+    ToolSchedule,
+    ToolSubset,
+    keep_recent,
+)
+from agentrl.errors import ConfigError
+from agentrl.reward import compile_spec, load_spec
+from agentrl.tool import tool
+from agentrl.trajectory import Message, StopReason
+
+sys.path.insert(0, str(Path(__file__).parent))
+from toyenvs import Notes, call
+
+
+class Half:
+    async def ascore(self, trajectory: Any) -> Any:
+        return SimpleNamespace(value=0.5)
+
+
+def test_turn_limit_truncates_and_scores() -> None:
+    env = TurnLimit(Notes(scorer=Half()), 2)
+    env.reset(seed=0)
+    assert env.step(call("write", text="a"))[1:4] == (0.0, False, False)
+    observation, reward, terminated, truncated, info = env.step(call("write", text="b"))
+    assert observation[0].content == "2" and (reward, terminated, truncated) == (0.5, False, True)
+    assert (
+        info["stop"] == "max_turns"
+        and env.trajectory.truncated
+        and env.unwrapped.log == ["setup", "teardown"]
+    )
+    env.reset(seed=0)
+    env.step(call("write", text="a"))
+    assert env.step("done")[2:4] == (True, False), "the task's own end is no truncation"
+
+
+def test_token_limit_counts_both_sides() -> None:
+    env = TokenLimit(Notes(), 40, count=len)
+    opening = env.reset(seed=0)[0][0].content
+    assert env.used == len(opening)
+    assert env.step(call("write", text="a"))[3] is False
+    truncated = env.step("x" * 40)[3]
+    assert not truncated and env.trajectory.terminated, "an end by the task comes first"
+    env.reset(seed=0)
+    truncated = env.step(call("write", text="y" * 40))[3]
+    assert truncated and env.trajectory.stop is StopReason.MAX_TOKENS
+
+
+def test_time_budget_cancels_and_leaves_the_episode_unscored() -> None:
+    env = TimeBudget(Notes(scorer=Half()), 0.1)
+    env.reset(seed=0)
+    env.toolbox.replace(env.toolbox["hang"].with_options(timeout=30))
+    _, reward, terminated, truncated, _ = env.step(call("hang"))
+    assert math.isnan(reward) and (terminated, truncated) == (False, True)
+    record = env.trajectory
+    assert record.stop is StopReason.EPISODE_TIMEOUT and record.reward is None and record.truncated
+    assert env.unwrapped.log == ["setup", "teardown"]
+    env.reset(seed=1)
+    assert env.step(call("write", text="a"))[3] is False, "the clock starts anew"
+
+
+def test_tool_subset() -> None:
+    env = ToolSubset(Notes(), ["write"])
+    for seed in (0, 1):
+        env.reset(seed=seed)
+        assert env.toolbox.names == ("write",)
+        assert [t["function"]["name"] for t in env.trajectory.tools] == ["write"]
+    assert "unknown_tool" in env.step(call("quit"))[0][0].content
+    with pytest.raises(ConfigError, match="did you mean 'write'"):
+        ToolSubset(Notes(), ["writ"]).reset(seed=0)
+
+
+def outcomes(rate: float, seed: int = 0, episode: int = 0) -> list[bool]:
+    env = ToolFaults(Notes(), rate, seed=seed)
+    env.reset(seed=episode)
+    return ["unavailable" in env.step(call("write", text=f"t{n}"))[0][0].content for n in range(60)]
+
+
+def test_faults_come_at_the_rate_and_are_the_same_in_a_replay() -> None:
+    assert sum(outcomes(0.0)) == 0 and sum(outcomes(1.0)) == 60
+    first = outcomes(0.3)
+    assert 8 <= sum(first) <= 30 and first == outcomes(0.3)
+    assert first != outcomes(0.3, seed=1) and first != outcomes(0.3, episode=1)
+    env = ToolFaults(Notes(), 1.0)
+    env.reset(seed=0)
+    env.step(call("write", text="a"))
+    assert env.state() == {"notes": []}, "a failed call was not run"
+    with pytest.raises(ValueError, match="0 to 1"):
+        ToolFaults(Notes(), 1.5)
+
+
+def test_observation_limit_cuts_what_is_seen_and_what_is_kept() -> None:
+    class Long(Notes):
+        @tool
+        async def write(self, text: str) -> str:
+            return "long " * 100
+
+    env = ObservationLimit(Long(), 50, count=len)
+    env.reset(seed=0)
+    content = env.step(call("write", text="a"))[0][0].content
+    assert "[cut: " in content and len(content) <= 50
+    record = env.trajectory
+    assert record.messages[-1].content == content == record.turns[0].results[0].content
+
+
+def test_compaction_hands_over_the_new_history() -> None:
+    env = Compaction(Notes(), 200, keep_recent(1), count=len)
+    opening = env.reset(seed=0)[0]
+    infos = []
+    for n in range(8):
+        _, _, _, _, info = env.step(call("write", text=f"{n}" * 60))
+        infos.append(info)
+    rewritten = [info["history"] for info in infos if "history" in info]
+    assert rewritten and "history" not in infos[0]
+    last = rewritten[-1]
+    assert last[0] == opening[0] and last[1].content == f"[{len(infos) - 1} earlier turns were left out]"
+    assert [m.role for m in last[2:]] == ["assistant", "tool"]
+    assert len(env.trajectory.messages) == 17, "the record keeps everything"
+
+
+def test_tools_come_and_go_and_the_policy_is_told() -> None:
+    @tool
+    async def shout(text: str) -> str:
+        """say it loud"""
+        return text.upper()
+
+    env = ToolSchedule(Notes(), {1: ([shout], ["quit"])})
+    for _ in range(2):
+        env.reset(seed=0)
+        assert "unknown_tool" in env.step(call("shout", text="a"))[0][0].content
+        notice = env.trajectory.messages[-1]
+        assert notice.role == "user" and '"shout"' in notice.content and "quit is gone" in notice.content
+        assert env.step(call("shout", text="a"))[0][0].content == "A"
+        assert "unknown_tool" in env.step(call("quit"))[0][0].content
+        assert "shout" in {t["function"]["name"] for t in env.trajectory.tools}
+
+
+WRAPPERS: dict[str, Any] = {
+    "turns": lambda env: TurnLimit(env, 50),
+    "tokens": lambda env: TokenLimit(env, 100_000),
+    "time": lambda env: TimeBudget(env, 600.0),
+    "subset": lambda env: ToolSubset(env, ["get", "add", "set", "list"]),
+    "faults": lambda env: ToolFaults(env, 0.0),
+    "lengths": lambda env: ObservationLimit(env, 500),
+    "history": lambda env: Compaction(env, 100_000, keep_recent(3)),
+    "schedule": lambda env: ToolSchedule(env, {}),
+    "plain": ToolWrapper,
+    "stack": lambda env: Compaction(
+        ToolFaults(TurnLimit(TokenLimit(env, 10**5), 50), 0.0), 10**5, keep_recent(2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.filterwarnings("ignore:.*unwrapped version.*")
+def test_a_wrapped_environment_keeps_the_contract(name: str) -> None:
+    def build() -> ToolEnv:
+        env: ToolEnv = WRAPPERS[name](EnvRef("key_value").build())
+        return env
+
+    spec = compile_spec(load_spec(EnvRef("key_value").default_reward() or ""))
+    findings = check_all(Subject(build, spec, tasks=3, fuzz=15))
+    assert {f.check: f.evidence for f in findings if f.ok is False} == {}
+    check_env(build(), skip_render_check=True)
+
+
+async def test_forks_of_wrapped_environments_keep_their_own_counts() -> None:
+    env = TokenLimit(Notes(), 10**6, count=len)
+    await env.areset(seed=0)
+    await env.astep(call("write", text="a"))
+    snapshot, twin, used = env.snapshot(), env.fork(), env.used
+    assert isinstance(twin, TokenLimit) and twin.env is not env.env
+    await twin.astep(call("write", text="b" * 100))
+    assert env.used == used < twin.used
+    await env.astep(call("write", text="c" * 50))
+    env.restore(snapshot)
+    assert env.used == used and env.state() == {"notes": ["a"]}
+    with pytest.raises(ValueError, match="does not fit"):
+        TurnLimit(Notes(), 2).restore(snapshot)
+
+
+async def test_wrappers_run_in_rollouts_through_the_same_names() -> None:
+    """What the episode loop calls: areset, astep, aend, aclose, toolbox, trajectory, id."""
+    env = TurnLimit(Notes(), 3)
+    observation, _ = await env.areset(seed=0, options={"split": "train"})
+    assert observation and env.toolbox.schemas() and env.id == "tests/Notes-v0"
+    await env.astep(Message("assistant", tool_calls=call("write", text="a").tool_calls))
+    await env.aend(StopReason.MAX_TURNS)
+    assert env.trajectory.stop is StopReason.MAX_TURNS
+    await asyncio.gather(env.aclose(), env.aclose())
