@@ -138,9 +138,9 @@ def test_load_refuses_what_does_not_fit(tiny: str, tmp_path: Path) -> None:
 
 def test_supervised_steps_learn_and_end_with_a_model_on_disk(tiny: str, tmp_path: Path) -> None:
     group = start(tiny)
-    group.run(Actor.begin_sft, SftConfig(warmup=2, min_steps=40))
+    group.run(Actor.begin_sft, SftConfig(warmup=2, min_steps=64))
     batch = collate(trajectories(16, seed=5))
-    losses = [group.run(Actor.sft_steps, batch, 4)["loss"] for _ in range(10)]
+    losses = [group.run(Actor.sft_steps, batch, 4)["loss"] for _ in range(16)]
     assert losses[-1] < 0.7 * losses[0]
     group.run(Actor.end_sft, str(tmp_path / "warm"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "warm")

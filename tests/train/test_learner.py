@@ -66,7 +66,7 @@ GAE = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
 def test_ppo_critic_learns_the_returns(tiny: str) -> None:
     learner = opened(tiny, config_of(algorithm=GAE, critic=CriticConfig(lr=3e-3)))
     metrics = [asyncio.run(learner.step(own_logprobs(learner), step)) for step in range(12)]
-    assert metrics[0]["critic/value"] == 0.0
+    assert abs(metrics[0]["critic/value"]) < 0.01
     assert metrics[-1]["critic/loss"] < 0.6 * metrics[0]["critic/loss"]
     assert metrics[-1]["critic/explained_variance"] > 0.2
     assert metrics[0]["grad_norm"] > 0
@@ -192,7 +192,7 @@ def test_every_key_of_the_algorithm_changes_the_weights(tiny: str) -> None:
 
 CRITIC_CHANGES = {
     "lr": {"lr": 1e-4},
-    "clip": {"clip": 0.01},
+    "clip": {"clip": 0.001},
     "no clip": {"clip": None},
     "epochs": {"epochs": 2},
 }
@@ -202,7 +202,7 @@ def test_every_key_of_the_critic_changes_its_values(tiny: str) -> None:
     found = []
     for change in ({}, *CRITIC_CHANGES.values()):
         learner = opened(
-            tiny, config_of(algorithm=GAE, critic=CriticConfig(lr=1e-2).model_copy(update=change))
+            tiny, config_of(algorithm=GAE, critic=CriticConfig(lr=1e-2, clip=0.02).model_copy(update=change))
         )
         batch = own_logprobs(learner)
         for step in range(2):

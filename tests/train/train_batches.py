@@ -18,9 +18,9 @@ def trajectories(count: int, seed: int = 0, longest: int = 40) -> list[Trajector
     for index in range(count):
         ledger = TokenLedger()
         for turn in range(int(rng.integers(1, 4))):
-            ledger.append_context(
-                rng.integers(7, 400, size=int(rng.integers(1, longest // 4))).tolist(), turn
-            )
+            source = np.random.default_rng([seed, index // 4]) if turn == 0 else rng  # a group's prompt
+            context = source.integers(7, 400, size=int(source.integers(1, longest // 4)))
+            ledger.append_context(context.tolist(), turn)
             n = int(rng.integers(1, longest // 4))
             ids = rng.integers(7, 400, size=n).tolist()
             ledger.append_sampled(ids, (-6 + 0.3 * rng.standard_normal(n)).tolist(), [0] * n, turn)
