@@ -1,0 +1,240 @@
+"""Tasks from files: JSONL, Parquet, or a folder of such files, with a declared schema.
+
+Everything is read and checked before the first episode: a bad row stops the run with file, line and field.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError, best_match
+
+from agentrl.env.seeds import content_split, task_rng
+from agentrl.errors import DependencyError, TaskDataError
+from agentrl.tool.validate import nearest
+from agentrl.trajectory import Json, Task
+
+ROW_SCHEMA: dict[str, Json] = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "split": {"type": "string"},
+        "weight": {"type": "number", "exclusiveMinimum": 0},
+        "data": {"type": "object"},
+        "gold": {"type": "object"},
+    },
+    "required": ["data", "gold"],
+}
+"""The shape of a task row where a file does not declare another one."""
+
+SUFFIXES = (".jsonl", ".parquet", ".arrow")
+_SPLIT_NAMES = {
+    "train": "train",
+    "heldout": "heldout",
+    "test": "heldout",
+    "validation": "validation",
+    "dev": "validation",
+}
+
+ToTask = Callable[[Mapping[str, Json]], tuple[Mapping[str, Json], Mapping[str, Json]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One task with its place, for messages."""
+
+    where: str
+    id: str
+    split: str
+    weight: float
+    data: Mapping[str, Json]
+    gold: Mapping[str, Json]
+
+
+@dataclass(frozen=True)
+class TaskSet:
+    """Tasks by split. `task(seed, split)` is a drop-in `make_task`.
+
+    Training draws by weight, the same task for the same seed. Every other split is walked in order (row
+    `seed` modulo its size), so that an evaluation on seeds 0..n-1 sees each task once.
+    """
+
+    name: str
+    rows: Mapping[str, Sequence[Row]]
+    _sums: dict[str, list[float]] = field(default_factory=dict, compare=False)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(self.rows)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.rows.values()))
+
+    def task(self, seed: int, split: str) -> Task:
+        """The task of a seed. Raises TaskDataError for a split without tasks, naming those there are."""
+        rows = self.rows.get(split)
+        if not rows:
+            raise TaskDataError(
+                f"{self.name}: no tasks of split {split!r}; {nearest(split, list(self.rows))}"
+            )
+        row = self._drawn(rows, seed, split) if split == "train" else rows[seed % len(rows)]
+        return Task(id=row.id, seed=seed, split=split, data=row.data, gold=row.gold)
+
+    def _drawn(self, rows: Sequence[Row], seed: int, split: str) -> Row:
+        sums = self._sums.setdefault(split, list(itertools.accumulate(row.weight for row in rows)))
+        point = task_rng(self.name, split, seed).random() * sums[-1]
+        return rows[min(bisect.bisect_right(sums, point), len(rows) - 1)]
+
+
+def load_tasks(
+    path: str | Path,
+    *,
+    schema: Mapping[str, Json] = ROW_SCHEMA,
+    to_task: ToTask | None = None,
+    split_column: str = "split",
+) -> TaskSet:
+    """Read all tasks of a file, or of a folder of files (one written by `datasets.save_to_disk` included).
+
+    Each row must fit `schema` (JSON Schema). `to_task` turns a row of another layout into (data, gold);
+    by default those are its keys `data` and `gold`. A row's split is its `split_column`, else what the
+    file's or folder's name says (train, test, heldout, validation, dev; "test" counts as "heldout"), else a
+    hash of its content puts an eighth of the rows into "heldout". Raises TaskDataError naming file, line
+    and field: for a bad row, a doubled id, and a task that is in two splits.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise TaskDataError(f"{place}: no such file or folder")
+    validator = _validator(schema, place)
+    rows: list[Row] = []
+    for file in _files(place):
+        named = _split_of_name(file, place)
+        for where, raw in _read(file):
+            rows.append(_row(where, raw, validator, to_task, split_column, named))
+    if not rows:
+        raise TaskDataError(f"{place}: no rows")
+    _check_apart(rows)
+    splits = dict.fromkeys(row.split for row in rows)
+    return TaskSet(place.name, {split: [row for row in rows if row.split == split] for split in splits})
+
+
+def _validator(schema: Mapping[str, Json], place: Path) -> Draft202012Validator:
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as problem:
+        raise TaskDataError(f"{place}: its declared schema is no JSON Schema: {problem.message}") from problem
+    return Draft202012Validator(schema)
+
+
+def _files(place: Path) -> list[Path]:
+    if place.is_file():
+        if place.suffix not in SUFFIXES:
+            raise TaskDataError(f"{place}: expected a file ending in {', '.join(SUFFIXES)}")
+        return [place]
+    files = sorted(
+        file for file in place.rglob("*") if file.suffix in SUFFIXES and not file.name.startswith("cache-")
+    )
+    if not files:
+        raise TaskDataError(f"{place}: no file ending in {', '.join(SUFFIXES)} in this folder")
+    return files
+
+
+def _split_of_name(file: Path, place: Path) -> str | None:
+    """By the first word of the file's name, or of a folder's between `place` and the file."""
+    for part in (file.stem, *(p.name for p in file.parents if place in p.parents)):
+        word = part.replace("_", "-").partition("-")[0].lower()
+        if word in _SPLIT_NAMES:
+            return _SPLIT_NAMES[word]
+    return None
+
+
+def _read(file: Path) -> Iterator[tuple[str, Any]]:
+    """(place, row) of every row."""
+    if file.suffix != ".jsonl":
+        yield from _read_table(file)
+        return
+    with file.open(encoding="utf-8") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    try:
+                        yield f"{file}:{number}", json.loads(line)
+                    except ValueError as problem:
+                        raise TaskDataError(f"{file}:{number}: not JSON: {problem}") from problem
+        except UnicodeDecodeError as problem:
+            raise TaskDataError(f"{file}: not UTF-8: {problem}") from problem
+
+
+def _read_table(file: Path) -> Iterator[tuple[str, Any]]:
+    if find_spec("pyarrow") is None:
+        raise DependencyError(f"{file}: needs pyarrow: pip install 'agentrl[parquet]'")
+    import pyarrow
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    try:
+        if file.suffix == ".parquet":
+            table = pyarrow.parquet.read_table(file)
+        else:
+            with pyarrow.memory_map(str(file)) as source:
+                table = pyarrow.ipc.open_stream(source).read_all()
+    except pyarrow.ArrowInvalid as problem:
+        raise TaskDataError(f"{file}: not a readable {file.suffix} file: {problem}") from problem
+    for number, row in enumerate(table.to_pylist()):
+        # A table has every column in every row; what a row lacks is null there and absent here.
+        yield f"{file}: row {number}", _without_nulls(row)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _row(
+    where: str,
+    raw: Any,
+    validator: Draft202012Validator,
+    to_task: ToTask | None,
+    split_column: str,
+    named: str | None,
+) -> Row:
+    error = best_match(validator.iter_errors(raw))
+    if error is not None:
+        place = "/".join(str(part) for part in error.absolute_path)
+        raise TaskDataError(f"{where}: field {place or '(the row)'}: {error.message[:200]}")
+    try:
+        data, gold = (raw["data"], raw["gold"]) if to_task is None else to_task(raw)
+    except (KeyError, TypeError, ValueError, IndexError) as problem:
+        raise TaskDataError(f"{where}: {type(problem).__name__}: {problem}") from problem
+    content = json.dumps([data, gold], sort_keys=True, default=str)
+    mark = blake2b(content.encode(), digest_size=6).hexdigest()
+    own = raw.get(split_column)
+    if own is not None and not isinstance(own, str):
+        raise TaskDataError(f"{where}: field {split_column}: expected a text, got {own!r}")
+    split = _SPLIT_NAMES.get(own, own) if own is not None else named or content_split(content)
+    return Row(where, str(raw.get("id", mark)), split, float(raw.get("weight", 1.0)), data, gold)
+
+
+def _check_apart(rows: Sequence[Row]) -> None:
+    """No id twice, and no task in two splits (compared by what the policy sees)."""
+    by_id: dict[str, Row] = {}
+    by_content: dict[str, Row] = {}
+    for row in rows:
+        other = by_id.setdefault(row.id, row)
+        if other is not row:
+            raise TaskDataError(f"{row.where}: field id: {row.id!r} is also the id of {other.where}")
+        content = json.dumps(row.data, sort_keys=True, default=str)
+        twin = by_content.setdefault(content, row)
+        if twin.split != row.split:
+            raise TaskDataError(
+                f"{row.where}: field data: this {row.split} task is also a {twin.split} task ({twin.where})"
+            )

@@ -1,0 +1,174 @@
+"""Tasks from JSONL, Parquet and datasets folders: splits, weights, and bad rows by file, line and field."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.env import Message, Task, ToolEnv
+from agentrl.env.taskdata import ROW_SCHEMA, TaskSet, load_tasks
+from agentrl.errors import TaskDataError
+
+
+def row(n: int, **more: Any) -> dict[str, Any]:
+    return {"id": f"t{n}", "data": {"q": f"question {n}"}, "gold": {"answer": n}, **more}
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    return path
+
+
+def ids(tasks: TaskSet, split: str) -> set[str]:
+    return {r.id for r in tasks.rows[split]}
+
+
+def test_splits_by_column_by_name_and_by_hash(tmp_path: Path) -> None:
+    tasks = load_tasks(write(tmp_path / "a.jsonl", [row(1, split="train"), row(2, split="test")]))
+    assert (ids(tasks, "train"), ids(tasks, "heldout")) == ({"t1"}, {"t2"})
+    write(tmp_path / "b" / "train-00000-of-00001.jsonl", [row(1), row(2)])
+    write(tmp_path / "b" / "validation.jsonl", [row(3)])
+    tasks = load_tasks(tmp_path / "b")
+    assert tasks.splits == ("train", "validation") and len(tasks) == 3
+    tasks = load_tasks(write(tmp_path / "c.jsonl", [row(n) for n in range(400)]))
+    assert 20 < len(tasks.rows["heldout"]) < 90
+    assert tasks == load_tasks(tmp_path / "c.jsonl")
+
+
+def test_training_draws_by_weight_and_evaluation_walks(tmp_path: Path) -> None:
+    rows = [
+        row(1, split="train", weight=3.0),
+        row(2, split="train"),
+        *(row(n, split="test") for n in (3, 4, 5)),
+    ]
+    tasks = load_tasks(write(tmp_path / "a.jsonl", rows))
+    counts = Counter(tasks.task(seed, "train").id for seed in range(4000))
+    assert 0.7 < counts["t1"] / 4000 < 0.8
+    assert tasks.task(7, "train") == tasks.task(7, "train")
+    assert [tasks.task(seed, "heldout").id for seed in range(4)] == ["t3", "t4", "t5", "t3"]
+    with pytest.raises(TaskDataError, match="no tasks of split 'heldot'; did you mean 'heldout'"):
+        tasks.task(0, "heldot")
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([row(1), '{"id": '], ":2: not JSON"),
+        ([row(1), {"id": "t2", "data": {}}], ":2: field (the row): 'gold' is a required property"),
+        ([row(1, weight=0)], ":1: field weight"),
+        ([row(1, weight="a")], ":1: field weight"),
+        ([{**row(1), "data": 3}], ":1: field data: 3 is not of type 'object'"),
+        (["[1, 2]"], ":1: field (the row)"),
+        ([row(1), row(2), {**row(1), "data": {"q": "other"}}], ":3: field id: 't1' is also the id of"),
+        (
+            [row(1, split="train"), {**row(1, split="test"), "id": "x"}],
+            ":2: field data: this heldout task is also",
+        ),
+        ([], "no rows"),
+    ],
+)
+def test_a_bad_row_names_file_line_and_field(rows: list[Any], says: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.jsonl", rows)
+    with pytest.raises(TaskDataError) as caught:
+        load_tasks(path)
+    assert says in str(caught.value) and "bad.jsonl" in str(caught.value)
+
+
+def test_other_layouts_and_their_schema(tmp_path: Path) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"question": {"type": "string", "minLength": 1}, "n": {"type": "integer"}},
+        "required": ["question", "n"],
+    }
+
+    def to_task(raw: Any) -> Any:
+        return {"q": raw["question"]}, {"answer": 10 // raw["n"]}
+
+    path = write(tmp_path / "train.jsonl", [{"question": "a", "n": 5}])
+    assert load_tasks(path, schema=schema, to_task=to_task).task(0, "train").gold == {"answer": 2}
+    write(path, [{"question": "a", "n": 5}, {"question": "", "n": 5}])
+    with pytest.raises(TaskDataError, match=r"train.jsonl:2: field question"):
+        load_tasks(path, schema=schema, to_task=to_task)
+    with pytest.raises(TaskDataError, match=r"train.jsonl:1: KeyError"):
+        load_tasks(write(path, [{"q": 1}]), schema={}, to_task=to_task)
+    with pytest.raises(TaskDataError, match="declared schema"):
+        load_tasks(path, schema={"type": "objekt"})
+
+
+def test_places_that_hold_nothing(tmp_path: Path) -> None:
+    for path, says in (
+        (tmp_path / "no", "no such file"),
+        (tmp_path, "no file ending in"),
+        (Path(__file__), "ending in"),
+    ):
+        with pytest.raises(TaskDataError, match=says):
+            load_tasks(path)
+    (tmp_path / "x.parquet").write_text("no table")
+    with pytest.raises(TaskDataError, match=r"x\.parquet: not a readable"):
+        load_tasks(tmp_path / "x.parquet")
+    (tmp_path / "y.jsonl").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(TaskDataError, match="UTF-8"):
+        load_tasks(tmp_path / "y.jsonl")
+
+
+def test_parquet_and_a_datasets_folder(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="the parquet extra is not installed")
+    import pyarrow.parquet
+
+    rows = [row(1), {**row(2), "gold": {"answer": 2, "note": "x"}}]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
+    tasks = load_tasks(tmp_path / "train.parquet")
+    assert tasks.rows["train"][0].gold == {"answer": 1} and tasks.rows["train"][1].gold["note"] == "x"
+    # The layout that datasets.DatasetDict.save_to_disk writes: a folder a split, Arrow streams inside.
+    for split, part in (("train", table.slice(0, 1)), ("test", table.slice(1, 1))):
+        folder = tmp_path / "saved" / split
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text("{}")
+        with pyarrow.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as sink:
+            with pyarrow.ipc.new_stream(sink, part.schema) as stream:
+                stream.write_table(part)
+    tasks = load_tasks(tmp_path / "saved")
+    assert ids(tasks, "train") == {"t1"} and ids(tasks, "heldout") == {"t2"}
+    bad = pyarrow.Table.from_pylist([row(1), {"id": "t2", "data": {"q": "a"}, "gold": None}])
+    pyarrow.parquet.write_table(bad, tmp_path / "train.parquet")
+    with pytest.raises(TaskDataError, match=r"train\.parquet: row 1: field"):
+        load_tasks(tmp_path / "train.parquet")
+
+
+def test_an_environment_over_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "qa.jsonl", [row(n, split=s) for n, s in enumerate(["train"] * 3 + ["test"] * 2)])
+
+    class Quiz(ToolEnv):
+        id = "tests/Quiz-v0"
+
+        def __init__(self, *, tasks: str, **base: Any) -> None:
+            super().__init__(**base)
+            self.tasks = load_tasks(tasks)
+
+        def make_task(self, rng_seed: int, split: str) -> Task:
+            return self.tasks.task(rng_seed, split)
+
+        def prompt(self, task: Task) -> list[Message]:
+            return [Message("user", task.data["q"])]
+
+    env = Quiz(tasks=str(path))
+    assert env.reset(seed=1, options={"split": "heldout"})[0][0].content == "question 4"
+    assert env.fork().step("x")[2]
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20), st.integers(0, 2**60))
+@settings(max_examples=100, deadline=None)
+def test_every_seed_has_a_task(weights: list[float], seed: int) -> None:
+    from agentrl.env.taskdata import Row
+
+    rows = [Row("x", str(n), "train", weight, {}, {}) for n, weight in enumerate(weights)]
+    assert TaskSet("x", {"train": rows}).task(seed, "train").id in {r.id for r in rows}
+    assert ROW_SCHEMA["required"] == ["data", "gold"]
