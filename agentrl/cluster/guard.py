@@ -12,24 +12,26 @@ log = logging.getLogger(__name__)
 LOOPBACK = {
     "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo",
-    "RAY_NODE_IP_ADDRESS": "127.0.0.1",
     "VLLM_HOST_IP": "127.0.0.1",
+    "AGENTRL_NODE_IP": "127.0.0.2",
 }
-"""What is pinned, each only where the user has not set any of them."""
+"""What is pinned, where the user has set none of them. AGENTRL_NODE_IP is the address that `start_ray`
+gives to Ray, which reads none from the environment. It is 127.0.0.2, because Ray replaces 127.0.0.1 by
+the very address that does not work; the whole of 127.0.0.0/8 is loopback."""
 
 
 def own_address() -> str | None:
     """The address this machine would use towards others; None where it has no route at all."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("8.8.8.8", 80))  # UDP connect sends nothing; it only picks a route
+            probe.connect(("8.8.8.8", 80))  # connecting UDP sends nothing; it only picks a route
         except OSError:
             return None
         return str(probe.getsockname()[0])
 
 
 def routes_back(address: str, timeout: float = 1.0) -> bool:
-    """Whether a TCP connection to our own `address` arrives."""
+    """Whether a TCP connection to our own `address` arrives within `timeout` seconds."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
         try:
             server.bind((address, 0))
@@ -40,23 +42,26 @@ def routes_back(address: str, timeout: float = 1.0) -> bool:
             return False
 
 
-def guard_network(environ: MutableMapping[str, str] | None = None, *, multi_node: bool = False) -> str | None:
-    """Pin NCCL, Gloo and Ray to loopback where this node's address does not route back to itself.
+def network_fault() -> str | None:
+    """Why this machine cannot reach itself under its own address; None where it can."""
+    address = own_address()
+    if address is None:
+        return "this machine has no network route"
+    return None if routes_back(address) else f"the address {address} does not route back to this machine"
 
-    Call before `import ray`. Does nothing on several nodes or where the user has set any of the variables.
+
+def guard_network(environ: MutableMapping[str, str] | None = None, *, multi_node: bool = False) -> str | None:
+    """Pin NCCL, Gloo, vLLM and Ray to loopback where this node cannot reach itself; say so in the log.
+
+    Call before `import ray`. Does nothing on several nodes, or where the user has set any of the variables.
     Returns the reason where it pinned, else None.
     """
     env = os.environ if environ is None else environ
     if multi_node or any(env.get(key) for key in LOOPBACK):
         return None
-    address = own_address()
-    if address is not None and routes_back(address):
+    fault = network_fault()
+    if fault is None:
         return None
-    reason = (
-        f"the address {address} does not route back to this machine"
-        if address
-        else "this machine has no network route"
-    )
     env.update(LOOPBACK)
-    log.warning("%s: pinned to loopback: %s", reason, ", ".join(f"{k}={v}" for k, v in LOOPBACK.items()))
-    return reason
+    log.warning("%s: pinned to loopback: %s", fault, ", ".join(f"{k}={v}" for k, v in LOOPBACK.items()))
+    return fault

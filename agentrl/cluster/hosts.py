@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -19,12 +20,19 @@ class Hosts:
     """`len(options)` host processes and the roles that they hold.
 
     `options[rank]` are Ray's actor options of that rank (CPUs, GPUs, placement). `timeout` (seconds)
-    bounds every start.
+    bounds every start; `release` gives back the place that was held for them.
     """
 
-    def __init__(self, name: str, options: list[dict[str, Any]], timeout: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        options: list[dict[str, Any]],
+        timeout: float,
+        release: Callable[[], None] | None = None,
+    ) -> None:
         self.name, self.timeout = name, timeout
         self._options = options
+        self._release = release
         self.handles: list[Any] = []
         self.nodes: list[tuple[str, int, str]] = []
         self.lost: dict[int, str] = {}
@@ -83,7 +91,14 @@ class Hosts:
         """Drop a role; the processes end with the last one."""
         self.roles.pop(role, None)
         if not self.roles:
-            self.kill()
+            self.end()
+
+    def end(self) -> None:
+        """End all processes and give their place back; idempotent."""
+        self.kill()
+        if self._release is not None and ray.is_initialized():
+            self._release()
+        self._release = None
 
     def kill(self) -> None:
         """End all processes; idempotent."""

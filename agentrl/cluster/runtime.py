@@ -4,63 +4,51 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
 from agentrl.cluster.guard import guard_network
+from agentrl.cluster.machine import ray_folder, usable_cpus
+from agentrl.cluster.shipping import shelf_roots, stage_shelves
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import ResourceError
 
 log = logging.getLogger(__name__)
 
 
-def usable_cpus() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
-
-
 def worker_env() -> dict[str, str]:
-    """Environment of every worker process: one OpenMP thread, and the user's shelf.
+    """Environment of every worker process on this machine: one OpenMP thread, and the user's shelf.
 
     A worker's working directory is not the driver's, so the driver's is put in front of AGENTRL_PATH.
     """
-    shelf = [str(Path.cwd()), *filter(None, os.environ.get("AGENTRL_PATH", "").split(os.pathsep))]
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "AGENTRL_PATH": os.pathsep.join(shelf),
         "TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "false"),
+        "AGENTRL_PATH": os.pathsep.join(str(root) for root in shelf_roots()),
     }
 
 
 def start_ray(
     cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_bytes: int | None = None
 ) -> None:
-    """Start a local Ray, or join the cluster at `cluster.address`. Nothing happens where Ray is up.
+    """Start a local Ray, or join the cluster at `cluster.address`. Where Ray is up, it is used as it is.
 
-    An empty RAY_ADDRESS is removed first (to Ray it is an address). `need_cpus`: what all groups of the
-    run ask for together. Raises ResourceError where the cluster has fewer, or cannot be reached.
+    An empty RAY_ADDRESS is removed first (to Ray it is an address). On a joined cluster the user's
+    shelves travel to the workers. `need_cpus`: what all groups of the run ask for together.
+
+    Raises ResourceError where the cluster has fewer, does not start or cannot be reached.
     """
-    if not os.environ.get("RAY_ADDRESS", "x"):
+    if os.environ.get("RAY_ADDRESS") == "":
         del os.environ["RAY_ADDRESS"]
-    guard_network()
+    address = cluster.address or os.environ.get("RAY_ADDRESS")
+    guard_network(multi_node=bool(address))
     import ray
 
     mine = not ray.is_initialized()
     if mine:
-        address = cluster.address or os.environ.get("RAY_ADDRESS")
-        local = {} if address else {"num_cpus": usable_cpus(), "include_dashboard": False}
-        if object_store_bytes and not address:
-            local["object_store_memory"] = object_store_bytes
-        try:
-            ray.init(
-                address=address or "local",
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-                configure_logging=False,
-                runtime_env={"env_vars": worker_env()},
-                **local,
-            )
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ResourceError(f"Ray does not start (cluster.address = {address!r}): {error}") from error
+        with tempfile.TemporaryDirectory(prefix="agentrl-shelf-") as staged:
+            _init(address, _join(address, Path(staged)) if address else _local(object_store_bytes))
     have = ray.cluster_resources().get("CPU", 0.0)
     if need_cpus > have:
         if mine:
@@ -69,6 +57,40 @@ def start_ray(
             f"the run asks for {need_cpus:g} CPU slots, the cluster has {have:g}: lower cluster.actors or "
             'vllm.replicas, or set cluster.backend = "inline"'
         )
+
+
+def _init(address: str | None, options: dict[str, Any]) -> None:
+    import ray
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
+    try:
+        ray.init(**quiet, **options)
+    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+        raise ResourceError(f"Ray does not start (cluster.address = {address!r}): {error}") from error
+
+
+def _local(object_store_bytes: int | None) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "address": "local",
+        "num_cpus": usable_cpus(),
+        "include_dashboard": False,
+        "runtime_env": {"env_vars": worker_env()},
+    }
+    if object_store_bytes:
+        options["object_store_memory"] = object_store_bytes
+    if os.environ.get("AGENTRL_NODE_IP"):
+        options["_node_ip_address"] = os.environ["AGENTRL_NODE_IP"]
+    folder = ray_folder()
+    if folder is not None:
+        options["_temp_dir"] = folder
+    return options
+
+
+def _join(address: str, staged: Path) -> dict[str, Any]:
+    """Ray packs and uploads the staged folder while it connects; the copy may go afterwards."""
+    env = {**worker_env(), "AGENTRL_PATH": stage_shelves(staged)}
+    return {"address": address, "runtime_env": {"env_vars": env, "working_dir": str(staged)}}
 
 
 def stop_ray() -> None:

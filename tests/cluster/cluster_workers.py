@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -45,6 +46,7 @@ class Plain(Worker):
         "echo": Broadcast(),
         "env": RankZero(),
         "remember": Broadcast(),
+        "read": RankZero(),
     }
 
     def where(self, add: int) -> tuple[int, int, int]:
@@ -118,6 +120,13 @@ class Plain(Worker):
 
     def env(self, name: str) -> str | None:
         return os.environ.get(name)
+
+    def read(self, name: str) -> str:
+        """A file of the user's shelves, found as the catalog finds it."""
+        for root in os.environ["AGENTRL_PATH"].split(os.pathsep):
+            if (Path(root) / name).is_file():
+                return (Path(root) / name).read_text()
+        raise FileNotFoundError(name)
 
     def remember(self, value: int = 0) -> int:
         self.kept = value or self.__dict__.get("kept", 0)

@@ -1,0 +1,65 @@
+"""`agentrl doctor`: whether this machine or cluster can hold a run, without one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agentrl.cluster.checks import Finding
+
+EPILOG = """examples:
+  agentrl doctor                                     this machine, and a local Ray
+  agentrl doctor configs/quickstart.toml             also whether the config's pools fit the cluster
+  agentrl doctor configs/quickstart.toml cluster.address=10.0.0.1:6379
+  agentrl doctor --no-ray --json                     the quick checks, for a script
+
+Exit code 2 where a check failed; a warning alone does not fail.
+"""
+MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check this machine and cluster without a run",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", nargs="?", help="a config whose cluster section is checked")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace the config's")
+    parser.add_argument("--no-ray", action="store_true", help="do not start or join Ray")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check; returns 0, or 2 where a check failed."""
+    from agentrl.cluster.checks import all_checks
+    from agentrl.config.schema import ClusterConfig
+
+    cluster = ClusterConfig()
+    if args.config is not None:
+        from agentrl.config.load import load_config
+
+        cluster = load_config(args.config, args.overrides).cluster
+    found: list[Finding] = []
+    for finding in all_checks(cluster, with_ray=not args.no_ray and cluster.backend == "ray"):
+        found.append(finding)
+        if not args.json:
+            print(line(finding), flush=True)
+    failed = [finding.check for finding in found if finding.level == "fail"]
+    if args.json:
+        print(json.dumps({"findings": [asdict(finding) for finding in found], "failed": failed}))
+    else:
+        print(f"{len(found)} checks, {len(failed)} failed" + (f": {', '.join(failed)}" if failed else ""))
+    return 2 if failed else 0
+
+
+def line(finding: Finding) -> str:
+    """One finding as a line of text, its advice below it."""
+    advice = f"\n       -> {finding.advice}" if finding.advice else ""
+    return f"{MARKS[finding.level]} {finding.check:<20} {finding.found}{advice}"

@@ -1,0 +1,73 @@
+"""Facts about this machine that Ray, NCCL and shared memory depend on. No ray, no torch."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+NETWORK_FILE_SYSTEMS = frozenset(
+    {
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "lustre",
+        "ceph",
+        "fuse.sshfs",
+        "gpfs",
+        "beegfs",
+        "glusterfs",
+        "9p",
+        "afs",
+    }
+)
+LONGEST_RAY_FOLDER = 40
+"""Ray puts Unix sockets below its folder; a socket's path has at most 107 bytes, about 65 of them Ray's."""
+
+
+def usable_cpus() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that holds `path` (as in /proc/mounts); "" where unknown."""
+    mounts = Path("/proc/mounts")
+    if not mounts.exists():
+        return ""
+    wanted, best, kind = str(path.resolve()), "", ""
+    for line in mounts.read_text().splitlines():
+        _, where, what, *_ = line.split()
+        inside = wanted == where or wanted.startswith(where.rstrip("/") + "/")
+        if inside and len(where) >= len(best):
+            best, kind = where, what
+    return kind
+
+
+def ray_folder() -> str | None:
+    """A folder for Ray's session files where its own choice would fail or hang; None leaves it to Ray.
+
+    Ray follows TMPDIR. On a network file system it can hang, and a long path breaks its sockets.
+    """
+    if os.environ.get("RAY_TMPDIR"):
+        return None
+    folder = Path(tempfile.gettempdir())
+    if len(str(folder)) <= LONGEST_RAY_FOLDER and file_system(folder) not in NETWORK_FILE_SYSTEMS:
+        return None
+    return "/tmp/ray"
+
+
+def memory_available() -> int:
+    """Free memory in bytes, what the kernel could reclaim included; 0 where unknown."""
+    info = Path("/proc/meminfo")
+    if not info.exists():
+        return 0
+    rows = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
+    return int(rows.get("MemAvailable", "0 kB").split()[0]) * 1024
+
+
+def network_interfaces() -> list[str]:
+    """Names of the network interfaces."""
+    folder = Path("/sys/class/net")
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []

@@ -1,0 +1,94 @@
+"""Resource pools: which role runs in which processes, and whether the nodes can hold them. Pure: no ray."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from agentrl.config.schema import ClusterConfig, PoolConfig
+from agentrl.errors import ConfigError, ResourceError
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What one node offers."""
+
+    name: str
+    cpus: float
+    gpus: float
+
+
+def pools_of_roles(cluster: ClusterConfig, roles: Sequence[str]) -> dict[str, tuple[str, PoolConfig]]:
+    """The pool of each role: (name, size). Raises ConfigError for a role that names an unknown pool."""
+    for role, pool in cluster.roles.items():
+        if pool not in cluster.pools:
+            near = difflib.get_close_matches(pool, cluster.pools, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"cluster.pools has {sorted(cluster.pools)}"
+            raise ConfigError(f"cluster.roles.{role} names the pool {pool!r}, which does not exist; {hint}")
+    own = PoolConfig(per_node=cluster.actors)
+    placed = {str(role): pool for role, pool in cluster.roles.items()}
+    return {
+        role: (placed[role], cluster.pools[placed[role]]) if role in placed else (role, own) for role in roles
+    }
+
+
+def place(pools: Mapping[str, PoolConfig], nodes: Sequence[Node]) -> dict[str, list[str]]:
+    """Node names for each pool, one a pool node; the nodes of one pool differ.
+
+    Searches all placements (largest share first), so it fails only where none exists: then it raises
+    ResourceError with a table of demand against supply.
+    """
+    shares = [(name, share) for name, pool in pools.items() for share in range(pool.nodes)]
+    shares.sort(key=lambda item: (-need(pools[item[0]])[1], -need(pools[item[0]])[0], item))
+    left = {node.name: [node.cpus, node.gpus] for node in nodes}
+    chosen: dict[str, list[str]] = {name: [] for name in pools}
+    if not _search(pools, shares, 0, left, chosen):
+        raise ResourceError("the pools do not fit the cluster\n" + table(pools, nodes))
+    return chosen
+
+
+def need(pool: PoolConfig) -> tuple[float, float]:
+    """CPU slots and GPUs that a pool takes on each of its nodes."""
+    return pool.per_node * pool.cpus, pool.per_node * pool.gpus
+
+
+def _search(
+    pools: Mapping[str, PoolConfig],
+    shares: Sequence[tuple[str, int]],
+    at: int,
+    left: dict[str, list[float]],
+    chosen: dict[str, list[str]],
+) -> bool:
+    if at == len(shares):
+        return True
+    name = shares[at][0]
+    cpus, gpus = need(pools[name])
+    tried: set[tuple[float, float]] = set()
+    for node, (free_cpus, free_gpus) in sorted(
+        left.items(), key=lambda item: (item[1][1], item[1][0], item[0])
+    ):
+        if node in chosen[name] or free_cpus < cpus or free_gpus < gpus or (free_cpus, free_gpus) in tried:
+            continue
+        tried.add((free_cpus, free_gpus))  # nodes with equal room are the same choice
+        left[node] = [free_cpus - cpus, free_gpus - gpus]
+        chosen[name].append(node)
+        if _search(pools, shares, at + 1, left, chosen):
+            return True
+        chosen[name].pop()
+        left[node] = [free_cpus, free_gpus]
+    return False
+
+
+def table(pools: Mapping[str, PoolConfig], nodes: Sequence[Node]) -> str:
+    """Demand of every pool's nodes against what each node of the cluster has."""
+    rows = [("demand", "nodes", "processes a node", "CPU slots a node", "GPUs a node")]
+    for name, pool in pools.items():
+        cpus, gpus = need(pool)
+        rows.append((f"pool {name}", str(pool.nodes), str(pool.per_node), f"{cpus:g}", f"{gpus:g}"))
+    rows.append(("supply", "", "", "CPU slots", "GPUs"))
+    rows += [(f"node {node.name}", "", "", f"{node.cpus:g}", f"{node.gpus:g}") for node in nodes]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -1,0 +1,91 @@
+"""`agentrl doctor`: what it finds, and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from agentrl.cli import doctor
+from agentrl.cluster import checks, machine, shipping
+from agentrl.config.schema import ClusterConfig, PoolConfig
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    doctor.add_parser(parser.add_subparsers())
+    return parser.parse_args(["doctor", *argv])
+
+
+def test_the_quick_checks_pass_here_and_print_json(capsys):
+    args = parse("--no-ray", "--json")
+    assert args.run(args) == 0
+    out = json.loads(capsys.readouterr().out)
+    names = {finding["check"] for finding in out["findings"]}
+    assert {"python", "torch", "ray", "shared memory", "disk", "own address", "open files"} <= names
+    assert out["failed"] == []
+
+
+def test_a_failed_check_gives_code_2_and_advice(monkeypatch, capsys):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nosuch0")
+    args = parse("--no-ray")
+    assert args.run(args) == 2
+    text = capsys.readouterr().out
+    assert (
+        "FAIL NCCL_SOCKET_IFNAME" in text and "nosuch0 is no interface" in text and "-> this node has" in text
+    )
+
+
+def test_an_empty_ray_address_and_a_lost_package_are_found(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    assert any(f.check == "RAY_ADDRESS" and f.level == "warn" for f in checks.check_network())
+    monkeypatch.setattr(checks, "CORE", ("no-such-package",))
+    assert any(f.check == "no-such-package" and f.level == "fail" for f in checks.check_versions())
+
+
+def test_temporary_folders_that_ray_cannot_use(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: "/tmp")
+    assert machine.ray_folder() is None and checks.check_temporary_folder().level == "ok"
+    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: "/tmp/" + "deep/" * 10)
+    assert machine.ray_folder() == "/tmp/ray" and checks.check_temporary_folder().level == "warn"
+    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: "/tmp")
+    monkeypatch.setattr(machine, "file_system", lambda path: "nfs4")
+    assert machine.ray_folder() == "/tmp/ray"
+
+
+def test_shelves_are_staged_without_caches(monkeypatch, tmp_path):
+    for name in ("one/envs/x/__pycache__", "one/other", "two/rewards"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "one/envs/x/env.py").write_text("x = 1")
+    monkeypatch.chdir(tmp_path / "one")
+    monkeypatch.setenv("AGENTRL_PATH", str(tmp_path / "two"))
+    (tmp_path / "out").mkdir()
+    assert shipping.stage_shelves(tmp_path / "out") == "shelf0:shelf1"
+    staged = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*"))
+    assert staged == [
+        "shelf0",
+        "shelf0/envs",
+        "shelf0/envs/x",
+        "shelf0/envs/x/env.py",
+        "shelf1",
+        "shelf1/rewards",
+    ]
+
+
+@pytest.mark.slow
+def test_ray_and_the_pools_of_a_config(monkeypatch, ray_cluster):
+    from agentrl.cluster import runtime
+
+    stopped = []  # the tests share one Ray
+    monkeypatch.setattr(runtime, "stop_ray", lambda: stopped.append(1))
+    fit = list(checks.check_ray(ClusterConfig(pools={"train": PoolConfig()})))
+    assert [(f.check, f.level) for f in fit] == [("ray", "ok"), ("pools", "ok")] and stopped == [1]
+    tight = list(checks.check_ray(ClusterConfig(pools={"train": PoolConfig(per_node=999)})))
+    assert tight[-1].level == "fail" and "pool train" in tight[-1].found
+
+
+@pytest.fixture(autouse=True)
+def _no_ray_address(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -1,0 +1,97 @@
+"""The network guard, on this machine and in a network namespace whose own address does not route back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.cluster import guard
+
+NAMESPACE = """
+set -e
+ip link set lo up
+ip link add inside type veth peer name outside
+ip addr add 10.9.8.7/24 dev inside
+ip link set inside up
+ip link set outside up
+ip route add default via 10.9.8.1
+{break_it}
+exec "$@"
+"""
+BREAK = "ip route del local 10.9.8.7 dev inside table local"
+PROBE = "from agentrl.cluster.guard import *; print(own_address(), routes_back(own_address()), guard_network() or '')"
+RUN = """
+import os
+from agentrl.cluster.launch import launch
+from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.config.schema import ClusterConfig
+from cluster_workers import Summing
+start_ray(ClusterConfig(), object_store_bytes=128 << 20)
+import ray
+with launch(Summing, world_size=2, num_cpus=0.5) as group:
+    print("RESULT", ray.util.get_node_ip_address(), group.run_all(Summing.total, 1.0), os.environ["GLOO_SOCKET_IFNAME"])
+stop_ray()
+"""
+
+
+def in_namespace(code: str, broken: bool, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a network namespace of its own; skips, with the reason, where none can be made."""
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        pytest.skip("needs the programs unshare and ip (iproute2)")
+    trial = subprocess.run(
+        ["unshare", "--net", "sh", "-c", NAMESPACE.format(break_it=""), "sh", "true"],
+        capture_output=True,
+        text=True,
+    )
+    if trial.returncode != 0:
+        pytest.skip(f"cannot make a network namespace with a veth pair: {trial.stderr.strip()} (needs root)")
+    env = {key: value for key, value in os.environ.items() if key not in guard.LOOPBACK}
+    env["PYTHONPATH"] = str(Path(__file__).parent)
+    script = NAMESPACE.format(break_it=BREAK if broken else "")
+    command = ["unshare", "--net", "sh", "-c", script, "sh", sys.executable, "-c", code]
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # Ray's processes too
+        out, err = process.communicate()
+        pytest.fail(f"no answer in {timeout} s: {err[-3000:]}")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def test_a_namespace_that_routes_back_is_left_alone():
+    assert in_namespace(PROBE, broken=False).stdout.split() == ["10.9.8.7", "True"]
+
+
+def test_a_namespace_that_does_not_is_pinned_and_logged():
+    done = in_namespace(PROBE, broken=True)
+    assert done.stdout.strip() == "10.9.8.7 False the address 10.9.8.7 does not route back to this machine"
+    assert "pinned to loopback" in done.stderr and "GLOO_SOCKET_IFNAME=lo" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_works_in_that_namespace():
+    done = in_namespace(RUN, broken=True, timeout=200)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    assert lines == ["RESULT 127.0.0.2 [3.0, 3.0] lo"], done.stderr[-3000:]
+
+
+def test_nothing_that_is_set_is_overridden(monkeypatch):
+    monkeypatch.setattr(guard, "network_fault", lambda: "broken")
+    env = {"NCCL_SOCKET_IFNAME": "eth7"}
+    assert guard.guard_network(env) is None and env == {"NCCL_SOCKET_IFNAME": "eth7"}
+    assert guard.guard_network(several := {}, multi_node=True) is None and several == {}
+    fresh: dict[str, str] = {}
+    assert guard.guard_network(fresh) == "broken" and fresh == guard.LOOPBACK
+
+
+def test_an_address_that_is_not_ours_does_not_route_back():
+    assert guard.routes_back("127.0.0.1") and not guard.routes_back("203.0.113.9", timeout=0.2)
