@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -92,17 +92,53 @@ def prefix(weight: Callable[[int, int], float], n: int, m: int) -> Pairs:
     return pairs
 
 
-def greedy(weight: Callable[[int, int], float], n: int, m: int) -> Pairs:
+def greedy(weight: Callable[[int, int], float], choices: Sequence[Sequence[int]]) -> Pairs:
     """Each column in turn takes the first free row that matches it fully (weight 1), and is never revised.
 
-    This is how the Berkeley leaderboard pairs parallel calls; it can miss a full matching that exists.
+    `choices[j]` are the rows that column j may take. This is how the Berkeley leaderboard pairs parallel
+    calls; it can miss a full matching that exists.
     """
-    free = list(range(n))
+    taken: set[int] = set()
     pairs: Pairs = []
-    for j in range(m):
-        for i in free:
-            if weight(i, j) >= 1.0 - _EPS:
+    for j, rows in enumerate(choices):
+        for i in rows:
+            if i not in taken and weight(i, j) >= 1.0 - _EPS:
                 pairs.append((i, j))
-                free.remove(i)
+                taken.add(i)
                 break
     return sorted(pairs)
+
+
+def maximum(weight: Callable[[int, int], float], choices: Sequence[Sequence[int]]) -> Pairs:
+    """The most one-to-one pairs that match fully (weight 1); `choices[j]`: the rows that column j may take.
+
+    Augmenting paths (Kuhn 1955), breadth first; O(columns x candidate pairs).
+    """
+    column_of: dict[int, int] = {}
+    for start in range(len(choices)):
+        came_from: dict[int, int] = {}  # row -> the column that reached it
+        frontier = [start]
+        end = -1
+        while frontier and end < 0:
+            following: list[int] = []
+            for j in frontier:
+                for i in choices[j]:
+                    if i in came_from or weight(i, j) < 1.0 - _EPS:
+                        continue
+                    came_from[i] = j
+                    if i not in column_of:
+                        end = i
+                        break
+                    following.append(column_of[i])
+                if end >= 0:
+                    break
+            frontier = following
+        row = end
+        while row >= 0:
+            column = came_from[row]
+            before = next((i for i, j in column_of.items() if j == column), -1)
+            column_of[row] = column
+            if before >= 0:
+                del column_of[before]
+            row = before if column != start else -1
+    return sorted(column_of.items())

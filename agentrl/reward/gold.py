@@ -79,12 +79,6 @@ class CallRule:
     arguments: str = "exact"
     values: Rule = LITERAL
 
-    @property
-    def equivalence(self) -> bool:
-        """True where "matches" is an equivalence relation, so that any maximal pairing is an optimal one."""
-        exact = self.values.absolute == 0.0 and self.values.relative == 0.0
-        return exact and self.form == "literal" and self.arguments in ("exact", "ignore")
-
     def value_fits(self, key: str, made: Json, call: GoldCall) -> bool:
         """Whether one argument's value is right."""
         gold = call.arguments[key]
@@ -101,16 +95,24 @@ class CallRule:
             return False
         if self.arguments == "ignore":
             return True
-        missing = [key for key in gold.arguments if key not in arguments and key not in gold.optional]
-        if missing and self.arguments != "subset":
+        wanted = gold.arguments
+        if not self._keys_fit(arguments, gold):
             return False
-        if len(arguments) + len(missing) > len(gold.arguments) or gold.optional:
-            extra = any(key not in gold.arguments for key in arguments)
-            if extra and self.arguments != "superset":
-                return False
         if self.arguments == "names":
             return True
-        return all(self.value_fits(k, value, gold) for k, value in arguments.items() if k in gold.arguments)
+        for key, value in arguments.items():
+            if key in wanted and not self.value_fits(key, value, gold):
+                return False
+        return True
+
+    def _keys_fit(self, made: Mapping[str, Json], gold: GoldCall) -> bool:
+        if made.keys() == gold.arguments.keys():
+            return True
+        if self.arguments != "superset" and any(key not in gold.arguments for key in made):
+            return False
+        if self.arguments == "subset":
+            return True
+        return all(key in made or key in gold.optional for key in gold.arguments)
 
     def part(self, made: ToolCall, gold: GoldCall) -> float:
         """Partial credit of one pair: (1 + right arguments) / (1 + arguments counted), 0 for another name.
@@ -177,7 +179,7 @@ def bfcl_fits(made: Json, allowed: Sequence[Any], rule: Rule) -> bool:
     An object is right where some allowed object lists, key by key, its values (an allowed "" makes a key
     optional); a list of objects likewise, item by item; texts after normalization; tuples as lists.
     """
-    if isinstance(made, Mapping):
+    if isinstance(made, dict):
         return any(isinstance(option, Mapping) and _object_fits(made, option, rule) for option in allowed)
     if isinstance(made, (list, tuple)) and any(isinstance(item, Mapping) for item in made):
         return any(_objects_fit(made, option, rule) for option in allowed)

@@ -109,7 +109,7 @@ class Node(ABC):
     def _mods(self, value: float) -> float:
         if self.mods.scale is not None:
             low, high = self.mods.scale
-            value = low + value * (high - low)
+            value = low + (value * (high - low) if high != low else 0.0)  # bounds can be infinite
         if self.mods.clip is not None:
             value = min(max(value, self.mods.clip[0]), self.mods.clip[1])
         return value

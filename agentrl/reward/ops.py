@@ -127,14 +127,12 @@ def _may_skip(node: Node) -> bool:
 
 
 def _times(weight: float, value: float) -> float:
-    return 0.0 if weight == 0.0 else weight * value
+    return 0.0 if weight == 0.0 or value == 0.0 else weight * value
 
 
 def _product_range(bounds: Sequence[tuple[float, float, bool]]) -> tuple[float, float]:
     low, high = 1.0, 1.0
     for a, b, skip in bounds:
-        ends = [_times(x, y) if x != 0.0 else 0.0 for x in (low, high) for y in (a, b)] + (
-            [low, high] if skip else []
-        )
+        ends = [_times(x, y) for x in (low, high) for y in (a, b)] + ([low, high] if skip else [])
         low, high = min(ends), max(ends)
     return low, high

@@ -68,13 +68,9 @@ def same(a: Json, b: Json, rule: Rule = LITERAL) -> bool:
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, (int, float)):
-        return isinstance(b, (int, float)) and close(a, b, rule.absolute, rule.relative)
-    if isinstance(a, Mapping):
-        return (
-            isinstance(b, Mapping)
-            and len(a) == len(b)
-            and all(k in b and same(v, b[k], rule) for k, v in a.items())
-        )
+        return isinstance(b, (int, float)) and (a == b or close(a, b, rule.absolute, rule.relative))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(v, b[k], rule) for k, v in a.items())
     if isinstance(a, (list, tuple)):
         return (
             isinstance(b, (list, tuple))

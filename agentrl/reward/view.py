@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from agentrl.reward.pointer import ABSENT, Absent, follow
@@ -38,7 +38,7 @@ class View:
     """A part of one trajectory.
 
     `index` is its number among the parts of its scope (0 for an episode), `answers` what was fetched
-    from outside for the leaves that asked.
+    from outside for the leaves that asked, `memo` what leaves keep for the other parts of the episode.
 
     """
 
@@ -48,6 +48,7 @@ class View:
     calls: Sequence[Made]
     index: int = 0
     answers: dict[str, Any] = field(default_factory=dict)
+    memo: dict[Any, Any] = field(default_factory=dict)
     _documents: dict[str, Json] = field(default_factory=dict)
 
     @property
@@ -78,7 +79,7 @@ class View:
 
     def _part(self, scope: str, turns: list[Turn], calls: list[Made] | None, index: int) -> View:
         made = calls_made(turns) if calls is None else calls
-        return View(self.trajectory, scope, turns, made, index, self.answers)
+        return View(self.trajectory, scope, turns, made, index, self.answers, self.memo)
 
     @property
     def round(self) -> int:
@@ -145,7 +146,10 @@ class View:
             "content": turn.message.content,
             "reasoning": turn.message.reasoning,
             "finish": turn.finish,
-            "calls": [asdict(call) for call in turn.message.tool_calls],
+            "calls": [
+                {"name": call.name, "arguments": call.arguments, "error": call.error}
+                for call in turn.message.tool_calls
+            ],
             "results": [result.content for result in turn.results],
             "sampled_tokens": turn.sampled_tokens,
             "errors": sum(1 for made in calls_made([turn]) if _failed(made)),

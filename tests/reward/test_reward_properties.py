@@ -165,7 +165,13 @@ def test_assignments_against_trying_them_all(n, m, rng):
     assert total(monotone) == pytest.approx(ordered)
     assert monotone == sorted(monotone)
     assert [j for _, j in monotone] == sorted(j for _, j in monotone)
-    assert total(assign.greedy(lambda i, j: weights[i, j], n, m)) <= free + 1e-9
+    assert total(assign.greedy(lambda i, j: weights[i, j], [range(n)] * m)) <= free + 1e-9
+    most = max(
+        sum(weights[i, j] == 1 for i, j in zip(rows, columns, strict=True))
+        for rows in itertools.combinations(range(n), short)
+        for columns in itertools.permutations(range(m), short)
+    )
+    assert len(assign.maximum(lambda i, j: weights[i, j], [range(n)] * m)) == most
 
 
 def test_assignment_of_200_calls_is_the_best_by_an_independent_bound():

@@ -39,9 +39,10 @@ class CallsSchema(Leaf):
             empty = args.get("empty", 0)
             return Reading(None if empty is None else float(empty), {"calls": 0})
         schemas = _parameters(view) if args.get("check", "schema") == "schema" else None
+        validators: dict[str, jsonschema.Draft202012Validator] = {}
         errors: list[Json] = []
         for index, made in enumerate(view.calls):
-            fault = _fault(made.call, schemas)
+            fault = _fault(made.call, schemas, validators)
             if fault is not None:
                 errors.append({"call": index, "name": made.call.name[:100], "fault": fault})
         valid = len(view.calls) - len(errors)
@@ -77,14 +78,18 @@ def _parameters(view: View) -> dict[str, Json]:
     return found
 
 
-def _fault(call: ToolCall, schemas: Mapping[str, Json] | None) -> str | None:
+def _fault(
+    call: ToolCall, schemas: Mapping[str, Json] | None, validators: dict[str, jsonschema.Draft202012Validator]
+) -> str | None:
     if call.arguments is None:
         return str(brief(call.error or "malformed"))
     if schemas is None:
         return None
     if call.name not in schemas:
         return "no such tool"
-    error = jsonschema.exceptions.best_match(_validator(schemas[call.name]).iter_errors(call.arguments))
+    if call.name not in validators:
+        validators[call.name] = _validator(schemas[call.name])
+    error = jsonschema.exceptions.best_match(validators[call.name].iter_errors(call.arguments))
     return None if error is None else str(brief(error.message))
 
 

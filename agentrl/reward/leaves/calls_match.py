@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from agentrl.reward.leaf import Args, Context, Leaf, Reading, object_schema, or_
 from agentrl.reward.leaves.toolrl import graded
 from agentrl.reward.values import NORMALIZERS, Rule
 from agentrl.reward.view import Made, View
+from agentrl.trajectory import Json
 
 _CALL = {"type": "object"}
 _NUMBER = {"type": "number", "minimum": 0}
@@ -67,9 +68,7 @@ class CallsMatch(Leaf):
             raise ValueError("credit: toolrl goes with order free, form literal and no 'arguments'")
 
     def read(self, view: View, args: Args) -> Reading:
-        gold = gold_calls(args["expect"], self.form)
-        if self.form == "bfcl":
-            gold = declared(gold, view.trajectory.tools)
+        gold = self._gold(view, args["expect"])
         made = view.calls
         if self.credit == "toolrl":
             return graded([item.call for item in made], gold, self.rule.values, self.assign)
@@ -80,37 +79,51 @@ class CallsMatch(Leaf):
             value = 1.0 if value >= 1.0 - 1e-9 else 0.0
         return Reading(value, _evidence(made, gold, pairs, credit))
 
-    def _pair(
-        self, made: Sequence[Made], gold: Sequence[GoldCall]
-    ) -> tuple[assign.Pairs, Callable[[int, int], float]]:
+    def _gold(self, view: View, expect: Json) -> list[GoldCall]:
+        """The gold calls, read once for all parts of an episode that share them."""
+        key = (self.form, id(expect))
+        if key not in view.memo:
+            gold = gold_calls(expect, self.form)
+            view.memo[key] = (declared(gold, view.trajectory.tools) if self.form == "bfcl" else gold, expect)
+        found: list[GoldCall] = view.memo[key][0]
+        return found
+
+    def _pair(self, made: Sequence[Made], gold: Sequence[GoldCall]) -> tuple[assign.Pairs, Credit]:
         n, m = len(made), len(gold)
         calls = [item.call for item in made]
-        full = self.rule.full
+        full, known = self.rule.full, dict[tuple[int, int], float]()
 
         def match(i: int, j: int) -> float:
-            return 1.0 if full(calls[i], gold[j]) else 0.0
+            if (i, j) not in known:
+                known[i, j] = 1.0 if full(calls[i], gold[j]) else 0.0
+            return known[i, j]
 
         def part(i: int, j: int) -> float:
             return self.rule.part(calls[i], gold[j])
 
-        credit = part if self.credit == "partial" else match
-        if self.order == "prefix":
-            return assign.prefix(match, n, m), match
         straight = assign.prefix(match, n, m)
-        if len(straight) == min(n, m):  # no assignment can do better than a full match of the shorter side
-            return straight, match
-        if self.assign == "greedy" or (
-            self.order == "free" and self.credit != "partial" and self.rule.equivalence
-        ):
-            return assign.greedy(match, n, m), match
+        if self.order == "prefix" or len(straight) == min(n, m):
+            return straight, match  # no assignment can do better than a full match of the shorter side
+        credit = part if self.credit == "partial" else match
         if self.order == "ordered":
             return assign.in_order(_matrix(credit, range(n), range(m))), credit
-        return _optimal_by_name(calls_names(made), [call.name for call in gold], credit), credit
+        rows = _rows_by_name(made)
+        choices = [rows.get(call.name, []) for call in gold]
+        if self.assign == "greedy":
+            return assign.greedy(match, choices), match
+        if self.credit != "partial":
+            return assign.maximum(match, choices), match
+        return _optimal_by_name(rows, gold, credit), credit
 
 
-def calls_names(made: Sequence[Made]) -> list[str]:
-    """Names of the calls made, in order."""
-    return [item.call.name for item in made]
+Credit = Callable[[int, int], float]
+
+
+def _rows_by_name(made: Sequence[Made]) -> dict[str, list[int]]:
+    rows: dict[str, list[int]] = {}
+    for i, item in enumerate(made):
+        rows.setdefault(item.call.name, []).append(i)
+    return rows
 
 
 def _matrix(
@@ -121,18 +134,16 @@ def _matrix(
     )
 
 
-def _optimal_by_name(made: list[str], gold: list[str], credit: Callable[[int, int], float]) -> assign.Pairs:
+def _optimal_by_name(rows: Mapping[str, list[int]], gold: Sequence[GoldCall], credit: Credit) -> assign.Pairs:
     """Calls of different names never pair, so each name is a problem of its own."""
+    columns: dict[str, list[int]] = {}
+    for j, call in enumerate(gold):
+        columns.setdefault(call.name, []).append(j)
     pairs: assign.Pairs = []
-    for name in set(made) & set(gold):
-        rows = [i for i, other in enumerate(made) if other == name]
-        columns = [j for j, other in enumerate(gold) if other == name]
-        if len(rows) == 1 and len(columns) == 1:
-            if credit(rows[0], columns[0]) > 0.0:
-                pairs.append((rows[0], columns[0]))
-            continue
-        found = assign.optimal(_matrix(credit, rows, columns))
-        pairs.extend((rows[i], columns[j]) for i, j in found)
+    for name, js in columns.items():
+        here = rows.get(name, [])
+        found = assign.optimal(_matrix(credit, here, js))
+        pairs.extend((here[i], js[j]) for i, j in found)
     return sorted(pairs)
 
 

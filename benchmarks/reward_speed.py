@@ -1,0 +1,157 @@
+"""Reward scoring speed: trajectories a second on one core, for each profile of the shelf.
+
+    python benchmarks/reward_speed.py [--seconds 1.0] [--calls 20]
+
+Each profile scores episodes of 20 calls (half of them right, the other half reordered, wrong or missing). The
+judge profile is left out: its speed is the judge's. Also measured: assignment of n calls of one name whose
+credits all differ, the worst case, for n up to 200; `exponent` is the growth of its time in n. The last line is
+one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from agentrl.reward import Context, Scorer, compile_spec
+from agentrl.trajectory import Message, Task, ToolCall, ToolResult, Trajectory, Turn
+
+SHELF = Path(__file__).resolve().parents[1] / "rewards"
+AIM = 5000.0
+AIMED = ("exact_calls", "key_value", "bfcl_ast", "bfcl_ast_parity")
+
+
+class Tally:
+    """A twin environment that costs next to nothing, so that replays measure the reward code."""
+
+    def __init__(self, task: Task) -> None:
+        self.total = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return [], {}
+
+    def step(self, action: Message) -> Any:
+        self.total += len(action.tool_calls)
+        answers = [Message("tool", "ok", tool_call_id=call.id, name=call.name) for call in action.tool_calls]
+        return answers, 0.0, False, False, {}
+
+    def state(self) -> Any:
+        return {"total": self.total}
+
+    def close(self) -> None:
+        pass
+
+
+def arguments(rng: random.Random) -> dict[str, Any]:
+    return {"key": rng.choice("abcdefgh"), "amount": rng.randint(1, 50), "note": f"item {rng.randint(1, 50)}"}
+
+
+def episodes(calls: int, count: int, form: str) -> list[Trajectory]:
+    """Seeded episodes of `calls` calls over four tools, with gold in the form that a profile reads."""
+    rng = random.Random(0)
+    return [one_episode(rng, calls, form, damaged=number % 2 == 1) for number in range(count)]
+
+
+def one_episode(rng: random.Random, calls: int, form: str, damaged: bool) -> Trajectory:
+    gold = [(f"tool_{rng.randint(0, 3)}", arguments(rng)) for _ in range(calls)]
+    made = list(gold)
+    if damaged:
+        rng.shuffle(made)
+        made[0] = (made[0][0], arguments(rng))
+        made[-1] = ("tool_9", {})
+    turns = []
+    for index, (name, values) in enumerate(made):
+        call = ToolCall(name, values, id=f"c{index}")
+        turns.append(Turn(index, Message("assistant", "", (call,), reasoning="so"), [ToolResult(call.id, name, "ok")]))
+    turns.append(Turn(calls, Message("assistant", "The total is 42.")))
+    listed = [{"name": name, "arguments": values} for name, values in gold]
+    if form == "bfcl":
+        listed = [{name: {key: [value] for key, value in values.items()}} for name, values in gold]
+    task_gold = {"calls": listed, "rounds": [listed], "answer": "42", "outputs": ["42"], "state": {"total": calls}}
+    properties = {"key": {"type": "string"}, "amount": {"type": "integer"}, "note": {"type": "string"}}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    tools = [{"type": "function", "function": {"name": f"tool_{i}", "parameters": parameters}} for i in range(4)]
+    task = Task("bench", 0, data={"goal": "add"}, gold=task_gold)
+    return Trajectory("Bench/Env-v0", task, turns=turns, tools=tools, state={"total": calls})
+
+
+def rate(scorer: Scorer, trajectories: list[Trajectory], seconds: float) -> float:
+    """Trajectories a second of processor time, best of three runs."""
+    scorer.score(trajectories[0])
+
+    def run() -> float:
+        count, start = 0, time.process_time()
+        while time.process_time() - start < seconds / 3:
+            for trajectory in trajectories:
+                scorer.score(trajectory)
+            count += len(trajectories)
+        return count / (time.process_time() - start)
+
+    return max(run() for _ in range(3))
+
+
+def assignment_seconds(size: int) -> float:
+    """Processor seconds for `size` made and expected calls of one name, every pair with another credit."""
+    rng = random.Random(size)
+    keys = [f"k{i}" for i in range(8)]
+
+    def call() -> dict[str, Any]:
+        return {key: rng.randint(0, 2) for key in rng.sample(keys, rng.randint(3, 8))}
+
+    turn = Turn(0, Message("assistant", "", tuple(ToolCall("f", call(), id=str(i)) for i in range(size))))
+    gold = [{"name": "f", "arguments": call()} for _ in range(size)]
+    root = {"use": "calls.match", "args": {"expect": {"$": "/task/gold/calls"}, "credit": "partial"}}
+    scorer = compile_spec({"agentrl_reward": 1, "name": "assignment", "root": root})
+    trajectory = Trajectory("Bench/Env-v0", Task("t", 0, gold={"calls": gold}), turns=[turn])
+    return best_of(lambda: scorer.score(trajectory))
+
+
+def best_of(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(3):
+        start = time.process_time()
+        work()
+        times.append(time.process_time() - start)
+    return min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=1.0, help="processor seconds a profile")
+    parser.add_argument("--calls", type=int, default=20, help="calls a trajectory")
+    args = parser.parse_args()
+    context = Context(twin=Tally)
+    rates = {}
+    for path in sorted(SHELF.glob("*.json")):
+        if path.stem in ("schema", "judge"):
+            continue
+        form = "bfcl" if path.stem.startswith("bfcl_ast") else "literal"
+        rates[path.stem] = rate(compile_spec(path, context=context), episodes(args.calls, 50, form), args.seconds)
+        print(f"{path.stem:<20}{rates[path.stem]:>10.0f} trajectories/s a core", file=sys.stderr)
+    sizes = {size: assignment_seconds(size) for size in (25, 50, 100, 200)}
+    for size, seconds in sizes.items():
+        print(f"assignment of {size:>3} calls {1000 * seconds:>10.1f} ms", file=sys.stderr)
+    exponent = math.log(sizes[200] / sizes[50]) / math.log(4)
+    result = {
+        "benchmark": "reward_speed",
+        "calls": args.calls,
+        "trajectories_per_second": {name: round(value) for name, value in rates.items()},
+        "assignment_ms": {str(size): round(1000 * seconds, 2) for size, seconds in sizes.items()},
+        "assignment_exponent": round(exponent, 2),
+        "ratios": {f"{name}_over_aim": round(rates[name] / AIM, 2) for name in AIMED},
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
