@@ -39,9 +39,9 @@ class Bm25:
                 frequencies.append(times)
         self._postings: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]] = {}
         for word, (places, frequencies) in found.items():
-            where, times = np.array(places), np.array(frequencies, dtype=np.float64)
+            where, often = np.array(places), np.array(frequencies, dtype=np.float64)
             idf = math.log(1 + (self._size - len(places) + 0.5) / (len(places) + 0.5))
-            self._postings[word] = where, idf * times * (k1 + 1) / (times + norm[where])
+            self._postings[word] = where, idf * often * (k1 + 1) / (often + norm[where])
 
     def top(self, query: str, k: int) -> list[tuple[int, float]]:
         """At most `k` (text number, score > 0), best first; ties in the order of the texts."""

@@ -52,9 +52,7 @@ class Search(ToolEnv):
         if not 1 <= low <= high <= 8:
             raise ConfigError(f"search: hops = {hops!r}; expected a number or [low, high] within 1..8")
         if not (40 <= documents <= 5000 and 1 <= results <= 20):
-            raise ConfigError(
-                f"search: expected documents in 40..5000 and results in 1..20, got {documents}, {results}"
-            )
+            raise ConfigError(f"search: expected documents in 40..5000 and results in 1..20, got {documents}, {results}")
         if not 0 <= back_share <= 1:
             raise ConfigError(f"search: back_share = {back_share!r}; expected a share within 0..1")
         self.hops, self.documents, self.back_share, self.results = (low, high), documents, back_share, results

@@ -56,9 +56,7 @@ class Names:
         rng = self._rng
         while True:
             count = 2 if kind in ("", "ship") else 1
-            stem = "".join(
-                rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(count)
-            )
+            stem = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(count))
             word = (stem + rng.choice(_ENDINGS[kind])).capitalize()
             if len(word) >= 4 and content_split(word) == self._split:
                 return word

@@ -75,11 +75,7 @@ def _question(corpus: Corpus, start: int, chain: list[_Hop]) -> Question:
     here, steps, opened, trail = start, list[tuple[str, str]](), set[int](), [corpus.names[start]]
     for hop in chain:
         relation, page = hop.fact.relation, hop.fact.subject
-        query = (
-            (relation.inverse or relation.phrase).format(corpus.names[here])
-            if hop.back
-            else corpus.names[here]
-        )
+        query = (relation.inverse or relation.phrase).format(corpus.names[here]) if hop.back else corpus.names[here]
         phrase = (relation.inverse or "").format(phrase) if hop.back else relation.phrase.format(phrase)
         if page not in opened:
             opened.add(page)
@@ -92,7 +88,4 @@ def _question(corpus: Corpus, start: int, chain: list[_Hop]) -> Question:
 
 def _solvable(corpus: Corpus, question: Question, k: int) -> bool:
     """Whether each page is among the results of its query."""
-    return all(
-        any(corpus.pages[number].id == page for number, _ in corpus.index.top(query, k))
-        for query, page in question.steps
-    )
+    return all(any(corpus.pages[number].id == page for number, _ in corpus.index.top(query, k)) for query, page in question.steps)

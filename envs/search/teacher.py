@@ -12,9 +12,7 @@ class Teacher:
     """`wrong`: chance that a page opened is another one first (the right one follows). `stop`: chance that an
     episode ends on the trail, with an entity on the way as its answer. `rng` needs only `random()`."""
 
-    def __init__(
-        self, task: Task, rng: Any, gold: Sequence[Message], *, wrong: float = 0.15, stop: float = 0.4
-    ) -> None:
+    def __init__(self, task: Task, rng: Any, gold: Sequence[Message], *, wrong: float = 0.15, stop: float = 0.4) -> None:
         self._rng, self._wrong = rng, wrong
         self._left = list(gold)
         self._documents = int(task.data["documents"])

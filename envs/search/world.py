@@ -215,13 +215,8 @@ class Corpus:
 
     def _page(self, rng: random.Random, number: int) -> Page:
         name, kind = self.names[number], self.kinds[number]
-        told = [
-            rng.choice(fact.relation.told).format(s=name, o=self.name_of(fact))
-            for fact in self.of_subject.get(number, [])
-        ]
-        told += [
-            line.format(s=name, x=rng.choice(self.names)) for line in rng.sample(_FILLER, rng.randint(1, 3))
-        ]
+        told = [rng.choice(fact.relation.told).format(s=name, o=self.name_of(fact)) for fact in self.of_subject.get(number, [])]
+        told += [line.format(s=name, x=rng.choice(self.names)) for line in rng.sample(_FILLER, rng.randint(1, 3))]
         rng.shuffle(told)
         return Page(f"p{number + 1}", name, kind, " ".join([f"{name} is a {kind}.", *told]))
 
@@ -250,8 +245,6 @@ def _facts(rng: random.Random, kinds: list[str]) -> list[Fact]:
                 other = rng.choice([i for i in of_kind[relation.target] if i != number])
                 facts.append(Fact(relation, number, other, ""))
             else:
-                low, high = {"year": (1400, 1999), "metres": (900, 8000), "kilometres": (30, 2500)}[
-                    relation.target
-                ]
+                low, high = {"year": (1400, 1999), "metres": (900, 8000), "kilometres": (30, 2500)}[relation.target]
                 facts.append(Fact(relation, number, -1, str(rng.randint(low, high))))
     return facts

@@ -1,0 +1,157 @@
+"""A task: requests in a row, planned on a world of their own so that each fits what the ones before it left."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.tool import Tool
+
+from .apps import Apps, export
+from .bulk import BULK, QUESTIONS
+from .calendar import Calendar
+from .contacts import Contacts
+from .files import Files
+from .mail import Mail
+from .move import Call, Move
+from .skills import SKILLS
+
+Json = Any
+TOOLS: dict[str, Tool] = {
+    item.name: item for app in (Files, Mail, Calendar, Contacts) for item in vars(app).values() if isinstance(item, Tool)
+}
+
+
+MOST_PER_REQUEST = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How tasks are drawn: ranges of calls and requests, shares of requests, and the world's size."""
+
+    calls: tuple[int, int]
+    requests: tuple[int, int]
+    questions: float
+    missing: float
+    withheld: float
+    distractors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A move as it comes up. `asked`: its slot is left out at first. `withheld`: its vital tool is not
+    offered; `restored`: it is once the policy has said that it is missing."""
+
+    move: Move
+    asked: bool = False
+    withheld: bool = False
+    restored: bool = False
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The calls that the request takes in the end."""
+        return () if self.withheld and not self.restored else self.move.calls
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The world before, the requests, and the world after them."""
+
+    before: dict[str, Json]
+    requests: list[Request]
+    after: dict[str, Json]
+
+
+class Desk(Files, Mail, Calendar, Contacts):
+    """The apps on a world of their own."""
+
+    def __init__(self, world: dict[str, Json]) -> None:
+        self.world = world
+
+    def run(self, calls: tuple[Call, ...]) -> None:
+        """Make the calls, in order."""
+        for name, arguments in calls:
+            run_tool(self, name, arguments)
+
+
+def run_tool(apps: Apps, name: str, arguments: Mapping[str, Json]) -> Json:
+    """Call a tool as plain Python. Raises ToolError where it refuses."""
+    return TOOLS[name].function(apps, **arguments)
+
+
+def is_write(name: str) -> bool:
+    """Whether a tool changes the world."""
+    return not TOOLS[name].options.read_only
+
+
+def private(world: dict[str, Json]) -> dict[str, Json]:
+    """A deep copy; through pickle, which is several times faster here than `copy.deepcopy`."""
+    copied: dict[str, Json] = pickle.loads(pickle.dumps(world, pickle.HIGHEST_PROTOCOL))
+    return copied
+
+
+def draw_plan(rng: random.Random, wish: Wish, before: dict[str, Json], target: int) -> Plan | None:
+    """One attempt at requests that take `target` calls in all; None where they do not come out at that."""
+    count = min(rng.randint(*wish.requests), target)
+    desk = Desk(private(before))
+    requests: list[Request] = []
+    banned: set[str] = set()
+    left = target
+    while len(requests) < count:
+        rest = count - len(requests) - 1
+        request = _next(rng, wish, desk.world, requests, banned, left, rest)
+        if request is None:
+            return None
+        requests.append(request)
+        desk.run(request.calls)
+        left -= len(request.calls)
+        if request.withheld and request.move.vital is not None:
+            banned.add(request.move.vital)
+    wrote = any(is_write(name) for request in requests for name, _ in request.calls)
+    return Plan(before, requests, export(desk.world)) if left == 0 and wrote else None
+
+
+def _next(
+    rng: random.Random,
+    wish: Wish,
+    world: dict[str, Json],
+    before: list[Request],
+    banned: set[str],
+    left: int,
+    rest: int,
+) -> Request | None:
+    """A request that leaves at least a call for each of the `rest` requests, and none after the last."""
+    if rest and rng.random() < wish.withheld:
+        request = _withheld(rng, world, before, banned)
+        spent = len(request.calls) if request is not None else 0
+        if request is not None and rest <= left - spent <= MOST_PER_REQUEST * rest:
+            return request
+    # What a short request leaves must still be within reach of the requests after it.
+    question = rng.random() < wish.questions and left - 1 <= MOST_PER_REQUEST * rest
+    fair = left / (rest + 1)
+    moves: list[Move] = []
+    for _ in range(60 if rest == 0 else 16):
+        skills = QUESTIONS if question else BULK if rng.random() < fair / (fair + 4) else SKILLS
+        move = rng.choice(skills)(world, rng)
+        if move is None or any(name in banned for name, _ in move.calls):
+            continue
+        cost = len(move.calls)
+        if (cost == left) if rest == 0 else (cost <= left - rest):
+            moves.append(move)
+    if not moves:
+        return None
+    moves.sort(key=lambda move: abs(len(move.calls) - fair))
+    move = rng.choice(moves[: max(1, len(moves) // 2)])
+    return Request(move, asked=move.slot is not None and rng.random() < wish.missing)
+
+
+def _withheld(rng: random.Random, world: dict[str, Json], before: list[Request], banned: set[str]) -> Request | None:
+    used = {name for request in before for name, _ in request.calls}
+    for _ in range(12):
+        move = rng.choice(SKILLS)(world, rng)
+        if move is not None and move.vital and move.vital not in used | banned:
+            return Request(move, withheld=True, restored=rng.random() < 0.5)
+    return None

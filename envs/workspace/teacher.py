@@ -1,0 +1,34 @@
+"""An imperfect scripted policy: it knows the right turns and skips or repeats some, or stops early."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from agentrl.env import Message, Observation
+
+
+class Teacher:
+    """`skip`: chance that a call is left out. `hasty`: chance that a question or a CANNOT is replaced by
+    "Done.". `stop`: chance that the rest of an episode after some turn is "Done." only. `rng` needs only
+    `random()`."""
+
+    def __init__(self, rng: Any, gold: Sequence[Message], *, skip: float = 0.03, hasty: float = 0.2, stop: float = 0.2) -> None:
+        self._rng, self._skip, self._hasty = rng, skip, hasty
+        self._left = list(gold)
+        if rng.random() < stop:
+            keep = 1 + int(rng.random() * len(gold))
+            ends = sum(not message.tool_calls for message in gold[keep:])
+            self._left = [*gold[:keep], *[Message("assistant", "Done.")] * ends]
+
+    def act(self, observation: Observation) -> Message | None:
+        """The next turn; None where there is none left."""
+        while self._left:
+            message = self._left.pop(0)
+            if message.tool_calls and self._rng.random() < self._skip:
+                continue
+            tricky = "?" in message.content or message.content.startswith("CANNOT")
+            if tricky and self._rng.random() < self._hasty:
+                return Message("assistant", "Done.")
+            return message
+        return None

@@ -1,0 +1,356 @@
+"""workspace: gold holds at every size, the three kinds of traps are traps, any order of work is as good."""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+from collections import Counter
+
+import pytest
+from conversation_probes import arguments_for, build, fuzz_call, gold_episode, null_score, play, task_json
+from gymnasium.utils.env_checker import check_env
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.catalog import find_env, find_reward
+from agentrl.catalog.shelf import load_module
+from agentrl.env import Message, ToolCall
+from agentrl.errors import ConfigError, ToolError
+from agentrl.reward import compile_spec
+
+PATH = find_env("workspace").path
+assert PATH is not None
+PLAN = load_module(PATH.parent / "plan.py")
+USER = load_module(PATH.parent / "user.py")
+
+
+def say(text):
+    return Message("assistant", text)
+
+
+def call(name, **arguments):
+    return Message("assistant", tool_calls=(ToolCall(name, arguments),))
+
+
+def first_task(env, wanted, seeds=range(300)):
+    """Start the first episode whose task satisfies `wanted`; returns its gold turns."""
+    for seed in seeds:
+        task = env.make_task(seed, "train")
+        if wanted(task):
+            env.reset(options={"task": task})
+            return env.gold_turns(task)
+    raise AssertionError("no such task")
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"calls": 1, "requests": 1},
+        {"calls": 60, "requests": [6, 8]},
+        {"calls": [10, 30], "requests": [3, 6], "missing": 0.6, "withheld": 0.5, "questions": 0.3},
+        {"calls": [2, 6], "requests": 2, "offered": 0, "distractors": 0},
+    ],
+)
+def test_gold_scores_one_in_the_number_of_calls_asked_for(params, split):
+    env = build("workspace", **params)
+    low, high = env.wish.calls
+    for seed in range(5):
+        reward, record = gold_episode(env, seed, split)
+        assert reward == 1.0
+        results = [result for _, _, result in record.calls()]
+        assert low <= len(results) <= high
+        assert all(result is not None and result.error is None for result in results)
+        assert "[cut:" not in "".join(result.content for result in results)
+
+
+@pytest.mark.parametrize("spec", ["workspace", "workspace_dense"])
+@pytest.mark.parametrize("name", ["empty", "done", "yes", "cannot", "echo", "spam"])
+def test_null_policies_score_nothing(name, spec):
+    env = build("workspace", reward=spec, withheld=0.4, questions=0.3)
+    assert all(null_score(env, s, split, name) == 0.0 for s in range(6) for split in ("train", "heldout"))
+
+
+def test_there_are_over_thirty_functions_and_nearly_all_are_needed_somewhere():
+    env = build("workspace", calls=[4, 16], requests=4, missing=0.0)
+    used = Counter()
+    for seed in range(60):
+        used.update(t.tool_calls[0].name for t in env.gold_turns(env.make_task(seed, "train")) if t.tool_calls)
+    assert len(PLAN.TOOLS) == 41 and len(used) >= 25
+
+
+def test_a_detail_left_out_is_told_when_asked_for_and_cannot_be_guessed():
+    env = build("workspace", missing=1.0, withheld=0.0)
+    checked = 0
+    for seed in range(40):
+        task = env.make_task(seed, "train")
+        for request in task.data["requests"]:
+            if request["slot"] is None:
+                continue
+            secret = request["slot"]["reply"].split(" ", 1)[-1].strip('."')
+            assert secret not in request["text"], request
+            checked += 1
+        if not any(request["slot"] for request in task.data["requests"]):
+            continue
+        # Without its questions the gold policy gets no answers, and its calls then come a request too early.
+        env.reset(options={"task": task})
+        turns = env.gold_turns(task)
+        reward, _ = play(env, turns)
+        assert reward == 1.0
+        replies = [m.content for m in env.trajectory.messages if m.role == "user"]
+        assert all(r["slot"]["reply"] in replies for r in task.data["requests"] if r["slot"])
+        silent = [t for t in turns if t.tool_calls or "?" not in t.content]
+        env.reset(options={"task": task})
+        play(env, silent)
+        heard = [m.content for m in env.trajectory.messages if m.role == "user"]
+        assert not any(r["slot"]["reply"] in heard for r in task.data["requests"] if r["slot"])
+    assert checked > 20
+
+
+def test_what_cannot_be_done_is_declined_and_nothing_else():
+    env = build("workspace", withheld=1.0, missing=0.0, questions=0.0)
+    gold = first_task(env, lambda task: any(r["withheld"] and not r["restored"] for r in task.data["requests"]))
+    withheld = [r["withheld"] for r in env.task.data["requests"] if r["withheld"]]
+    assert not set(withheld) & set(env.toolbox.names)
+    assert play(env, gold) == (1.0, True)
+    for other in ("Done.", "I did that.", "I cannot do that."):
+        env.reset(options={"task": env.task})
+        turns = [say(other) if t.content.startswith("CANNOT") else t for t in gold]
+        assert play(env, turns)[0] == 0.0
+    # Declining what could be done costs as much as claiming what was not.
+    env.reset(options={"task": env.task})
+    assert play(env, [say("CANNOT: no") if t.content == "Done." else t for t in gold])[0] == 0.0
+    env.reset(options={"task": env.task})
+    assert play(env, [say("Done.\nCANNOT: no") if t.content == "Done." else t for t in gold])[0] == 0.0
+
+
+def test_a_function_that_comes_back_is_offered_and_used():
+    env = build("workspace", withheld=1.0, missing=0.0)
+    gold = first_task(env, lambda task: task.data["requests"][0]["restored"])
+    name = env.task.data["requests"][0]["withheld"]
+    assert name not in env.toolbox.names
+    observation, *_ = env.step(gold[0])
+    assert f'"name": "{name}"' in observation[0].content and name in env.toolbox.names
+    assert play(env, gold[1:]) == (1.0, True)
+    assert name in [tool["function"]["name"] for tool in env.trajectory.tools]
+    # The next episode begins without it again.
+    env.reset(options={"task": env.task})
+    assert name not in env.toolbox.names
+    observation, *_ = env.step(call(name))
+    assert "unknown_tool" in observation[0].content
+
+
+def test_a_way_round_a_missing_function_does_not_count():
+    env = build("workspace", withheld=1.0, missing=0.0, questions=0.0)
+    gold = first_task(env, lambda task: task.data["requests"][0]["withheld"] == "forward_mail"
+                      and not task.data["requests"][0]["restored"])  # fmt: skip
+    extra = call("send_mail", to="a@b.example", subject="Fwd", body="text")
+    assert play(env, [extra, *gold])[0] == 0.0
+
+
+def test_values_are_answered_in_their_line():
+    env = build("workspace", questions=0.5, withheld=0.0, missing=0.0)
+    gold = first_task(env, lambda task: len(task.gold["talk"]["told"]) == 1)
+    at = next(i for i, turn in enumerate(gold) if turn.content.startswith("ANSWER"))
+    value = gold[at].content.removeprefix("ANSWER: ")
+    said = {
+        f"Here you are.\n\n**ANSWER:** {value}.": 1.0,
+        f"answer: {value}\nIs there anything else I can do for you?": 1.0,
+        value: 0.0,
+        f"ANSWER: {value} or 7": 0.0,
+        f"ANSWER: {value}\nANSWER: no": 0.0,
+        "ANSWER:": 0.0,
+    }
+    for text, reward in said.items():
+        env.reset(options={"task": env.task})
+        assert play(env, [*gold[:at], say(text), *gold[at + 1 :]])[0] == reward, text
+
+
+def test_the_order_of_work_and_a_detour_do_not_matter_but_leftovers_do():
+    env = build("workspace", calls=[5, 9], requests=1, missing=0.0, withheld=0.0, questions=0.0)
+    gold = first_task(env, lambda task: len(task.gold["writes"]) >= 4 and task.gold["writes"][0]["name"] == "send_mail")
+    assert play(env, [gold[0], *gold[-2:0:-1], gold[-1]]) == (1.0, True)
+    env.reset(options={"task": env.task})
+    together = Message("assistant", tool_calls=tuple(turn.tool_calls[0] for turn in gold[1:-1]))
+    detour = [call("create_folder", path="/x"), call("list_groups"), call("read_file", path="/no")]
+    assert play(env, [gold[0], together, gold[-1]]) == (1.0, True)
+    env.reset(options={"task": env.task})
+    assert play(env, [*detour, *gold])[0] == 0.0
+    env.reset(options={"task": env.task})
+    assert play(env, [*detour[1:], *gold])[0] == 1.0
+    env.reset(options={"task": env.task})
+    assert play(env, [*gold[:-1], gold[1], gold[-1]])[0] == 0.0  # one mail sent twice
+
+
+def test_an_episode_cut_short_does_not_score():
+    env = build("workspace", questions=0.0)
+    env.reset(seed=0)
+    play(env, env.gold_turns(env.task)[:-1])
+    score = env.scorer.score(env.trajectory)
+    assert score.value == 0.0 and score.metrics["world"] == 1.0
+
+
+def test_the_dense_spec_pays_for_part_of_the_work():
+    env = build("workspace", calls=8, requests=2, missing=0.0, withheld=0.0, questions=0.0)
+    dense = compile_spec(find_reward("workspace_dense"))
+    env.reset(seed=1)
+    gold = env.gold_turns(env.task)
+    values = [dense.score(env.trajectory).value]
+    for turn in gold:
+        env.step(turn)
+        values.append(dense.score(env.trajectory).value)
+    assert values[0] == 0.0 and values[-1] == 1.0 and values == sorted(values)
+    assert 0.0 < values[-2] < 1.0 and len(set(values)) >= 3
+
+
+def test_the_user_takes_questions_for_what_they_are():
+    requests = [
+        {"text": "one", "slot": {"words": ["time"], "reply": "At 09:00."}, "question": False, "withheld": None,
+         "restored": False},
+        {"text": "two", "slot": None, "question": False, "withheld": None, "restored": False},
+    ]  # fmt: skip
+    user = USER.User(requests)
+    assert user.hear("Who are you?") == ("What do you need to know?", None)
+    assert user.hear("At what time?") == ("At 09:00.", None)
+    assert user.hear("All set! Is there anything else I can help you with?") == ("two", None)
+    for _ in range(USER.PATIENCE):
+        assert user.hear("Shall I go on?")[0] == "I have nothing to add. Please do what you can."
+    assert user.hear("Shall I go on?") == (None, None)
+    assert user.talk() == {"told": {}, "declined": [], "closed": 2}
+
+
+def test_gold_and_details_stay_hidden():
+    env = build("workspace", missing=1.0)
+    for seed in range(20):
+        observation, info = env.reset(seed=seed)
+        assert [m.role for m in observation] == ["system", "user"] and set(info) <= {"task_id", "split", "turns"}
+        slot = env.task.data["requests"][0]["slot"]
+        assert slot is None or slot["reply"] not in str(observation)
+
+
+def test_the_same_seed_gives_the_same_task_and_splits_share_none():
+    one, two = build("workspace"), build("workspace")
+    seen = {}
+    for split in ("train", "heldout"):
+        tasks = [one.make_task(seed, split) for seed in range(20)]
+        assert [task_json(task) for task in tasks] == [task_json(two.make_task(s, split)) for s in range(20)]
+        seen[split] = {str([r["text"] for r in task.data["requests"]]) for task in tasks}
+        assert len(seen[split]) == 20
+    assert not seen["train"] & seen["heldout"]
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"calls": 61}, "calls = 61"),
+        ({"calls": 0}, "calls = 0"),
+        ({"requests": [3, 2]}, "requests = [3, 2]"),
+        ({"requests": 9}, "within 1..8"),
+        ({"calls": 2, "requests": 3}, "lower `requests`"),
+        ({"calls": 60, "requests": 2}, "raise `requests`"),
+        ({"questions": 0.6}, "questions = 0.6"),
+        ({"missing": -1}, "missing = -1"),
+        ({"withheld": 1.1}, "withheld = 1.1"),
+        ({"distractors": 101}, "distractors = 101"),
+        ({"offered": 41}, "offered = 41"),
+    ],
+)
+def test_knobs_out_of_range_are_refused(params, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        build("workspace", **params)
+
+
+def test_knobs_change_the_task():
+    def tasks(**params):
+        env = build("workspace", **params)
+        return [env.make_task(seed, "train") for seed in range(10)]
+
+    def count(found, key):
+        return sum(bool(request[key]) for task in found for request in task.data["requests"])
+
+    assert all(len(task.data["requests"]) == 3 for task in tasks(requests=3, withheld=0.0))
+    assert count(tasks(missing=0.0), "slot") == 0 < count(tasks(missing=1.0), "slot")
+    assert count(tasks(withheld=0.0), "withheld") == 0 < count(tasks(withheld=1.0), "withheld")
+    assert count(tasks(questions=0.0), "question") == 0 < count(tasks(questions=0.5), "question")
+    few, many = tasks(distractors=0), tasks(distractors=60)
+    assert len(few[0].data["world"]["mail"]) + 50 < len(many[0].data["world"]["mail"])
+    assert all(len(task.data["tools"]) < 15 for task in tasks(offered=2))
+
+
+ENV = build("workspace", withheld=0.0)
+ENV.reset(seed=0)
+KEYS = {
+    "path": [*list(ENV.world["files"])[:3], "/notes", "//", "/a/../b"],
+    "folder": ["/notes", "archive", "sent"],
+    "mail_id": list(ENV.world["mail"])[:3],
+    "event_id": list(ENV.world["events"])[:3],
+    "email": list(ENV.world["contacts"])[:3],
+    "day": ["2031-03-04", "2031-02-30"],
+    "start": ["09:30", "24:00"],
+}
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_any_arguments_are_answered(data):
+    name = data.draw(st.sampled_from(ENV.toolbox.names))
+    arguments = data.draw(arguments_for(ENV, name))
+    if isinstance(arguments, dict) and data.draw(st.booleans()):
+        known = {key: data.draw(st.sampled_from(KEYS[key])) for key in arguments if key in KEYS}
+        arguments = {**arguments, **known}
+    fuzz_call(ENV, name, arguments)
+
+
+def test_tools_refuse_what_makes_no_sense():
+    desk = PLAN.Desk(PLAN.private(ENV.task.data["world"]))
+    path = next(iter(desk.world["files"]))
+    for name, arguments in [
+        ("create_event", {"title": "x", "day": "2031-02-30", "start": "09:00", "minutes": 30}),
+        ("create_event", {"title": "x", "day": "2031-03-03", "start": "9:00", "minutes": 30}),
+        ("write_file", {"path": "notes.txt", "text": ""}),
+        ("write_file", {"path": "/nowhere/x.txt", "text": ""}),
+        ("create_folder", {"path": "/notes/../x"}),
+        ("move_file", {"path": path, "folder": path.rpartition("/")[0]}),
+        ("send_mail", {"to": "Cleo", "subject": "", "body": ""}),
+        ("move_mail", {"mail_id": "m1", "folder": "nowhere"}),
+        ("remove_attendee", {"event_id": "e1", "email": "nobody@x.example"}),
+        ("list_group", {"group": "nobody"}),
+    ]:
+        with pytest.raises(ToolError):
+            PLAN.run_tool(desk, name, arguments)
+
+
+def test_a_fork_goes_its_own_way_also_with_other_tools():
+    env = build("workspace", withheld=1.0, missing=0.0)
+    gold = first_task(env, lambda task: task.data["requests"][0]["restored"])
+    name = env.task.data["requests"][0]["withheld"]
+    snapshot, before = env.snapshot(), env.state()
+    twin = env.fork()
+    assert play(twin, gold)[0] == 1.0
+    assert env.state() == before and name not in env.toolbox.names
+    play(env, [gold[0]])
+    assert name in env.toolbox.names
+    env.restore(snapshot)
+    assert env.state() == before and name not in env.toolbox.names
+    assert play(env, gold)[0] == 1.0
+
+
+def test_the_teacher_errs_but_succeeds_often():
+    env = build("workspace")
+    rewards = []
+    for seed in range(40):
+        observation, _ = env.reset(seed=seed)
+        teacher = env.teacher(env.task, random.Random(seed))
+        reward, over = 0.0, False
+        while not over and (message := teacher.act(observation)) is not None:
+            observation, reward, over, *_ = env.step(message)
+        rewards.append(reward)
+    assert 0.2 < sum(rewards) / 40 < 0.95
+
+
+def test_gymnasium_accepts_it():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_env(build("workspace"), skip_render_check=True)
