@@ -120,11 +120,10 @@ def test_places_that_hold_nothing(tmp_path: Path) -> None:
 
 def test_parquet_and_a_datasets_folder(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="the parquet extra is not installed")
-    import pyarrow.parquet
-
+    parquet = pytest.importorskip("pyarrow.parquet", reason="the parquet extra is not installed")
     rows = [row(1), {**row(2), "gold": {"answer": 2, "note": "x"}}]
     table = pyarrow.Table.from_pylist(rows)
-    pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
+    parquet.write_table(table, tmp_path / "train.parquet")
     tasks = load_tasks(tmp_path / "train.parquet")
     assert tasks.rows["train"][0].gold == {"answer": 1} and tasks.rows["train"][1].gold["note"] == "x"
     # The layout that datasets.DatasetDict.save_to_disk writes: a folder a split, Arrow streams inside.
@@ -132,13 +131,13 @@ def test_parquet_and_a_datasets_folder(tmp_path: Path) -> None:
         folder = tmp_path / "saved" / split
         folder.mkdir(parents=True)
         (folder / "state.json").write_text("{}")
-        with pyarrow.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as sink:
-            with pyarrow.ipc.new_stream(sink, part.schema) as stream:
-                stream.write_table(part)
+        place = str(folder / "data-00000-of-00001.arrow")
+        with pyarrow.OSFile(place, "wb") as sink, pyarrow.ipc.new_stream(sink, part.schema) as stream:
+            stream.write_table(part)
     tasks = load_tasks(tmp_path / "saved")
     assert ids(tasks, "train") == {"t1"} and ids(tasks, "heldout") == {"t2"}
     bad = pyarrow.Table.from_pylist([row(1), {"id": "t2", "data": {"q": "a"}, "gold": None}])
-    pyarrow.parquet.write_table(bad, tmp_path / "train.parquet")
+    parquet.write_table(bad, tmp_path / "train.parquet")
     with pytest.raises(TaskDataError, match=r"train\.parquet: row 1: field"):
         load_tasks(tmp_path / "train.parquet")
 
