@@ -243,13 +243,13 @@ def test_knobs_have_ranges(params: dict[str, Any]) -> None:
         "CREATE TABLE t (x)",
         "CREATE TEMP TABLE t AS SELECT * FROM orders",
         "CREATE VIEW v AS SELECT 1",
-        "ATTACH DATABASE '/tmp/agentrl_evil.db' AS e",
-        "VACUUM INTO '/tmp/agentrl_evil.db'",
+        "ATTACH DATABASE 'agentrl_evil.db' AS e",
+        "VACUUM INTO 'agentrl_evil.db'",
         "PRAGMA query_only = OFF",
         "PRAGMA writable_schema = ON",
         "SELECT * FROM pragma_database_list",
         "SELECT load_extension('x')",
-        "SELECT writefile('/tmp/agentrl_evil', 'x')",
+        "SELECT writefile('agentrl_evil', 'x')",
         "SELECT readfile('/etc/passwd')",
         "SELECT fts3_tokenizer('x')",
         "SELECT randomblob(1000000000)",
@@ -267,10 +267,11 @@ def test_knobs_have_ranges(params: dict[str, Any]) -> None:
         "SELECT '\ud800'",
     ],
 )
-def test_only_reading_is_allowed(sql: str) -> None:
+def test_only_reading_is_allowed(sql: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ToolError):
         engine.query(IMAGE, sql, LIMITS)
-    assert not list(Path("/tmp").glob("agentrl_evil*"))
+    assert not list(tmp_path.iterdir())
     assert engine.query(IMAGE, "SELECT COUNT(*) FROM orders", LIMITS).rows == [[120]]
 
 

@@ -1,0 +1,238 @@
+"""Rows of a local file in any of the known layouts, checked as they are read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from agentrl.errors import ConfigError, TaskDataError
+from agentrl.trajectory import Json
+
+from .conversations import hermes, toolace
+from .rows import NO_FUNCTION, BadRowError, Row, bad, check_row
+from .schemas import as_sets, from_flat, from_schema, function
+
+Reader = Callable[[Mapping[str, Json], int], Iterator[Row]]
+BFCL = re.compile(r"^BFCL_v[34]_(\w+)\.jsonl?$")
+CATEGORIES = frozenset(
+    ["simple", "simple_python", "multiple", "parallel", "parallel_multiple", "live_simple", "live_multiple",
+     "live_parallel", "live_parallel_multiple", "irrelevance", "live_irrelevance", "live_relevance"]
+)  # fmt: skip
+
+
+def native(row: Mapping[str, Json], number: int) -> Iterator[Row]:
+    """{"messages", "tools", "calls": [{"name", "arguments": {key: [allowed, ...]}}], "answers"?, "kind"?, "id"?}.
+
+    Without calls, `answers` (by default "NO FUNCTION") lists the texts that are right.
+    """
+    messages, tools, calls = row.get("messages"), row.get("tools"), row.get("calls", [])
+    for name, value in (("messages", messages), ("tools", tools), ("calls", calls)):
+        if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+            bad(name, "expected a list of objects")
+    for index, message in enumerate(messages or []):
+        if message.get("role") not in ("system", "user", "assistant", "tool"):
+            bad(f"messages[{index}].role", f"expected system, user, assistant or tool, got {message.get('role')!r}")
+    functions = [_openai(tool, f"tools[{index}]") for index, tool in enumerate(tools or [])]
+    for index, call in enumerate(calls):
+        sets = call.get("arguments")
+        if not isinstance(call.get("name"), str) or not isinstance(sets, Mapping):
+            bad(f"calls[{index}]", "expected a text 'name' and an object 'arguments'")
+        if lone := [key for key, allowed in sets.items() if not isinstance(allowed, list) or not allowed]:
+            bad(f"calls[{index}].arguments.{lone[0]}", "expected the list of its allowed values")
+    answers = row.get("answers", [] if calls else [NO_FUNCTION])
+    if not isinstance(answers, list) or not all(isinstance(text, str) and text.strip() for text in answers):
+        bad("answers", "expected a list of texts, none of them empty")
+    scoring = "sets" if calls else "answer"
+    yield check_row(
+        Row(str(row.get("id", number)), list(messages or []), functions, scoring, list(calls), answers,
+            str(row.get("kind", "")))
+    )  # fmt: skip
+
+
+def _openai(tool: Mapping[str, Json], where: str) -> dict[str, Json]:
+    inner = tool.get("function", tool)
+    if not isinstance(inner, Mapping):
+        bad(where, "expected a function declaration")
+    return function(inner.get("name"), inner.get("description"), from_schema(inner.get("parameters"), where))
+
+
+def xlam(row: Mapping[str, Json], number: int) -> Iterator[Row]:
+    """{"id", "query", "tools": JSON text, "answers": JSON text}; tools declare Python annotations."""
+    query = row.get("query")
+    if not isinstance(query, str) or not query:
+        bad("query", "expected a text")
+    tools, answers = (_listed(row.get(key), key) for key in ("tools", "answers"))
+    functions = [
+        function(tool.get("name"), tool.get("description"), from_flat(tool.get("parameters", {}), f"tools[{i}]"))
+        for i, tool in enumerate(tools)
+    ]
+    gold = [as_sets(answer.get("name"), answer.get("arguments"), functions) for answer in answers]
+    message: dict[str, Json] = {"role": "user", "content": query}
+    scoring, texts = ("sets", []) if gold else ("answer", [NO_FUNCTION])
+    yield check_row(Row(str(row.get("id", number)), [message], functions, scoring, gold, texts))
+
+
+def _listed(value: Json, name: str) -> list[Mapping[str, Json]]:
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError as problem:
+        bad(name, f"no JSON: {problem}")
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        bad(name, "expected a list of objects")
+    return value
+
+
+def _bfcl(answers: Mapping[str, Json], category: str) -> Reader:
+    """The Berkeley leaderboard: {"id", "question": [[messages]], "function": [...]}, and answers by id."""
+
+    def read(row: Mapping[str, Json], number: int) -> Iterator[Row]:
+        question, functions = row.get("question"), row.get("function")
+        if not isinstance(question, list) or len(question) != 1 or not isinstance(question[0], list):
+            bad("question", "expected one turn, [[messages]]; multi-turn categories need their own simulated APIs")
+        functions = [functions] if isinstance(functions, Mapping) else functions
+        if not isinstance(functions, list):
+            bad("function", "expected a list of declarations")
+        tools = [_openai(tool, f"function[{index}]") for index, tool in enumerate(functions)]
+        name = str(row.get("id", number))
+        if category.endswith("irrelevance"):
+            yield check_row(Row(name, question[0], tools, "answer", [], [NO_FUNCTION], "irrelevance"))
+        elif category.endswith("relevance"):
+            yield check_row(Row(name, question[0], tools, "any", [], [], "relevance"))
+        else:
+            yield check_row(Row(name, question[0], tools, "bfcl", _ground_truth(answers, name)))
+
+    return read
+
+
+def _ground_truth(answers: Mapping[str, Json], name: str) -> list[dict[str, Json]]:
+    if name not in answers:
+        bad("id", f"possible_answer has no row {name!r}")
+    calls = answers[name]
+    shaped = isinstance(calls, list) and all(
+        isinstance(call, Mapping)
+        and len(call) == 1
+        and all(
+            isinstance(arguments, Mapping) and all(isinstance(allowed, list) and allowed for allowed in arguments.values())
+            for arguments in call.values()
+        )
+        for call in calls
+    )
+    if not shaped:
+        bad("ground_truth", "expected [{name: {argument: [allowed, ...]}}, ...]")
+    return [dict(call) for call in calls]
+
+
+LAYOUTS: dict[str, Reader] = {"native": native, "xlam": xlam, "toolace": toolace, "hermes": hermes}
+
+
+def read_rows(path: str, layout: str, bad_rows: str) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+    """All tasks of a file (or of a folder of the Berkeley leaderboard's files), and what was skipped and why.
+
+    Raises ConfigError for an unknown layout, TaskDataError (file, row, field) for the first bad row unless
+    `bad_rows` is "skip", and where there is no task at all.
+    """
+    if layout not in (*LAYOUTS, "bfcl", "auto"):
+        raise ConfigError(f"function_calling: layout = {layout!r}; expected auto, bfcl, {', '.join(LAYOUTS)}")
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise TaskDataError(f"{path}: no such file or folder")
+    files = _bfcl_files(place) if place.is_dir() else [place]
+    rows: list[Row] = []
+    skipped: list[str] = []
+    for file in files:
+        found, left = _read_file(file.resolve(), layout, file.stat().st_mtime_ns)
+        if left and bad_rows == "raise":
+            raise TaskDataError(f'{left[0]} (bad_rows = "skip" leaves such rows out)')
+        rows += found
+        skipped += left
+    if not rows:
+        raise TaskDataError(f"{path}: no task in it" + (f"; the first problem: {skipped[0]}" if skipped else ""))
+    return tuple(rows), tuple(skipped)
+
+
+def _bfcl_files(folder: Path) -> list[Path]:
+    """The folder's files of categories that are known here; the others are left out."""
+    files = [file for file in sorted(folder.iterdir()) if (match := BFCL.match(file.name)) and match[1] in CATEGORIES]
+    if not files:
+        raise TaskDataError(f"{folder}: no BFCL_v3_*.json or BFCL_v4_*.json of {', '.join(sorted(CATEGORIES))}")
+    return files
+
+
+@lru_cache(maxsize=32)
+def _read_file(file: Path, layout: str, modified: int) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+    rows: list[Row] = []
+    skipped: list[str] = []
+    reader: Reader | None = None
+    for number, item in _items(file):
+        if isinstance(item, str):
+            skipped.append(f"{file}, row {number}: {item}")
+            continue
+        reader = reader or _reader(file, layout, item)
+        try:
+            rows += list(reader(item, number))
+        except BadRowError as problem:
+            skipped.append(f"{file}, row {number}, field {problem.field!r}: {problem}")
+    return tuple(rows), tuple(skipped)
+
+
+def _items(file: Path) -> Iterator[tuple[int, Mapping[str, Json] | str]]:
+    """(number from 1, object or what is wrong) for each entry of a JSON list or line of a JSONL file."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise TaskDataError(f"{file}: cannot be read: {problem}") from problem
+    if text.lstrip().startswith("["):
+        try:
+            entries = json.loads(text)
+        except ValueError as problem:
+            raise TaskDataError(f"{file}: no JSON: {problem}") from problem
+        for number, entry in enumerate(entries, 1):
+            yield number, entry if isinstance(entry, dict) else "expected an object"
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                entry = json.loads(line)
+            except ValueError as problem:
+                yield number, f"no JSON: {problem}"
+                continue
+            yield number, entry if isinstance(entry, dict) else "expected an object"
+
+
+def _reader(file: Path, layout: str, first: Mapping[str, Json]) -> Reader:
+    if layout == "auto":
+        layout = _guess(file, first)
+    if layout != "bfcl":
+        return LAYOUTS[layout]
+    match = BFCL.match(file.name)
+    category = match[1] if match else str(first.get("id", "")).rpartition("_")[0]
+    if category not in CATEGORIES:
+        raise TaskDataError(
+            f"{file}: category {category!r} cannot be scored by its calls alone; known: {', '.join(sorted(CATEGORIES))}"
+        )
+    answers: dict[str, Json] = {}
+    beside = file.parent / "possible_answer" / file.name
+    if not category.endswith("relevance"):
+        if not beside.is_file():
+            raise TaskDataError(f"{file}: its answers are looked for in {beside}, and there is no such file")
+        for number, item in _items(beside):
+            if isinstance(item, str) or "id" not in item or "ground_truth" not in item:
+                raise TaskDataError(f"{beside}, row {number}: expected 'id' and 'ground_truth'")
+            answers[str(item["id"])] = item["ground_truth"]
+    return _bfcl(answers, category)
+
+
+def _guess(file: Path, row: Mapping[str, Json]) -> str:
+    for layout, keys in (
+        ("bfcl", {"question", "function"}),
+        ("xlam", {"query", "tools", "answers"}),
+        ("native", {"messages", "tools"}),
+        ("toolace", {"system", "conversations"}),
+        ("hermes", {"conversations"}),
+    ):
+        if keys <= set(row):
+            return layout
+    raise TaskDataError(f"{file}: no known layout has the fields {', '.join(sorted(row))}")

@@ -1,0 +1,76 @@
+"""One function-calling task in the form that all layouts are brought to, and how a bad one is named."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from agentrl.trajectory import Json
+
+NO_FUNCTION = "NO FUNCTION"
+MISSING = "MISSING"
+KINDS = ("single", "multiple", "parallel", "parallel_multiple", "irrelevance", "missing")
+
+
+class BadRowError(Exception):
+    """A row that cannot be used: `field` names the place in it."""
+
+    def __init__(self, field_name: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field_name
+
+
+def bad(field_name: str, message: str) -> NoReturn:
+    """Raise BadRowError."""
+    raise BadRowError(field_name, message)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`messages` up to the turn that is asked for; `tools` in OpenAI's format; what is right.
+
+    `scoring`: "sets" (`calls`: name and, for each argument, the allowed values), "bfcl" (`calls` as in the
+    Berkeley leaderboard's answers), "any" (some valid call) or "answer" (no call, and one of `answers`).
+    """
+
+    id: str
+    messages: list[dict[str, Json]]
+    tools: list[dict[str, Json]]
+    scoring: str
+    calls: list[dict[str, Json]] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+    kind: str = ""
+
+    def named(self) -> str:
+        """The kind: as given, or by how many calls and tools there are."""
+        if self.kind or self.scoring == "any":
+            return self.kind or "relevance"
+        if self.scoring == "answer":
+            return "irrelevance"
+        names = Counter(call_name(call) for call in self.calls)
+        if len(self.calls) == 1:
+            return "single" if len(self.tools) == 1 else "multiple"
+        return "parallel" if len(names) == 1 else "parallel_multiple"
+
+
+def call_name(call: dict[str, Json]) -> str:
+    """The function's name of a gold call of either form."""
+    return str(call["name"]) if "name" in call and isinstance(call["name"], str) else next(iter(call))
+
+
+def check_row(row: Row) -> Row:
+    """The row itself. Raises BadRowError where its parts do not fit together."""
+    names = [tool["function"]["name"] for tool in row.tools]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        bad("tools", f"two tools are called {twice[0]!r}")
+    if not row.messages or row.messages[-1]["role"] not in ("user", "tool"):
+        bad("messages", "the last message must be the user's or a tool's")
+    for call in row.calls:
+        if call_name(call) not in names:
+            bad("calls", f"{call_name(call)!r} is none of the tools ({', '.join(names[:8]) or 'there are none'})")
+    if row.scoring in ("sets", "bfcl") and not row.calls:
+        bad("calls", "expected at least one call")
+    if row.scoring == "any" and not names:
+        bad("tools", "expected at least one tool")
+    return row

@@ -1,0 +1,49 @@
+"""An imperfect scripted policy: mostly the right calls, sometimes one too few or a wrong value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from agentrl.env import Message, Observation, ToolCall
+
+
+class Teacher:
+    """Takes the gold turn and errs.
+
+    `wrong`: chance that a call has a wrong or lost argument. `fewer`: chance that the last of several calls is
+    left out. `abstain`: chance to make no call where some are asked for, and the reverse. `rng` needs only
+    `random()`.
+    """
+
+    def __init__(
+        self, gold: Message, tools: list[str], rng: Any, *, wrong: float = 0.2, fewer: float = 0.2, abstain: float = 0.05
+    ) -> None:
+        self._turn: Message | None = gold
+        calls = gold.tool_calls
+        if rng.random() < abstain:
+            turned = Message("assistant", "NO FUNCTION") if calls else Message(
+                "assistant", tool_calls=(ToolCall(tools[int(rng.random() * len(tools))], {}),))  # fmt: skip
+            self._turn = turned
+            return
+        if len(calls) > 1 and rng.random() < fewer:
+            calls = calls[:-1]
+        self._turn = replace(gold, tool_calls=tuple(self._err(call, rng, wrong) for call in calls))
+
+    def _err(self, call: ToolCall, rng: Any, wrong: float) -> ToolCall:
+        arguments = dict(call.arguments or {})
+        if not arguments or rng.random() >= wrong:
+            return call
+        key = list(arguments)[int(rng.random() * len(arguments))]
+        if rng.random() < 0.5:
+            del arguments[key]
+        else:
+            value = arguments[key]
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            arguments[key] = value + 1 if number else "unknown"
+        return replace(call, arguments=arguments)
+
+    def act(self, observation: Observation) -> Message | None:
+        """The turn, then None."""
+        turn, self._turn = self._turn, None
+        return turn
