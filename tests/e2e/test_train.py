@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.runs import finish, numbers, rows, small, start, train, wait_for_step
+from tests.e2e.runs import command, finish, numbers, rows, small, start, train, wait_for_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -104,3 +105,18 @@ def test_a_killed_worker_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "lost" / "summary.json").read_text())
     assert summary["status"] == "done" and summary["restarts"] == 1
     assert [row["step"] for row in rows(tmp_path / "lost") if row["phase"] == "train"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_trained_model_is_evaluated_by_its_folder_and_a_second_call_runs_nothing(done: Path, tmp_path: Path) -> None:
+    args = ["eval", "key_value", "--model", str(done / "final"), "-n", "6", "-k", "2", "--out", str(tmp_path / "out"),
+            "rollout.max_turns=3", "rollout.max_turn_tokens=16"]
+    first = subprocess.run(command(*args), cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert first.returncode == 0, first.stderr
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["episodes"] == 12 and {"pass@1", "pass@2", "pass^2", "stops", "tokens"} <= set(report)
+    lines = (tmp_path / "out" / "trajectories.jsonl").read_text()
+    again = subprocess.run(command(*args), cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert again.returncode == 0
+    assert (tmp_path / "out" / "trajectories.jsonl").read_text() == lines
+    other = subprocess.run(command(*args, "seed=5"), cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert other.returncode == 2 and "evaluation of something else" in other.stderr

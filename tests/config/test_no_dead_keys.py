@@ -1,0 +1,36 @@
+"""No knob that does nothing: every config key is read somewhere in the library, outside the schema."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from agentrl.config import schema
+
+PACKAGE = Path(schema.__file__).resolve().parents[1]
+SECTIONS = [
+    value for value in vars(schema).values()
+    if isinstance(value, type) and issubclass(value, BaseModel) and value.__module__ == schema.__name__
+]
+KEYS = [(section.__name__, key) for section in SECTIONS for key in section.model_fields]
+
+
+@pytest.fixture(scope="module")
+def read() -> set[str]:
+    """Attribute names that library code outside agentrl/config reads."""
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        if "config" in file.relative_to(PACKAGE).parts[:1]:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                found.add(node.attr)
+    return found
+
+
+@pytest.mark.parametrize(("section", "key"), KEYS, ids=[f"{section}.{key}" for section, key in KEYS])
+def test_the_key_is_read(section: str, key: str, read: set[str]) -> None:
+    assert key in read, f"{section}.{key} is never read: wire it or remove it"
