@@ -68,6 +68,9 @@ class Batcher:
     def step(self) -> None:
         """Admit what fits, run the model once, sample where a prompt is complete."""
         self._admit()
+        if self.waiting and not self.running:
+            request = self.waiting[0]
+            self.fail(request, EngineError(f"{len(request.tokens)} tokens do not fit an empty KV cache"))
         work = list(self._schedule())
         if not work:
             return
@@ -167,17 +170,23 @@ class Batcher:
                 self._deferred = True
                 return None
             length = source.computed
-        if len(self.running) + len(self._idle) >= self._max_slots and not self._evict(spare=source):
-            return None
-        sequence = self._slots.new(request.key, tokens)
-        while sequence is None and self._evict(spare=source):
-            sequence = self._slots.new(request.key, tokens)
-        if sequence is None:
-            return None
+        sequence = self._new(request)
+        while sequence is None:
+            if not self._evict(spare=source):
+                # The last resort is the cache that was to be copied from.
+                if not self._evict():
+                    return None
+                source = None
+            sequence = self._new(request)
         if source is not None:
             self._slots.share(source, sequence, length)
         self._index.add(sequence, blocks)
         return sequence
+
+    def _new(self, request: Request) -> Sequence | None:
+        if len(self.running) + len(self._idle) >= self._max_slots:
+            return None
+        return self._slots.new(request.key, request.tokens)
 
     def _schedule(self) -> Iterator[tuple[Request, Sequence, int]]:
         """Tokens each request computes in this step: one while decoding, a share of the budget in prefill."""
@@ -204,7 +213,6 @@ class Batcher:
                 self._release(youngest.sequence)
                 youngest.sequence = None
             self.waiting.appendleft(youngest)
-            self._slots.trim()
             if youngest is request:
                 return False
         return True
@@ -215,7 +223,6 @@ class Batcher:
             if sequence is not spare:
                 del self._idle[key]
                 self._release(sequence)
-                self._slots.trim()
                 return True
         return False
 

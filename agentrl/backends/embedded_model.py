@@ -27,7 +27,9 @@ class EmbeddedModel:
         self.device = device
         self.module = _load(path, getattr(torch, dtype), device)
         text = self.module.config.get_text_config()
-        heads = text.num_attention_heads
+        heads = getattr(text, "num_attention_heads", None)
+        if not isinstance(heads, int):
+            raise ModelError(f"{path} has no attention heads that slots could serve; use engine = vllm")
         self._expected = expected_parameters(path)
         self.vocab, self.positions = self._expected.vocab, self._expected.positions
         self.shape = KvShape(

@@ -61,17 +61,21 @@ class Pool:
     def bytes(self) -> int:
         return self.slots * self.capacity * self.shape.token_bytes
 
-    def growth_bytes(self) -> int:
-        """What the next slot costs: nothing while one is free."""
-        return 0 if self._free else self._growth() * self.capacity * self.shape.token_bytes
+    def grow(self, budget_bytes: int) -> bool:
+        """Have a free slot: double the slots, or add what the budget allows. False where it allows none."""
+        if self._free:
+            return True
+        more = min(max(1, min(self.slots, 64)), budget_bytes // (self.capacity * self.shape.token_bytes))
+        if more < 1:
+            return False
+        old = self.kv
+        self.kv = self._zeros(self.slots + more)
+        self.kv[:, :, : old.shape[2]] = old
+        self._free = list(range(old.shape[2], self.slots))
+        return True
 
     def take(self) -> int:
-        """The lowest free slot (low ones first keeps the view of a decode step dense)."""
-        if not self._free:
-            old = self.kv
-            self.kv = self._zeros(self.slots + self._growth())
-            self.kv[:, :, : old.shape[2]] = old
-            self._free = list(range(old.shape[2], self.slots))
+        """The lowest free slot, of which `grow` found one (low ones first keeps a decode step's view dense)."""
         slot = min(self._free)
         self._free.remove(slot)
         return slot
@@ -82,9 +86,6 @@ class Pool:
     def clear(self) -> None:
         """Give the memory back; only for a pool without used slots."""
         self.kv, self._free = self._zeros(0), []
-
-    def _growth(self) -> int:
-        return max(1, min(self.slots, 64))
 
     def _zeros(self, slots: int) -> Tensor:
         # Zeros, not empty memory: masked positions still enter a product, and 0 x NaN is NaN.
@@ -108,15 +109,15 @@ class Slots:
 
     def new(self, key: str, tokens: list[int]) -> Sequence | None:
         """A sequence with a slot for all its tokens, or None where memory does not reach."""
-        pool = self._fit(len(tokens))
-        return Sequence(key, tokens, pool, pool.take()) if self._reaches(pool) else None
+        pool = self._room(len(tokens))
+        return None if pool is None else Sequence(key, tokens, pool, pool.take())
 
     def widen(self, sequence: Sequence) -> bool:
         """Make room for all tokens of a sequence; False where memory does not reach."""
         if len(sequence.tokens) <= sequence.pool.capacity:
             return True
-        pool = self._fit(len(sequence.tokens))
-        if not self._reaches(pool):
+        pool = self._room(len(sequence.tokens))
+        if pool is None:
             return False
         source, slot = sequence.pool, sequence.slot
         sequence.pool, sequence.slot = pool, pool.take()
@@ -132,22 +133,23 @@ class Slots:
     def free(self, sequence: Sequence) -> None:
         sequence.pool.give(sequence.slot)
 
-    def trim(self) -> None:
-        """Give back the memory of pools that hold nothing."""
-        for pool in self.pools:
-            if pool.slots and not pool.used:
-                pool.clear()
-
     def reset(self) -> None:
         """Forget everything; sequences made before are void."""
         for pool in self.pools:
             pool.clear()
 
-    def _fit(self, length: int) -> Pool:
-        return next(pool for pool in self.pools if pool.capacity >= length)
+    def _room(self, length: int) -> Pool | None:
+        """A pool with a free slot of that length, the smallest first; None where memory allows none."""
+        fitting = [pool for pool in self.pools if pool.capacity >= length]
+        if fitting[0].grow(self._limit - self._bytes()):
+            return fitting[0]
+        for pool in self.pools:
+            if pool.slots and not pool.used:
+                pool.clear()
+        return next((pool for pool in fitting if pool.grow(self._limit - self._bytes())), None)
 
-    def _reaches(self, pool: Pool) -> bool:
-        return sum(p.bytes for p in self.pools) + pool.growth_bytes() <= self._limit
+    def _bytes(self) -> int:
+        return sum(pool.bytes for pool in self.pools)
 
     @staticmethod
     def _copy(pool: Pool, slot: int, target: Sequence, length: int) -> None:

@@ -1,5 +1,4 @@
 import asyncio
-import time
 
 import pytest
 import pytest_asyncio
@@ -34,3 +33,202 @@ def context():
 
 class TestEmbedded(EngineContract):
     pass
+
+
+async def _episodes(engine, count, turns=3, tokens=20):
+    """Multi-turn episodes with instant tools; returns the ids of each."""
+
+    async def episode(number):
+        ids = prompt_of(40, seed=number // 4)
+        for turn in range(turns):
+            sampling = Sampling(max_tokens=tokens + number % 7, seed=100 * number + turn)
+            ids += (await engine.generate(ids, sampling, f"e{number}")).token_ids + [7] * 5
+        return ids
+
+    return await asyncio.gather(*(episode(number) for number in range(count)))
+
+
+async def test_a_run_is_reproduced_exactly(model_folder):
+    """Logprobs to the last bit, which takes the same batches at the same steps."""
+    runs = []
+    for _ in range(2):
+        engine = EmbeddedEngine(model_folder, device="cpu")
+        await engine.start()
+        episodes = await _episodes(engine, 24)
+        last = await engine.generate(episodes[3], Sampling(max_tokens=5, seed=1), "e3")
+        runs.append((episodes, last.logprobs, (await engine.stats()).extra["steps"]))
+        await engine.close()
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        pytest.param({"max_slots": 3}, id="few slots"),
+        pytest.param({"kv_cache_mib": 1, "max_context": 512}, id="little memory"),
+        pytest.param({"step_tokens": 16}, id="prompts in chunks"),
+    ],
+)
+async def test_tight_limits_change_nothing_but_time(model_folder, limits):
+    """Queueing, eviction, preemption and chunked prompts never change what a request samples."""
+    reference = EmbeddedEngine(model_folder, device="cpu")
+    tight = EmbeddedEngine(model_folder, device="cpu", **limits)
+    await reference.start()
+    await tight.start()
+    assert await _episodes(tight, 16, tokens=70) == await _episodes(reference, 16, tokens=70)
+    await reference.close()
+    await tight.close()
+
+
+async def test_memory_stays_under_its_limit(model_folder):
+    engine = EmbeddedEngine(model_folder, device="cpu", kv_cache_mib=2, max_context=1024)
+    await engine.start()
+    batcher, _ = engine._started()
+    most = 0
+
+    async def watch():
+        nonlocal most
+        while True:
+            most = max(most, sum(pool.kv.nbytes for pool in batcher._slots.pools))
+            await asyncio.sleep(0)
+
+    watcher = asyncio.ensure_future(watch())
+    await _episodes(engine, 40, tokens=60)
+    watcher.cancel()
+    assert 1 << 20 < most <= 2 << 20
+    await engine.close()
+
+
+async def test_members_of_a_group_share_their_prompt(engine):
+    """Eight requests with one prompt compute it once, even when they come at the same moment."""
+    prompt = prompt_of(100)
+    await asyncio.gather(
+        *(engine.generate(prompt, Sampling(max_tokens=4, seed=i), f"m{i}") for i in range(8))
+    )
+    stats = await engine.stats()
+    assert stats.prompt_tokens == 800
+    assert stats.cached_tokens == 7 * 96
+
+
+async def test_unfinished_weights_fail_what_waits(engine, model):
+    """A request that was running when a publish failed hears of it, and is not sampled from a mixture."""
+    task = asyncio.ensure_future(engine.generate(prompt_of(9), Sampling(max_tokens=500), "a"))
+    await asyncio.sleep(0.05)
+    await engine.pause()
+    with pytest.raises(EngineError):
+        await engine.publish(1, [{"model.norm.weight": parameters(model)["model.norm.weight"]}])
+    await engine.resume()
+    with pytest.raises(EngineError, match="not published"):
+        await task
+
+
+async def test_weights_that_are_not_finite_are_an_engine_error(engine, model):
+    weights = {name: tensor * float("nan") for name, tensor in parameters(model).items()}
+    await engine.publish(1, [weights])
+    with pytest.raises(EngineError, match="version 1 is not finite"):
+        await engine.generate(prompt_of(9), Sampling(max_tokens=5), "a")
+    await engine.publish(2, [parameters(model)])
+    generation = await engine.generate(prompt_of(9), Sampling(max_tokens=5, seed=1), "a")
+    assert off(model, prompt_of(9), generation) < 1e-5
+
+
+async def test_a_closed_engine_says_so(model_folder):
+    engine = EmbeddedEngine(model_folder, device="cpu")
+    with pytest.raises(EngineError, match="not started"):
+        await engine.generate([1], Sampling(max_tokens=1), "a")
+    await engine.start()
+    task = asyncio.ensure_future(engine.generate([1], Sampling(max_tokens=2000), "a"))
+    await asyncio.sleep(0.02)
+    await engine.close()
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await task
+
+
+async def test_what_cannot_start_says_why(model_folder, tmp_path):
+    with pytest.raises(ModelError, match="no model folder"):
+        await EmbeddedEngine(str(tmp_path / "nothing")).start()
+    with pytest.raises(ModelError, match="cannot load"):
+        await EmbeddedEngine(str(tmp_path)).start()
+    with pytest.raises(ResourceError, match="kv_cache_mib"):
+        await EmbeddedEngine(model_folder, kv_cache_mib=1, max_context=2048).start()
+    with pytest.raises(ResourceError, match="2048 positions"):
+        await EmbeddedEngine(model_folder, max_context=4096).start()
+
+
+def _other_architectures():
+    from transformers import GemmaConfig, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config
+
+    small = {
+        "vocab_size": 400,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+    }
+    return [
+        LlamaConfig(**small),
+        Qwen2Config(**small),
+        MistralConfig(**small, sliding_window=24),
+        GemmaConfig(**small, head_dim=16),
+        Phi3Config(**small, pad_token_id=0),
+    ]
+
+
+@pytest.mark.parametrize("config", _other_architectures(), ids=lambda config: config.model_type)
+async def test_other_architectures(config, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    engine = EmbeddedEngine(str(tmp_path), device="cpu")
+    await engine.start()
+    model = load(tmp_path)
+    prompts = [prompt_of(10 + 9 * i, seed=i) for i in range(4)]
+    generations = await asyncio.gather(
+        *(engine.generate(p, Sampling(max_tokens=30, seed=i), f"{i}") for i, p in enumerate(prompts))
+    )
+    for prompt, generation in zip(prompts, generations, strict=True):
+        assert off(model, prompt, generation) < 5e-5
+    await engine.close()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mamba"])
+async def test_a_model_it_would_get_wrong_is_refused(family, tmp_path):
+    """Soft-capped scores, attention sinks, recurrent state: refused at the start, with the way out."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    changes = {
+        "gemma2": {"head_dim": 16, "num_key_value_heads": 2, "intermediate_size": 96},
+        "gpt_oss": {
+            "head_dim": 16,
+            "num_key_value_heads": 2,
+            "intermediate_size": 32,
+            "num_local_experts": 4,
+        },
+        "mamba": {"state_size": 4},
+    }[family]
+    heads = {} if family == "mamba" else {"num_attention_heads": 4}
+    config = AutoConfig.for_model(
+        family, vocab_size=400, hidden_size=64, num_hidden_layers=2, pad_token_id=0, **heads, **changes
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="engine = vllm"):
+        await EmbeddedEngine(str(tmp_path), device="cpu").start()
+
+
+async def test_an_untied_head_is_published_too(tmp_path):
+    folder = build_model(tmp_path, tied=False)
+    model = load(folder)
+    engine = EmbeddedEngine(folder, device="cpu")
+    await engine.start()
+    new = changed(model, seed=4)
+    assert "lm_head.weight" in new
+    await engine.publish(3, [new])
+    generation = await engine.generate(prompt_of(9), Sampling(max_tokens=9, seed=1), "a")
+    expected = forward_logprobs(model, prompt_of(9), generation.token_ids, weights=new)
+    assert (expected - torch.tensor(generation.logprobs)).abs().max() < 1e-5
+    await engine.close()
