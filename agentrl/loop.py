@@ -1,8 +1,8 @@
 """The training loop, as a table of contents.
 
     groups    <- collector.collect()          episodes under the group ledger        (rollout/)
-    batch     <- make_batch(groups)           one row a ledger, with advantages      (batch/, algorithm/)
-    metrics   <- actors.update(batch)         packed, balanced, global normalizers   (train/)
+    batch     <- make_batch(groups)           one row a ledger                       (batch/)
+    metrics   <- learner.step(batch)          advantages, then critic and actor      (algorithm/, train/)
     version+1 <- collector.trained(groups)    the ledger counts the update           (rollout/ledger)
     engine    <- actors.export_weights()      published under the new version        (backends/)
 
@@ -17,16 +17,12 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from agentrl.algorithm import AdvantageInput, advantages
 from agentrl.batch import collate
-from agentrl.batch.rows import jagged
-from agentrl.config import TrainConfig
 from agentrl.rollout.evaluate import evaluate, full_marks
 from agentrl.run.checkpoint import save_checkpoint
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.recorder import Recorder
 from agentrl.run.session import Session
-from agentrl.train.actor import Actor
 from agentrl.trajectory import Group
 
 
@@ -38,12 +34,9 @@ async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt)
         clock = Clock()
         groups = await collector.collect()
         clock.lap("rollout_s")
-        batch = make_batch(groups, config)
+        batch = make_batch(groups)
         clock.lap("batch_s")
-        update = await session.actors.arun(
-            Actor.update, batch, config.algorithm, step=collector.ledger.version, seed=config.seed,
-            temperature=config.rollout.temperature,
-        )
+        update = await session.learner.step(batch, collector.ledger.version)
         clock.lap("update_s")
         collector.trained(groups)
         await session.publish()
@@ -73,18 +66,10 @@ async def evaluate_now(session: Session, recorder: Recorder, phase: str) -> floa
     return result.success
 
 
-def make_batch(groups: list[Group], config: TrainConfig) -> TensorDict:
-    """Scored members as one TensorDict with token-level `advantages` (0 on tokens the policy did not sample)."""
-    batch = collate([t for group in groups for t in group.scored()],
-                    groups=[group.index for group in groups for _ in group.scored()])
-    offsets = batch["token_ids"].offsets()
-    given = AdvantageInput(
-        token_rewards=batch["rewards"].values(), mask=batch["sampled"].values(), offsets=offsets, group=batch["group"],
-        reward=batch["reward"], values=None, turns=batch["turns"].values(), member=batch["member"],
-    )
-    choice = config.algorithm.advantage
-    batch["advantages"] = jagged(advantages(choice.name, choice.args)(given).advantages, offsets)
-    return batch
+def make_batch(groups: list[Group]) -> TensorDict:
+    """Scored members as one TensorDict, one row a ledger."""
+    return collate([t for group in groups for t in group.scored()],
+                   groups=[group.index for group in groups for _ in group.scored()])
 
 
 def record(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 from agentrl.run.session import Session
-from agentrl.train.actor import Actor
 from agentrl.train.checkpoint import Checkpoints
 
 DRIVER = "driver.json"
@@ -20,7 +19,7 @@ async def save_checkpoint(session: Session) -> None:
     checkpoints = Checkpoints(session.folder.checkpoints, keep=session.config.checkpoint.keep)
     step = session.collector.ledger.version
     with checkpoints.writing(step) as folder:
-        await session.actors.arun(Actor.save, str(folder / "actor"))
+        await session.learner.save(folder)
         (folder / DRIVER).write_text(json.dumps({"step": step, "ledger": session.collector.ledger.to_json()}))
 
 
@@ -30,7 +29,7 @@ async def load_checkpoint(session: Session) -> bool:
     newest = checkpoints.newest()
     if newest is None:
         return False
-    await session.actors.arun(Actor.load, str(newest / "actor"))
+    await session.learner.load(newest)
     state = json.loads((newest / DRIVER).read_text())
     session.collector.ledger.load_json(state["ledger"])
     session.folder.rewind(state["step"])

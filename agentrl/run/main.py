@@ -18,7 +18,7 @@ from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.recorder import Recorder
-from agentrl.run.session import Session, open_session
+from agentrl.run.session import Session, model_folder, open_session
 from agentrl.run.sft import warm_start
 from agentrl.train.actor import Actor
 
@@ -109,6 +109,7 @@ async def _phases(session: Session, recorder: Recorder, outcome: Outcome, interr
     if outcome.only_warm_start:
         outcome.status = "done"
         return
+    await session.learner.open(model_folder(config, folder))
     if await load_checkpoint(session):
         await session.publish()
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from agentrl.algorithm import advantages, policy_loss
 from agentrl.catalog import EnvRef, find_reward
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
@@ -22,6 +21,7 @@ from agentrl.run.engines import make_engine, resolve_engine
 from agentrl.run.folder import RunFolder
 from agentrl.train.actor import Actor
 from agentrl.train.init_model import init_model
+from agentrl.train.learner import Learner, check_learner
 from agentrl.train.pretrained import load_tokenizer, model_context
 
 log = logging.getLogger(__name__)
@@ -40,8 +40,7 @@ def check(config: TrainConfig) -> None:
     env = EnvRef.of(config)
     env.build().close()
     build_scorer(config, env)
-    advantages(config.algorithm.advantage.name, config.algorithm.advantage.args)
-    policy_loss(config.algorithm.loss.name, config.algorithm.loss.args)
+    check_learner(config)
     if (config.model.path is None) == (config.model.init is None):
         raise ConfigError("model: set one of model.path (a folder or hub name) and [model.init] (build a tiny one)")
     if config.model.path is not None:
@@ -62,6 +61,7 @@ class Session:
     limits: Limits
     engine: Engine
     actors: WorkerGroup
+    learner: Learner
     collector: Collector
     engine_name: str
 
@@ -74,6 +74,7 @@ class Session:
         """Stop episodes, engine and workers, in this order."""
         await self.collector.close()
         await self.engine.close()
+        self.learner.close()
         self.actors.close()
         if self.config.cluster.backend == "ray" or self.engine_name == "vllm":
             stop_ray()
@@ -117,6 +118,9 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
     context = model_context(path)
     collector = Collector(env, policy, scorer, rollout, context=context, seed=config.seed)
     limits = Limits.of(rollout, context)
-    return Session(config, folder, display, env, scorer, policy, limits, engine, actors, collector, engine_name)
+    learner = Learner(config, actors)
+    return Session(
+        config, folder, display, env, scorer, policy, limits, engine, actors, learner, collector, engine_name
+    )
 
 
