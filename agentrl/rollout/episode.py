@@ -115,10 +115,15 @@ class _Episode:
         self.policy = policy
         self.spec = spec
         self.limits = limits
-        self.ledger = TokenLedger()
+        self.ledgers = [TokenLedger()]
         self.record: Trajectory | None = None
         self.engine_s = 0.0
         self.env_s = 0.0
+
+    @property
+    def ledger(self) -> TokenLedger:
+        """The ledger that grows: the last one (a rewritten history begins another)."""
+        return self.ledgers[-1]
 
     async def run(self) -> StopReason:
         observation, _ = await self._env(
@@ -147,7 +152,14 @@ class _Episode:
                 return StopReason.DONE
             if truncated:
                 return StopReason(info.get("stop", StopReason.MAX_TURNS))
-            self.ledger.append_context(renderer.extend(generation.finish, observation), turn=turn + 1)
+            if "history" in info:
+                # The context was rewritten (see env/wrappers.py, Compaction): what was sampled stays, and is
+                # trained, in the old ledger; the new one begins with the new history as context.
+                self.ledgers.append(TokenLedger())
+                opening = renderer.start(info["history"], self.env.toolbox.schemas())
+                self.ledger.append_context(opening, turn=turn + 1)
+            else:
+                self.ledger.append_context(renderer.extend(generation.finish, observation), turn=turn + 1)
         return StopReason.MAX_TURNS
 
     async def _env(self, answer: Awaitable[Answer]) -> Answer:
@@ -165,7 +177,7 @@ class _Episode:
 
     def _room(self) -> tuple[int, StopReason]:
         """Tokens that the next turn may sample, and why the episode ends where none are left."""
-        episode = self.limits.max_episode_tokens - len(self.ledger)
+        episode = self.limits.max_episode_tokens - sum(len(ledger) for ledger in self.ledgers)
         context = self.limits.context - len(self.ledger)
         reason = StopReason.MAX_TOKENS if episode <= context else StopReason.CONTEXT_FULL
         return min(self.limits.max_turn_tokens, episode, context), reason
@@ -190,7 +202,7 @@ class _Episode:
         return generation
 
     def _locate(self, turn: Turn, generation: Generation, prompt_tokens: int) -> None:
-        turn.ledger, turn.end = 0, len(self.ledger) - 1
+        turn.ledger, turn.end = len(self.ledgers) - 1, len(self.ledger) - 1
         turn.prompt_tokens, turn.sampled_tokens = prompt_tokens, len(generation.token_ids)
         turn.finish = generation.finish
 
@@ -202,7 +214,7 @@ class _Episode:
         else:
             await self.env.aend(stop, error)
             trajectory = self.record
-        trajectory.ledgers = [self.ledger] if len(self.ledger) else []
+        trajectory.ledgers = [ledger for ledger in self.ledgers if len(ledger)]
         trajectory.seed, trajectory.member = self.spec.seed, self.spec.member
         trajectory.timings = {"engine_s": self.engine_s, "env_s": self.env_s}
         return trajectory
