@@ -1,0 +1,136 @@
+"""Shared prefixes give the logprobs and gradients of the plain layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.batch.pack import pack
+from agentrl.batch.prefix import Tree, find_trees, share, visible, worth_sharing
+from agentrl.batch.prefix_attention import branches, shared_attention
+from agentrl.batch.rows import build, jagged
+
+SHORT = 2
+
+
+def group_batch(texts, groups):
+    offsets = torch.tensor([0, *torch.tensor([len(text) for text in texts]).cumsum(0).tolist()])
+    flat = torch.tensor([token for text in texts for token in text], dtype=torch.int64)
+    sampled = jagged(torch.ones(len(flat), dtype=torch.bool), offsets)
+    return build(
+        {"token_ids": jagged(flat, offsets), "sampled": sampled, "group": torch.tensor(groups)}, len(texts)
+    )
+
+
+def test_trees_by_hand():
+    texts = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2, 3], [7, 8, 9], [1, 2, 3, 4]]
+    batch = group_batch(texts, [0, 0, 0, 0, 1])
+    assert find_trees(batch, range(5), SHORT) == [Tree((0, 1, 2), 2), Tree((3,), 0), Tree((4,), 0)]
+    made = share(batch, [0, 1, 2], [Tree((0, 1, 2), 2)])
+    assert made.token_ids.tolist() == [1, 2, 3, 4, 3, 5, 6, 3]
+    assert made.position_ids.tolist() == [0, 1, 2, 3, 2, 3, 4, 2]
+    assert made.spans.tolist() == [[0, 0, 0, 2], [0, 2, 2, 4], [0, 2, 4, 7], [0, 2, 7, 8]]
+    assert made.at.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6, 0, 1, 7]
+    assert visible(made.spans)[7].nonzero().flatten().tolist() == [0, 1, 7]
+
+
+text = st.lists(st.integers(1, 2), min_size=1, max_size=8)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(text, st.integers(0, 1)), min_size=1, max_size=7))
+def test_every_plain_token_is_computed_somewhere_with_its_own_history(rows):
+    texts, groups = [row[0] for row in rows], [row[1] for row in rows]
+    batch = group_batch(texts, groups)
+    made = share(batch, range(len(texts)), find_trees(batch, range(len(texts)), SHORT))
+    packed = pack(batch, range(len(texts)))
+    assert torch.equal(made.token_ids[made.at], packed["token_ids"])
+    assert torch.equal(made.position_ids[made.at], packed["position_ids"])
+    mask = visible(made.spans)
+    start = 0
+    for one in texts:
+        for position in range(len(one)):
+            seen = mask[made.at[start + position]].nonzero().flatten()
+            assert made.token_ids[seen].tolist() == one[: position + 1]
+        start += len(one)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(text, st.integers(0, 1)), min_size=1, max_size=6))
+def test_attention_equals_the_dense_mask(rows):
+    batch = group_batch([row[0] for row in rows], [row[1] for row in rows])
+    made = share(batch, range(len(rows)), find_trees(batch, range(len(rows)), SHORT))
+    generator = torch.Generator().manual_seed(0)
+    size = len(made.token_ids)
+    query = torch.randn(size, 4, 8, generator=generator)
+    key, value = (torch.randn(size, 2, 8, generator=generator) for _ in range(2))
+    out = shared_attention(query, key, value, branches(made.spans))
+    full = [tensor.repeat_interleave(2, 1).transpose(0, 1) for tensor in (key, value)]
+    dense = F.scaled_dot_product_attention(query.transpose(0, 1), *full, attn_mask=visible(made.spans))
+    assert torch.allclose(out, dense.transpose(0, 1), atol=1e-5)
+
+
+def test_worth_sharing_counts_tokens():
+    prompt = list(range(1, 41))
+    batch = group_batch([prompt + [50 + i] * 10 for i in range(4)], [0] * 4)
+    made = worth_sharing(batch, range(4))
+    assert made is not None and made.ratio == 200 / 80
+    assert worth_sharing(batch, [0]) is None
+    assert (
+        worth_sharing(group_batch([prompt[:20] + [50 + i] * 60 for i in range(4)], [0] * 4), range(4)) is None
+    )
+
+
+@pytest.mark.slow
+def test_logprobs_and_gradients_of_a_transformers_model_are_those_of_plain_packing():
+    from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
+    from transformers.masking_utils import AttentionMaskInterface
+
+    def shared(module, query, key, value, attention_mask, *, layout, scaling=None, **_):
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return shared_attention(q, k, v, layout, scaling)[None], None
+
+    AttentionInterface.register("test_shared_prefix", shared)
+    AttentionMaskInterface.register("test_shared_prefix", lambda *_, **__: None)
+    config = Qwen3Config(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config)
+    prompts = [list(range(1, 31)), list(range(40, 60))]
+    texts = [prompts[i // 4] + torch.randint(1, 97, (5 + 7 * i,)).tolist() for i in range(8)]
+    batch = group_batch(texts, [i // 4 for i in range(8)])
+    plain, made = pack(batch, range(8)), share(batch, range(8))
+    assert made.ratio > 1.3
+
+    def step(logits):
+        target = plain["token_ids"]
+        follows = (plain["position_ids"] > 0).nonzero().squeeze(1)
+        logprobs = logits.log_softmax(-1)[follows - 1].gather(1, target[follows][:, None]).squeeze(1)
+        model.zero_grad()
+        (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+        return logprobs.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    segments = plain["segments"]
+    allowed = (segments[:, None] == segments[None, :]).tril()
+    mask = torch.zeros(allowed.shape).masked_fill(~allowed, float("-inf"))[None, None]
+    model.set_attn_implementation("eager")
+    expected, gradient = step(
+        model(
+            input_ids=plain["token_ids"][None], position_ids=plain["position_ids"][None],
+            attention_mask=mask, use_cache=False,
+        ).logits[0]
+    )  # fmt: skip
+    model.set_attn_implementation("test_shared_prefix")
+    got, own = step(
+        model(
+            input_ids=made.token_ids[None], position_ids=made.position_ids[None],
+            use_cache=False, layout=branches(made.spans),
+        ).logits[0][made.at]
+    )  # fmt: skip
+    assert (got - expected).abs().max() < 1e-5
+    assert (own - gradient).norm() / gradient.norm() < 1e-5
