@@ -42,7 +42,10 @@ class _Words:
 
 def _words(world: World) -> _Words:
     who, what, event = world.who, world.what, world.event
-    return _Words(who.name, *who.columns[1:], what.name, *what.columns[1:], event.name, *event.columns[1:])
+    _, label, group, year = who.columns
+    _, title, kind, number = what.columns
+    _, who_id, what_id, amount, day = event.columns
+    return _Words(who.name, label, group, year, what.name, title, kind, number, event.name, who_id, what_id, amount, day)
 
 
 def _both(w: _Words) -> str:

@@ -33,8 +33,21 @@ class World:
 
 def _world(name: str, who: str, what: str, event: str, groups: str, kinds: str, labels: str,
            number: tuple[int, int], amount: tuple[int, int]) -> World:  # fmt: skip
-    tables = [Table(text.split()[0], tuple(text.split()[1:])) for text in (who, what, event)]
-    return World(name, *tables, tuple(groups.split()), tuple(kinds.split()), tuple(labels.split()), number, amount)
+    def table(text: str) -> Table:
+        first, *rest = text.split()
+        return Table(first, tuple(rest))
+
+    return World(
+        name,
+        table(who),
+        table(what),
+        table(event),
+        tuple(groups.split()),
+        tuple(kinds.split()),
+        tuple(labels.split()),
+        number,
+        amount,
+    )
 
 
 WORLDS: dict[str, World] = {
