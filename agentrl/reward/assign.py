@@ -2,61 +2,60 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
-Weights = npt.NDArray[np.float64]
+Weights = Sequence[Sequence[float]]
 Pairs = list[tuple[int, int]]
 
 _EPS = 1e-12
 
 
 def optimal(weights: Weights) -> Pairs:
-    """One-to-one pairs (row, column) of the greatest total weight; weights [n, m] >= 0, zero pairs left out.
+    """One-to-one pairs (row, column) of the greatest total weight; rows of weights >= 0, zero pairs left out.
 
     The Hungarian method as shortest augmenting paths with potentials (Kuhn 1955; Jonker and Volgenant
-    1987), O(min(n, m)^2 max(n, m)).
+    1987), O(min(n, m)^2 max(n, m)). Plain lists: most problems are a handful of calls.
     """
-    n, m = weights.shape
+    n, m = len(weights), len(weights[0]) if weights else 0
     if n == 0 or m == 0:
         return []
     if n > m:
-        return sorted((row, column) for column, row in optimal(weights.T))
-    row_of = _augment(-weights)
-    pairs = [(int(row), column) for column, row in enumerate(row_of) if row >= 0]
-    return sorted((row, column) for row, column in pairs if weights[row, column] > _EPS)
+        flipped = [[row[j] for row in weights] for j in range(m)]
+        return sorted((row, column) for column, row in optimal(flipped))
+    pairs = [(row, column) for column, row in enumerate(_augment(weights, m)) if row >= 0]
+    return sorted((row, column) for row, column in pairs if weights[row][column] > _EPS)
 
 
-def _augment(cost: Weights) -> npt.NDArray[np.int64]:
-    """Row assigned to each column (-1: none), for n <= m, at the least total cost."""
-    n, m = cost.shape
-    row_price, column_price = np.zeros(n), np.zeros(m)
-    row_of = np.full(m, -1, dtype=np.int64)
-    for start in range(n):
-        distance = np.full(m, np.inf)
-        before = np.full(m, -1, dtype=np.int64)
-        done = np.zeros(m, dtype=bool)
+def _augment(weights: Weights, m: int) -> list[int]:
+    """Row assigned to each of the m columns (-1: none), for rows <= m, at the greatest total weight."""
+    row_price, column_price = [0.0] * len(weights), [0.0] * m
+    row_of = [-1] * m
+    for start in range(len(weights)):
+        distance, before, done = [math.inf] * m, [-1] * m, [False] * m
         row, column, reached = start, -1, 0.0
         while True:
-            step = reached + cost[row] - row_price[row] - column_price
-            better = ~done & (step < distance - _EPS)
-            distance[better] = step[better]
-            before[better] = column
-            column = int(np.argmin(np.where(done, np.inf, distance)))
-            reached = float(distance[column])
+            offers, price, nearest = weights[row], row_price[row], -1
+            for j in range(m):
+                if done[j]:
+                    continue
+                step = reached - offers[j] - price - column_price[j]
+                if step < distance[j] - _EPS:
+                    distance[j], before[j] = step, column
+                if nearest < 0 or distance[j] < distance[nearest]:
+                    nearest = j
+            column, reached = nearest, distance[nearest]
             done[column] = True
             if row_of[column] < 0:
                 break
-            row = int(row_of[column])
-        others = done.copy()
-        others[column] = False
+            row = row_of[column]
         row_price[start] += reached
-        row_price[row_of[others]] += reached - distance[others]
-        column_price[others] += distance[others] - reached
+        for j in range(m):
+            if done[j] and j != column:
+                row_price[row_of[j]] += reached - distance[j]
+                column_price[j] += distance[j] - reached
         while column >= 0:
-            previous = int(before[column])
+            previous = before[column]
             row_of[column] = start if previous < 0 else row_of[previous]
             column = previous
     return row_of
@@ -64,18 +63,19 @@ def _augment(cost: Weights) -> npt.NDArray[np.int64]:
 
 def in_order(weights: Weights) -> Pairs:
     """The pairs of the greatest total weight whose rows and columns both rise: O(n m) alignment."""
-    n, m = weights.shape
-    best = np.zeros((n + 1, m + 1))
+    n, m = len(weights), len(weights[0]) if weights else 0
+    best = [[0.0] * (m + 1) for _ in range(n + 1)]
     for i in range(n - 1, -1, -1):
+        here, below, offers = best[i], best[i + 1], weights[i]
         for j in range(m - 1, -1, -1):
-            best[i, j] = max(best[i + 1, j], best[i, j + 1], best[i + 1, j + 1] + weights[i, j])
+            here[j] = max(below[j], here[j + 1], below[j + 1] + offers[j])
     pairs: Pairs = []
     i = j = 0
     while i < n and j < m:
-        if weights[i, j] > _EPS and best[i, j] <= best[i + 1, j + 1] + weights[i, j] + _EPS:
+        if weights[i][j] > _EPS and best[i][j] <= best[i + 1][j + 1] + weights[i][j] + _EPS:
             pairs.append((i, j))
             i, j = i + 1, j + 1
-        elif best[i + 1, j] >= best[i, j + 1]:
+        elif best[i + 1][j] >= best[i][j + 1]:
             i += 1
         else:
             j += 1

@@ -100,10 +100,7 @@ class CallRule:
             return False
         if self.arguments == "names":
             return True
-        for key, value in arguments.items():
-            if key in wanted and not self.value_fits(key, value, gold):
-                return False
-        return True
+        return all(self.value_fits(key, value, gold) for key, value in arguments.items() if key in wanted)
 
     def _keys_fit(self, made: Mapping[str, Json], gold: GoldCall) -> bool:
         if made.keys() == gold.arguments.keys():

@@ -74,7 +74,8 @@ def nodes(draw, depth=3, scope="episode"):
     return {"op": op, "of": of, **mods}
 
 
-@settings(max_examples=400, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
 @given(nodes(), episodes)
 def test_the_compiled_spec_agrees_with_the_reference_evaluator(root, trajectory):
     score = compile_spec(spec(root)).score(trajectory)
@@ -85,7 +86,8 @@ def test_the_compiled_spec_agrees_with_the_reference_evaluator(root, trajectory)
         assert score.value == pytest.approx(float(expected), abs=1e-9)
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
 @given(nodes(), episodes)
 def test_scores_stay_in_the_declared_range_and_evidence_is_json(root, trajectory):
     compiled = compile_spec(spec(root))
@@ -160,14 +162,14 @@ def test_assignments_against_trying_them_all(n, m, rng):
         for rows in itertools.combinations(range(n), size):
             for columns in itertools.combinations(range(m), size):
                 ordered = max(ordered, sum(weights[i, j] for i, j in zip(rows, columns, strict=True)))
-    assert total(assign.optimal(weights)) == pytest.approx(free)
-    monotone = assign.in_order(weights)
+    assert total(assign.optimal(weights.tolist())) == pytest.approx(free)
+    monotone = assign.in_order(weights.tolist())
     assert total(monotone) == pytest.approx(ordered)
     assert monotone == sorted(monotone)
     assert [j for _, j in monotone] == sorted(j for _, j in monotone)
     assert total(assign.greedy(lambda i, j: weights[i, j], [range(n)] * m)) <= free + 1e-9
     most = max(
-        sum(weights[i, j] == 1 for i, j in zip(rows, columns, strict=True))
+        sum(weights[i, j] >= 1 - 1e-12 for i, j in zip(rows, columns, strict=True))
         for rows in itertools.combinations(range(n), short)
         for columns in itertools.permutations(range(m), short)
     )
@@ -180,7 +182,7 @@ def test_assignment_of_200_calls_is_the_best_by_an_independent_bound():
     weights = rng.random((200, 200)) * 0.999
     hidden = rng.permutation(200)
     weights[np.arange(200), hidden] = 1.0
-    assert assign.optimal(weights) == [(i, int(hidden[i])) for i in range(200)]
+    assert assign.optimal(weights.tolist()) == [(i, int(hidden[i])) for i in range(200)]
 
 
 @settings(max_examples=100, deadline=None)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
-
 from agentrl.reward import assign
 from agentrl.reward.gold import ARGUMENTS, FORMS, CallRule, GoldCall, declared, gold_calls
 from agentrl.reward.leaf import Args, Context, Leaf, Reading, object_schema, or_ref
@@ -126,12 +124,8 @@ def _rows_by_name(made: Sequence[Made]) -> dict[str, list[int]]:
     return rows
 
 
-def _matrix(
-    credit: Callable[[int, int], float], rows: Sequence[int], columns: Sequence[int]
-) -> assign.Weights:
-    return np.array([[credit(i, j) for j in columns] for i in rows], dtype=np.float64).reshape(
-        len(rows), len(columns)
-    )
+def _matrix(credit: Credit, rows: Sequence[int], columns: Sequence[int]) -> assign.Weights:
+    return [[credit(i, j) for j in columns] for i in rows]
 
 
 def _optimal_by_name(rows: Mapping[str, list[int]], gold: Sequence[GoldCall], credit: Credit) -> assign.Pairs:

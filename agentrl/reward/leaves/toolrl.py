@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
-
 from agentrl.reward import assign
 from agentrl.reward.gold import GoldCall
 from agentrl.reward.leaf import Reading
@@ -43,26 +41,22 @@ def graded(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule, how: 
 
 
 def _pairs(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule, how: str) -> assign.Pairs:
-    weights = np.array(
+    weights = [
         [
-            [
-                _key_score(call, wanted) + _value_score(call, wanted, rule)
-                if call.name == wanted.name
-                else 0.0
-                for wanted in gold
-            ]
-            for call in made
-        ],
-        dtype=np.float64,
-    ).reshape(len(made), len(gold))
+            _key_score(call, wanted) + _value_score(call, wanted, rule) if call.name == wanted.name else 0.0
+            for wanted in gold
+        ]
+        for call in made
+    ]
     if how == "optimal":
         return assign.optimal(weights)
+    free = list(range(len(made)))
     pairs: assign.Pairs = []
-    for j in range(len(gold)):  # each expected call in turn takes the best call left
-        if len(made) and weights[:, j].max() > 0:
-            i = int(weights[:, j].argmax())
-            pairs.append((i, j))
-            weights[i, :] = 0.0
+    for j in range(len(gold)):  # each expected call in turn takes the best call left, the first among equals
+        best = max(free, key=lambda i: weights[i][j], default=-1)
+        if best >= 0 and weights[best][j] > 0:
+            pairs.append((best, j))
+            free.remove(best)
     return sorted(pairs)
 
 

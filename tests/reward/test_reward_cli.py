@@ -1,0 +1,286 @@
+"""`agentrl reward`: lint finds seeded faults, explain shows why, score and diff read recorded episodes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+from reward_episodes import SHELF, call, episode, gold, leaf, spec
+
+from agentrl.catalog import EnvRef
+from agentrl.cli import reward as command
+from agentrl.errors import UserError
+from agentrl.reward import Context, compile_spec
+from agentrl.reward.lint import lint_probes, lint_spec
+from agentrl.reward.probes import probe_episodes
+
+KEY_VALUE = "agentrl/KeyValue-v0"
+ONE = leaf("episode.stopped")
+ANSWER = leaf("number.close", {"expect": {"$": "/task/gold/answer"}, "which": "last"})
+CALLS = {"expect": {"$": "/task/gold/calls"}}
+
+
+def agentrl(*argv):
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers(dest="command", required=True))
+    args = parser.parse_args(["reward", *map(str, argv)])
+    return args.run(args)
+
+
+def write(path, content):
+    path.write_text(json.dumps(content))
+    return path
+
+
+def record(path, *trajectories):
+    path.write_text("".join(json.dumps(trajectory.to_json()) + "\n" for trajectory in trajectories))
+    return path
+
+
+# -- lint without an environment -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("root", "code", "at"),
+    [
+        ({**ONE, "weight": 2}, "dead-weight", "/root"),
+        ({"op": "sum", "of": [{**ONE, "weight": 0}, ANSWER]}, "dead-weight", "/root/of/0"),
+        ({"op": "product", "of": [{**ONE, "weight": 2}, ANSWER]}, "dead-weight", "/root/of/0"),
+        ({"op": "gate", "if": ONE, "gte": 1.5, "then": ANSWER}, "unreachable-gate", "/root"),
+        ({"op": "gate", "if": ONE, "gte": 0, "then": ANSWER}, "unreachable-gate", "/root"),
+        ({**ONE, "scale": [0.5, 0.5]}, "constant-output", "/root"),
+        ({"op": "sum", "of": [{**ONE, "clip": [2, 3]}, ANSWER]}, "constant-output", "/root/of/0"),
+        ({"op": "product", "of": [{**ONE, "scale": [0, 0]}, ANSWER]}, "constant-output", "/root/of/0"),
+        ({"op": "all", "of": [{**ONE, "scale": [0, 0.5]}, ANSWER]}, "never-true", "/root/of/0"),
+        ({"op": "max", "of": [{**ONE, "scale": [0, 0.5]}, {**ANSWER, "scale": [0.5, 1]}]}, "never-decides", "/root/of/0"),
+        ({"op": "min", "of": [{**ONE, "scale": [0.5, 1]}, {**ANSWER, "scale": [0, 0.5]}]}, "never-decides", "/root/of/0"),
+        ({**ONE, "clip": [-1, 2]}, "dead-clip", "/root"),
+        ({**ONE, "missing": "skip"}, "dead-missing", "/root"),
+    ],
+)  # fmt: skip
+def test_lint_of_a_spec_alone(root, code, at):
+    found = lint_spec(compile_spec(spec(root)))
+    assert (code, at) in {(item.code, item.at) for item in found}
+
+
+def test_lint_of_an_unpinned_judge():
+    def codes(model):
+        node = leaf("judge", {"model": model, "prompt": "{answer}"})
+        context = Context(judge=command._Options(None, (), None, None, 0, None)().judge)
+        return [item.code for item in lint_spec(compile_spec(spec(node), context=context))]
+
+    assert codes("openai/gpt-4o") == ["unpinned-judge"]
+    assert codes("openai/gpt-4o-2024-08-06") == []
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SHELF.glob("*.json") if path.stem != "schema"))
+def test_the_shelf_is_clean(name):
+    options = command._Options(KEY_VALUE, (), None, None, 0, None)
+    assert lint_spec(compile_spec(SHELF / f"{name}.json", context=options())) == []
+
+
+# -- lint on probe episodes ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def probes():
+    return probe_episodes(EnvRef(KEY_VALUE).build, 3)
+
+
+def findings(root, probes, order_free=True):
+    ref = EnvRef(KEY_VALUE)
+    return {item.code for item in lint_probes(compile_spec(spec(root), context=Context(twin=lambda task: ref.build())), probes, order_free)}
+
+
+def test_probes_are_what_they_say(probes):
+    assert {kind: len(rows) for kind, rows in probes.items()} == dict.fromkeys(
+        ("gold", "empty", "silent", "spam", "padded", "shuffled"), 3
+    )
+    for row, gold_episode in enumerate(probes["gold"]):
+        count = len(list(gold_episode.calls()))
+        assert gold_episode.terminated
+        assert gold_episode.turns[-1].message.content == gold_episode.task.gold["answer"]
+        assert len(list(probes["padded"][row].calls())) == 3 * count
+        assert len(list(probes["shuffled"][row].calls())) == count
+        assert not probes["silent"][row].turns
+        assert len(list(probes["spam"][row].calls())) == 12
+
+
+@pytest.mark.parametrize(
+    ("root", "code"),
+    [
+        ({"op": "sum", "of": [ANSWER, leaf("calls.none")]}, "do-nothing-floor"),
+        ({"op": "mean", "of": [ANSWER, leaf("text.equals", {"expect": "never"})]}, "gold-below-maximum"),
+        (leaf("text.equals", {"expect": {"$": "/task/gold/anser"}}), "gold-unscored"),
+        (leaf("number.close", {"expect": {"$": "/task/gold/answer"}, "which": "any"}), "spam-passes"),
+        (leaf("calls.match", {**CALLS, "compare": "superset"}), "permissive-match"),
+        (leaf("calls.match", {**CALLS, "order": "ordered"}), "order-matters"),
+        (leaf("calls.none", scope="call", reduce="min", scale=[1, 0]), "escapes-scoring"),
+        ({"op": "product", "of": [ANSWER, leaf("calls.none", {"names": ["erase"]})]}, "never-varies"),
+        ({"op": "gate", "if": leaf("calls.none", {"names": ["get"]}), "gte": 1, "then": leaf("calls.none"), "else": ANSWER},
+         "do-nothing-floor"),
+    ],
+)  # fmt: skip
+def test_lint_finds_what_is_wrong(root, code, probes):
+    assert code in findings(root, probes)
+
+
+def test_a_sound_spec_has_no_findings(probes):
+    assert findings(ANSWER, probes) == set()
+    assert findings(leaf("calls.match", CALLS), probes) == set()
+    assert findings(leaf("state.match", {"replay": {"$": "/task/gold/calls"}}), probes) == set()
+
+
+def test_lint_command(tmp_path, capsys):
+    assert agentrl("lint", SHELF / "key_value.json", "--env", KEY_VALUE, "--tasks", 2) == 0
+    assert "0 findings" in capsys.readouterr().out
+    bad = write(tmp_path / "bad.json", spec({"op": "sum", "of": [ANSWER, leaf("calls.none")]}))
+    assert agentrl("lint", bad, "--env", KEY_VALUE, "--tasks", 2, "--param", "calls=2", "--json") == 1
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert "do-nothing-floor" in [item["code"] for item in found]
+
+
+def test_replays_on_a_real_environment(tmp_path, capsys):
+    state = write(tmp_path / "state.json", spec(leaf("state.match", {"replay": {"$": "/task/gold/calls"}, "by": "hash"})))
+    with pytest.raises(UserError, match="this run gives none"):
+        agentrl("lint", state)
+    ref = EnvRef(KEY_VALUE)
+    compiled = compile_spec(state, context=Context(twin=lambda task: ref.build()))
+    probes = probe_episodes(ref.build, 2)
+    assert [compiled.score(t).value for t in probes["gold"]] == [1, 1]
+    assert [compiled.score(t).value for t in probes["padded"]] == [0, 0]
+
+
+async def test_replays_inside_a_running_event_loop():
+    ref = EnvRef(KEY_VALUE)
+    root = leaf("state.match", {"replay": {"$": "/task/gold/calls"}})
+    compiled = compile_spec(spec(root), context=Context(twin=lambda task: ref.build()))
+    task = ref.build().make_task(0, "train")
+    trajectory = episode("x", task_gold=dict(task.gold), state=task.gold["state"])
+    trajectory.task = task
+    assert (await compiled.ascore(trajectory)).value == 1
+
+
+# -- explain, score, diff --------------------------------------------------------------------------
+
+TWO = {"answer": "7", "calls": gold(call("get", key="a"))}
+
+
+def test_explain(tmp_path, capsys):
+    file = record(tmp_path / "t.jsonl", episode("8", task_gold=TWO), episode([call("get", key="a")], "7", task_gold=TWO))
+    assert agentrl("explain", SHELF / "dense_gated.json", file, "--row", 2) == 0
+    text = capsys.readouterr().out
+    assert "dense_gated: 1" in text
+    assert "number.close [success]" in text
+    assert "emitted at turns: turn 0: 0.5; at the end: 0.5" in text
+    assert agentrl("explain", SHELF / "dense_gated.json", file, "--json") == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["value"] == 0
+    assert tree["evidence"]["root"]["if"]["evidence"]["said"] == ["8"]
+
+
+def test_score_keeps_the_order_in_parallel_too(tmp_path, capsys):
+    rows = [episode(str(i % 3), task_gold={**TWO, "answer": "1"}) for i in range(150)]
+    file = record(tmp_path / "t.jsonl", *rows)
+    assert agentrl("score", SHELF / "key_value.json", file) == 0
+    alone = capsys.readouterr()
+    assert agentrl("score", SHELF / "key_value.json", file, "--workers", 2, "--out", tmp_path / "out.jsonl") == 0
+    assert alone.out == (tmp_path / "out.jsonl").read_text()
+    scored = [json.loads(line) for line in alone.out.splitlines()]
+    assert [row["value"] for row in scored] == [float(i % 3 == 1) for i in range(150)]
+    assert "150 of 150 episodes scored, mean 0.3333" in alone.err
+
+
+def test_score_of_a_group_spec_compares_the_episodes_of_a_task(tmp_path, capsys):
+    ranks = write(tmp_path / "rank.json", spec(leaf("group.rank", {"of": leaf("cost.turns", {"max": 9})})))
+    rows = [episode(*["x"] * count) for count in (1, 2, 3)]
+    file = record(tmp_path / "t.jsonl", *rows)
+    agentrl("score", ranks, file)
+    assert [json.loads(line)["value"] for line in capsys.readouterr().out.splitlines()] == [0, 0.5, 1]
+
+
+def test_diff(tmp_path, capsys):
+    """By the answer rows 1 and 2 tie and row 3 is last; by turns row 2 (two turns) falls behind."""
+    rows = [episode("7", task_gold=TWO), episode([call("get", key="a")], "7", task_gold=TWO), episode("8", task_gold=TWO)]
+    file = record(tmp_path / "t.jsonl", *rows)
+    short = write(tmp_path / "short.json", spec(leaf("cost.turns", {"max": 4}, scale=[1, 0])))
+    assert agentrl("diff", SHELF / "key_value.json", short, file, "--json") == 0
+    changed = json.loads(capsys.readouterr().out)["changed"]
+    assert [(item["row"], item["rank_a"], item["rank_b"]) for item in changed] == [(2, 1, 3), (3, 3, 1)]
+    agentrl("diff", SHELF / "key_value.json", SHELF / "key_value.json", file)
+    assert "0 of 3 episodes change rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "holds no trajectory"), ("{}\n", ":1: not a trajectory"), ("junk\n", ":1: not a trajectory"),
+     ("[1]\n", ":1: not a trajectory"), ('{"task": 3}\n', ":1: not a trajectory")],
+)  # fmt: skip
+def test_files_that_hold_no_trajectories(tmp_path, content, message):
+    (tmp_path / "bad.jsonl").write_text(content)
+    with pytest.raises(UserError, match=message):
+        agentrl("score", SHELF / "key_value.json", tmp_path / "bad.jsonl")
+
+
+def test_a_bad_row_in_a_worker_is_named(tmp_path):
+    rows = [episode("7", task_gold=TWO) for _ in range(130)]
+    file = record(tmp_path / "t.jsonl", *rows)
+    with file.open("a") as handle:
+        handle.write("junk\n")
+    with pytest.raises(UserError, match=r"t\.jsonl:131: not a trajectory"):
+        agentrl("score", SHELF / "key_value.json", file, "--workers", 2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["lint", "key_valu"], "key_value"),
+        (["lint", "none.json"], "cannot be read"),
+        (["lint", "key_value", "--env", "agentrl/KeyVal-v0"], "KeyValue"),
+        (["lint", "key_value", "--param", "calls=2"], "--env"),
+        (["lint", "key_value", "--env", KEY_VALUE, "--param", "calls"], "NAME=JSON"),
+        (["score", "key_value", "none.jsonl"], "cannot be read"),
+    ],
+)
+def test_mistakes_on_the_command_line(argv, message):
+    with pytest.raises(UserError) as caught:
+        agentrl(*argv)
+    assert message in str(caught.value)
+
+
+def test_a_row_that_is_not_there(tmp_path):
+    file = record(tmp_path / "t.jsonl", episode("7"))
+    with pytest.raises(UserError, match="holds 1 rows"):
+        agentrl("explain", SHELF / "key_value.json", file, "--row", 2)
+
+
+def test_leaves_documents_every_kind(capsys):
+    from agentrl.reward.schema import kinds
+
+    assert agentrl("leaves") == 0
+    text = capsys.readouterr().out
+    for kind in kinds():
+        assert f"\n{kind}\n" in f"\n{text}"
+
+
+def test_the_examples_of_the_leaves_are_valid():
+    from agentrl.reward import load_spec
+    from agentrl.reward.group import GROUP_LEAVES
+    from agentrl.reward.leaves import LEAVES
+
+    for kind, example in [(k, v.example) for k, v in LEAVES.items()] + [(k, v.example) for k, v in GROUP_LEAVES.items()]:
+        load_spec(spec(leaf(kind, example)))
+
+
+def test_the_manual_documents_every_leaf_as_the_code_does():
+    from agentrl.reward.group import GROUP_LEAVES
+    from agentrl.reward.leaves import LEAVES
+
+    manual = (SHELF.parent / "docs" / "rewards.md").read_text()
+    for kind, formula, example in [(k, v.formula, v.example) for k, v in LEAVES.items()] + [
+        (k, v.formula, v.example) for k, v in GROUP_LEAVES.items()
+    ]:
+        assert f"### `{kind}`" in manual
+        assert formula in manual, kind
+        assert json.dumps({"use": kind, "args": example}, ensure_ascii=False) in manual, kind
