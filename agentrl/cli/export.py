@@ -1,0 +1,35 @@
+"""`agentrl export RUN OUT`: a checkpoint of a run as a Hugging Face model folder."""
+
+from __future__ import annotations
+
+import argparse
+
+EPILOG = """examples:
+  agentrl export runs/quickstart models/mine              the newest checkpoint
+  agentrl export runs/quickstart models/step20 --step 20  that of one step
+
+The folder holds config, weights and tokenizer; plain transformers and vLLM load it.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "export",
+        help="write a run's checkpoint as a Hugging Face model folder",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_folder", help="a run folder", metavar="RUN")
+    parser.add_argument("out", help="where to write the model; must not exist, or be empty", metavar="OUT")
+    parser.add_argument("--step", type=int, default=None, help="which checkpoint (default: the newest)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0; a missing run or checkpoint, or a folder in the way, is a UserError."""
+    from agentrl.train.export import export_run
+
+    step = export_run(args.run_folder, args.out, args.step)
+    print(f"wrote the model of step {step} to {args.out}")
+    return 0

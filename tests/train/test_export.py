@@ -1,0 +1,66 @@
+"""`agentrl export`: a checkpoint becomes a folder that plain transformers loads."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+from train_batches import make_batch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agentrl.cli import export as command
+from agentrl.cluster.launch import launch
+from agentrl.config.load import to_toml
+from agentrl.config.schema import AlgorithmConfig, EnvConfig, ModelConfig, OptimConfig, TrainConfig
+from agentrl.errors import CheckpointError, ModelError
+from agentrl.train.actor import Actor
+from agentrl.train.checkpoint import Checkpoints
+from agentrl.train.export import export_run
+
+
+@pytest.fixture
+def run_folder(tiny: str, tmp_path: Path) -> Path:
+    """A run of two checkpoints, which differ."""
+    config = TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=tiny))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.toml").write_text(to_toml(config))
+    actors = launch(Actor, backend="inline", world_size=1)
+    actors.run(Actor.init_model, tiny, config.model, OptimConfig())
+    for step in (1, 2):
+        actors.run(Actor.update, make_batch(8, seed=step), AlgorithmConfig(), step=step)
+        with Checkpoints(folder / "checkpoints", keep=2).writing(step) as aside:
+            actors.run(Actor.save, str(aside / "actor"))
+        actors.run(Actor.export_hf, str(folder / f"direct{step}"))
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+
+
+@pytest.mark.parametrize("step", [1, 2, None])
+def test_export_is_the_model_of_that_step(run_folder: Path, tmp_path: Path, step: int | None) -> None:
+    assert export_run(run_folder, tmp_path / "out", step) == (step or 2)
+    found, direct = weights(tmp_path / "out"), weights(run_folder / f"direct{step or 2}")
+    assert all(torch.equal(found[name], direct[name]) for name in direct)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 400
+    other = weights(run_folder / f"direct{3 - (step or 2)}")
+    assert not all(torch.equal(found[name], other[name]) for name in other)
+
+
+def test_command_and_errors(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    out = str(tmp_path / "out")
+    args = parser.parse_args(["export", str(run_folder), out])
+    assert args.run(args) == 0
+    assert "step 2" in capsys.readouterr().out
+    with pytest.raises(ModelError, match="in the way"):
+        args.run(args)
+    with pytest.raises(CheckpointError, match="whole ones: 1, 2"):
+        export_run(run_folder, tmp_path / "x", 7)
+    with pytest.raises(CheckpointError, match=r"no config\.toml"):
+        export_run(tmp_path / "nowhere", tmp_path / "x")
