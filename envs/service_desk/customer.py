@@ -21,7 +21,7 @@ _CLOSING = re.compile(
 _AMOUNT = re.compile(r"(?<![\d.])\d[\d,]*\.\d\d(?!\d)")
 _ORDER = re.compile(r"\bW\d{4}\b", re.I)
 _CONFIRM = re.compile(
-    r"\b(?:confirm|proceed|go ahead|shall i|should i|may i|do you agree|"
+    r"\b(?:confirm|proceed|go ahead|shall i|should i|do you agree|"
     r"is th(?:at|is) (?:right|correct|ok|okay)|would you like me to|do you want me to|want me to)\b",
     re.I,
 )
@@ -72,9 +72,17 @@ class Customer:
             return self._tire("Hello? Are you still there?"), None
         if "?" not in text:
             return self._settle(), None
-        if _CONFIRM.search(text) and (orders := {found.upper() for found in _ORDER.findall(text)}):
+        orders = {found.upper() for found in _ORDER.findall(text)}
+        if _CONFIRM.search(text) and orders and not self._untold(text):
             return self._confirm(text, orders)
         return self._answer(text), None
+
+    def _untold(self, text: str) -> bool:
+        """Whether the text touches on a detail that the customer has not told yet. Then telling it comes
+        first, and a yes does not: a proposal that guessed the detail is put right."""
+        told = self._told.union(self._now()["told"])
+        known = {"identity", *self._now()["details"]} - {"order"}
+        return any(pattern.search(text) for key, pattern in _WANTED.items() if key in known - told)
 
     def _now(self) -> Mapping[str, Json]:
         goal: Mapping[str, Json] = self.script["goals"][self.goal]

@@ -70,9 +70,7 @@ class Desk:
 
     def export(self) -> dict[str, Json]:
         """What can have changed, in an order that does not depend on the order of changes."""
-        keep = {
-            key: copy.deepcopy(self.data[key]) for key in ("orders", "vouchers", "refusals", "transferred")
-        }
+        keep = {key: copy.deepcopy(self.data[key]) for key in ("orders", "vouchers", "refusals", "transferred")}
         keep["vouchers"].sort(key=str)
         keep["refusals"].sort(key=str)
         return keep
@@ -117,9 +115,7 @@ def _return(desk: Desk, order: dict[str, Json], action: Mapping[str, Json]) -> s
 
 
 def _exchange(desk: Desk, order: dict[str, Json], action: Mapping[str, Json]) -> str:
-    item = next(
-        item for item in order["items"] if item["sku"] == action["skus"][0] and item["state"] == "kept"
-    )
+    item = next(item for item in order["items"] if item["sku"] == action["skus"][0] and item["state"] == "kept")
     variants = desk.data["products"][item["product"]]["variants"]
     new = variants[action["new_sku"]]
     new["stock"] -= 1

@@ -71,9 +71,7 @@ class ServiceDesk(ToolEnv):
         super().__init__(**base)
         low, high = (goals, goals) if isinstance(goals, int) else (goals[0], goals[-1])
         if not 1 <= low <= high <= 4:
-            raise ConfigError(
-                f"service_desk: goals = {goals!r}; expected a number or [low, high] within 1..4"
-            )
+            raise ConfigError(f"service_desk: goals = {goals!r}; expected a number or [low, high] within 1..4")
         shares = {"forbidden": forbidden, "pushy": pushy, "forgetful": forgetful}
         for name, share in shares.items():
             if not 0 <= share <= 1:
@@ -169,9 +167,7 @@ class ServiceDesk(ToolEnv):
         """Identify the customer by full name and postcode."""
         wanted = name.strip().lower(), postcode.strip()
         people = self.now.data["customers"].items()
-        return self.now.find(
-            [number for number, row in people if (row["name"].lower(), row["postcode"]) == wanted]
-        )
+        return self.now.find([number for number, row in people if (row["name"].lower(), row["postcode"]) == wanted])
 
     @tool(read_only=True)
     async def get_customer(self, customer_id: str) -> Json:
@@ -208,9 +204,7 @@ class ServiceDesk(ToolEnv):
         refund_to: RefundTo,
     ) -> str:
         """Book the return of items of an order."""
-        return self.now.act(
-            {"kind": "return", "order": order_id, "skus": sorted(skus), "refund_to": refund_to}
-        )
+        return self.now.act({"kind": "return", "order": order_id, "skus": sorted(skus), "refund_to": refund_to})
 
     @tool(parallel=False)
     async def exchange_item(self, order_id: OrderId, sku: str, new_sku: str) -> str:
@@ -218,9 +212,7 @@ class ServiceDesk(ToolEnv):
         return self.now.act({"kind": "exchange", "order": order_id, "skus": [sku], "new_sku": new_sku})
 
     @tool(parallel=False)
-    async def change_address(
-        self, order_id: OrderId, address: Annotated[str, Field(min_length=1, max_length=200)]
-    ) -> str:
+    async def change_address(self, order_id: OrderId, address: Annotated[str, Field(min_length=1, max_length=200)]) -> str:
         """Send an order to another address."""
         return self.now.act({"kind": "address", "order": order_id, "address": address.strip()})
 

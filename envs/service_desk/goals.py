@@ -85,9 +85,7 @@ def _draw(
     orders = [
         number
         for number, order in data["orders"].items()
-        if (order["customer"] == customer) != foreign
-        and number not in used
-        and order["status"] != "cancelled"
+        if (order["customer"] == customer) != foreign and number not in used and order["status"] != "cancelled"
     ]
     # A rule is aimed at first, so that the rarer ones come up too; where no order fits it, any will do.
     aim = rng.choice(list(_KINDS_OF_RULE)) if forbidden and not foreign else None
@@ -150,8 +148,11 @@ def _goal(
     if question and rule is None and rng.random() < 0.6:
         figure = _figure(policy, data, action)
     push = rng.choice(_PUSHES) if rule is not None and rng.random() < shares.pushy else None
+    # The customer's own words may have told the variant already.
+    told = ["variant"] if action["kind"] == "exchange" and mention[-1] in opening else []
     script = _script(opening + whose, action["order"], details, [*mention])
-    return Goal(action, rule, {**script, "push": push, "question": question if figure else None}, figure)
+    asks = {"push": push, "question": question if figure else None, "told": told}
+    return Goal(action, rule, {**script, **asks}, figure)
 
 
 def _words(
@@ -241,6 +242,7 @@ def _script(opening: str, order: str, details: dict[str, str], mention: list[str
         "order": order,
         "details": details,
         "mention": mention,
+        "told": [],
         "push": None,
         "question": None,
     }

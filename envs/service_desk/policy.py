@@ -80,9 +80,7 @@ def broken_rules(policy: Policy, data: Mapping[str, Any], action: Mapping[str, A
     """
     order = data["orders"][action["order"]]
     found: list[str] = []
-    if action["kind"] == "cancel" and (
-        order["status"] not in policy.cancel or action["reason"] not in REASONS
-    ):
+    if action["kind"] == "cancel" and (order["status"] not in policy.cancel or action["reason"] not in REASONS):
         found.append("R3")
     if action["kind"] in ("return", "exchange"):
         found += _item_rules(policy, data, order, action)
@@ -93,9 +91,7 @@ def broken_rules(policy: Policy, data: Mapping[str, Any], action: Mapping[str, A
     return found
 
 
-def _item_rules(
-    policy: Policy, data: Mapping[str, Any], order: Mapping[str, Any], action: Mapping[str, Any]
-) -> list[str]:
+def _item_rules(policy: Policy, data: Mapping[str, Any], order: Mapping[str, Any], action: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     if order["status"] != "delivered" or policy.days_since(order["delivered"]) > policy.window:
         found.append("R4")

@@ -92,9 +92,7 @@ def _customer(rng: random.Random, emails: set[str]) -> Json:
     }
 
 
-def _order(
-    rng: random.Random, policy: Policy, customer: str, person: Json, products: dict[str, Json]
-) -> Json:
+def _order(rng: random.Random, policy: Policy, customer: str, person: Json, products: dict[str, Json]) -> Json:
     today = date.fromisoformat(policy.today)
     status = rng.choices(list(_STATUS), list(_STATUS.values()))[0]
     # Days around the end of the return window are likely, so that the date has to be computed.

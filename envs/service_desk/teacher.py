@@ -45,6 +45,4 @@ class Teacher:
             return message
         call = message.tool_calls[0]
         rule = _RULES[int(self._rng.random() * len(_RULES))]
-        return replace(
-            message, tool_calls=(replace(call, arguments={**(call.arguments or {}), "rule": rule}),)
-        )
+        return replace(message, tool_calls=(replace(call, arguments={**(call.arguments or {}), "rule": rule}),))

@@ -25,7 +25,7 @@ from .world import START, draw_world
 _SYSTEM = """\
 You look after a person's files, mail, calendar and contacts through functions. Do exactly what each request \
 says and nothing else. Today is {today}.
-- When a request lacks something that you need to know and cannot look up, ask for it.
+- When a request lacks something that you need to know and cannot look up, ask for it. Ask for nothing else.
 - When a request needs a function that you do not have, say so in a reply with a line that begins with the word \
 CANNOT and a colon; do not try to get round it.
 - When a request asks for a value, give it in a last line that begins with the word ANSWER and a colon.
@@ -128,7 +128,11 @@ class Workspace(Files, Mail, Calendar, Contacts, ToolEnv):
         self.toolbox.table = {name: TOOLS[name] for name in task.data["tools"]}
 
     def state(self) -> Json:
-        return {"world": export(self.world) if self.world else {}, "talk": self.person.talk()}
+        return {
+            "world": export(self.world) if self.world else {},
+            "talk": self.person.talk(),
+            "needless": self.person.needless,
+        }
 
     async def user_reply(self, message: Message) -> list[Message] | None:
         words, tool = self.person.hear(message.content)

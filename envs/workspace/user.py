@@ -22,13 +22,15 @@ _CLOSING = re.compile(
 
 
 class User:
-    """`requests`: as a task's data hold them. Records what was told and declined, for the state."""
+    """`requests`: as a task's data hold them. Records what was told and declined, and how many
+    questions asked for nothing that was missing, for the state."""
 
     def __init__(self, requests: Sequence[Mapping[str, Json]]) -> None:
         self.requests = requests
         self.now = 0
         self.told: dict[str, str] = {}
         self.declined: list[int] = []
+        self.needless = 0
         self.supplied = False
         self.restored = False
         self._unclear = 0
@@ -65,6 +67,7 @@ class User:
         if known and not self.supplied:
             self.supplied = True
             return str(slot["reply"])
+        self.needless += 1
         self._unclear += 1
         if self._unclear > PATIENCE:
             return None

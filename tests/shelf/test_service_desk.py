@@ -176,12 +176,8 @@ def test_other_words_than_the_golds_work_as_well():
         for turn in env.gold_turns(env.task):
             text = turn.content
             text = text.replace("Do you confirm?", "Would you like me to go ahead with that? (yes/no)")
-            text = text.replace(
-                "That is done.", "All set!\n\nIs there anything else that I can help you with today?"
-            )
-            text = text.replace(
-                "May I have", "Hi, and thanks for reaching out! To verify your account, may I have"
-            )
+            text = text.replace("That is done.", "All set!\n\nIs there anything else that I can help you with today?")
+            text = text.replace("May I have", "Hi, and thanks for reaching out! To verify your account, may I have")
             turns.append(replace(turn, content=text))
         assert play(env, turns) == (1.0, True)
 
@@ -190,7 +186,7 @@ def test_the_customer_confirms_only_what_was_asked():
     goal = {
         "opening": "I want to return the kettle from order W1234.", "order": "W1234", "mention": ["kettle"],
         "details": {"order": "It is order W1234.", "refund": "To a gift card."},
-        "push": None, "question": None,
+        "push": None, "question": None, "told": [],
     }  # fmt: skip
     heard = {
         "I will return the kettle of W1234. Shall I proceed?": "W1234",
@@ -207,11 +203,24 @@ def test_the_customer_confirms_only_what_was_asked():
         assert order == confirmed, text
         assert reply is not None
     person = CUSTOMER.Customer({"identity": "My email address is a@b.", "goals": [goal]})
-    assert (
-        person.hear("What is your email address and the order number?")[0]
-        == "My email address is a@b. It is order W1234."
-    )
+    assert person.hear("What is your email address and the order number?")[0] == "My email address is a@b. It is order W1234."
     assert person.hear("Where shall the refund go?")[0] == "To a gift card."
+
+
+def test_a_proposal_that_guesses_a_detail_is_put_right_and_not_confirmed():
+    env = build("service_desk", goals=1, forbidden=0.0)
+    gold = first_task(env, lambda _, turns: "return_items" in names(turns))
+    turns = [turn for turn in gold if not turn.content.startswith("Where shall the refund go")]
+    at = next(i for i, turn in enumerate(turns) if "confirm?" in turn.content)
+    play(env, turns[:at])
+    observation, *_ = env.step(turns[at])
+    assert "refund shall go to" in observation[0].content and not env.now.confirmed
+    assert play(env, turns[at:])[0] == 1.0
+    # A question about something else that names the order is no proposal.
+    env.reset(options={"task": env.task})
+    order = turns[at + 1].tool_calls[0].arguments["order_id"]
+    observation, *_ = env.step(say(f"To look at {order}: could you confirm your email address or your name?"))
+    assert "My " in observation[0].content and not env.now.confirmed
 
 
 def test_the_customer_loses_patience():
@@ -304,9 +313,7 @@ def test_knobs_change_the_task():
     assert all(len(t.data["script"]["goals"]) == 3 for t in tasks(goals=3))
     assert all(t.gold["rules"][0] for t in tasks(forbidden=1.0))
     assert not any(rule for t in tasks(forbidden=0.0) for rule in t.gold["rules"])
-    assert not any(
-        goal["push"] for t in tasks(pushy=0.0, forbidden=1.0) for goal in t.data["script"]["goals"]
-    )
+    assert not any(goal["push"] for t in tasks(pushy=0.0, forbidden=1.0) for goal in t.data["script"]["goals"])
     assert all("name is" in t.data["script"]["identity"] for t in tasks(forgetful=1.0))
     assert all(len(t.data["shop"]["customers"]) == 9 for t in tasks(customers=9))
 

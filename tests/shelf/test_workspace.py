@@ -221,6 +221,16 @@ def test_the_user_takes_questions_for_what_they_are():
     assert user.talk() == {"told": {}, "declined": [], "closed": 2}
 
 
+def test_asking_for_what_is_not_missing_costs_half():
+    env = build("workspace", missing=0.0, withheld=0.0)
+    env.reset(seed=0)
+    gold = env.gold_turns(env.task)
+    assert play(env, [say("At what time, who, which folder and what text?"), *gold])[0] == 0.5
+    env.reset(options={"task": env.task})
+    polite = [say("Done. Is there anything else I can do?") if t.content == "Done." else t for t in gold]
+    assert play(env, polite)[0] == 1.0
+
+
 def test_gold_and_details_stay_hidden():
     env = build("workspace", missing=1.0)
     for seed in range(20):
