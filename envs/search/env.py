@@ -57,8 +57,6 @@ class Search(ToolEnv):
             raise ConfigError(f"search: back_share = {back_share!r}; expected a share within 0..1")
         self.hops, self.documents, self.back_share, self.results = (low, high), documents, back_share, results
         self.corpus: Corpus | None = None
-        self.opened: list[str] = []
-        self.searches = 0
 
     # -- tasks -------------------------------------------------------------------------------------
 
@@ -91,10 +89,10 @@ class Search(ToolEnv):
 
     async def setup(self, task: Task) -> None:
         self.corpus = corpus(int(task.data["world"]), task.split, int(task.data["documents"]))
-        self.opened, self.searches = [], 0
 
     def state(self) -> Json:
-        return {"searches": self.searches, "opened": list(self.opened)}
+        # Looking things up changes nothing.
+        return {"documents": len(self.corpus.pages) if self.corpus is not None else 0}
 
     @property
     def pages(self) -> Corpus:
@@ -112,7 +110,6 @@ class Search(ToolEnv):
             query: words that the page should contain
             limit: most results wanted
         """
-        self.searches += 1
         found = self.pages.index.top(query, min(limit, self.results))
         return [
             {"page": page.id, "title": page.title, "kind": page.kind}
@@ -130,8 +127,6 @@ class Search(ToolEnv):
         if found is None:
             near = difflib.get_close_matches(page, list(self.pages.by_id), n=1)
             raise ToolError(f"no page {page[:40]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        if page not in self.opened:
-            self.opened.append(page)
         return f"{found.title}\n{found.text}"
 
     # -- scripted policies -------------------------------------------------------------------------

@@ -63,6 +63,8 @@ class Desk:
     def refuse(self, order_id: str, rule: str) -> str:
         """Record a refusal; once per order and rule."""
         self.order(order_id)
+        if self.identified is None:
+            self.violations.append({"rule": "R1", "kind": "refusal", "order": order_id})
         entry = {"order": order_id, "rule": rule}
         if entry not in self.data["refusals"]:
             self.data["refusals"].append(entry)

@@ -46,7 +46,8 @@ def test_gold_scores_one_and_reads_every_page_it_needs(params, split):
     for seed in range(12):
         reward, record = gold_episode(env, seed, split)
         assert reward == 1.0
-        assert record.state["opened"] == [page for _, page in env.task.gold["steps"]]
+        opened = [call.arguments["page"] for _, call, _ in record.calls() if call.name == "open"]
+        assert opened == [page for _, page in env.task.gold["steps"]]
         # The answer was there to be read: it stands on the last page opened.
         pages = [m.content for m in record.messages if m.role == "tool" and m.name == "open"]
         assert env.task.gold["answer"] in pages[-1]
@@ -56,9 +57,7 @@ def test_gold_scores_one_and_reads_every_page_it_needs(params, split):
 @pytest.mark.parametrize("name", ["empty", "done", "yes", "cannot", "echo", "spam"])
 def test_null_policies_score_nothing(name):
     env = build("search")
-    assert all(
-        null_score(env, seed, split, name) == 0.0 for seed in range(6) for split in ("train", "heldout")
-    )
+    assert all(null_score(env, seed, split, name) == 0.0 for seed in range(6) for split in ("train", "heldout"))
 
 
 def test_only_the_answer_alone_scores():
@@ -100,18 +99,13 @@ def test_the_same_seed_gives_the_same_task_in_any_environment():
 
 def test_splits_share_no_name():
     names = {
-        split: {name for seed in range(20) for name in WORLD.corpus(seed, split, 60).names}
-        for split in ("train", "heldout")
+        split: {name for seed in range(20) for name in WORLD.corpus(seed, split, 60).names} for split in ("train", "heldout")
     }
     assert not names["train"] & names["heldout"]
     fixed = {"Works", "Instruments", "Foundry", "Mills", "College", "Academy"}
     for split, found in names.items():
         for name in found:
-            invented = (
-                [name.split()[-1]]
-                if name.split()[0] in ("The", "A", "Letters", "Songs", "Beyond")
-                else name.split()
-            )
+            invented = [name.split()[-1]] if name.split()[0] in ("The", "A", "Letters", "Songs", "Beyond") else name.split()
             assert all(content_split(word) == split for word in invented if word not in fixed), name
     with pytest.raises(TaskDataError, match="no split 'test'"):
         build("search").make_task(0, "test")
@@ -149,13 +143,9 @@ def test_knobs_change_the_task():
     assert build("search", hops=5).make_task(0, "train").data["hops"] == 5
     env = build("search", results=1)
     env.reset(seed=0)
-    observation, *_ = env.step(
-        '<tool_call>\n{"name": "search", "arguments": {"query": "town", "limit": 9}}\n</tool_call>'
-    )
+    observation, *_ = env.step('<tool_call>\n{"name": "search", "arguments": {"query": "town", "limit": 9}}\n</tool_call>')
     assert observation[0].content.count('"page"') == 1
-    back = [
-        len(build("search", hops=4, back_share=s).make_task(2, "train").data["question"]) for s in (0.0, 1.0)
-    ]
+    back = [len(build("search", hops=4, back_share=s).make_task(2, "train").data["question"]) for s in (0.0, 1.0)]
     assert back[0] != back[1]
 
 
@@ -189,9 +179,7 @@ def test_a_wrong_page_id_is_answered_with_the_nearest():
     env = build("search")
     env.reset(seed=0)
     env.step('<tool_call>\n{"name": "open", "arguments": {"page": "page12"}}\n</tool_call>')
-    assert "tool_error" in seen_by_policy(env.trajectory) and "did you mean 'p" in seen_by_policy(
-        env.trajectory
-    )
+    assert "tool_error" in seen_by_policy(env.trajectory) and "did you mean 'p" in seen_by_policy(env.trajectory)
 
 
 def test_the_teacher_errs_but_succeeds_often():

@@ -337,6 +337,25 @@ def test_any_arguments_are_answered(data):
     fuzz_call(ENV, name, arguments)
 
 
+def test_leaving_out_any_one_change_or_word_scores_nothing():
+    env = build("service_desk", goals=2, forbidden=0.5)
+    tried = 0
+    for seed in range(15):
+        task = env.make_task(seed, "train")
+        gold = env.gold_turns(task)
+        for at, turn in enumerate(gold):
+            reading = turn.tool_calls and turn.tool_calls[0].name.startswith("get_")
+            asking = "?" in turn.content and "confirm?" not in turn.content
+            if reading or asking:
+                continue
+            env.reset(options={"task": task})
+            # The last sentence may be missing at the end of a record that was cut short.
+            reward, over = play(env, [*gold[:at], *gold[at + 1 :]])
+            assert (reward if over else env.scorer.score(env.trajectory).value) == 0.0, turn
+            tried += 1
+    assert tried > 60
+
+
 def test_a_fork_goes_its_own_way():
     env = build("service_desk", goals=1, forbidden=0.0)
     gold = first_task(env, lambda _, turns: "return_items" in names(turns))

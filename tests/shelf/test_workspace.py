@@ -29,7 +29,7 @@ def say(text):
     return Message("assistant", text)
 
 
-def call(name, **arguments):
+def call(name, /, **arguments):
     return Message("assistant", tool_calls=(ToolCall(name, arguments),))
 
 
@@ -330,6 +330,26 @@ def test_tools_refuse_what_makes_no_sense():
     ]:
         with pytest.raises(ToolError):
             PLAN.run_tool(desk, name, arguments)
+
+
+def test_leaving_out_or_spoiling_any_one_change_scores_nothing():
+    env = build("workspace", questions=0.0, missing=0.0)
+    spoilt = {str: lambda text: text + "x", int: lambda n: n + 5, bool: lambda flag: not flag}
+    tried = 0
+    for seed in range(12):
+        task = env.make_task(seed, "train")
+        gold = env.gold_turns(task)
+        for at, turn in enumerate(gold):
+            if not turn.tool_calls or env.toolbox[(made := turn.tool_calls[0]).name].options.read_only:
+                continue
+            for key, value in made.arguments.items():
+                wrong = call(made.name, **{**made.arguments, key: spoilt[type(value)](value)})
+                env.reset(options={"task": task})
+                assert play(env, [*gold[:at], wrong, *gold[at + 1 :]])[0] == 0.0, (made, key)
+            env.reset(options={"task": task})
+            assert play(env, [*gold[:at], *gold[at + 1 :]])[0] == 0.0, made
+            tried += 1
+    assert tried > 20
 
 
 def test_a_fork_goes_its_own_way_also_with_other_tools():
