@@ -78,9 +78,14 @@ def _add_context(part: argparse.ArgumentParser) -> None:
     part.add_argument(
         "--param", action="append", default=[], metavar="NAME=JSON", help="a parameter of --env"
     )
+    part.add_argument(
+        "--python", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help="allow a python leaf"
+    )
     part.add_argument("--judge-url", help="base URL of an OpenAI-compatible server for judge leaves")
-    part.add_argument("--judge-cache", type=Path, help="folder that keeps verdicts")
-    part.add_argument("--judge-calls", type=int, default=1000, help="most calls to the judge (default 1000)")
+    part.add_argument("--judge-cache", help="folder that keeps verdicts")
+    part.add_argument(
+        "--judge-calls", type=_positive, default=1000, help="most calls to the judge (default 1000)"
+    )
     part.add_argument("--judge-usd", type=float, help="most money for the judge")
 
 
@@ -190,20 +195,21 @@ class _Options:
     env: str | None
     params: tuple[tuple[str, Any], ...]
     judge_url: str | None
-    judge_cache: Path | None
+    judge_cache: str | None
     judge_calls: int
     judge_usd: float | None
+    python: tuple[tuple[str, str], ...] = ()
 
     def __call__(self) -> Context:
-        from agentrl.reward import Context
-        from agentrl.reward.judge import Judge, JudgeSettings
+        from agentrl.config.schema import JudgeConfig, RewardConfig
+        from agentrl.reward import make_context
 
-        settings = JudgeSettings(
+        judge = JudgeConfig(
             api_base=self.judge_url, cache=self.judge_cache, calls=self.judge_calls, usd=self.judge_usd
         )
         ref = None if self.env is None else self.env_ref()
         twin = None if ref is None else lambda task: ref.build()
-        return Context(twin=twin, judge=Judge(settings))
+        return make_context(RewardConfig(python=dict(self.python), judge=judge), twin=twin)
 
     def env_ref(self) -> Any:
         from agentrl.catalog import EnvRef, find_env
@@ -214,17 +220,21 @@ class _Options:
 
 
 def _options(args: argparse.Namespace) -> _Options:
-    params = []
-    for text in args.param:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise UserError(f"--param {text!r}: expected NAME=JSON, for example calls=4")
-        params.append((name, _json_or_text(value)))
+    params = [(name, _json_or_text(value)) for name, value in _pairs(args.param, "--param", "calls=4")]
     if params and args.env is None:
         raise UserError("--param sets parameters of --env, which is not given")
+    python = tuple(_pairs(args.python, "--python", "polite=my_rewards:polite"))
     return _Options(
-        args.env, tuple(params), args.judge_url, args.judge_cache, args.judge_calls, args.judge_usd
+        args.env, tuple(params), args.judge_url, args.judge_cache, args.judge_calls, args.judge_usd, python
     )
+
+
+def _pairs(texts: list[str], option: str, example: str) -> Iterator[tuple[str, str]]:
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"{option} {text!r}: expected NAME=VALUE, for example {example}")
+        yield name, value
 
 
 def _json_or_text(value: str) -> Any:

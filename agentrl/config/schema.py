@@ -227,6 +227,29 @@ class CheckpointConfig(Frozen):
     keep: PositiveInt = 2
 
 
+class JudgeConfig(Frozen):
+    """How judge leaves are asked; model and prompt stand in the spec. Keys come from the environment
+    variables that litellm reads. `cache`: a folder for verdicts. `calls`, `usd`: budgets of the whole run.
+    `usd_per_million`: (prompt, sampled) prices where litellm knows none."""
+
+    api_base: str | None = None
+    cache: str | None = None
+    calls: PositiveInt | None = 10_000
+    usd: Positive | None = None
+    usd_per_million: tuple[float, float] | None = None
+    concurrency: PositiveInt = 8
+    timeout: Positive = 60.0
+    retries: Annotated[int, Field(ge=0)] = 3
+
+
+class RewardConfig(Frozen):
+    """What a reward spec may use beside the episode. `python`: functions that `python` leaves may call,
+    by name, each as "module:function"."""
+
+    python: dict[str, str] = Field(default_factory=dict)
+    judge: JudgeConfig = JudgeConfig()
+
+
 class TrainConfig(Frozen):
     """A whole run: `agentrl train CONFIG.toml [a.b=c ...]`."""
 
@@ -242,6 +265,7 @@ class TrainConfig(Frozen):
     model: ModelConfig = ModelConfig()
     sft: SftConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()
     critic: CriticConfig | None = None

@@ -155,7 +155,7 @@ def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None) 
     ceiling = list(_ceiling(scorer, scores))
     if any(item.code == "gold-unscored" for item in ceiling):
         return ceiling  # nothing else can be told of a spec that does not fit the environment
-    findings = [*_floor(scorer, scores), *ceiling, *_spam(scores), *_padded(scores)]
+    findings = [*_floor(scorer, scores), *ceiling, *_spam(scores), *_padded(probes, scores)]
     return [*findings, *_shuffled(scores, order_free), *_never_varies(scorer, scores)]
 
 
@@ -204,11 +204,12 @@ def _spam(scores: Mapping[str, Sequence[Score]]) -> Iterator[Finding]:
         yield Finding("error", "spam-passes", "/root", message)
 
 
-def _padded(scores: Mapping[str, Sequence[Score]]) -> Iterator[Finding]:
+def _padded(probes: Probes, scores: Mapping[str, Sequence[Score]]) -> Iterator[Finding]:
     """Call matching that does not mind every call being made three times."""
-    gold, padded = scores.get("gold", ()), scores.get("padded", ())
     matched: dict[str, list[bool]] = {}
-    for right, more in zip(gold, padded, strict=False):
+    for row, (right, more) in enumerate(zip(scores.get("gold", ()), scores.get("padded", ()), strict=False)):
+        if len(probes["padded"][row].turns) <= len(probes["gold"][row].turns):
+            continue  # the environment ended the episode before the calls could be made again
         before, after = _values(right.evidence.get("root")), _values(more.evidence.get("root"))
         for at, (node, value) in before.items():
             if node == "calls.match" and value is not None and at in after and after[at][1] is not None:
@@ -240,7 +241,7 @@ def _never_varies(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iter
         values = {tree[at][1] for tree in trees if at in tree}
         if len(values) == 1 and len(trees) > 1 and all(at in tree for tree in trees):
             value = values.pop()
-            shown = "skipped or unscored" if value is None else f"{value:g}"
+            shown = "unscored" if value is None else f"{value:g}"
             yield Finding(
                 "warning", "never-varies", at, f"{trees[0][at][0]} is {shown} in every probe, good or bad"
             )
@@ -252,8 +253,8 @@ def _never_varies(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iter
 
 
 def _values(evidence: Json) -> dict[str, tuple[str, float | None]]:
-    """Pointer -> (kind, value) of the nodes of an evidence tree; parts of a scoped node are left out."""
-    if not isinstance(evidence, Mapping):
+    """Pointer -> (kind, value) of the nodes of an evidence tree; skipped ones and parts are left out."""
+    if not isinstance(evidence, Mapping) or "skipped" in evidence:
         return {}
     found = {str(evidence["at"]): (str(evidence["node"]), evidence.get("value"))} if "at" in evidence else {}
     for key in ("of", "if", "then", "else"):

@@ -12,7 +12,7 @@ from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config import TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.render import make_renderer
-from agentrl.reward import Scorer, compile_spec, load_spec
+from agentrl.reward import Scorer, compile_spec, load_spec, make_context
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
@@ -32,7 +32,8 @@ def build_scorer(config: TrainConfig, env: EnvRef) -> Scorer:
     name = config.env.reward or env.default_reward()
     if name is None:
         raise ConfigError(f"env.reward: {config.env.id} names no reward spec of its own; set env.reward=NAME_OR_PATH")
-    return compile_spec(load_spec(find_reward(name)))
+    context = make_context(config.reward, twin=lambda task: env.build())
+    return compile_spec(load_spec(find_reward(name)), context=context)
 
 
 def check(config: TrainConfig) -> None:

@@ -67,7 +67,7 @@ def test_lint_of_a_spec_alone(root, code, at):
 def test_lint_of_an_unpinned_judge():
     def codes(model):
         node = leaf("judge", {"model": model, "prompt": "{answer}"})
-        context = Context(judge=command._Options(None, (), None, None, 0, None)().judge)
+        context = Context(judge=command._Options(None, (), None, None, 1, None)().judge)
         return [item.code for item in lint_spec(compile_spec(spec(node), context=context))]
 
     assert codes("openai/gpt-4o") == ["unpinned-judge"]
@@ -76,7 +76,7 @@ def test_lint_of_an_unpinned_judge():
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in SHELF.glob("*.json") if path.stem != "schema"))
 def test_the_shelf_is_clean(name):
-    options = command._Options(KEY_VALUE, (), None, None, 0, None)
+    options = command._Options(KEY_VALUE, (), None, None, 1, None)
     assert lint_spec(compile_spec(SHELF / f"{name}.json", context=options())) == []
 
 
@@ -239,7 +239,7 @@ def test_a_bad_row_in_a_worker_is_named(tmp_path):
         (["lint", "none.json"], "cannot be read"),
         (["lint", "key_value", "--env", "agentrl/KeyVal-v0"], "KeyValue"),
         (["lint", "key_value", "--param", "calls=2"], "--env"),
-        (["lint", "key_value", "--env", KEY_VALUE, "--param", "calls"], "NAME=JSON"),
+        (["lint", "key_value", "--env", KEY_VALUE, "--param", "calls"], "NAME=VALUE"),
         (["score", "key_value", "none.jsonl"], "cannot be read"),
     ],
 )

@@ -1,0 +1,70 @@
+"""What the run's config lets a spec use."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from reward_episodes import Counter, episode, gold, leaf, spec
+
+from agentrl.config.schema import JudgeConfig, RewardConfig
+from agentrl.errors import ConfigError, RewardSpecError
+from agentrl.reward import compile_spec, make_context
+from agentrl.reward.context import judge_settings
+from agentrl.reward.judge import JudgeSettings
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "my_reward_functions.py").write_text("def half(view, args):\n    return 0.5\n\nnumber = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "my_reward_functions"
+    sys.modules.pop("my_reward_functions", None)
+
+
+def test_a_python_leaf_runs_only_where_the_config_allows_it_by_name(module):
+    node = spec(leaf("python", {"name": "half"}))
+    allowed = make_context(RewardConfig(python={"half": f"{module}:half"}))
+    assert compile_spec(node, context=allowed).score(episode("x")).value == 0.5
+    for context in (None, make_context(RewardConfig())):
+        with pytest.raises(RewardSpecError, match="does not allow a function 'half'"):
+            compile_spec(node, context=context)
+    direct = spec(leaf("python", {"name": f"{module}:half"}))  # a spec cannot import by itself
+    with pytest.raises(RewardSpecError, match="does not allow"):
+        compile_spec(direct, context=allowed)
+
+
+@pytest.mark.parametrize("target", ["half", ":half", "my_reward_functions:", "a b:c d", "no_such_module_here:f",
+                                    "my_reward_functions:hlaf", "my_reward_functions:number"])  # fmt: skip
+def test_a_function_that_is_not_there(module, target):
+    with pytest.raises(ConfigError, match=r"reward\.python\.f"):
+        make_context(RewardConfig(python={"f": target}))
+
+
+def test_every_judge_key_reaches_the_judge():
+    changed = {
+        "api_base": "http://127.0.0.1:1/v1", "cache": "verdicts", "calls": 7, "usd": 0.5, "usd_per_million": (1.0, 2.0),
+        "concurrency": 3, "timeout": 9.0, "retries": 1,
+    }  # fmt: skip
+    assert set(changed) == set(JudgeConfig.model_fields)
+    settings = judge_settings(JudgeConfig(**changed))
+    assert settings == JudgeSettings(**{**changed, "cache": Path("verdicts")})
+    context = make_context(RewardConfig(judge=JudgeConfig(concurrency=3)))
+    assert context.judge.settings.concurrency == 3
+
+
+def test_the_twin_of_the_run_is_used_for_replays():
+    node = spec(leaf("state.match", {"replay": gold(("add", {"x": 3}))}))
+    context = make_context(RewardConfig(), twin=Counter)
+    assert compile_spec(node, context=context).score(episode("x", state={"total": 3})).value == 1
+
+
+def test_a_run_compiles_the_replaying_profiles():
+    """The wiring of a training run: its environment is the twin of its reward spec."""
+    from agentrl.catalog import EnvRef
+    from agentrl.config import load_config
+    from agentrl.run.session import build_scorer
+
+    config = load_config(Path(__file__).parents[2] / "configs" / "quickstart.toml", ["env.reward=tau_bench"])
+    assert build_scorer(config, EnvRef(config.env.id, config.env.params)).name == "tau_bench"
