@@ -15,7 +15,6 @@ import ctypes
 import json
 import linecache
 import os
-import platform
 import resource
 import signal
 import stat
@@ -139,6 +138,7 @@ CLONE3 = (435, 435)
 CLONE_THREAD = 0x00010000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 EPERM, ENOSYS = 1, 38
+MACHINE = os.uname().machine
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_SET_DUMPABLE = 1, 38, 22, 4
 NAME = "<code>"
@@ -206,12 +206,12 @@ def restrict_files(folder: str, readable: list[str]) -> None:
 
 def filter_calls() -> None:
     """The seccomp filter, as classic BPF over (number, architecture, arguments)."""
-    which = 0 if platform.machine() == "x86_64" else 1
+    which = 0 if MACHINE == "x86_64" else 1
     load, jump_equal, jump_above, jump_set, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, deny = 0x7FFF0000, 0x80000000, 0x00050000
     program: list[tuple[int, int, int, int]] = [
         (load, 0, 0, 4),
-        (jump_equal, 1, 0, AUDIT_ARCH[platform.machine()]),
+        (jump_equal, 1, 0, AUDIT_ARCH[MACHINE]),
         (give, 0, 0, kill),
         (load, 0, 0, 0),
     ]
@@ -266,6 +266,8 @@ def run(source: str) -> int:
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     except BaseException as fault:
+        if isinstance(fault, MemoryError):
+            space.clear()  # or there is no room left to say so
         report(fault)
         return 1
     return 0

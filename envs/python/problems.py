@@ -79,8 +79,7 @@ def prime_count(rng: random.Random) -> Problem:
     """
     return Problem(
         "prime_count",
-        f"How many prime numbers p with {low} <= p <= {high} leave the remainder {rest} when divided by "
-        f"{modulus}?",
+        f"How many prime numbers p with {low} <= p <= {high} leave the remainder {rest} when divided by {modulus}?",
         answer,
         _code(code, low=low, high=high, modulus=modulus, rest=rest),
     )
@@ -92,11 +91,7 @@ def fridays(rng: random.Random) -> Problem:
     day = rng.randint(1, 28)
     weekday = rng.randrange(7)
     names = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-    answer = sum(
-        date(year, month, day).weekday() == weekday
-        for year in range(first, last + 1)
-        for month in range(1, 13)
-    )
+    answer = sum(date(year, month, day).weekday() == weekday for year in range(first, last + 1) for month in range(1, 13))
     code = """
         from datetime import date
         months = [date(y, m, @day@) for y in range(@first@, @last@ + 1) for m in range(1, 13)]
@@ -160,10 +155,7 @@ def subset_count(rng: random.Random) -> Problem:
 
 def sales(rng: random.Random) -> Problem:
     regions, items = ["north", "south", "east", "west"], ["pen", "ink", "pad", "cap"]
-    rows = [
-        (rng.choice(regions), rng.choice(items), rng.randint(1, 40), rng.randint(2, 99))
-        for _ in range(rng.randint(60, 200))
-    ]
+    rows = [(rng.choice(regions), rng.choice(items), rng.randint(1, 40), rng.randint(2, 99)) for _ in range(rng.randint(60, 200))]
     item = rng.choice(items)
     totals = {r: sum(n * p for region, i, n, p in rows if region == r and i == item) for r in regions}
     text = "region,item,units,price\n" + "".join(f"{r},{i},{n},{p}\n" for r, i, n, p in rows)

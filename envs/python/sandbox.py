@@ -23,6 +23,7 @@ from typing import Literal
 from agentrl.errors import EnvError, ResourceError
 
 JAIL = Path(__file__).with_name("jail.py")
+START_SECONDS = 60.0
 End = Literal["ok", "error", "cpu", "wall", "disk", "output", "killed"]
 
 
@@ -30,8 +31,8 @@ End = Literal["ok", "error", "cpu", "wall", "disk", "output", "killed"]
 class Limits:
     """What one run may use. `cpu` and `wall` in seconds, the rest in bytes (`files`: a count).
 
-    `file_size` bounds one file and `disk` the folder as a whole; `output` is what is kept of the output,
-    and a run that writes 64 times as much is stopped.
+    `wall` runs from the code's first line. `file_size` bounds one file and `disk` the folder as a whole; `output`
+    is what is kept of the output, and a run that writes 64 times as much is stopped.
     """
 
     cpu: int = 2
@@ -63,9 +64,7 @@ class Outcome:
 def require_sandbox(isolate_files: bool) -> None:
     """Raises ResourceError where this machine's kernel cannot hold the sandbox, and says what it lacks."""
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
-        raise ResourceError(
-            f"the Python sandbox needs Linux on x86_64 or aarch64, not {sys.platform} {platform.machine()}"
-        )
+        raise ResourceError(f"the Python sandbox needs Linux on x86_64 or aarch64, not {sys.platform} {platform.machine()}")
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -78,9 +77,7 @@ def require_sandbox(isolate_files: bool) -> None:
         )
 
 
-async def run_code(
-    code: str, files: Mapping[str, bytes], limits: Limits, *, isolate_files: bool = True
-) -> Outcome:
+async def run_code(code: str, files: Mapping[str, bytes], limits: Limits, *, isolate_files: bool = True) -> Outcome:
     """Run `code` in a fresh process in a fresh folder that holds `files`.
 
     Whatever happens, cancellation included, the process group is killed and the folder removed before this
@@ -145,9 +142,12 @@ async def run_group(command: Sequence[str], stdin: bytes, work: Path, limits: Li
             pass_fds=(writer,),
             start_new_session=True,
         )
-        output, cut, stopped = await _attend(process, stdin, work, limits)
+        attended = _Attended(reader, limits)
+        await _attend(process, stdin, work, attended)
         code = process.returncode if process.returncode is not None else -1
-        return Ended(output, cut, stopped or _end_of(code), code, _drain(reader), time.monotonic() - began)
+        end = attended.stopped or _end_of(code)
+        seconds = time.monotonic() - began
+        return Ended(bytes(attended.output), attended.cut, end, code, attended.status, seconds)
     finally:
         os.close(reader)
         os.close(writer)
@@ -156,43 +156,60 @@ async def run_group(command: Sequence[str], stdin: bytes, work: Path, limits: Li
             await asyncio.shield(_reap(process))
 
 
-async def _attend(
-    process: asyncio.subprocess.Process, stdin: bytes, work: Path, limits: Limits
-) -> tuple[bytes, int, End | None]:
-    """Feed, read and await the process; kill it at a limit and say which."""
-    kept = bytearray()
-    cut = 0
-    stopped: End | None = None
+class _Attended:
+    """What is known of a running process. Its time runs from the moment at which its code begins, which it
+    tells by its status; a machine that is slow to start a process takes nothing from the policy."""
+
+    def __init__(self, reader: int, limits: Limits) -> None:
+        self.output = bytearray()
+        self.cut = 0
+        self.stopped: End | None = None
+        self.status = b""
+        self._reader, self._limits = reader, limits
+        self._deadline = time.monotonic() + START_SECONDS
+
+    def take(self, chunk: bytes) -> None:
+        """Keep what fits of a piece of output."""
+        room = self._limits.output - len(self.output)
+        self.output.extend(chunk[:room])
+        self.cut += max(0, len(chunk) - room)
+        if self.cut > 63 * self._limits.output and self.stopped is None:
+            self.stopped = "output"
+
+    def look(self, work: Path, *, running: bool) -> None:
+        """Read the status, and see whether a limit is passed."""
+        if not self.status and (status := _drain(self._reader)):
+            self.status = status
+            self._deadline = time.monotonic() + self._limits.wall
+        if running and self.stopped is None:
+            if time.monotonic() > self._deadline:
+                self.stopped = "wall"
+            elif folder_size(work) > self._limits.disk:
+                self.stopped = "disk"
+
+
+async def _attend(process: asyncio.subprocess.Process, stdin: bytes, work: Path, attended: _Attended) -> None:
+    """Feed, read and await the process; kill its group at a limit."""
 
     async def read() -> None:
-        nonlocal cut, stopped
         assert process.stdout is not None
         while chunk := await process.stdout.read(1 << 16):
-            room = limits.output - len(kept)
-            kept.extend(chunk[:room])
-            cut += max(0, len(chunk) - room)
-            if cut > 63 * limits.output and stopped is None:
-                stopped = "output"
+            attended.take(chunk)
+            if attended.stopped is not None:
                 _kill_group(process.pid)
 
     # The exit is awaited too: code may close its output and run on.
     work_left = asyncio.ensure_future(asyncio.gather(_feed(process, stdin), read(), process.wait()))
-    deadline = time.monotonic() + limits.wall
     try:
         while not work_left.done():
             await asyncio.wait([work_left], timeout=0.05)
-            if stopped is None and process.returncode is None:
-                if time.monotonic() > deadline:
-                    stopped = "wall"
-                elif folder_size(work) > limits.disk:
-                    stopped = "disk"
-            if stopped is not None or process.returncode is not None:
+            attended.look(work, running=process.returncode is None)
+            if attended.stopped is not None or process.returncode is not None:
                 # Also after a normal end: what is left of the group would hold the output open.
                 _kill_group(process.pid)
         work_left.result()
     finally:
         work_left.cancel()
-    return bytes(kept), cut, stopped
 
 
 async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:

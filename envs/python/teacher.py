@@ -14,9 +14,7 @@ class Teacher:
     `broken`: chance that the first attempt has a syntax error. `rng` needs only `random()`.
     """
 
-    def __init__(
-        self, task: Task, rng: Any, *, wrong: float = 0.2, hasty: float = 0.1, broken: float = 0.1
-    ) -> None:
+    def __init__(self, task: Task, rng: Any, *, wrong: float = 0.2, hasty: float = 0.1, broken: float = 0.1) -> None:
         self._rng, self._wrong = rng, wrong
         self._codes = [str(task.gold["solution"])]
         if rng.random() < broken:

@@ -123,7 +123,7 @@ def test_the_contract_holds() -> None:
     """Everything `env check` looks at but the 500 fuzzed calls of its default."""
     entry = find_env("python")
     scorer = compile_spec(load_spec(entry.reward_path()))
-    subject = Subject(lambda: make_env("python", scorer=scorer), scorer, tasks=3, fuzz=12)
+    subject = Subject(lambda: make_env("python", scorer=scorer), scorer, tasks=2, fuzz=9)
     wrong = [finding for finding in check_all(subject) if finding.ok is False]
     assert not wrong, wrong
 
@@ -157,7 +157,7 @@ def test_the_teacher_is_right_now_and_then() -> None:
     import random
 
     env, rewards = make_env("python", level=1), []
-    for seed in range(16):
+    for seed in range(10):
         observation, _ = env.reset(seed=seed)
         teacher, reward = env.teacher(env.task, random.Random(seed)), 0.0
         while (message := teacher.act(observation)) is not None:
@@ -276,7 +276,8 @@ def test_nothing_outside_the_folder_is_read_or_changed(tmp_path: Path) -> None:
 
 def test_memory_is_bounded() -> None:
     assert "MemoryError" in attack("x = bytearray(1 << 30)").output
-    assert attack("x = []\nwhile True: x.append(bytes(1 << 20))").end in ("error", "killed")
+    for size in (1 << 20, 64):
+        assert "MemoryError" in attack(f"x = []\nwhile True: x.append(bytes({size}))").output
     assert attack("import os\nos.memfd_create('x')").end == "error"
     assert attack("import resource as r\nr.setrlimit(r.RLIMIT_AS, (-1, -1))").end == "error"
 
@@ -290,9 +291,7 @@ def test_files_are_bounded_one_by_one_and_together() -> None:
     assert len(many.files) == SHORT.files and many.dropped
 
 
-def test_strange_folders_are_kept_or_dropped_but_always_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strange_folders_are_kept_or_dropped_but_always_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     deep = attack("import os\nfor i in range(1500): os.mkdir('d' * 9); os.chdir('d' * 9)")
     assert deep.end in ("disk", "ok") and not deep.files
@@ -303,7 +302,7 @@ def test_strange_folders_are_kept_or_dropped_but_always_removed(
 
 
 def test_endless_loops_and_sleeps_end() -> None:
-    quick = sandbox.Limits(cpu=1, wall=1.2)
+    quick = sandbox.Limits(cpu=1, wall=0.3)
     assert attack("while True: pass").end == "cpu"
     assert attack("import time\ntime.sleep(60)", quick).end == "wall"
     silent = "import os, time\nos.close(1); os.close(2); time.sleep(60)"
