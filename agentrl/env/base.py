@@ -172,6 +172,11 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         return self._record.task
 
     @property
+    def is_open(self) -> bool:
+        """Whether an episode is running: reset, and neither over nor closed."""
+        return self._open
+
+    @property
     def malformed_calls(self) -> int:
         """Tool calls of this episode that could not be read."""
         return sum(call.arguments is None for _, call, _ in self.trajectory.calls())

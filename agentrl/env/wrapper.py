@@ -59,6 +59,10 @@ class ToolWrapper(ToolEnv):
         return self.env.trajectory
 
     @property
+    def is_open(self) -> bool:
+        return self.env.is_open
+
+    @property
     def task(self) -> Task:
         return self.env.task
 

@@ -12,7 +12,7 @@ import pytest
 from gymnasium import spaces
 
 from agentrl.env.check import Subject, check_all
-from agentrl.env.gymtext import GymTextEnv
+from agentrl.env.neighbours.gymtext import GymTextEnv
 from agentrl.errors import CatalogError
 
 sys.path.insert(0, str(Path(__file__).parent))
