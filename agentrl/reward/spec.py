@@ -32,8 +32,12 @@ def load_spec(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(source, Mapping):
         spec = _plain(source)
         where = f"reward spec {source['name']!r}" if isinstance(source.get("name"), str) else "reward spec"
-    else:
+    elif isinstance(source, (str, Path)):
         spec, where = _parse(Path(source)), str(source)
+    else:
+        raise RewardSpecError(
+            f"reward spec: at (the top): a spec is a JSON object or a path, not {_kind(source)}"
+        )
     _Check(where).spec(spec)
     return spec  # type: ignore[no-any-return]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from agentrl.reward.pointer import ABSENT, Absent, follow
@@ -22,14 +23,18 @@ class Made(NamedTuple):
 
 
 def calls_made(turns: Sequence[Turn]) -> list[Made]:
-    """Every call of the turns, in order. Answers are found by call id, within the turn."""
+    """Every call of the turns, in order. Answers are found by call id within the turn, or by their place where
+    the ids do not tell the calls apart (a record from elsewhere)."""
     made: list[Made] = []
     for turn in turns:
         calls = turn.message.tool_calls
         if not calls:
             continue
         answers = {result.call_id: result for result in turn.results}
-        made.extend(Made(turn, call, answers.get(call.id)) for call in calls)
+        if len(answers) == len(turn.results):
+            made.extend(Made(turn, call, answers.get(call.id)) for call in calls)
+        else:
+            made.extend(Made(turn, call, r) for call, r in zip_longest(calls, turn.results) if call)
     return made
 
 

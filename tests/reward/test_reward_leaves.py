@@ -306,6 +306,14 @@ def test_results_contains():
     assert value("results.contains", {"expect": "confirmed"}, failed) == 0
 
 
+def test_answers_of_calls_without_ids_are_found_by_their_place():
+    made = (ToolCall("f", {"x": 1}), ToolCall("f", {"x": 2}))
+    trajectory = episode([call("f")])
+    trajectory.turns = [Turn(0, Message("assistant", "", made), [ToolResult("", "f", "one"), ToolResult("", "f", "two")])]
+    node = leaf("results.contains", {"expect": "one"}, scope="call", reduce="sum")
+    assert compile_spec(spec(node)).score(trajectory).value == 1
+
+
 def test_results_contains_replay_is_a_multiset():
     context = Context(twin=Counter)
     want = {"calls": gold(call("add", x=1), call("add", x=0))}  # answers "1", "1"

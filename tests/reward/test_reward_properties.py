@@ -7,6 +7,7 @@ import json
 import math
 import random
 
+import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from reward_episodes import call, episode, gold, leaf, spec
 from reward_reference import reference, whole
 
+from agentrl.errors import RewardSpecError
 from agentrl.reward import assign, compile_spec, token_rewards
+from agentrl.reward.schema import published_schema
 from agentrl.reward.view import episode_view
 from agentrl.trajectory import ToolCall
 
@@ -84,6 +87,57 @@ def test_the_compiled_spec_agrees_with_the_reference_evaluator(root, trajectory)
         assert score.value is None
     else:
         assert score.value == pytest.approx(float(expected), abs=1e-9)
+
+
+EDITOR = jsonschema.Draft202012Validator(published_schema())
+odd_values = st.sampled_from([None, True, -1, 1.5, "", "turn", "x", [], [1, 2], {}, {"$": "/task"}, {"$": 3}, {"use": "x"}, float("nan")])
+
+
+def places(value, path=()):
+    """Every place in a JSON value."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*path, key))
+
+
+@st.composite
+def damaged(draw):
+    """A valid spec with one place replaced, dropped or renamed."""
+    broken = json.loads(json.dumps(spec(draw(nodes(depth=2)))))
+    path = draw(st.sampled_from(list(places(broken))))
+    if not path:
+        return draw(odd_values)
+    target = broken
+    for key in path[:-1]:
+        target = target[key]
+    how = draw(st.sampled_from(["replace", "drop", "rename"]))
+    if how == "rename" and isinstance(target, dict):
+        target[str(path[-1])[:-1] or "q"] = target.pop(path[-1])
+    elif how == "drop":
+        del target[path[-1]]
+    else:
+        target[path[-1]] = draw(odd_values)
+    return broken
+
+
+@settings(max_examples=300, deadline=None)
+@given(damaged(), episodes)
+def test_a_damaged_spec_is_refused_with_its_place_or_scores_without_a_crash(broken, trajectory):
+    try:
+        compiled = compile_spec(broken)
+    except RewardSpecError as error:
+        assert "at " in str(error) or isinstance(broken, str)  # a text is taken for a path
+        return
+    assert EDITOR.is_valid(broken)  # what load_spec takes, an editor takes too
+    score = compiled.score(trajectory)
+    assert score.value is None or math.isfinite(score.value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(nodes(depth=2))
+def test_every_valid_spec_is_valid_in_an_editor(root):
+    assert EDITOR.is_valid(spec(root))
 
 
 @pytest.mark.slow

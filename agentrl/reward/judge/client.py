@@ -23,6 +23,7 @@ from agentrl.reward.judge.budget import Budget
 from agentrl.reward.judge.cache import VerdictCache
 from agentrl.trajectory import Json
 
+_IMPORTING = threading.Lock()
 _CHARACTERS_PER_TOKEN = 2  # low on purpose: it bounds a prompt's cost from above
 
 
@@ -233,16 +234,17 @@ def _no_constant(token: str) -> NoReturn:
 def _litellm() -> Any:
     """litellm, imported at the first question. Its price table comes from the package, not the network."""
     name = "LITELLM_LOCAL_MODEL_COST_MAP"
-    before = os.environ.get(name)
-    os.environ[name] = "True"
-    try:
-        litellm = importlib.import_module("litellm")
-    except ImportError as error:
-        raise DependencyError("the judge leaf needs litellm: pip install 'agentrl[litellm]'") from error
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
+    with _IMPORTING:  # the variable is set for the import only; two threads must not see each other's
+        before = os.environ.get(name)
+        os.environ[name] = "True"
+        try:
+            litellm = importlib.import_module("litellm")
+        except ImportError as error:
+            raise DependencyError("the judge leaf needs litellm: pip install 'agentrl[litellm]'") from error
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
     setattr(litellm, "suppress_debug_info", True)  # noqa: B010 - litellm has no types
     return litellm

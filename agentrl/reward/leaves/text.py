@@ -190,7 +190,7 @@ class FormatRegex(Leaf):
             self.pattern = regex.compile(args["pattern"], regex.VERSION1)
         except regex.error as error:
             raise ValueError(f"pattern is no regular expression: {error}") from error
-        self.seconds = float(args.get("seconds", 0.5))
+        self.seconds = float(args.get("seconds", 0.1))
 
     def read(self, view: View, args: Args) -> Reading:
         text = spoken(view, args.get("where", "answer"))
