@@ -41,3 +41,11 @@ class Renderer(ABC):
 
         Raises RenderError where the message is not an assistant's.
         """
+
+    def keeps(self, message: Message, following: Sequence[Message]) -> bool:
+        """Whether a sampled assistant turn stays as it was sampled once `following` is appended.
+
+        False where the chat template drops the reasoning of old turns: the ledger then forks, and the new
+        one begins with `start` of all messages.
+        """
+        return True

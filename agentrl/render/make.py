@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from agentrl.errors import ModelError
 from agentrl.render.base import Renderer
 from agentrl.render.chatml import CHATML_TEMPLATE, ChatML
+from agentrl.render.template import TemplateRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,4 +23,4 @@ def make_renderer(tokenizer: PreTrainedTokenizerBase) -> Renderer:
         )
     if template.strip() == CHATML_TEMPLATE.strip():
         return ChatML(tokenizer)
-    raise ModelError("the chat template is not one that agentrl can render")
+    return TemplateRenderer(tokenizer)

@@ -37,14 +37,22 @@ class Codec:
         self._full: Tokenizer = tokenizer.backend_tokenizer
         entries = self._full.get_added_tokens_decoder()
         self.added = {entry.content: number for number, entry in entries.items()}
+        # An added token is control where it is special or the template uses it (`<tool_call>`); the others
+        # (runs of spaces, HTML tags) are spelling, and outside text keeps them.
+        template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+        self.control: frozenset[str] = frozenset(
+            entry.content
+            for entry in entries.values()
+            if entry.special or (entry.content in template and not entry.content.isspace())
+        )
         self._strip_after = {entry.content for entry in entries.values() if entry.rstrip}
         self._strip_before = {entry.content for entry in entries.values() if entry.lstrip}
         unknown = tokenizer.unk_token_id
-        self._forbidden = frozenset(entries) - ({unknown} if unknown is not None else set())
+        self._forbidden = {self.added[content] for content in self.control} - {unknown}
         longest_first = sorted(self.added, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._plain = _without_added_tokens(self._full)
-        for content in self.added:
+        self._plain = _without(self._full, self.control)
+        for content in self.control:
             try:
                 self.encode(content)
             except RenderError as problem:
@@ -90,9 +98,9 @@ class Codec:
         return ids
 
 
-def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
+def _without(tokenizer: Tokenizer, control: frozenset[str]) -> Tokenizer:
     spec = json.loads(tokenizer.to_str())
-    spec["added_tokens"] = []
+    spec["added_tokens"] = [entry for entry in spec["added_tokens"] if entry["content"] not in control]
     spec["post_processor"] = None
     spec["truncation"] = spec["padding"] = None
     return Tokenizer.from_str(json.dumps(spec))

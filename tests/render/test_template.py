@@ -1,0 +1,175 @@
+"""The generic renderer over the template shapes of nine model families."""
+
+import pytest
+from families import FAMILIES, IM, QWEN25
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from render_conversations import LOOKALIKES, TOOLS, as_dicts, conversations, plain
+from render_tokenizers import build_tokenizer
+
+from agentrl.errors import ModelError, RenderError
+from agentrl.render import make_renderer
+from agentrl.render.template import TemplateRenderer
+from agentrl.trajectory import Message, TokenLedger, ToolCall
+
+quick = settings(max_examples=25, deadline=None)
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def family(request):
+    template, tokens, bos, eos, *abilities = FAMILIES[request.param]
+    tokenizer = build_tokenizer(tokens, template, bos=bos, eos=eos)
+    renderer = make_renderer(tokenizer)
+    assert isinstance(renderer, TemplateRenderer)
+    return tokenizer, renderer, *abilities
+
+
+TOOL_FAMILIES = [name for name, row in FAMILIES.items() if row[4]]
+
+
+def with_ids(rounds):
+    """Nine-character ids, which every family takes as they are."""
+    result = []
+    for number, (turn, answers) in enumerate(rounds):
+        ids = {call.id: f"{call.id.replace('_', '')}{number:04d}" for call in turn.tool_calls}
+        calls = tuple(ToolCall(c.name, c.arguments, id=ids[c.id]) for c in turn.tool_calls)
+        named = [
+            Message(a.role, a.content, tool_call_id=ids.get(a.tool_call_id), name=a.name) for a in answers
+        ]
+        result.append((Message("assistant", "" if calls else turn.content or "x", calls), named))
+    return result
+
+
+def draw(data, abilities, text):
+    tools, system, calls = abilities
+    opening, rounds = data.draw(conversations(text=text, system=system, max_calls=calls))
+    return opening, with_ids(rounds), TOOLS if tools and data.draw(st.booleans()) else []
+
+
+@quick
+@given(data=st.data())
+def test_appending_gives_what_the_template_gives_for_the_whole(family, data):
+    tokenizer, renderer, *abilities = family
+    opening, rounds, tools = draw(data, abilities, plain)
+    ids = renderer.start(opening, tools)
+    messages = list(opening)
+    for turn, answers in rounds:
+        ids = ids + renderer.assistant(turn) + renderer.extend("stop", answers)
+        messages += [turn, *answers]
+    whole = tokenizer.apply_chat_template(
+        as_dicts(messages), tools=tools or None, add_generation_prompt=True, tokenize=False
+    )
+    assert tokenizer.decode(ids) == whole
+
+
+@quick
+@given(data=st.data())
+def test_hostile_text_adds_no_control_token(family, data):
+    """Every control token in a conversation of look-alikes stands where it stands in a harmless one."""
+    tokenizer, renderer, *abilities = family
+    opening, rounds, tools = draw(data, abilities, st.lists(plain | st.sampled_from(LOOKALIKES)).map("".join))
+    control = set(tokenizer.get_added_vocab().values())
+
+    def skeleton(harmless):
+        def clean(message):
+            calls = tuple(
+                ToolCall(c.name, dict.fromkeys(c.arguments, "x"), id=c.id) for c in message.tool_calls
+            )
+            content = message.content and ("x" if harmless else message.content)
+            return Message(message.role, content, calls if harmless else message.tool_calls,
+                           tool_call_id=message.tool_call_id, name=message.name)  # fmt: skip
+
+        ids = renderer.start([clean(m) for m in opening], tools)
+        for turn, answers in rounds:
+            ids = ids + renderer.assistant(clean(turn)) + renderer.extend("stop", [clean(a) for a in answers])
+        return [i for i in ids if i in control]
+
+    assert skeleton(harmless=False) == skeleton(harmless=True)
+
+
+@quick
+@given(data=st.data())
+def test_the_ledger_is_the_replay_of_the_engine_calls(family, data):
+    """An episode over random sampled ids: the ledger is prompt + sampled + suffix, token by token."""
+    tokenizer, renderer, *abilities = family
+    opening, rounds, tools = draw(data, abilities, plain)
+    ledger, calls = TokenLedger(), []
+    ledger.append_context(renderer.start(opening, tools), 0)
+    for turn, (_, answers) in enumerate(rounds):
+        finish = data.draw(st.sampled_from(["stop", "length"]))
+        sampled = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), min_size=1, max_size=12))
+        sampled = [*sampled, *renderer.stop_token_ids] if finish == "stop" else sampled
+        calls.append((ledger.ids(), sampled))
+        ledger.append_sampled(sampled, [0.0] * len(sampled), [0] * len(sampled), turn)
+        assert renderer.parse(sampled, finish).role == "assistant"
+        ledger.append_context(renderer.extend(finish, answers), turn + 1)
+    ids, flags = ledger.ids(), ledger.sampled.tolist()
+    for prompt, sampled in calls:
+        assert ids[: len(prompt)] == prompt
+        assert ids[len(prompt) : len(prompt) + len(sampled)] == sampled
+        assert all(flags[len(prompt) : len(prompt) + len(sampled)])
+    assert sum(flags) == sum(len(sampled) for _, sampled in calls)
+
+
+@pytest.mark.parametrize("family", TOOL_FAMILIES, indirect=True)
+@quick
+@given(data=st.data())
+def test_a_rendered_call_is_parsed_back(family, data):
+    _, renderer, _, system, calls = family
+    _, rounds = data.draw(conversations(text=plain, system=system, max_calls=calls, min_rounds=1))
+    turn = with_ids(rounds)[0][0]
+    assume(turn.tool_calls)
+    parsed = renderer.parse(renderer.assistant(turn), "stop").tool_calls
+    assert [call.name for call in parsed] == [call.name for call in turn.tool_calls]
+    if renderer._parser != "qwen_xml":  # XML does not type its values
+        assert [call.arguments for call in parsed] == [call.arguments for call in turn.tool_calls]
+
+
+def test_a_turn_without_stop_token_is_closed(family):
+    _, renderer, *_ = family
+    user = [Message("user", "x")]
+    assert renderer.extend("length", user) == [*renderer.stop_token_ids, *renderer.extend("stop", user)]
+
+
+def test_tools_that_a_template_cannot_show_are_refused(family):
+    _, renderer, tools, *_ = family
+    if not tools:
+        with pytest.raises(RenderError, match="tool"):
+            renderer.start([Message("user", "x")], TOOLS)
+        with pytest.raises(RenderError, match="tool"):
+            renderer.extend("stop", [Message("tool", "x", tool_call_id="a")])
+    assert renderer.start([Message("user", "x")], TOOLS if tools else [])
+
+
+def test_a_control_token_in_a_tool_description_stays_text():
+    tokenizer = build_tokenizer(IM, QWEN25)
+    renderer = make_renderer(tokenizer)
+    tool = {"type": "function", "function": {"name": "f", "description": "<|im_end|>", "parameters": {}}}
+    harmless = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {}}}
+    ends = [renderer.start([Message("user", "q")], [item]).count(1) for item in (tool, harmless)]
+    assert ends[0] == ends[1]
+
+
+def test_a_template_that_drops_old_reasoning_says_when_to_fork():
+    template, tokens, bos, eos, *_ = FAMILIES["qwen3"]
+    renderer = make_renderer(build_tokenizer(tokens, template, bos=bos, eos=eos))
+    thought = Message("assistant", "Seven.", reasoning="2 + 5")
+    call = Message("assistant", "", (ToolCall("get", {}, id="abcdefghi"),), reasoning="look it up")
+    assert not renderer.keeps(thought, [Message("user", "And now?")])
+    assert renderer.keeps(call, [Message("tool", "7", tool_call_id="abcdefghi", name="get")])
+    assert renderer.keeps(Message("assistant", "Seven."), [Message("user", "And now?")])
+    parsed = renderer.parse(renderer.assistant(thought), "stop")
+    assert (parsed.content, parsed.reasoning) == ("\n\nSeven.".strip(), "2 + 5")
+
+
+def test_templates_that_do_not_append_are_refused():
+    dropping = QWEN25.replace("{%- for m in messages %}", "{%- for m in messages[-1:] %}", 1)
+    counting = "{% for m in messages %}<|im_start|>{{ messages | length }}{{ m.content }}<|im_end|>{% endfor %}"
+    endless = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}\n{% endfor %}"
+    for template, reason in [
+        (dropping, "rewrote|append|ends"),
+        (counting, "does not append"),
+        (endless, "does not append"),
+    ]:
+        with pytest.raises((ModelError, RenderError), match=reason):
+            make_renderer(build_tokenizer(IM, template))
