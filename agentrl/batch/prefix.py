@@ -18,8 +18,8 @@ from tensordict import TensorDict
 from agentrl.batch.rows import Rows, columns, is_ragged, offsets_of, ragged_column, row_index
 
 WORTH = 1.5
-"""From this ratio of plain to shared tokens on, sharing is faster than packing (measured: 1.75x at ratio
-2.5 and 3.1x at 3.9; the longer attention of the rests costs the difference)."""
+"""From this ratio of plain to shared tokens on, sharing is faster than packing; forward and backward on a
+CPU gain 1.65x at a ratio of 1.8 and 3.1x at 3.3 (benchmarks/cluster.py)."""
 
 SHORTEST = 16
 """Shorter common prefixes are not worth a tree."""

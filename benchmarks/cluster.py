@@ -1,0 +1,259 @@
+"""Worker groups: dispatch of a large batch, fan-out latency, controller time, prefix-shared updates.
+
+All ratios are measured in this one run. The last line is one JSON object. `--only` picks parts; 64 workers
+take about 25 GiB and minutes to start, so fan-out stops at 8 without `--workers 64`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+
+from cluster_workers import Bare, Taker
+
+from agentrl.batch.rows import build, jagged, select
+from agentrl.cluster.future import Pending
+from agentrl.cluster.group import Backend, WorkerGroup
+from agentrl.cluster.launch import launch
+from agentrl.cluster.mesh import Mesh
+from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.cluster.shipment import Shipment
+from agentrl.config.schema import ClusterConfig
+
+MIB = 1 << 20
+TOKEN_BYTES = 8 + 1 + 4 + 4 + 4 + 4
+
+
+def best(call: Callable[[], Any], times: int) -> float:
+    """The least of several wall times, in seconds."""
+    taken = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - begun)
+    return min(taken)
+
+
+def make_batch(rows: int, tokens_a_row: int) -> TensorDict:
+    """A batch with the columns of a rollout, 25 bytes a token."""
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(tokens_a_row // 2, tokens_a_row * 3 // 2, rows)
+    offsets = torch.zeros(rows + 1, dtype=torch.int64)
+    torch.cumsum(torch.from_numpy(sizes), 0, out=offsets[1:])
+    total = int(offsets[-1])
+    kinds = {"token_ids": torch.int64, "sampled": torch.bool, "logprobs": torch.float32, "versions": torch.int32,
+             "turns": torch.int32, "rewards": torch.float32}
+    columns: dict[str, Any] = {name: jagged(torch.ones(total, dtype=kind), offsets) for name, kind in kinds.items()}
+    return build({**columns, "group": torch.arange(rows)}, rows)
+
+
+class Memory:
+    """Peak of this process's private memory (RssAnon) while the block runs, in bytes above the start."""
+
+    def __enter__(self) -> Memory:
+        self.start = self.peak = self._now()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.002):
+            self.peak = max(self.peak, self._now())
+
+    @staticmethod
+    def _now() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+
+def dispatch(megabytes: int, workers: int) -> dict[str, float]:
+    """One batch to `workers` workers, balanced by tokens, against one copy of it in this process."""
+    rows = max(64, megabytes * 8)
+    batch = make_batch(rows, megabytes * MIB // TOKEN_BYTES // rows)
+    size = int(batch["token_ids"].values().numel()) * TOKEN_BYTES
+    copy = best(lambda: select(batch, np.arange(len(batch))), 3)
+    with launch(Taker, world_size=workers, num_cpus=0.05, name=f"take{workers}") as group:
+        group.run(Taker.nothing)
+        group.run(Taker.take, select(batch, range(8)))
+        with Memory() as memory:
+            first = best(lambda: group.run(Taker.take, batch), 1)
+        warm = best(lambda: group.run(Taker.take, batch), 3)
+    return {
+        "batch_mib": size / MIB, "memcpy_s": copy, "dispatch_first_s": first, "dispatch_s": warm,
+        "dispatch_over_memcpy": warm / copy, "driver_peak_over_batch": (memory.peak - memory.start + size) / size,
+    }
+
+
+def fan_out(counts: list[int]) -> dict[str, float]:
+    """An empty call to n workers against the same on bare Ray actors, medians of 50, in milliseconds."""
+    import ray
+
+    out: dict[str, float] = {}
+    for count in counts:
+        actors = [ray.remote(Bare).options(num_cpus=0.01).remote() for _ in range(count)]
+        with launch(Taker, world_size=count, num_cpus=0.01, name=f"fan{count}", startup_timeout=900) as group:
+            def bare(actors: list[Any] = actors) -> None:
+                ray.get([actor.nothing.remote() for actor in actors])
+
+            times: dict[str, list[float]] = {"bare": [], "group": []}
+            for _ in range(60):
+                times["bare"].append(best(bare, 1))
+                times["group"].append(best(lambda group=group: group.run(Taker.nothing), 1))
+        for actor in actors:
+            ray.kill(actor)
+        middle = {name: statistics.median(values[10:]) * 1e3 for name, values in times.items()}
+        out |= {f"{name}_ms_{count}": value for name, value in middle.items()}
+        out[f"group_over_bare_{count}"] = middle["group"] / middle["bare"]
+    return out
+
+
+class Simulated(Backend):
+    """Workers that answer at once, so that what is measured is the controller."""
+
+    def submit(self, method: str, shipment: Shipment) -> Pending:
+        return _Done({rank: {"tokens": float(len(shipment.rows[rank]))} for rank in shipment.ranks})
+
+    def put(self, batch: TensorDict) -> Any:
+        return batch
+
+    def restart(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Done(Pending):
+    def __init__(self, values: dict[int, Any]) -> None:
+        self._values = values
+
+    @property
+    def handles(self) -> dict[int, Any]:
+        return self._values
+
+    def wait(self) -> dict[int, Any]:
+        return self._values
+
+    async def await_(self) -> dict[int, Any]:
+        return self._values
+
+
+def scale(rows: int) -> dict[str, float]:
+    """Controller CPU time of one sharded step for 8 to 1024 simulated workers."""
+    batch = make_batch(rows, 20)
+    out: dict[str, float] = {}
+    for workers in (8, 32, 128, 512, 1024):
+        group = WorkerGroup(Taker, "simulated", Mesh.of(None, workers), Simulated())
+        begun = time.process_time()
+        group.run(Taker.take, batch)
+        out[f"controller_s_{workers}"] = time.process_time() - begun
+    out["growth_8_to_1024"] = out["controller_s_1024"] / out["controller_s_8"]
+    return out
+
+
+def prefix(prompt: int, members: int, response: int, times: int) -> dict[str, float]:
+    """Forward and backward of one group, prompt computed once against packed `members` times."""
+    from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
+    from transformers.masking_utils import AttentionMaskInterface
+
+    from agentrl.batch import pack
+    from agentrl.batch.prefix import share
+    from agentrl.batch.prefix_attention import branches, shared_attention
+    from agentrl.train.attention import PACKED, packed_rows, register
+
+    def shared(module: Any, q: Any, k: Any, v: Any, mask: Any, *, layout: Any, scaling: Any = None, **_: Any) -> Any:
+        return shared_attention(*(x[0].transpose(0, 1) for x in (q, k, v)), layout, scaling)[None], None
+
+    register()
+    AttentionInterface.register("shared_prefix", shared)
+    AttentionMaskInterface.register("shared_prefix", lambda *_, **__: None)
+    config = Qwen3Config(vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
+                         num_attention_heads=8, num_key_value_heads=4, head_dim=32)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config)
+    rng = np.random.default_rng(1)
+    head = rng.integers(0, 512, prompt)
+    texts = [np.concatenate((head, rng.integers(0, 512, response))) for _ in range(members)]
+    offsets = torch.arange(members + 1) * (prompt + response)
+    batch = build({"token_ids": jagged(torch.from_numpy(np.concatenate(texts)), offsets),
+                   "group": torch.zeros(members, dtype=torch.int64)}, members)
+    plain, made = pack(batch, range(members)), share(batch, range(members))
+    targets = (plain["position_ids"] >= prompt).nonzero().squeeze(1)
+
+    def step(ids: torch.Tensor, positions: torch.Tensor, at: torch.Tensor, **how: Any) -> torch.Tensor:
+        hidden = model.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **how)
+        logits = model.lm_head(hidden.last_hidden_state[0][at])
+        logprobs = logits.log_softmax(-1).gather(1, plain["token_ids"][targets][:, None])
+        model.zero_grad()
+        logprobs.mean().backward()
+        return logprobs.detach()
+
+    def packed() -> torch.Tensor:
+        model.set_attn_implementation(PACKED)
+        rows = packed_rows(plain["cu_seqlens"].to(torch.int64))
+        return step(plain["token_ids"], plain["position_ids"], targets - 1, packed=rows)
+
+    def once() -> torch.Tensor:
+        model.set_attn_implementation("shared_prefix")
+        made = share(batch, range(members))
+        return step(made.token_ids, made.position_ids, made.at[targets - 1], layout=branches(made.spans))
+
+    difference = float((packed() - once()).abs().max())
+    slow, fast = best(packed, times), best(once, times)
+    return {"packed_s": slow, "shared_s": fast, "packed_over_shared": slow / fast, "token_ratio": made.ratio,
+            "logprob_difference": difference}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=("dispatch", "fan_out", "scale", "prefix"), action="append")
+    parser.add_argument("--mib", type=int, default=1024, help="size of the dispatched batch")
+    parser.add_argument("--workers", type=int, default=8, help="most workers of the fan-out (64 at most)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    parts = args.only or ["scale", "prefix", "dispatch", "fan_out"]
+    found: dict[str, dict[str, float]] = {}
+    if "scale" in parts:
+        found["scale"] = scale(100_000)
+        print("scale", found["scale"], flush=True)
+    if "prefix" in parts:
+        for prompt in (1024, 256):
+            found[f"prefix_{prompt}"] = prefix(prompt, 8, 256, 3)
+            print(f"prefix_{prompt}", found[f"prefix_{prompt}"], flush=True)
+    if "dispatch" in parts or "fan_out" in parts:
+        start_ray(ClusterConfig(), object_store_bytes=(3 * args.mib + 512) * MIB)
+        if "dispatch" in parts:
+            found["dispatch"] = dispatch(args.mib, 8)
+            print("dispatch", found["dispatch"], flush=True)
+        if "fan_out" in parts:
+            found["fan_out"] = fan_out([count for count in (2, 8, 64) if count <= args.workers])
+            print("fan_out", found["fan_out"], flush=True)
+        stop_ray()
+    ratios = {
+        f"{part}.{name}": round(value, 4) for part, row in found.items() for name, value in row.items()
+        if "_over_" in name or name.startswith("growth")
+    }
+    print(json.dumps({"benchmark": "cluster", "ratios": ratios, **{part: {k: round(v, 6) for k, v in row.items()}
+                                                                   for part, row in found.items()}}))
+
+
+if __name__ == "__main__":
+    main()
