@@ -175,8 +175,11 @@ def shelves() -> list[Path]:
         *(Path(part) for part in os.environ.get("AGENTRL_PATH", "").split(os.pathsep) if part),
     ]
     packaged = _PACKAGE / "_shelf"
-    # In a source checkout the shelf is not copied into the package: it lies beside it.
-    places.append(packaged if packaged.is_dir() else _PACKAGE.parent)
+    if packaged.is_dir():
+        places.append(packaged)
+    elif (_PACKAGE.parent / "pyproject.toml").is_file():
+        # In a source checkout the shelf is not copied into the package: it lies beside it.
+        places.append(_PACKAGE.parent)
     unique: list[Path] = []
     for place in places:
         resolved = place.expanduser().resolve()
