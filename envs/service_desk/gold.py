@@ -70,8 +70,9 @@ class _Play:
             return
         self.look_up(goal)
         if goal.rule is not None:
-            if goal.rule == "R6":
-                self.say(_ASK["return"])
+            # Whether these rules forbid it depends on what the customer has not said yet.
+            if goal.rule == "R6" or (goal.rule == "R7" and not goal.script["told"]):
+                self.say(_ASK[action["kind"]])
             self.call("log_refusal", order_id=action["order"], rule=goal.rule)
             self.desk.refuse(action["order"], goal.rule)
             self.say(f"I am sorry, rule {goal.rule} of our policy does not allow that.")
