@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -190,7 +191,9 @@ def _value(text: str, place: str) -> Json:
     except ValueError:
         pass
     try:
-        return _literal(ast.parse(text.strip(), mode="eval").body)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # odd escapes in somebody's data are not the user's code
+            return _literal(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         bad(place, f"neither JSON nor a literal: {text[:100]!r}")
 
