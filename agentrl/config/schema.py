@@ -37,12 +37,31 @@ class InitModelConfig(Frozen):
     init_std: Positive = 0.05
 
 
+class LoraSection(Frozen):
+    """Train low-rank adapters instead of the weights (needs the extra `peft`). Weights are published merged."""
+
+    rank: PositiveInt = 16
+    alpha: Positive = 32.0
+    modules: list[str] = Field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
+
+
 class ModelConfig(Frozen):
-    """`path`: a folder or hub name of a causal language model; or `init`: build a tiny one."""
+    """`path`: a folder or hub name of a causal language model; or `init`: build a tiny one.
+
+    How it is trained: `dtype` of the computation (weights and optimizer stay float32);
+    `activation_checkpointing` computes activations anew in the backward pass; `replicas` shards within
+    actors / replicas ranks and replicates across (HSDP); `sequence_parallel` ranks share the tokens of each
+    micro-batch (Ulysses); `cpu_offload` keeps weights and optimizer in host memory (GPUs only).
+    """
 
     path: str | None = None
     init: InitModelConfig | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
+    activation_checkpointing: bool = False
+    replicas: PositiveInt = 1
+    sequence_parallel: PositiveInt = 1
+    cpu_offload: bool = False
+    lora: LoraSection | None = None
 
 
 class SftConfig(Frozen):

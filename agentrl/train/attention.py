@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from agentrl.errors import ModelError
+from agentrl.train.ulysses import Ulysses
 
 PACKED = "agentrl_packed"
 WASTE = 1.25
@@ -39,11 +40,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Where the rows lie: `cu_seqlens` int32 [N + 1], the longest row, and the blocks for a CPU."""
+    """Where the rows lie: `cu_seqlens` int32 [N + 1], the longest row, the blocks for a CPU, and the group
+    that shares the tokens, where there is one."""
 
     cu_seqlens: Tensor
     longest: int
     blocks: tuple[Block, ...]
+    ulysses: Ulysses | None = None
 
 
 def packed_rows(offsets: Tensor, device: torch.device | None = None) -> Packed:
@@ -106,9 +109,21 @@ def packed_attention(
     if sliding_window is not None and sliding_window < packed.longest:
         raise ModelError(f"a row of {packed.longest} tokens exceeds the sliding window of {sliding_window}")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(q, k, v, packed, scaling)[None], None
-    return _blockwise(q, k, v, packed, scaling)[None], None
+    if packed.ulysses is not None:
+        group = packed.ulysses
+        if k.shape[1] % group.size:
+            repeat = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+        q, k, v = group.to_heads(q), group.to_heads(k), group.to_heads(v)
+        return group.to_tokens(_attention(q, k, v, packed, scaling))[None], None
+    return _attention(q, k, v, packed, scaling)[None], None
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | None) -> Tensor:
+    """[T, H, D] -> [T, H, D]."""
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(q, k, v, packed, scaling)
+    return _blockwise(q, k, v, packed, scaling)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | None) -> Tensor:

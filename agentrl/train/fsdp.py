@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from agentrl.config.schema import ModelConfig
-from agentrl.errors import ModelError
+from agentrl.errors import ConfigError, ModelError
 from agentrl.train.attention import PACKED, register
 from agentrl.train.engine import BaseEngine, Bucket, flat_state
-from agentrl.train.modules import Micro, PolicyModule, ValueModule
+from agentrl.train.lora import inject, merged
+from agentrl.train.modules import Micro, PolicyModule, ValueModule, shared
 from agentrl.train.optim import Optimizers
 from agentrl.train.pretrained import load_causal_lm, load_tokenizer
+from agentrl.train.ulysses import Ulysses
 
 PREFIX = "hf."
 
@@ -40,20 +44,26 @@ class FsdpEngine(BaseEngine):
         role: Literal["policy", "value"] = "policy",
         device: torch.device | None = None,
     ) -> None:
-        """Load the model and shard it. Raises ModelError where it cannot be loaded or is unfit.
+        """Load the model and shard it. Raises ModelError where it cannot be loaded or is unfit, ConfigError
+        where the ranks do not divide as asked.
 
         bfloat16 keeps float32 master weights and reduces gradients in float32; it needs a process group.
         """
         register()
-        self.path, self.max_grad_norm = path, max_grad_norm
+        self.path, self.cfg, self.max_grad_norm = path, cfg, max_grad_norm
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.compute_dtype = torch.float32 if cfg.dtype == "float32" else torch.bfloat16
         self.sharded = dist.is_available() and dist.is_initialized()
+        self.layout = Layout.of(cfg, self.device, dist.get_world_size() if self.sharded else 1)
         if not self.sharded and cfg.dtype != "float32":
             raise ModelError(f'model.dtype = "{cfg.dtype}" needs a process group: cluster.backend = "ray"')
         model = load_causal_lm(path, dtype=torch.float32, attn_implementation=PACKED)
         self.config = model.config
         self.tied = bool(model.config.get_text_config().tie_word_embeddings)
+        if cfg.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if cfg.lora is not None:
+            inject(model, cfg.lora)
         self.module: nn.Module = PolicyModule(model) if role == "policy" else ValueModule(model)
         self.module.to(self.device)
         self.module.train()
@@ -65,9 +75,12 @@ class FsdpEngine(BaseEngine):
         policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
         if self.compute_dtype == torch.float32:
             policy = MixedPrecisionPolicy()
+        options: dict[str, Any] = {"mp_policy": policy, "mesh": self.layout.fsdp}
+        if self.cfg.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy()
         for layer in layers_of(self.module):
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(self.module, mp_policy=policy)
+            fully_shard(layer, **options)
+        fully_shard(self.module, **options)
         for part in self._parts():
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
@@ -80,6 +93,8 @@ class FsdpEngine(BaseEngine):
         return [(n.removeprefix(PREFIX), p) for n, p in self.module.named_parameters() if p.requires_grad]
 
     def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+        if self.layout.ulysses is not None:
+            micro = shared(micro, self.layout.ulysses)
         out: tuple[Tensor, Tensor] = self.module(micro, temperature, entropy)
         return out
 
@@ -107,20 +122,17 @@ class FsdpEngine(BaseEngine):
         self.optimizers.set_rate(factor)
 
     def reduce(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:
-        if not self.sharded or dist.get_world_size() == 1:
+        if not self.sharded or dist.get_world_size(self.layout.data) == 1:
             return values
         moved = values.to(self.device)
-        dist.all_reduce(moved, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
+        dist.all_reduce(moved, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, self.layout.data)
         return moved.cpu()
 
     def weights(self, bucket_bytes: int) -> Iterator[Bucket]:
         keep = not self.sharded or dist.get_rank() == 0
         bucket: Bucket = {}
         size = 0
-        for name, tensor in self.module.state_dict().items():
-            if self._left_out(name):
-                continue
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, full in self._whole():
             dtype = self.compute_dtype if full.is_floating_point() else full.dtype
             full = full.detach().to("cpu", dtype, copy=True)
             if keep:
@@ -131,6 +143,15 @@ class FsdpEngine(BaseEngine):
                 bucket, size = {}, 0
         if size:
             yield bucket
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors by their name in the module, adapters merged."""
+        held = {name: tensor for name, tensor in self.module.state_dict().items() if not self._left_out(name)}
+        if self.cfg.lora is not None:
+            yield from merged(held, whole, self.cfg.lora)
+            return
+        for name, tensor in held.items():
+            yield name, whole(tensor)
 
     def _left_out(self, name: str) -> bool:
         return self.tied and name == f"{PREFIX}lm_head.weight"
@@ -148,6 +169,43 @@ class FsdpEngine(BaseEngine):
         if self.sharded and dist.get_rank() != 0:
             return
         export_model(self.path, self.config, full, folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the ranks are used: the mesh that parameters are sharded over (its last axis; the first, where
+    there are two, replicates), the group that shares tokens, and the group that metrics are summed over."""
+
+    fsdp: DeviceMesh | None = None
+    ulysses: Ulysses | None = None
+    data: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, cfg: ModelConfig, device: torch.device, world: int) -> Layout:
+        """Raises ConfigError where `replicas` or `sequence_parallel` does not divide the ranks."""
+        for key, parts in (("replicas", cfg.replicas), ("sequence_parallel", cfg.sequence_parallel)):
+            if world % parts:
+                raise ConfigError(f"model.{key} = {parts} does not divide cluster.actors = {world}")
+        if cfg.cpu_offload and device.type == "cpu":
+            raise ConfigError(
+                "model.cpu_offload = true: there is no GPU, everything is in host memory already"
+            )
+        if not dist.is_initialized():
+            return cls()
+        kind, shard, share = device.type, world // cfg.replicas, cfg.sequence_parallel
+        if cfg.replicas == 1:
+            fsdp = init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
+        else:
+            fsdp = init_device_mesh(kind, (cfg.replicas, shard), mesh_dim_names=("replicate", "shard"))
+        if share == 1:
+            return cls(fsdp)
+        ranks = init_device_mesh(kind, (world // share, share), mesh_dim_names=("dp", "sp"))
+        return cls(fsdp, Ulysses(ranks.get_group("sp")), ranks.get_group("dp"))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded: a collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def layers_of(backbone: nn.Module) -> list[nn.Module]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from agentrl.errors import ModelError
-from agentrl.train.attention import Packed
+from agentrl.train.attention import Packed, packed_rows
 from agentrl.train.logprobs import token_logprobs
+from agentrl.train.ulysses import Ulysses
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,21 @@ class PolicyModule(nn.Module):
 
     def forward(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
         """log pi and entropies of the tokens at `micro.places`: two float32 [M]."""
-        hidden = backbone_states(self.hf.base_model, micro)
-        before = hidden.index_select(0, micro.places - 1)
-        targets = micro.input_ids.index_select(0, micro.places)
-        weight = self.hf.get_output_embeddings().weight
-        return token_logprobs(before, weight.to(before.dtype), targets, temperature, entropy=entropy)
+        places, group = micro.places, micro.packed.ulysses
+        hidden, first = backbone_states(self.hf.base_model, micro)
+        counts = [len(places)]
+        if group is not None:
+            share = len(hidden)
+            owner = (places - 1) // share
+            counts = torch.bincount(owner, minlength=group.size).tolist()
+            places = places[owner == group.rank]
+        before = hidden.index_select(0, places - 1 - first)
+        weight = self.hf.get_output_embeddings().weight.to(before.dtype)
+        targets = micro.input_ids.index_select(0, places)
+        own = token_logprobs(before, weight, targets, temperature, entropy=entropy)
+        if group is None:
+            return own
+        return group.gather(own[0], counts), group.gather(own[1], counts)
 
 
 class ValueModule(nn.Module):
@@ -64,22 +75,47 @@ class ValueModule(nn.Module):
 
     def forward(self, micro: Micro) -> Tensor:
         """Values of the states in which the tokens at `micro.places` were chosen: float32 [M]."""
-        before = backbone_states(self.hf, micro).index_select(0, micro.places - 1)
+        if micro.packed.ulysses is not None:
+            raise ModelError("a critic does not work with model.sequence_parallel above 1")
+        hidden, _ = backbone_states(self.hf, micro)
+        before = hidden.index_select(0, micro.places - 1)
         values: Tensor = self.head(before).squeeze(1).float()
         return values
 
 
-def backbone_states(backbone: Any, micro: Micro) -> Tensor:
-    """Last hidden states [T, E] of packed rows."""
+def backbone_states(backbone: Any, micro: Micro) -> tuple[Tensor, int]:
+    """Last hidden states of packed rows [T, E] and 0; or of this rank's share of the tokens, padding of the
+    last one included, and the number of its first token."""
+    ids, places, first = micro.input_ids, micro.position_ids, 0
+    if micro.packed.ulysses is not None:
+        mine = micro.packed.ulysses.slice_of(len(ids))
+        ids, places, first = ids[mine], places[mine], mine.start
     out = backbone(
-        input_ids=micro.input_ids[None],
-        position_ids=micro.position_ids[None],
+        input_ids=ids[None],
+        position_ids=places[None],
         attention_mask=None,
         use_cache=False,
         packed=micro.packed,
     )
-    states: Tensor = out.last_hidden_state[0]
-    return states
+    return out.last_hidden_state[0], first
+
+
+def shared(micro: Micro, group: Ulysses) -> Micro:
+    """The micro-batch for a group that shares its tokens: padded to a multiple of the group's size by a
+    row of its own, which no other row sees."""
+    missing = -len(micro.input_ids) % group.size
+    offsets = micro.offsets
+    if missing:
+        offsets = torch.cat([offsets, offsets[-1:] + missing])
+    pad = micro.input_ids.new_zeros(missing)
+    packed = replace(packed_rows(offsets), ulysses=group)
+    return Micro(
+        torch.cat([micro.input_ids, pad]),
+        torch.cat([micro.position_ids, torch.arange(missing, device=pad.device)]),
+        micro.offsets,
+        packed,
+        micro.places,
+    )
 
 
 def positions(offsets: Tensor) -> Tensor:

@@ -1,0 +1,93 @@
+"""Ulysses sequence parallelism (Jacobs et al. 2023, arXiv:2309.14509): the ranks of a group share the tokens
+of a micro-batch; around attention an all-to-all turns shares of tokens into shares of heads and back.
+
+Every rank of the group has the whole micro-batch as input, computes its slice of the tokens, and gets the
+logprobs of all of them; so the loss is the same on each, and its gradient flows back to each one's slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from agentrl.errors import ModelError
+
+
+class _AllToAll(torch.autograd.Function):
+    """[parts, ...] -> [parts, ...]: part i goes to rank i. Its own inverse, so its gradient is itself."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        out = torch.empty_like(parts)
+        dist.all_to_all_single(out, parts.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        out = torch.empty_like(grads[0])
+        dist.all_to_all_single(out, grads[0].contiguous(), group=ctx.group)
+        return out, None
+
+
+class _Gather(torch.autograd.Function):
+    """[m] -> the ranks' [m_i], one after the other. Every rank computes the same loss from the result, so
+    the gradient of a rank's own part is that part of the gradient, and not a sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
+        rank, width = dist.get_rank(group), max(max(counts), 1)
+        padded = own.new_zeros(width)
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=group)
+        ctx.part = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0][ctx.part], None, None
+
+
+class Ulysses:
+    """One rank's view of its group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def slice_of(self, tokens: int) -> slice:
+        """This rank's tokens of `tokens` (a multiple of the group's size)."""
+        share = tokens // self.size
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    def to_heads(self, local: Tensor) -> Tensor:
+        """[T / size, H, D] of this rank's tokens -> [T, H / size, D] of this rank's heads."""
+        tokens, heads, width = local.shape
+        if heads % self.size:
+            raise ModelError(
+                f"{heads} attention heads cannot be shared by sequence_parallel={self.size} ranks"
+            )
+        parts = local.view(tokens, self.size, heads // self.size, width).transpose(0, 1).contiguous()
+        out = self._exchange(parts)
+        return out.reshape(self.size * tokens, heads // self.size, width)
+
+    def to_tokens(self, local: Tensor) -> Tensor:
+        """Inverse of `to_heads`."""
+        tokens, heads, width = local.shape
+        parts = local.view(self.size, tokens // self.size, heads, width)
+        out = self._exchange(parts)
+        return out.transpose(0, 1).reshape(tokens // self.size, self.size * heads, width)
+
+    def gather(self, own: Tensor, counts: list[int]) -> Tensor:
+        """The numbers of all ranks, `counts[i]` of rank i, in rank order."""
+        call: Callable[..., Tensor] = _Gather.apply
+        return call(own, counts, self.group)
+
+    def _exchange(self, parts: Tensor) -> Tensor:
+        call: Callable[..., Tensor] = _AllToAll.apply
+        return call(parts, self.group)

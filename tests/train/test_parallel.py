@@ -1,0 +1,165 @@
+"""Ways to spread or thin the training of one model: each gives the results of the plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from train_batches import make_batch
+from transformers import AutoModelForCausalLM
+
+from agentrl.cluster.group import WorkerGroup
+from agentrl.cluster.launch import launch
+from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.config.schema import AlgorithmConfig, ClusterConfig, LoraSection, ModelConfig, OptimConfig
+from agentrl.errors import ConfigError, ModelError
+from agentrl.train.actor import Actor
+
+ALGORITHM = AlgorithmConfig(minibatch=6)
+
+
+def start(
+    tiny: str, model: ModelConfig, ranks: int = 1, mesh: dict[str, int] | None = None
+) -> WorkerGroup[Actor]:
+    backend = "ray" if ranks > 1 else "inline"
+    group = launch(Actor, backend=backend, world_size=ranks, name=f"actor{ranks}", num_cpus=0.25, mesh=mesh)
+    group.run(Actor.init_model, tiny, model, OptimConfig(micro_tokens=150))
+    return group
+
+
+def weights(group: WorkerGroup[Actor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for bucket in group.run(Actor.export_weights) for name, tensor in bucket.items()}
+
+
+def agree(one: dict[str, float], other: dict[str, float]) -> None:
+    for name in ("loss", "grad_norm", "entropy", "mismatch_kl", "tokens_trained"):
+        assert one[name] == pytest.approx(other[name], abs=1e-5, rel=1e-5), name
+
+
+def test_activation_checkpointing_changes_nothing(tiny: str) -> None:
+    plain, thin = start(tiny, ModelConfig()), start(tiny, ModelConfig(activation_checkpointing=True))
+    for step in range(2):
+        batch = make_batch(8, seed=step)
+        agree(plain.run(Actor.update, batch, ALGORITHM), thin.run(Actor.update, batch, ALGORITHM))
+    mine, theirs = weights(plain), weights(thin)
+    assert max((mine[n] - theirs[n]).abs().max().item() for n in mine) < 1e-5
+
+
+def test_activation_checkpointing_keeps_less(tiny: str) -> None:
+    """Count what autograd saves during a forward pass."""
+    from agentrl.train.fsdp import FsdpEngine
+    from agentrl.train.micro import Pack
+
+    batch = make_batch(8)
+    kept = []
+    for thin in (False, True):
+        engine = FsdpEngine(tiny, ModelConfig(activation_checkpointing=thin), 1.0)
+        sizes: list[int] = []
+
+        def note(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            engine.logprobs(Pack(batch, list(range(8)), engine.device).micro, 1.0, True)
+        kept.append(sum(sizes))
+    assert kept[1] < 0.5 * kept[0]
+
+
+LORA = ModelConfig(lora=LoraSection(rank=4, alpha=8.0))
+
+
+def test_lora_trains_adapters_alone_and_publishes_merged(tiny: str, tmp_path: Path) -> None:
+    group = start(tiny, LORA)
+    before = weights(group)
+    plain = weights(start(tiny, ModelConfig()))
+    assert before.keys() == plain.keys() and all(torch.equal(before[n], plain[n]) for n in plain)
+    for step in range(3):
+        group.run(Actor.update, make_batch(8, seed=step), ALGORITHM, step=step)
+    after = weights(group)
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {n for n in before if n.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    for name in changed:
+        assert torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-3) <= 4
+    group.run(Actor.export_hf, str(tmp_path / "merged"))
+    batch = make_batch(4, seed=9)
+    adapted = group.run(Actor.compute_logprob, batch)["logprobs"].values()
+    merged = (
+        start(str(tmp_path / "merged"), ModelConfig()).run(Actor.compute_logprob, batch)["logprobs"].values()
+    )
+    assert torch.allclose(adapted, merged, atol=1e-5)
+    control = start(tiny, ModelConfig()).run(Actor.compute_logprob, batch)["logprobs"].values()
+    assert not torch.allclose(adapted, control, atol=1e-4)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").num_parameters() > 0
+
+
+def test_lora_save_and_resume(tiny: str, tmp_path: Path) -> None:
+    straight, resumed = start(tiny, LORA), start(tiny, LORA)
+    straight.run(Actor.update, make_batch(8), ALGORITHM)
+    straight.run(Actor.save, str(tmp_path / "c"))
+    resumed.run(Actor.load, str(tmp_path / "c"))
+    for group in (straight, resumed):
+        group.run(Actor.update, make_batch(8, seed=1), ALGORITHM, step=1)
+    mine, theirs = weights(straight), weights(resumed)
+    assert all(torch.equal(mine[n], theirs[n]) for n in mine)
+
+
+@pytest.mark.parametrize("change", [{"rank": 2}, {"alpha": 1.0}, {"modules": ["up_proj"]}])
+def test_every_key_of_lora_changes_something(tiny: str, change: dict[str, object]) -> None:
+    found = []
+    for lora in (LORA.lora, LORA.lora.model_copy(update=change)):
+        group = start(tiny, ModelConfig(lora=lora))
+        group.run(Actor.update, make_batch(8), ALGORITHM)
+        found.append(weights(group))
+    assert not all(torch.equal(found[0][n], found[1][n]) for n in found[0])
+
+
+def test_what_cannot_be(tiny: str) -> None:
+    with pytest.raises(ConfigError, match="no GPU"):
+        start(tiny, ModelConfig(cpu_offload=True))
+    with pytest.raises(ConfigError, match="replicas = 2 does not divide"):
+        start(tiny, ModelConfig(replicas=2))
+    with pytest.raises(ConfigError, match="sequence_parallel = 3 does not divide"):
+        start(tiny, ModelConfig(sequence_parallel=3))
+    with pytest.raises(ModelError, match="nothing_proj"):
+        start(tiny, ModelConfig(lora=LoraSection(modules=["nothing_proj"])))
+
+
+@pytest.fixture(scope="module")
+def ray_up() -> Iterator[None]:
+    start_ray(ClusterConfig())
+    yield
+    stop_ray()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "model"),
+    [
+        (2, {"dp": 1, "sp": 2}, ModelConfig(sequence_parallel=2)),
+        (4, {"dp": 2, "sp": 2}, ModelConfig(sequence_parallel=2, replicas=2)),
+    ],
+    ids=["ulysses", "ulysses and hsdp"],
+)
+def test_against_one_rank(
+    ray_up: None, tiny: str, tmp_path: Path, ranks: int, mesh: dict[str, int], model: ModelConfig
+) -> None:
+    one = start(tiny, ModelConfig())
+    with start(tiny, model, ranks, mesh) as many:
+        for step in range(2):
+            batch = make_batch(11, seed=step)
+            agree(
+                one.run(Actor.update, batch, ALGORITHM, step=step),
+                many.run(Actor.update, batch, ALGORITHM, step=step),
+            )
+        batch = make_batch(5, seed=7)
+        logprobs = [group.run(Actor.compute_logprob, batch)["logprobs"].values() for group in (one, many)]
+        assert torch.allclose(*logprobs, atol=1e-5)
+        mine, theirs = weights(one), weights(many)
+        assert max((mine[n] - theirs[n]).abs().max().item() for n in mine) < 1e-5
+        many.run(Actor.save, str(tmp_path / "c"))
+    resumed = start(tiny, ModelConfig())
+    resumed.run(Actor.load, str(tmp_path / "c"))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights(resumed).items())
