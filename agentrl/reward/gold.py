@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.reward.leaf import UnscorableError
@@ -66,7 +66,7 @@ def declared(gold: list[GoldCall], tools: Sequence[Mapping[str, Json]]) -> list[
         if not isinstance(schema, Mapping):
             return call
         optional = call.optional - frozenset(schema.get("required", ()))
-        return replace(call, types=schema.get("properties", {}), optional=optional)
+        return GoldCall(call.name, call.arguments, optional, schema.get("properties", {}))
 
     return [with_types(call) for call in gold]
 
@@ -85,7 +85,7 @@ class CallRule:
         if self.form == "literal":
             return same(made, gold, self.values)
         if self.form == "bfcl":
-            return bfcl_type_fits(made, call.types.get(key), gold) and bfcl_fits(made, gold, self.values)
+            return bfcl_fits(made, gold, self.values) and bfcl_type_fits(made, call.types.get(key), gold)
         return any(same(made, allowed, self.values) for allowed in gold)
 
     def full(self, made: ToolCall, gold: GoldCall) -> bool:
@@ -100,7 +100,10 @@ class CallRule:
             return False
         if self.arguments == "names":
             return True
-        return all(self.value_fits(key, value, gold) for key, value in arguments.items() if key in wanted)
+        for key, value in arguments.items():  # noqa: SIM110 - a plain loop is measurably faster here
+            if key in wanted and not self.value_fits(key, value, gold):
+                return False
+        return True
 
     def _keys_fit(self, made: Mapping[str, Json], gold: GoldCall) -> bool:
         if made.keys() == gold.arguments.keys():
@@ -176,11 +179,17 @@ def bfcl_fits(made: Json, allowed: Sequence[Any], rule: Rule) -> bool:
     An object is right where some allowed object lists, key by key, its values (an allowed "" makes a key
     optional); a list of objects likewise, item by item; texts after normalization; tuples as lists.
     """
+    if isinstance(made, str):
+        folded = rule.normalize(made)
+        return folded in [rule.normalize(option) for option in allowed if isinstance(option, str)]
     if isinstance(made, dict):
         return any(isinstance(option, Mapping) and _object_fits(made, option, rule) for option in allowed)
     if isinstance(made, (list, tuple)) and any(isinstance(item, Mapping) for item in made):
         return any(_objects_fit(made, option, rule) for option in allowed)
-    return any(same(made, option, rule) for option in allowed)
+    for option in allowed:  # noqa: SIM110 - as above
+        if same(made, option, rule):
+            return True
+    return False
 
 
 def _object_fits(made: Mapping[str, Json], option: Mapping[str, Json], rule: Rule) -> bool:

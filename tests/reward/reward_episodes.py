@@ -21,7 +21,12 @@ def gold(*calls: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def tool_schema(name: str, **types: str) -> dict[str, Any]:
     properties = {key: {"type": kind} for key, kind in types.items()}
-    parameters = {"type": "object", "properties": properties, "required": list(types), "additionalProperties": False}
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": list(types),
+        "additionalProperties": False,
+    }
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
@@ -44,13 +49,20 @@ def episode(*turns: Any, task_gold: dict[str, Any] | None = None, **rest: Any) -
         calls, results = [], []
         if not isinstance(item, str):
             for entry in item:
-                made, answer = entry if isinstance(entry[0] if isinstance(entry, tuple) else entry, (tuple, ToolCall)) and isinstance(entry, tuple) else (entry, "ok")
+                made, answer = (
+                    entry
+                    if isinstance(entry[0] if isinstance(entry, tuple) else entry, (tuple, ToolCall))
+                    and isinstance(entry, tuple)
+                    else (entry, "ok")
+                )
                 if not isinstance(made, ToolCall):
                     made = ToolCall(made[0], made[1], id=f"c{number}")
                 number += 1
                 calls.append(made)
                 results.append(ToolResult(made.id, made.name, answer))
-        message = Message("assistant", item if isinstance(item, str) else "", tuple(calls), reasoning=reasoning)
+        message = Message(
+            "assistant", item if isinstance(item, str) else "", tuple(calls), reasoning=reasoning
+        )
         ledger.append_sampled([7, 8, 9], [-0.5] * 3, [0] * 3, index)
         turn = Turn(index, message, results, sampled_tokens=3, ledger=0, end=len(ledger) - 1)
         record.append(turn)

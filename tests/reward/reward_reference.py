@@ -21,7 +21,9 @@ class Part:
 
 
 def whole(trajectory: Any) -> Part:
-    return Part(trajectory, trajectory.turns, [c for t in trajectory.turns for c in t.message.tool_calls], "episode")
+    return Part(
+        trajectory, trajectory.turns, [c for t in trajectory.turns for c in t.message.tool_calls], "episode"
+    )
 
 
 def reference(node: dict[str, Any], part: Part) -> Any:
@@ -128,7 +130,10 @@ def best(credit: Any, made: list[Any], gold: list[Any], order: str) -> Fraction:
         for rows in itertools.combinations(range(len(made)), size):
             columns = itertools.permutations if order == "free" else itertools.combinations
             for picked in columns(range(len(gold)), size):
-                top = max(top, sum((credit(made[i], gold[j]) for i, j in zip(rows, picked, strict=True)), Fraction(0)))
+                top = max(
+                    top,
+                    sum((credit(made[i], gold[j]) for i, j in zip(rows, picked, strict=True)), Fraction(0)),
+                )
     return top
 
 
@@ -137,7 +142,9 @@ def calls_match(args: dict[str, Any], part: Part) -> Fraction:
     partial = args.get("credit") == "partial" and args.get("order") != "prefix"
     credit = part_match if partial else lambda a, b: Fraction(int(full_match(a, b)))
     total = best(credit, made, gold, args.get("order", "free"))
-    size = {"exact": max(len(made), len(gold)), "superset": len(gold), "subset": len(made)}[args.get("compare", "exact")]
+    size = {"exact": max(len(made), len(gold)), "superset": len(gold), "subset": len(made)}[
+        args.get("compare", "exact")
+    ]
     share = total / size if size else Fraction(int(not gold))
     if args.get("credit", "all") == "all":
         return Fraction(int(share == 1))
@@ -160,4 +167,9 @@ def cost_calls(args: dict[str, Any], part: Part) -> Fraction:
     return min(Fraction(len(part.calls), args["max"]), Fraction(1))
 
 
-LEAVES = {"calls.match": calls_match, "calls.none": calls_none, "text.equals": text_equals, "cost.calls": cost_calls}
+LEAVES = {
+    "calls.match": calls_match,
+    "calls.none": calls_none,
+    "text.equals": text_equals,
+    "cost.calls": cost_calls,
+}

@@ -90,7 +90,12 @@ def probes():
 
 def findings(root, probes, order_free=True):
     ref = EnvRef(KEY_VALUE)
-    return {item.code for item in lint_probes(compile_spec(spec(root), context=Context(twin=lambda task: ref.build())), probes, order_free)}
+    return {
+        item.code
+        for item in lint_probes(
+            compile_spec(spec(root), context=Context(twin=lambda task: ref.build())), probes, order_free
+        )
+    }
 
 
 def test_probes_are_what_they_say(probes):
@@ -142,7 +147,10 @@ def test_lint_command(tmp_path, capsys):
 
 
 def test_replays_on_a_real_environment(tmp_path, capsys):
-    state = write(tmp_path / "state.json", spec(leaf("state.match", {"replay": {"$": "/task/gold/calls"}, "by": "hash"})))
+    state = write(
+        tmp_path / "state.json",
+        spec(leaf("state.match", {"replay": {"$": "/task/gold/calls"}, "by": "hash"})),
+    )
     with pytest.raises(UserError, match="this run gives none"):
         agentrl("lint", state)
     ref = EnvRef(KEY_VALUE)
@@ -168,7 +176,9 @@ TWO = {"answer": "7", "calls": gold(call("get", key="a"))}
 
 
 def test_explain(tmp_path, capsys):
-    file = record(tmp_path / "t.jsonl", episode("8", task_gold=TWO), episode([call("get", key="a")], "7", task_gold=TWO))
+    file = record(
+        tmp_path / "t.jsonl", episode("8", task_gold=TWO), episode([call("get", key="a")], "7", task_gold=TWO)
+    )
     assert agentrl("explain", SHELF / "dense_gated.json", file, "--row", 2) == 0
     text = capsys.readouterr().out
     assert "dense_gated: 1" in text
@@ -185,7 +195,9 @@ def test_score_keeps_the_order_in_parallel_too(tmp_path, capsys):
     file = record(tmp_path / "t.jsonl", *rows)
     assert agentrl("score", SHELF / "key_value.json", file) == 0
     alone = capsys.readouterr()
-    assert agentrl("score", SHELF / "key_value.json", file, "--workers", 2, "--out", tmp_path / "out.jsonl") == 0
+    assert (
+        agentrl("score", SHELF / "key_value.json", file, "--workers", 2, "--out", tmp_path / "out.jsonl") == 0
+    )
     assert alone.out == (tmp_path / "out.jsonl").read_text()
     scored = [json.loads(line) for line in alone.out.splitlines()]
     assert [row["value"] for row in scored] == [float(i % 3 == 1) for i in range(150)]
@@ -202,7 +214,11 @@ def test_score_of_a_group_spec_compares_the_episodes_of_a_task(tmp_path, capsys)
 
 def test_diff(tmp_path, capsys):
     """By the answer rows 1 and 2 tie and row 3 is last; by turns row 2 (two turns) falls behind."""
-    rows = [episode("7", task_gold=TWO), episode([call("get", key="a")], "7", task_gold=TWO), episode("8", task_gold=TWO)]
+    rows = [
+        episode("7", task_gold=TWO),
+        episode([call("get", key="a")], "7", task_gold=TWO),
+        episode("8", task_gold=TWO),
+    ]
     file = record(tmp_path / "t.jsonl", *rows)
     short = write(tmp_path / "short.json", spec(leaf("cost.turns", {"max": 4}, scale=[1, 0])))
     assert agentrl("diff", SHELF / "key_value.json", short, file, "--json") == 0
@@ -269,7 +285,9 @@ def test_the_examples_of_the_leaves_are_valid():
     from agentrl.reward.group import GROUP_LEAVES
     from agentrl.reward.leaves import LEAVES
 
-    for kind, example in [(k, v.example) for k, v in LEAVES.items()] + [(k, v.example) for k, v in GROUP_LEAVES.items()]:
+    for kind, example in [(k, v.example) for k, v in LEAVES.items()] + [
+        (k, v.example) for k, v in GROUP_LEAVES.items()
+    ]:
         load_spec(spec(leaf(kind, example)))
 
 

@@ -61,8 +61,14 @@ class Server:
             if isinstance(step, dict):
                 time.sleep(step.get("sleep", 0))
                 status, text = step.get("status", 200), step.get("text", '{"score": 7, "reason": "slow"}')
-            raw = step["raw"] if isinstance(step, dict) and "raw" in step else json.dumps(
-                completion(text) if status == 200 else {"error": {"message": "no", "type": "x", "code": status}}
+            raw = (
+                step["raw"]
+                if isinstance(step, dict) and "raw" in step
+                else json.dumps(
+                    completion(text)
+                    if status == 200
+                    else {"error": {"message": "no", "type": "x", "code": status}}
+                )
             )
             handler.send_response(status)
             handler.send_header("Content-Type", "application/json")
@@ -84,7 +90,14 @@ def server():
 
 
 def judge(server, **settings):
-    given = {"api_base": server.url, "api_key": "none", "backoff": 0.01, "timeout": 10.0, "retries": 2, **settings}
+    given = {
+        "api_base": server.url,
+        "api_key": "none",
+        "backoff": 0.01,
+        "timeout": 10.0,
+        "retries": 2,
+        **settings,
+    }
     return Judge(JudgeSettings(**given))
 
 

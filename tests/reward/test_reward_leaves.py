@@ -27,7 +27,9 @@ ABC = [call("f", x=1), call("f", x=2), call("g", y="u")]
 
 
 def match(made, want=None, **args):
-    return value("calls.match", {"expect": gold(*(ABC if want is None else want)), **args}, episode(made, "end"))
+    return value(
+        "calls.match", {"expect": gold(*(ABC if want is None else want)), **args}, episode(made, "end")
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,13 @@ def test_order(made, free, ordered, prefix):
 )
 def test_arguments(arguments, exact, subset, superset, names, ignore):
     made, want = [call("f", **arguments)], [call("f", a=1, b=2)]
-    for how, hit in {"exact": exact, "subset": subset, "superset": superset, "names": names, "ignore": ignore}.items():
+    for how, hit in {
+        "exact": exact,
+        "subset": subset,
+        "superset": superset,
+        "names": names,
+        "ignore": ignore,
+    }.items():
         assert match(made, want, arguments=how) == hit, how
 
 
@@ -127,7 +135,16 @@ def test_a_malformed_call_counts_as_made_and_matches_nothing():
 
 @pytest.mark.parametrize(
     "shape",
-    [None, "f", 7, {"name": "f"}, [7], [{"nam": "f"}], [{"name": 1, "arguments": {}}], [{"name": "f", "arguments": []}]],
+    [
+        None,
+        "f",
+        7,
+        {"name": "f"},
+        [7],
+        [{"nam": "f"}],
+        [{"name": 1, "arguments": {}}],
+        [{"name": "f", "arguments": []}],
+    ],
 )
 def test_gold_calls_of_another_shape_are_null(shape):
     trajectory = episode([call("f")], task_gold={"calls": shape})
@@ -200,7 +217,9 @@ def test_state_match_by_hash_and_by_fields():
 def test_state_match_partial_counts_fields_of_either_side():
     """7 fields in the gold; one of them differs and one more is there: 6 / 8."""
     found = {**STATE, "note": "no", "more": 1}
-    assert value("state.match", {"expect": STATE, "credit": "partial"}, with_state(found)) == pytest.approx(6 / 8)
+    assert value("state.match", {"expect": STATE, "credit": "partial"}, with_state(found)) == pytest.approx(
+        6 / 8
+    )
     superset = {"expect": STATE, "credit": "partial", "compare": "superset"}
     assert value("state.match", superset, with_state(found)) == pytest.approx(6 / 7)
 
@@ -211,13 +230,20 @@ def test_state_match_within_a_path_and_without_some():
     ignore = {"expect": {**STATE, "log": []}, "ignore": ["/log"]}
     assert value("state.match", ignore, with_state(STATE)) == 1
     deep = {"expect": STATE, "ignore": ["/orders/1/total"], "by": "hash"}
-    assert value("state.match", deep, with_state({**STATE, "orders": [STATE["orders"][0], {"id": 2, "total": 9}]})) == 1
+    assert (
+        value(
+            "state.match", deep, with_state({**STATE, "orders": [STATE["orders"][0], {"id": 2, "total": 9}]})
+        )
+        == 1
+    )
     assert "resolves to nothing" in why("state.match", {"expect": 1, "path": "/no"}, with_state(STATE))
 
 
 def test_no_state_and_a_state_that_is_no_json_are_null():
     assert "no final state" in why("state.match", {"expect": STATE}, with_state(None))
-    assert "no JSON" in why("state.match", {"expect": {"a": 1}, "by": "hash"}, with_state({"a": float("nan")}))
+    assert "no JSON" in why(
+        "state.match", {"expect": {"a": 1}, "by": "hash"}, with_state({"a": float("nan")})
+    )
     assert "no final state" in why("state.assert", {"path": "/a", "eq": 1}, with_state(None))
     assert value("state.match", {"expect": {"a": 1}}, with_state({"a": float("nan")})) == 0
 
@@ -228,7 +254,10 @@ def test_replay_of_the_gold_calls_on_a_twin():
     want = {"calls": gold(call("add", x=2), call("add", x=3))}
     assert value("state.match", args, episode("end", state={"total": 5}, task_gold=want), context) == 1
     assert value("state.match", args, episode("end", state={"total": 4}, task_gold=want), context) == 0
-    assert value("state.match", args, episode("end", state={"total": 4}, task_gold={"calls": 3}), context) is None
+    assert (
+        value("state.match", args, episode("end", state={"total": 4}, task_gold={"calls": 3}), context)
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -309,7 +338,9 @@ def test_results_contains():
 def test_answers_of_calls_without_ids_are_found_by_their_place():
     made = (ToolCall("f", {"x": 1}), ToolCall("f", {"x": 2}))
     trajectory = episode([call("f")])
-    trajectory.turns = [Turn(0, Message("assistant", "", made), [ToolResult("", "f", "one"), ToolResult("", "f", "two")])]
+    trajectory.turns = [
+        Turn(0, Message("assistant", "", made), [ToolResult("", "f", "one"), ToolResult("", "f", "two")])
+    ]
     node = leaf("results.contains", {"expect": "one"}, scope="call", reduce="sum")
     assert compile_spec(spec(node)).score(trajectory).value == 1
 
@@ -407,11 +438,15 @@ EVERY = [
     leaf("calls.match", {"expect": {"$": "/task/gold/calls"}, "credit": "toolrl"}),
     leaf("calls.match", {"expect": {"$": "/task/gold/calls"}, "form": "bfcl"}),
     leaf("calls.schema"), leaf("calls.none"), leaf("state.match", {"expect": {"$": "/task/gold/state"}}),
-    leaf("state.match", {"expect": {"$": "/task/gold/state"}, "by": "hash"}), leaf("state.assert", {"path": "/a/b", "eq": 1}),
-    leaf("results.contains", {"expect": {"$": "/task/gold/answer"}}), leaf("text.contains", {"expect": {"$": "/task/gold/answer"}}),
-    leaf("text.equals", {"expect": {"$": "/task/gold/answer"}, "strings": "bfcl"}), leaf("number.close", {"expect": {"$": "/task/gold/answer"}}),
+    leaf("state.match", {"expect": {"$": "/task/gold/state"}, "by": "hash"}),
+    leaf("state.assert", {"path": "/a/b", "eq": 1}),
+    leaf("results.contains", {"expect": {"$": "/task/gold/answer"}}),
+    leaf("text.contains", {"expect": {"$": "/task/gold/answer"}}),
+    leaf("text.equals", {"expect": {"$": "/task/gold/answer"}, "strings": "bfcl"}),
+    leaf("number.close", {"expect": {"$": "/task/gold/answer"}}),
     leaf("format.regex", {"pattern": "(a+)+$", "seconds": 0.05}), leaf("episode.stopped"), leaf("cost.calls", {"max": 3}),
-    leaf("calls.schema", scope="turn"), leaf("calls.none", scope="call", reduce="min"), leaf("text.equals", {"expect": "x"}, scope="round"),
+    leaf("calls.schema", scope="turn"), leaf("calls.none", scope="call", reduce="min"),
+    leaf("text.equals", {"expect": "x"}, scope="round"),
 ]  # fmt: skip
 
 
@@ -426,9 +461,13 @@ def junk_episode(content, arguments, name="f", state=None, answer=None, calls=No
 
 
 JUNK = [
-    junk_episode("x" * 100_000, {"a": "y" * 100_000}, answer="z" * 100_000, calls=[{"name": "f", "arguments": {}}] * 50),
+    junk_episode(
+        "x" * 100_000, {"a": "y" * 100_000}, answer="z" * 100_000, calls=[{"name": "f", "arguments": {}}] * 50
+    ),
     junk_episode("9" * 100_000, {"a": 10**400}, answer="9" * 100_000, state=float("nan")),
-    junk_episode("\ud800\x00", {"\ud800": float("inf")}, "\ud800", state={"\ud800": "\ud800"}, answer="\ud800"),
+    junk_episode(
+        "\ud800\x00", {"\ud800": float("inf")}, "\ud800", state={"\ud800": "\ud800"}, answer="\ud800"
+    ),
     junk_episode("1," * 50_000, None, answer=float("inf"), calls=[{"f": {"a": 3}}], state=[[[[1]]]]),
     junk_episode("", {}, "", answer="", calls=[], state={}),
     episode(),

@@ -63,7 +63,8 @@ def test_values(root, value):
         (op("sum", ONE, {**NULL, "missing": "skip"}), 1), (op("mean", ONE, {**NULL, "missing": "skip"}), 1),
         (op("mean", ONE, {**NULL, "missing": 0}), 0.5), (op("mean", ZERO, {**NULL, "missing": 1}), 0.5),
         (op("sum", {**NULL, "missing": "skip"}), None), ({**op("sum", {**NULL, "missing": "skip"}), "missing": 0}, 0),
-        ({**NULL, "missing": 1, "scale": [-3, 3]}, 3), ({**NULL, "missing": 0, "scale": [-3, 3]}, -3), ({**NULL, "missing": "skip"}, None),
+        ({**NULL, "missing": 1, "scale": [-3, 3]}, 3), ({**NULL, "missing": 0, "scale": [-3, 3]}, -3),
+        ({**NULL, "missing": "skip"}, None),
         ({"op": "gate", "if": NULL, "then": ONE}, None), ({"op": "gate", "if": ZERO, "then": NULL, "else": 1}, 1),
         ({"op": "gate", "if": ONE, "then": NULL, "else": 1}, None),
         (op("sum", ONE, {**ONE, "when": {"$": "/episode/turns", "gt": 5}}), 1),
@@ -83,7 +84,10 @@ def test_no_leaf_runs_after_an_infrastructure_failure(stop):
     def never(view, args):
         raise AssertionError("a leaf ran")
 
-    compiled = compile_spec(spec(leaf("python", {"name": "f"}), metrics=[{**HALF, "id": "m"}]), context=Context(python={"f": never}))
+    compiled = compile_spec(
+        spec(leaf("python", {"name": "f"}), metrics=[{**HALF, "id": "m"}]),
+        context=Context(python={"f": never}),
+    )
     score = compiled.score(episode("x", stop=stop))
     assert score.value is None
     assert score.metrics == {"m": None}
@@ -140,7 +144,9 @@ def test_by_round():
     trajectory = episode("yes", "user: and?", [call("f")], "no")
     node = leaf("text.equals", {"expect": "yes"}, scope="round", reduce="mean")
     assert run(node, trajectory).value == 0.5
-    answers = leaf("text.equals", {"expect": {"$": "/task/gold/answers", "at": "round"}}, scope="round", reduce="all")
+    answers = leaf(
+        "text.equals", {"expect": {"$": "/task/gold/answers", "at": "round"}}, scope="round", reduce="all"
+    )
     trajectory = episode("a", "user: and?", "b", task_gold={"answers": ["a", "b"]})
     assert run(answers, trajectory).value == 1
     short = episode("a", "user: and?", "b", task_gold={"answers": ["a"]})
@@ -148,7 +154,13 @@ def test_by_round():
 
 
 def test_a_combinator_with_a_scope_sees_one_turn_at_a_time():
-    node = op("product", leaf("calls.none", {"names": ["g"]}), leaf("calls.none", {"names": ["f"]}), scope="turn", reduce="sum")
+    node = op(
+        "product",
+        leaf("calls.none", {"names": ["g"]}),
+        leaf("calls.none", {"names": ["f"]}),
+        scope="turn",
+        reduce="sum",
+    )
     assert run(node, four_turns()).value == 1  # only the last turn calls neither
 
 
@@ -184,7 +196,13 @@ def test_emissions_keep_their_share_through_sum_mean_gate_and_scale():
 def test_from_spec_over_evidence_to_the_token():
     """The call of turn 1 is the right one: its reward lies on the last token sampled in turn 1, the outcome's
     on the last token of the episode."""
-    right = leaf("calls.match", {"expect": [{"name": "f", "arguments": {"x": 2}}]}, scope="call", reduce="sum", emit="step")
+    right = leaf(
+        "calls.match",
+        {"expect": [{"name": "f", "arguments": {"x": 2}}]},
+        scope="call",
+        reduce="sum",
+        emit="step",
+    )
     root = op("sum", weigh(right, 0.25), leaf("text.equals", {"expect": "end"}))
     trajectory = episode([call("f", x=1)], [call("f", x=2)], "end")
     score = compile_spec(spec(root)).score(trajectory)

@@ -27,7 +27,10 @@ arguments = st.dictionaries(st.sampled_from(["x", "y"]), values, max_size=2)
 made_calls = st.tuples(names, arguments)
 gold_lists = st.lists(st.fixed_dictionaries({"name": names, "arguments": arguments}), max_size=3)
 malformed = st.builds(lambda name: ToolCall(name, None, id="bad", error="not JSON"), names)
-turns = st.one_of(st.lists(st.one_of(made_calls, made_calls, malformed), min_size=1, max_size=2), st.sampled_from(["a", "b", ""]))
+turns = st.one_of(
+    st.lists(st.one_of(made_calls, made_calls, malformed), min_size=1, max_size=2),
+    st.sampled_from(["a", "b", ""]),
+)
 episodes = st.lists(turns, max_size=3).map(lambda items: episode(*items))
 
 matches = st.fixed_dictionaries(
@@ -41,7 +44,10 @@ matches = st.fixed_dictionaries(
 leaves = st.one_of(
     st.builds(lambda args: leaf("calls.match", args), matches),
     st.builds(lambda args: leaf("calls.none", args), st.sampled_from([{}, {"names": ["f"]}])),
-    st.builds(lambda text: leaf("text.equals", {"expect": text}), st.sampled_from(["a", "b", {"$": "/task/gold/no"}])),
+    st.builds(
+        lambda text: leaf("text.equals", {"expect": text}),
+        st.sampled_from(["a", "b", {"$": "/task/gold/no"}]),
+    ),
     st.builds(lambda most: leaf("cost.calls", {"max": most}), st.integers(1, 4)),
 )
 tenths = st.integers(-20, 20).map(lambda n: n / 10)
@@ -69,7 +75,14 @@ def nodes(draw, depth=3, scope="episode"):
     below = nodes(depth=depth - 1, scope=scope)
     if draw(st.integers(0, 4)) == 0:
         other = draw(st.one_of(tenths, below))
-        return {"op": "gate", "if": draw(below), "gte": draw(tenths), "then": draw(below), "else": other, **mods}
+        return {
+            "op": "gate",
+            "if": draw(below),
+            "gte": draw(tenths),
+            "then": draw(below),
+            "else": other,
+            **mods,
+        }
     op = draw(st.sampled_from(["sum", "mean", "product", "min", "max", "all", "any"]))
     of = draw(st.lists(below, min_size=1, max_size=3))
     if op == "mean" and not any(child.get("weight", 1) > 0 for child in of):
@@ -90,7 +103,24 @@ def test_the_compiled_spec_agrees_with_the_reference_evaluator(root, trajectory)
 
 
 EDITOR = jsonschema.Draft202012Validator(published_schema())
-odd_values = st.sampled_from([None, True, -1, 1.5, "", "turn", "x", [], [1, 2], {}, {"$": "/task"}, {"$": 3}, {"use": "x"}, float("nan")])
+odd_values = st.sampled_from(
+    [
+        None,
+        True,
+        -1,
+        1.5,
+        "",
+        "turn",
+        "x",
+        [],
+        [1, 2],
+        {},
+        {"$": "/task"},
+        {"$": 3},
+        {"use": "x"},
+        float("nan"),
+    ]
+)
 
 
 def places(value, path=()):
@@ -156,11 +186,26 @@ def test_scores_stay_in_the_declared_range_and_evidence_is_json(root, trajectory
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(made_calls, min_size=1, max_size=3), st.sampled_from(["sum", "mean", "last", "min", "all"]), tenths, tenths)
+@given(
+    st.lists(made_calls, min_size=1, max_size=3),
+    st.sampled_from(["sum", "mean", "last", "min", "all"]),
+    tenths,
+    tenths,
+)
 def test_emissions_and_the_rest_add_up_to_the_value(calls, reduce, weight, low):
-    step = leaf("calls.none", {"names": ["f"]}, scope="turn", reduce=reduce, emit="step", weight=weight, scale=[low, 1])
+    step = leaf(
+        "calls.none",
+        {"names": ["f"]},
+        scope="turn",
+        reduce=reduce,
+        emit="step",
+        weight=weight,
+        scale=[low, 1],
+    )
     trajectory = episode(*[[made] for made in calls], "a")
-    score = compile_spec(spec({"op": "sum", "of": [step, leaf("text.equals", {"expect": "a"})]})).score(trajectory)
+    score = compile_spec(spec({"op": "sum", "of": [step, leaf("text.equals", {"expect": "a"})]})).score(
+        trajectory
+    )
     assert sum(score.turns.values()) + score.terminal == pytest.approx(score.value)
     assert score.terminal == pytest.approx(1.0)
     columns = token_rewards(trajectory, score)
@@ -200,7 +245,9 @@ def test_optimal_is_at_least_greedy(calls, want):
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 5), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_assignments_against_trying_them_all(n, m, rng):
-    weights = np.array([[rng.choice([0, 0.25, 0.5, 1, rng.random()]) for _ in range(m)] for _ in range(n)]).reshape(n, m)
+    weights = np.array(
+        [[rng.choice([0, 0.25, 0.5, 1, rng.random()]) for _ in range(m)] for _ in range(n)]
+    ).reshape(n, m)
 
     def total(pairs):
         assert len({i for i, _ in pairs}) == len({j for _, j in pairs}) == len(pairs)
@@ -251,7 +298,9 @@ def test_views_cut_an_episode_without_loss(trajectory):
 def test_scoring_from_many_threads_is_the_same():
     from concurrent.futures import ThreadPoolExecutor
 
-    compiled = compile_spec(spec(leaf("calls.match", {"expect": gold(call("f", x=1), call("f", x=2)), "credit": "partial"})))
+    compiled = compile_spec(
+        spec(leaf("calls.match", {"expect": gold(call("f", x=1), call("f", x=2)), "credit": "partial"}))
+    )
     rng = random.Random(0)
     many = [episode([call("f", x=rng.randint(1, 3)) for _ in range(4)], "x") for _ in range(200)]
     with ThreadPoolExecutor(8) as pool:
