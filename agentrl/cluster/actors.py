@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from tensordict import TensorDict
 
 from agentrl.batch.wire import to_wire
 from agentrl.cluster.future import Pending
 from agentrl.cluster.group import Backend
 from agentrl.cluster.host import Packed, RemoteFailure, unwire, wire
-from agentrl.cluster.hosts import Hosts
+from agentrl.cluster.hosts import Hosts, first_line
 from agentrl.cluster.shipment import Recipe, Shipment, Stored, Take
 from agentrl.cluster.worker import Worker
 from agentrl.errors import StalledError, WorkerDiedError, WorkerError
@@ -39,7 +39,7 @@ class RayPending(Pending):
     def wait(self) -> dict[int, Any]:
         try:
             values = ray.get(list(self.refs.values()), timeout=self.backend.call_timeout)
-        except (RayTaskError, RayActorError, GetTimeoutError) as error:
+        except RayError as error:
             raise self.backend.explain(self.method, self.refs, error) from None
         return {rank: unwire(value) for rank, value in zip(self.refs, values, strict=True)}
 
@@ -47,7 +47,7 @@ class RayPending(Pending):
         try:
             async with asyncio.timeout(self.backend.call_timeout):
                 values = await asyncio.gather(*self.refs.values())
-        except (RayTaskError, RayActorError, TimeoutError) as error:
+        except (RayError, TimeoutError) as error:
             raise self.backend.explain(self.method, self.refs, error) from None
         return {rank: unwire(value) for rank, value in zip(self.refs, values, strict=True)}
 
@@ -93,8 +93,8 @@ class RayBackend(Backend):
     def explain(self, method: str, refs: dict[int, Any], error: BaseException) -> Exception:
         """The error that the driver raises for what Ray reported."""
         if isinstance(error, RayTaskError) and isinstance(error.cause, RemoteFailure):
-            return self._failed(method, error.cause)
-        if isinstance(error, (GetTimeoutError, TimeoutError)):
+            return error.cause.as_error()
+        if isinstance(error, TimeoutError):  # Ray's GetTimeoutError is one
             done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)
             late = [rank for rank, ref in refs.items() if ref not in done]
             return StalledError(
@@ -103,14 +103,9 @@ class RayBackend(Backend):
         self.hosts.note_lost(refs)
         if self.hosts.lost:
             return WorkerDiedError(self._lost(method))
-        return WorkerError(f"{self._where(method)}: {error}")
-
-    def _failed(self, method: str, cause: RemoteFailure) -> Exception:
-        where = f"{self._where(method)}, rank {cause.rank}"
-        if cause.user_error is not None:
-            return cause.user_error(f"{cause.message} ({where})")
-        message = f"{where}: {cause.kind}: {cause.message}"
-        return WorkerError(f"{message}\n--- remote traceback ---\n{cause.trace.rstrip()}")
+        if isinstance(error, RayTaskError):
+            return WorkerError(f"{self._where(method)}: {error}")
+        return WorkerDiedError(f"{self._where(method)}: what it waits for is gone: {first_line(error)}")
 
     def _where(self, method: str) -> str:
         return f"group {self.role!r}: {self.cls.__name__}.{method}"

@@ -20,18 +20,25 @@ from agentrl.batch.wire import Wire, from_wire, to_wire
 from agentrl.cluster.rendezvous import Rendezvous, listen
 from agentrl.cluster.shipment import Recipe
 from agentrl.cluster.worker import Worker, WorkerContext
-from agentrl.errors import UserError
+from agentrl.errors import UserError, WorkerError
 
 
 class RemoteFailure(Exception):
-    """What a worker's exception becomes on its way to the driver: text, and the class of a UserError."""
+    """What a worker's exception becomes on its way to the driver: text, and the class of a UserError.
 
-    def __init__(
-        self, rank: int, kind: str, message: str, trace: str, user_error: type[UserError] | None
-    ) -> None:
-        super().__init__(rank, kind, message, trace, user_error)
-        self.rank, self.kind, self.message, self.trace = rank, kind, message, trace
-        self.user_error = user_error
+    `where` names group, method and rank; it stays right where the failed call's result was to be an
+    argument of another group.
+    """
+
+    def __init__(self, where: str, message: str, trace: str, user_error: type[UserError] | None) -> None:
+        super().__init__(where, message, trace, user_error)
+        self.where, self.message, self.trace, self.user_error = where, message, trace, user_error
+
+    def as_error(self) -> Exception:
+        """The error that the driver raises."""
+        if self.user_error is not None:
+            return self.user_error(f"{self.message} ({self.where})")
+        return WorkerError(f"{self.where}: {self.message}\n--- remote traceback ---\n{self.trace.rstrip()}")
 
 
 @dataclass(slots=True)
@@ -42,12 +49,13 @@ class Packed:
     buffers: list[Any]
 
 
-def failure(rank: int, error: BaseException) -> RemoteFailure:
+def failure(where: str, error: BaseException) -> RemoteFailure:
     """Describe an exception of a worker's method; the traceback starts at the method."""
     entry = error.__traceback__.tb_next if error.__traceback__ else None
     trace = "".join(traceback.format_exception(type(error), error, entry))
-    kind = type(error) if isinstance(error, UserError) else None
-    return RemoteFailure(rank, type(error).__name__, str(error), trace, kind)
+    if isinstance(error, UserError):
+        return RemoteFailure(where, str(error), trace, type(error))
+    return RemoteFailure(where, f"{type(error).__name__}: {error}", trace, None)
 
 
 class Host:
@@ -71,7 +79,8 @@ class Host:
         try:
             self._roles[role] = cls(context)
         except Exception as error:
-            raise failure(context.rank, error) from None
+            where = f"group {role!r}: {cls.__name__}.__init__, rank {context.rank}"
+            raise failure(where, error) from None
 
     def call(
         self,
@@ -91,7 +100,8 @@ class Host:
             kwargs.update({name: cook(recipe, pieces) for name, recipe in recipes.items()})
             return wire(getattr(worker, method)(*[unwire(value) for value in args], **kwargs))
         except Exception as error:
-            raise failure(worker.rank, error) from None
+            where = f"group {role!r}: {type(worker).__name__}.{method}, rank {worker.rank}"
+            raise failure(where, error) from None
 
 
 def cook(recipe: Recipe, pieces: Sequence[Any]) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from agentrl.cluster.host import Host, RemoteFailure
 from agentrl.cluster.mesh import Mesh
@@ -115,10 +115,11 @@ class Hosts:
                 continue
             try:
                 ray.get(ref)
-            except RayTaskError:
-                continue
             except RayActorError as error:
-                self.lost[rank] = first_line(error)
+                if error.actor_id == self.handles[rank]._actor_id.hex():  # not that of an argument's maker
+                    self.lost[rank] = first_line(error)
+            except RayError:
+                continue
 
     def describe_lost(self) -> str:
         """The lost ranks with process ids and Ray's reason."""
@@ -130,15 +131,9 @@ class Hosts:
 
 
 def _not_built(role: str, cls: type[Worker], error: RayTaskError) -> Exception:
-    cause = error.cause
-    if not isinstance(cause, RemoteFailure):
-        return WorkerError(f"group {role!r}: {cls.__name__} cannot be built: {error}")
-    where = f"group {role!r}: {cls.__name__}.__init__, rank {cause.rank}"
-    if cause.user_error is not None:
-        return cause.user_error(f"{cause.message} ({where})")
-    return WorkerError(
-        f"{where}: {cause.kind}: {cause.message}\n--- remote traceback ---\n{cause.trace.rstrip()}"
-    )
+    if isinstance(error.cause, RemoteFailure):
+        return error.cause.as_error()
+    return WorkerError(f"group {role!r}: {cls.__name__} cannot be built: {error}")
 
 
 def first_line(error: BaseException) -> str:

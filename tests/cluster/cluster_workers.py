@@ -47,6 +47,7 @@ class Plain(Worker):
         "env": RankZero(),
         "remember": Broadcast(),
         "read": RankZero(),
+        "fail_rows": Shard(),
     }
 
     def where(self, add: int) -> tuple[int, int, int]:
@@ -95,6 +96,9 @@ class Plain(Worker):
     def scribble(self, batch: TensorDict) -> TensorDict:
         batch.get("token_ids").values().fill_(-7)
         return batch
+
+    def fail_rows(self, batch: TensorDict) -> TensorDict:
+        raise KeyError("no rows today")
 
     def pid(self) -> int:
         return os.getpid()
