@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,15 +32,22 @@ def check_fuzz(subject: Subject) -> str:
     if not names:
         raise Skipped("the environment has no tools")
     refused = 0
+    gold = _gold_calls(env)
     for name in names:
         rng = subject.rng(len(name))
         for number in range(subject.fuzz):
             if number % RESET_EVERY == 0:
                 env.reset(seed=number // RESET_EVERY)
+                gold = _gold_calls(env)
             if name not in env.toolbox:
                 continue
             tool = env.toolbox[name]
-            refused += _one(env, tool, _arguments(tool.signature.parameters, rng, number), number)
+            base = sample_arguments(tool.signature.parameters, rng)
+            _make_fit(base, _words(env), rng)
+            made = gold.get(name, [])
+            if made and rng.random() < 0.5:
+                base = copy.deepcopy(made[int(rng.integers(len(made)))])
+            refused += _one(env, tool, _varied(tool.signature.parameters, base, rng, number), number)
     env.close()
     total = subject.fuzz * len(names)
     return f"{total} calls of {len(names)} tools: {total - refused} answered, {refused} refused, no crash"
@@ -65,9 +74,47 @@ def _check_answer(tool: Tool, arguments: Json, result: ToolResult) -> None:
     result.content.encode("utf-8")
 
 
-def _arguments(parameters: dict[str, Json], rng: np.random.Generator, number: int) -> Json:
-    """A third valid, a third valid with one thing changed, a third odd."""
-    arguments: dict[str, Json] = sample_arguments(parameters, rng)
+def _make_fit(arguments: dict[str, Json], words: list[str], rng: np.random.Generator) -> None:
+    """Put texts of the task in place of random ones, so that calls get past "there is no such thing"."""
+    for name, value in arguments.items():
+        if isinstance(value, str) and words and rng.random() < 0.8:
+            arguments[name] = words[int(rng.integers(len(words)))]
+
+
+def _words(env: ToolEnv) -> list[str]:
+    """Short texts (keys too) of the task and of the calls of its gold solution."""
+    task = env.task
+    found: dict[str, None] = {}
+    level: list[Any] = [dict(task.data), dict(task.gold)]
+    while level and len(found) < 500:
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                inner += [*item.keys(), *item.values()]
+            elif isinstance(item, list | tuple):
+                inner += item
+            elif isinstance(item, str) and 0 < len(item) <= 80:
+                found[item] = None
+        level = inner
+    return list(found)
+
+
+def _gold_calls(env: ToolEnv) -> dict[str, list[dict[str, Json]]]:
+    """Tool -> arguments of its calls in the gold solution: what the environment expects to be asked."""
+    try:
+        turns = env.gold_turns(env.task)
+    except NotImplementedError:
+        return {}
+    made: dict[str, list[dict[str, Json]]] = {}
+    for call in (call for turn in turns for call in turn.tool_calls):
+        made.setdefault(call.name, []).append(call.arguments or {})
+    return made
+
+
+def _varied(
+    parameters: Mapping[str, Json], arguments: dict[str, Json], rng: np.random.Generator, number: int
+) -> Json:
+    """A third as they are, a third with one thing changed, a third with an odd value in them."""
     kind = number % 3
     if kind == 0:
         return arguments

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from agentrl.env.base import ToolEnv
 from agentrl.env.check.report import CheckFailed, Skipped, Subject, describe
@@ -108,16 +109,23 @@ def check_order(subject: Subject) -> str:
     for seed in subject.seeds():
         env.reset(seed=seed)
         gold = subject.gold(env)
-        calls = [turn for turn in gold if turn.tool_calls]
-        if len(calls) < 2:
+        if sum(len(turn.tool_calls) for turn in gold) < 2:
             continue
         rng = random.Random(seed)
         for _ in range(4):
-            shuffled = rng.sample(calls, len(calls))
-            order = iter(shuffled)
-            value = subject.play(env, [next(order) if turn.tool_calls else turn for turn in gold], seed)
+            turns = _reordered(gold, rng)
+            value = subject.play(env, turns, seed)
             if value is None or value < FULL:
-                names = json.dumps([call.name for turn in shuffled for call in turn.tool_calls])
+                names = json.dumps([call.name for turn in turns for call in turn.tool_calls])
                 raise CheckFailed(f"{describe(env.task)}: the order {names} scored {value}, not 1")
             tried += 1
+    if not tried:
+        raise Skipped(f"none of {subject.tasks} gold solutions has two calls")
     return f"{tried} orders of gold calls scored 1"
+
+
+def _reordered(gold: list[Message], rng: random.Random) -> list[Message]:
+    """The gold turns with all their calls dealt out anew; every turn keeps its number of calls."""
+    calls = [call for turn in gold for call in turn.tool_calls]
+    dealt = iter(rng.sample(calls, len(calls)))
+    return [replace(turn, tool_calls=tuple(next(dealt) for _ in turn.tool_calls)) for turn in gold]
