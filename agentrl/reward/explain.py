@@ -33,7 +33,8 @@ def explain_text(score: Score) -> str:
 def _node(evidence: Mapping[str, Json], indent: str, role: str) -> Iterator[str]:
     name = f" [{evidence['id']}]" if "id" in evidence else ""
     weight = f" x {evidence['weight']:g}" if "weight" in evidence else ""
-    head = f"{indent}{role}{_value(evidence.get('value')):>8}{weight}"
+    value = "skipped" if "skipped" in evidence else _value(evidence.get("value"))
+    head = f"{indent}{role}{value:>8}{weight}"
     yield f"{head}  {evidence.get('node', '?')}{name}  {_why(evidence)}".rstrip()
     for key in _BELOW:
         below = evidence.get(key)

@@ -203,11 +203,9 @@ def _reduced(how: str, values: Sequence[float]) -> tuple[float, list[float]]:
         place = len(values) - 1
     elif how == "min":
         place = min(range(len(values)), key=lambda i: values[i])
-    else:  # all: decided by the first part that fails, else by the last one
-        failed = [i for i, value in enumerate(values) if value < TRUE]
-        place = failed[0] if failed else len(values) - 1
-        verdict = 0.0 if failed else 1.0
-        return verdict, [verdict if i == place else 0.0 for i in range(len(values))]
+    else:  # all: a failure emits 0 wherever it is, and success is known at the last part
+        verdict = float(all(value >= TRUE for value in values))
+        return verdict, [0.0] * (len(values) - 1) + [verdict]
     return values[place], [value if i == place else 0.0 for i, value in enumerate(values)]
 
 

@@ -184,6 +184,7 @@ def test_explain(tmp_path, capsys):
     assert "dense_gated: 1" in text
     assert "number.close [success]" in text
     assert "emitted at turns: turn 0: 0.5; at the end: 0.5" in text
+    assert "skipped x 0.5  calls.match [turns]" in text  # the answer's turn makes no call
     assert agentrl("explain", SHELF / "dense_gated.json", file, "--json") == 0
     tree = json.loads(capsys.readouterr().out)
     assert tree["value"] == 0
@@ -302,3 +303,15 @@ def test_the_manual_documents_every_leaf_as_the_code_does():
         assert f"### `{kind}`" in manual
         assert formula in manual, kind
         assert json.dumps({"use": kind, "args": example}, ensure_ascii=False) in manual, kind
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [(["lint", "key_valu"], 2), (["lint", "key_value"], 0), (["score", "key_value", "none.jsonl"], 2)],
+)
+def test_exit_codes_of_the_program(argv, code, capsys):
+    from agentrl.cli.main import main
+
+    assert main(["reward", *argv]) == code
+    shown = capsys.readouterr()
+    assert "Traceback" not in shown.err
