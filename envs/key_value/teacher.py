@@ -14,7 +14,7 @@ class Teacher:
 
     `wrong`: chance that a turn's decision is a wrong one (key, number or answer). `malformed`: chance
     that a turn is a call that cannot be read; it is then made again. `stop`: chance that an episode with
-    more than one item ends after one of them but the last, with the total so far. `rng` needs only
+    more to do than one item ends too early, with the total so far: after its stores, or after one item. `rng` needs only
     `random()`, uniform in [0, 1).
     """
 
