@@ -1,0 +1,168 @@
+"""Tokens a second of each engine on one tiny model: the embedded engine and the vLLM engine against
+transformers' padded `generate` and against raw vLLM, all given the same token work in one run.
+
+    python benchmarks/engines.py [--requests 128] [--tokens 128] [--no-vllm]
+
+The last line is one JSON object. Every engine process runs on one thread; ratios are what counts on a
+machine with anything else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+VOCAB = 400
+RAW_VLLM = """
+import json, sys, time
+from vllm import LLM, SamplingParams
+work = json.load(sys.stdin)
+llm = LLM(work["model"], skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=32,
+          kv_cache_memory_bytes=256 << 20, max_model_len=2048, logprobs_mode="processed_logprobs",
+          disable_log_stats=True)
+params = SamplingParams(max_tokens=work["tokens"], ignore_eos=True, detokenize=False, logprobs=0)
+best = 0.0
+for _ in range(3):
+    prompts = [{"prompt_token_ids": ids} for ids in work["prompts"]]
+    llm.reset_prefix_cache()
+    begun = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    sampled = sum(len(output.outputs[0].token_ids) for output in outputs)
+    best = max(best, sampled / (time.perf_counter() - begun))
+print("RESULT", best)
+"""
+
+
+def build(folder: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        initializer_range=0.2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+async def through_agentrl(engine: Any, folder: str, prompts: list[list[int]], tokens: int) -> float:
+    """Best of three; a publish between the rounds empties the caches, as it does in training."""
+    from transformers import AutoModelForCausalLM
+
+    from agentrl.rollout.engine import Sampling
+
+    weights = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    await engine.start()
+    best = 0.0
+    for version in range(3):
+        await engine.pause()
+        await engine.publish(version + 1, [weights])
+        await engine.resume()
+        begun = time.perf_counter()
+        calls = [
+            engine.generate(prompt, Sampling(max_tokens=tokens, seed=index), f"{version}-{index}")
+            for index, prompt in enumerate(prompts)
+        ]
+        sampled = sum(len(generation.token_ids) for generation in await asyncio.gather(*calls))
+        best = max(best, sampled / (time.perf_counter() - begun))
+    await engine.close()
+    return best
+
+
+def padded_generate(folder: str, prompts: list[list[int]], tokens: int) -> float:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    best = 0.0
+    for _ in range(3):
+        begun = time.perf_counter()
+        with torch.inference_mode():
+            out = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                pad_token_id=0,
+            )
+        best = max(best, (out.shape[1] - width) * len(prompts) / (time.perf_counter() - begun))
+    return best
+
+
+def raw_vllm(folder: str, prompts: list[list[int]], tokens: int) -> float:
+    from agentrl.backends.vllm_actor import CPU_ENVIRONMENT, ENVIRONMENT
+
+    work = json.dumps({"model": folder, "prompts": prompts, "tokens": tokens})
+    environment = {**os.environ, **ENVIRONMENT, **CPU_ENVIRONMENT}
+    done = subprocess.run(
+        [sys.executable, "-c", RAW_VLLM], input=work, env=environment, text=True, capture_output=True, timeout=600
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT"):
+            return float(line.split()[1])
+    raise RuntimeError(f"raw vLLM gave no result:\n{done.stderr[-2000:]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--no-vllm", action="store_true")
+    options = parser.parse_args()
+
+    import torch
+
+    from agentrl.backends.embedded import EmbeddedEngine
+
+    torch.set_num_threads(1)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(30, 90))] for _ in range(options.requests)]
+    rates: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        build(folder)
+        rates["transformers_generate"] = padded_generate(folder, prompts, options.tokens)
+        engine = EmbeddedEngine(folder, device="cpu")
+        rates["embedded"] = asyncio.run(through_agentrl(engine, folder, prompts, options.tokens))
+        if not options.no_vllm and importlib.util.find_spec("vllm") is not None:
+            from agentrl.backends.vllm import VllmEngine
+
+            rates["raw_vllm"] = raw_vllm(folder, prompts, options.tokens)
+            rates["vllm"] = asyncio.run(through_agentrl(VllmEngine(folder), folder, prompts, options.tokens))
+    ratios = {"embedded_over_transformers": rates["embedded"] / rates["transformers_generate"]}
+    if "vllm" in rates:
+        ratios["vllm_engine_over_raw_vllm"] = rates["vllm"] / rates["raw_vllm"]
+        ratios["embedded_over_raw_vllm"] = rates["embedded"] / rates["raw_vllm"]
+    result = {
+        "benchmark": "engines",
+        "ratios": {name: round(value, 3) for name, value in ratios.items()},
+        "tokens_per_second": {name: round(value) for name, value in rates.items()},
+        "requests": options.requests,
+        "tokens": options.tokens,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
