@@ -13,6 +13,9 @@ from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.errors import ResourceError, WorkerError
 
+GRACE = 2.0
+"""Seconds that a process gets to end by itself."""
+
 Role = tuple[type[Worker], Mesh]
 
 
@@ -94,7 +97,10 @@ class Hosts:
             self.end()
 
     def end(self) -> None:
-        """End all processes and give their place back; idempotent."""
+        """End all processes and give their place back; idempotent. A busy one is killed after a moment."""
+        if self.handles and ray.is_initialized():
+            leaving = [handle.__ray_terminate__.remote() for handle in self.handles]
+            ray.wait(leaving, num_returns=len(leaving), timeout=GRACE)
         self.kill()
         if self._release is not None and ray.is_initialized():
             self._release()

@@ -89,15 +89,13 @@ def reserve(pools: Mapping[str, PoolConfig], timeout: float) -> dict[str, Reserv
     return held
 
 
-def launch_roles(
+def launch_in_pools(
     cluster: ClusterConfig,
     classes: Mapping[str, type[Worker]],
-    meshes: Mapping[str, Mapping[str, int]] | None = None,
+    meshes: Mapping[str, Mapping[str, int]],
+    call_timeout: float | None,
 ) -> dict[str, WorkerGroup[Any]]:
-    """Start every role in its pool (`cluster.roles`, `cluster.pools`); roles of one pool share processes.
-
-    Raises ConfigError for an unknown pool and ResourceError where the pools do not fit; nothing stays.
-    """
+    """Start roles that have a pool; roles of one pool share its processes. See `roles.launch_roles`."""
     by_role = pools_of_roles(cluster, list(classes))
     held = reserve(dict(by_role.values()), cluster.startup_timeout)
     hosts: dict[str, Hosts] = {}
@@ -107,9 +105,9 @@ def launch_roles(
             name = by_role[role][0]
             if name not in hosts:
                 hosts[name] = Hosts(name, held[name].options(), cluster.startup_timeout, held[name].release)
-            mesh = Mesh.of((meshes or {}).get(role), held[name].slots)
+            mesh = Mesh.of(meshes.get(role), held[name].slots)
             hosts[name].create(role, cls, mesh)
-            groups[role] = WorkerGroup(cls, role, mesh, RayBackend(role, cls, hosts[name], None))
+            groups[role] = WorkerGroup(cls, role, mesh, RayBackend(role, cls, hosts[name], call_timeout))
     except AgentrlError:
         for name, one in held.items():
             if name in hosts:

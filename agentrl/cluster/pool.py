@@ -19,18 +19,20 @@ class Node:
     gpus: float
 
 
-def pools_of_roles(cluster: ClusterConfig, roles: Sequence[str]) -> dict[str, tuple[str, PoolConfig]]:
-    """The pool of each role: (name, size). Raises ConfigError for a role that names an unknown pool."""
+def check_roles(cluster: ClusterConfig) -> None:
+    """Raise ConfigError for a role that names an unknown pool."""
     for role, pool in cluster.roles.items():
         if pool not in cluster.pools:
             near = difflib.get_close_matches(pool, cluster.pools, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"cluster.pools has {sorted(cluster.pools)}"
             raise ConfigError(f"cluster.roles.{role} names the pool {pool!r}, which does not exist; {hint}")
-    own = PoolConfig(per_node=cluster.actors)
+
+
+def pools_of_roles(cluster: ClusterConfig, roles: Sequence[str]) -> dict[str, tuple[str, PoolConfig]]:
+    """The pool of each of `roles` that has one: (name, size). Raises ConfigError for an unknown pool."""
+    check_roles(cluster)
     placed = {str(role): pool for role, pool in cluster.roles.items()}
-    return {
-        role: (placed[role], cluster.pools[placed[role]]) if role in placed else (role, own) for role in roles
-    }
+    return {role: (placed[role], cluster.pools[placed[role]]) for role in roles if role in placed}
 
 
 def place(pools: Mapping[str, PoolConfig], nodes: Sequence[Node]) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""One local Ray for all tests of this folder, whose workers can import the modules next to this file."""
+"""A local Ray for a module of tests, whose workers can import the modules next to this file."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:
     from agentrl.cluster.runtime import start_ray, stop_ray
     from agentrl.config.schema import ClusterConfig
 
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), before]))
+    stop_ray()  # another test's Ray could not import the modules next to this file
     start_ray(ClusterConfig(), object_store_bytes=256 << 20)
     yield
     stop_ray()

@@ -9,7 +9,6 @@ import pytest
 
 from agentrl.cli import doctor
 from agentrl.cluster import checks, machine, shipping
-from agentrl.config.schema import ClusterConfig, PoolConfig
 
 
 def parse(*argv: str) -> argparse.Namespace:
@@ -72,18 +71,6 @@ def test_shelves_are_staged_without_caches(monkeypatch, tmp_path):
         "shelf1",
         "shelf1/rewards",
     ]
-
-
-@pytest.mark.slow
-def test_ray_and_the_pools_of_a_config(monkeypatch, ray_cluster):
-    from agentrl.cluster import runtime
-
-    stopped = []  # the tests share one Ray
-    monkeypatch.setattr(runtime, "stop_ray", lambda: stopped.append(1))
-    fit = list(checks.check_ray(ClusterConfig(pools={"train": PoolConfig()})))
-    assert [(f.check, f.level) for f in fit] == [("ray", "ok"), ("pools", "ok")] and stopped == [1]
-    tight = list(checks.check_ray(ClusterConfig(pools={"train": PoolConfig(per_node=999)})))
-    assert tight[-1].level == "fail" and "pool train" in tight[-1].found
 
 
 @pytest.fixture(autouse=True)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from cluster_workers import Plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.cluster.pool import Node, need, place, pools_of_roles
+from agentrl.cluster.roles import launch_roles
 from agentrl.config.schema import ClusterConfig, PoolConfig
 from agentrl.errors import ConfigError, ResourceError
 
 NODES = [Node("a", 4, 2), Node("b", 4, 0)]
 
 
-def test_roles_share_a_pool_or_get_processes_of_their_own():
+def test_roles_share_a_pool():
     cluster = ClusterConfig(
         actors=3,
         pools={"train": PoolConfig(per_node=2, gpus=1.0)},
@@ -23,7 +25,14 @@ def test_roles_share_a_pool_or_get_processes_of_their_own():
     )
     found = pools_of_roles(cluster, ["actor", "critic", "reference"])
     assert found["actor"] == found["critic"] == ("train", PoolConfig(per_node=2, gpus=1.0))
-    assert found["reference"] == ("reference", PoolConfig(per_node=3))
+    assert "reference" not in found
+
+
+def test_inline_roles_and_roles_without_a_pool():
+    groups = launch_roles(ClusterConfig(backend="inline", actors=2), {"actor": Plain, "critic": Plain})
+    assert groups["actor"].world_size == 2 and groups["critic"].run(Plain.where, 1) == (0, 2, 1)
+    with pytest.raises(ConfigError, match="'nowhere'"):
+        launch_roles(ClusterConfig(backend="inline", roles={"actor": "nowhere"}), {"actor": Plain})
 
 
 def test_an_unknown_pool_is_named_with_the_nearest():

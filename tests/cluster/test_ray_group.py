@@ -12,9 +12,10 @@ from cluster_batches import ragged_batch
 from cluster_workers import Plain, Summing
 from test_strategies import SIZES, check_every_strategy
 
+from agentrl.cluster import checks
 from agentrl.cluster.launch import launch
 from agentrl.cluster.runtime import start_ray
-from agentrl.config.schema import ClusterConfig
+from agentrl.config.schema import ClusterConfig, PoolConfig
 from agentrl.errors import (
     DispatchError,
     ModelError,
@@ -129,3 +130,14 @@ def test_workers_that_do_not_fit_are_refused_and_none_is_left():
     with pytest.raises(ResourceError, match="4096 CPU slots"):
         start_ray(ClusterConfig(), need_cpus=4096)
     assert ray.is_initialized()
+
+
+def test_doctor_checks_ray_and_the_pools_of_a_config(monkeypatch):
+    from agentrl.cluster import runtime
+
+    stopped = []  # the tests share one Ray
+    monkeypatch.setattr(runtime, "stop_ray", lambda: stopped.append(1))
+    fit = list(checks.check_ray(ClusterConfig(pools={"train": PoolConfig()})))
+    assert [(f.check, f.level) for f in fit] == [("ray", "ok"), ("pools", "ok")] and stopped == [1]
+    tight = list(checks.check_ray(ClusterConfig(pools={"train": PoolConfig(per_node=999)})))
+    assert tight[-1].level == "fail" and "pool train" in tight[-1].found

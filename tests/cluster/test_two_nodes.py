@@ -19,7 +19,8 @@ cluster.add_node(num_cpus=2, object_store_memory=128 << 20)
 
 from cluster_batches import ragged_batch
 from cluster_workers import Plain, Summing
-from agentrl.cluster.placement import cluster_nodes, launch_roles
+from agentrl.cluster.placement import cluster_nodes
+from agentrl.cluster.roles import launch_roles
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config.schema import ClusterConfig, PoolConfig
 from agentrl.errors import ResourceError
