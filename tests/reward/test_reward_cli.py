@@ -315,3 +315,14 @@ def test_exit_codes_of_the_program(argv, code, capsys):
     assert main(["reward", *argv]) == code
     shown = capsys.readouterr()
     assert "Traceback" not in shown.err
+
+
+def test_progress_counts_every_row(tmp_path):
+    from agentrl.reward import load_spec
+    from agentrl.reward.offline import score_file
+
+    file = record(tmp_path / "t.jsonl", *[episode("7", task_gold=TWO) for _ in range(150)])
+    seen = []
+    score_file(load_spec(SHELF / "key_value.json"), file, 1, Context, seen.append)
+    assert sum(seen) == 150
+    assert len(seen) > 1

@@ -303,3 +303,22 @@ def test_a_long_transcript_is_cut_in_the_middle(server):
     text = server.requests[1]["messages"][1]["content"]
     assert len(text) < 1200
     assert "END" in text
+
+
+def test_offline_scoring_asks_the_judge_once_for_equal_episodes(server, tmp_path, monkeypatch, capsys):
+    from agentrl.cli.main import main
+
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    file = tmp_path / "episodes.jsonl"
+    rows = [episode(f"answer {i % 2}").to_json() for i in range(6)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["reward", "score", str(SHELF / "judge.json"), str(file), "--judge-url", server.url]
+    assert main([*argv, "--judge-cache", str(tmp_path / "cache")]) == 0
+    assert [json.loads(line)["value"] for line in capsys.readouterr().out.splitlines()] == [0.7] * 6
+    assert len(server.requests) == 2
+    assert main([*argv, "--judge-cache", str(tmp_path / "cache")]) == 0
+    assert len(server.requests) == 2
+    assert main([*argv, "--judge-calls", "1"]) == 0
+    last = [json.loads(line) for line in capsys.readouterr().out.splitlines()][6:]
+    assert {row["value"] for row in last} == {0.7, None}
+    assert any("budget of 1 judge calls" in json.dumps(row) for row in last)

@@ -335,6 +335,39 @@ def test_results_contains():
     assert value("results.contains", {"expect": "confirmed"}, failed) == 0
 
 
+def test_results_contains_replay_by_round_wants_only_the_answers_of_that_round():
+    """Gold answers: "1" in round 0, "3" in round 1. The policy gets "0" in round 0 and "3" in round 1."""
+    rounds = [gold(call("add", x=1)), gold(call("add", x=2))]
+    trajectory = episode(
+        [(call("add", x=0), "0")],
+        "user: more",
+        [(call("add", x=3), "3")],
+        "end",
+        task_gold={"rounds": rounds},
+    )
+    args = {"replay": {"$": "/task/gold/rounds"}}
+    context = Context(twin=Counter)
+    assert value("results.contains", args, trajectory, context, scope="round", reduce="last") == 1
+    assert value("results.contains", args, trajectory, context, scope="round", reduce="all") == 0
+    earlier = episode(
+        [(call("add", x=3), "3"), (call("add", x=-2), "1")], "user: more", "end", task_gold={"rounds": rounds}
+    )
+    assert (
+        value("results.contains", args, earlier, context, scope="round", reduce="all") == 1
+    )  # got before counts
+
+
+def test_results_contains_replay_by_round_does_not_count_what_came_later():
+    rounds = [gold(call("add", x=1)), gold(call("add", x=2))]
+    later = [(call("add", x=1), "1"), (call("add", x=2), "3")]
+    trajectory = episode("wait", "user: more", later, task_gold={"rounds": rounds})
+    args = {"replay": {"$": "/task/gold/rounds"}}
+    assert (
+        value("results.contains", args, trajectory, Context(twin=Counter), scope="round", reduce="mean")
+        == 0.5
+    )
+
+
 def test_answers_of_calls_without_ids_are_found_by_their_place():
     made = (ToolCall("f", {"x": 1}), ToolCall("f", {"x": 2}))
     trajectory = episode([call("f")])

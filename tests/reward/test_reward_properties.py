@@ -277,6 +277,21 @@ def test_assignments_against_trying_them_all(n, m, rng):
     assert len(assign.maximum(lambda i, j: weights[i, j], [range(n)] * m)) == most
 
 
+def test_the_optimal_assignment_on_many_seeded_problems():
+    """Enough of them, and large enough, that wrong prices in the Hungarian method do show."""
+    rng = random.Random(1)
+    levels = [0, 0.25, 0.5, 0.75, 1]
+    for _ in range(400):
+        n, m = rng.choice([(5, 5), (5, 6), (6, 5)])
+        weights = [[rng.choice([*levels, rng.random()]) for _ in range(m)] for _ in range(n)]
+        wide = weights if n <= m else [list(column) for column in zip(*weights, strict=True)]
+        best = max(
+            sum(row[j] for row, j in zip(wide, picked, strict=True))
+            for picked in itertools.permutations(range(max(n, m)), min(n, m))
+        )
+        assert sum(weights[i][j] for i, j in assign.optimal(weights)) == pytest.approx(best)
+
+
 def test_assignment_of_200_calls_is_the_best_by_an_independent_bound():
     """Hidden perfect matching: weight 1 on a random permutation, less elsewhere; 200 calls, optimum 200."""
     rng = np.random.default_rng(0)
