@@ -21,7 +21,7 @@ from agentrl.run.engines import make_engine, resolve_engine
 from agentrl.run.folder import RunFolder
 from agentrl.train.actor import Actor
 from agentrl.train.init_model import init_model
-from agentrl.train.learner import Learner, check_learner
+from agentrl.train.learner import Learner, check_learner, mesh_of
 from agentrl.train.pretrained import load_tokenizer, model_context
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
     env = EnvRef.of(config)
     scorer = build_scorer(config, env)
     actors = launch(Actor, backend=config.cluster.backend, world_size=config.cluster.actors, name="actor",
-                    startup_timeout=config.cluster.startup_timeout)
+                    mesh=mesh_of(config), startup_timeout=config.cluster.startup_timeout)
     engine = make_engine(engine_name, path, config)
     try:
         await actors.arun(Actor.init_model, path, config.model, config.optim, config.steps)

@@ -31,9 +31,23 @@ from agentrl.train.update import check_algorithm
 STATE = "learner.json"
 
 
+def mesh_of(config: TrainConfig) -> dict[str, int]:
+    """The ranks of a role as a mesh: the ranks along "sp" get the same rows and share their tokens.
+
+    Raises ConfigError where `model.sequence_parallel` does not divide `cluster.actors`.
+    """
+    share, ranks = config.model.sequence_parallel, config.cluster.actors
+    if ranks % share:
+        raise ConfigError(f"model.sequence_parallel = {share} does not divide cluster.actors = {ranks}")
+    return {"dp": ranks // share, "sp": share}
+
+
 def check_learner(config: TrainConfig) -> None:
     """Raise ConfigError for a combination of algorithm and roles that cannot mean what it says."""
     check_algorithm(config.algorithm)
+    mesh_of(config)
+    if config.model.sequence_parallel > 1 and config.critic is not None:
+        raise ConfigError("model.sequence_parallel above 1 does not work with a [critic]")
     name = config.algorithm.advantage.name
     advantages(name, config.algorithm.advantage.args)
     if name == "gae" and config.critic is None:
@@ -61,7 +75,7 @@ class Learner:
         """Start the further roles from the model at `path`, in the actors' own processes."""
         config = self.config
         backend: Literal["ray", "inline"] = config.cluster.backend
-        shared = {"backend": backend, "world_size": self.actors.world_size}
+        shared = {"backend": backend, "world_size": self.actors.world_size, "mesh": mesh_of(config)}
         beside = self.actors if backend == "ray" else None
         if config.critic is not None:
             self.critics = launch(Critic, name="critic", on=beside, **shared)  # type: ignore[arg-type]

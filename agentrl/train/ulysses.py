@@ -23,15 +23,18 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        out = torch.empty_like(parts)
-        dist.all_to_all_single(out, parts.contiguous(), group=group)
-        return out
+        return _exchanged(parts, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        out = torch.empty_like(grads[0])
-        dist.all_to_all_single(out, grads[0].contiguous(), group=ctx.group)
-        return out, None
+        return _exchanged(grads[0], ctx.group), None
+
+
+def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    given = parts.contiguous()
+    out = torch.empty_like(given)  # like the contiguous one: the collective writes memory in order
+    dist.all_to_all_single(out, given, group=group)
+    return out
 
 
 class _Gather(torch.autograd.Function):
@@ -72,14 +75,14 @@ class Ulysses:
             raise ModelError(
                 f"{heads} attention heads cannot be shared by sequence_parallel={self.size} ranks"
             )
-        parts = local.view(tokens, self.size, heads // self.size, width).transpose(0, 1).contiguous()
+        parts = local.reshape(tokens, self.size, heads // self.size, width).transpose(0, 1).contiguous()
         out = self._exchange(parts)
         return out.reshape(self.size * tokens, heads // self.size, width)
 
     def to_tokens(self, local: Tensor) -> Tensor:
         """Inverse of `to_heads`."""
         tokens, heads, width = local.shape
-        parts = local.view(self.size, tokens // self.size, heads, width)
+        parts = local.reshape(self.size, tokens // self.size, heads, width)
         out = self._exchange(parts)
         return out.transpose(0, 1).reshape(tokens // self.size, self.size * heads, width)
 

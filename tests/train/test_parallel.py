@@ -137,11 +137,8 @@ def ray_up() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "mesh", "model"),
-    [
-        (2, {"dp": 1, "sp": 2}, ModelConfig(sequence_parallel=2)),
-        (4, {"dp": 2, "sp": 2}, ModelConfig(sequence_parallel=2, replicas=2)),
-    ],
-    ids=["ulysses", "ulysses and hsdp"],
+    [(4, {"dp": 2, "sp": 2}, ModelConfig(sequence_parallel=2, replicas=2))],
+    ids=["ulysses and hsdp"],
 )
 def test_against_one_rank(
     ray_up: None, tiny: str, tmp_path: Path, ranks: int, mesh: dict[str, int], model: ModelConfig
