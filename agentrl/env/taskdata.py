@@ -72,6 +72,10 @@ class TaskSet:
     rows: Mapping[str, Sequence[Row]]
     _sums: dict[str, list[float]] = field(default_factory=dict, compare=False)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TaskSet:
+        """Tasks never change, so forks of an environment share them."""
+        return self
+
     @property
     def splits(self) -> tuple[str, ...]:
         return tuple(self.rows)

@@ -59,6 +59,10 @@ class Tool:
             return self
         return self.function.__get__(instance, owner)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tool:
+        """A tool has no state, so copies of whatever holds it share it."""
+        return self
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 

@@ -49,6 +49,10 @@ def pid() -> int:
     return os.getpid()
 
 @server.tool()
+def setting() -> str:
+    return os.environ.get("SHOP_NAME", "none")
+
+@server.tool()
 def die() -> int:
     os._exit(3)
 
@@ -110,7 +114,7 @@ def alive(pid: int) -> bool:
 async def test_each_episode_has_its_own_session_over_stdio(stdio: McpServerConfig) -> None:
     one, two = env_with(stdio), env_with(stdio)
     await asyncio.gather(one.areset(seed=0), two.areset(seed=1))
-    assert one.toolbox.names == ("write", "hang", "quit", "count", "sell", "pid", "die", "sleep")
+    assert one.toolbox.names == ("write", "hang", "quit", "count", "sell", "pid", "setting", "die", "sleep")
     assert await answer(one, "sell", name="tea", n=2) == "sold"
     assert await answer(one, "count", name="tea") == "1"
     assert await answer(two, "count", name="tea") == "3", "the servers are not shared"
@@ -190,9 +194,11 @@ async def test_servers_that_do_not_start_say_why(tmp_path: Path) -> None:
 
 
 async def test_a_subset_and_a_prefix(stdio: McpServerConfig) -> None:
-    env = env_with(stdio.model_copy(update={"tools": ["count"], "prefix": "shop_"}))
+    changes = {"tools": ["count", "setting"], "prefix": "shop_", "env": {"SHOP_NAME": "corner"}}
+    env = env_with(stdio.model_copy(update=changes))
     await env.areset(seed=0)
-    assert env.toolbox.names == ("write", "hang", "quit", "shop_count")
+    assert env.toolbox.names == ("write", "hang", "quit", "shop_count", "shop_setting")
+    assert await answer(env, "shop_setting") == "corner"
     assert await answer(env, "shop_count", name="tea") == "3"
     await env.aclose()
     env = env_with(stdio.model_copy(update={"tools": ["cuont"]}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -63,6 +63,20 @@ def _call(row: dict[str, Any]) -> ToolCall:
 # -- ours as theirs --------------------------------------------------------------------------------
 
 
+def _rows(build: Callable[[], ToolEnv], tasks: int, split: str) -> Any:
+    """A dataset of the opening messages of seeds 0..tasks-1."""
+    from datasets import Dataset
+
+    env = build()
+    made = []
+    for seed in range(tasks):
+        observation, _ = env.reset(seed=seed, options={"split": split})
+        prompt = [_to_theirs(message) for message in observation]
+        made.append({"prompt": prompt, "answer": "", "info": json.dumps({"seed": seed, "split": split})})
+    env.close()
+    return Dataset.from_list(made)
+
+
 def to_verifiers(
     build: Callable[[], ToolEnv], scorer: ScorerLike, *, tasks: int = 100, max_turns: int = 20, **options: Any
 ) -> Any:
@@ -72,18 +86,7 @@ def to_verifiers(
     """
     _require()
     import verifiers as vf
-    from datasets import Dataset
     from verifiers.utils.message_utils import normalize_messages
-
-    def rows(split: str) -> Any:
-        env = build()
-        made = []
-        for seed in range(tasks):
-            observation, _ = env.reset(seed=seed, options={"split": split})
-            prompt = [_to_theirs(message) for message in observation]
-            made.append({"prompt": prompt, "answer": "", "info": json.dumps({"seed": seed, "split": split})})
-        env.close()
-        return Dataset.from_list(made)
 
     async def reward(state: Any) -> float:
         score = await scorer.ascore(state["agentrl_env"].trajectory)
@@ -118,7 +121,7 @@ def to_verifiers(
              for f in functions]  # fmt: skip
     # In a thread of its own, so that this can be called where an event loop runs.
     with ThreadPoolExecutor(max_workers=1) as pool:
-        train, held_out = pool.map(rows, SPLITS)
+        train, held_out = pool.map(partial(_rows, build, tasks), SPLITS)
     return Exported(
         dataset=train, eval_dataset=held_out, rubric=vf.Rubric(funcs=[reward]), tool_defs=tools,
         max_turns=max_turns, **options,
