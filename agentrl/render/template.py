@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from agentrl.errors import ModelError, RenderError
 from agentrl.render.base import Renderer
 from agentrl.render.chatml import split_reasoning
-from agentrl.render.parsers import PARSERS, parser_for
+from agentrl.render.parsers import PARSERS, Parser, parser_for
 from agentrl.render.text import Codec, Markup
 from agentrl.trajectory import Json, Message, ToolCall
 
@@ -43,8 +43,9 @@ _TOOL = {
 class TemplateRenderer(Renderer):
     """Renders through the tokenizer's own chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises ModelError where the template does not append, or its turns have no end token."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, parser: Parser | None = None) -> None:
+        """`parser` replaces the one chosen by the template's syntax. Raises ModelError where the template
+        does not append, or its turns have no end token."""
         self._tokenizer = tokenizer
         self._codec = Codec(tokenizer)
         self._control = sorted(self._codec.control, key=len, reverse=True)
@@ -54,7 +55,8 @@ class TemplateRenderer(Renderer):
         self._in_reasoning = self._opening.rstrip().endswith("<think>")
         self._kept: dict[tuple[str, ...], bool] = {}
         self._verify([Message("assistant", "Answer one"), Message("user", "More")])
-        self._parser, self._no_tools = self._find_parser()
+        self.syntax, self._no_tools = self._find_parser(custom=parser is not None)
+        self._parse_calls = parser or PARSERS[self.syntax]
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -83,7 +85,7 @@ class TemplateRenderer(Renderer):
         ids = token_ids[:-1] if finish == "stop" and token_ids and token_ids[-1] == stop else token_ids
         text = self._codec.decode(ids)
         reasoning, rest = split_reasoning(f"<think>{text}" if self._in_reasoning else text)
-        content, calls = PARSERS[self._parser](rest)
+        content, calls = self._parse_calls(rest)
         return Message("assistant", content, calls, reasoning=reasoning)
 
     def assistant(self, message: Message) -> list[int]:
@@ -193,17 +195,17 @@ class TemplateRenderer(Renderer):
             )
         return found[0]
 
-    def _find_parser(self) -> tuple[str, str]:
+    def _find_parser(self, custom: bool) -> tuple[str, str]:
         """The tool-call syntax, and why tools are impossible ("" where they are possible)."""
         turn = Message("assistant", "", (_CALL,))
         try:
             parser = parser_for(self._text([_QUESTION, turn, _ANSWER], [_TOOL], False).partition("Question")[2])
-            if parser is None:
+            if parser is None and not custom:
                 return "hermes", "the chat template writes no tool calls that agentrl can parse"
             self._verify([turn, _ANSWER])
         except (RenderError, ModelError) as problem:
             return "hermes", f"the chat template cannot be used with tools: {problem}"
-        return parser, ""
+        return parser or "custom", ""
 
     def _verify(self, rounds: Sequence[Message]) -> None:
         """Replay a conversation by appending and compare it with the template's rendering of the whole."""

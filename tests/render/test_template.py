@@ -121,7 +121,7 @@ def test_a_rendered_call_is_parsed_back(family, data):
     assume(turn.tool_calls)
     parsed = renderer.parse(renderer.assistant(turn), "stop").tool_calls
     assert [call.name for call in parsed] == [call.name for call in turn.tool_calls]
-    if renderer._parser != "qwen_xml":  # XML does not type its values
+    if renderer.syntax != "qwen_xml":  # XML does not type its values
         assert [call.arguments for call in parsed] == [call.arguments for call in turn.tool_calls]
 
 

