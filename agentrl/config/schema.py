@@ -86,6 +86,7 @@ class EnvConfig(Frozen):
     id: str
     params: dict[str, Any] = Field(default_factory=dict)
     reward: str | None = None
+    wrappers: list[Choice] = Field(default_factory=list)
 
 
 class McpServerConfig(Frozen):
@@ -205,6 +206,16 @@ class CriticConfig(Frozen):
     warmup: Annotated[int, Field(ge=0)] = 0
 
 
+class RewardModelConfig(Frozen):
+    """A sequence classifier whose score, times `weight`, is added to the reward of each episode.
+
+    `path`: its folder or hub name; it must read the policy's token ids (the same tokenizer).
+    """
+
+    path: str
+    weight: float = 1.0
+
+
 class ClusterConfig(Frozen):
     """Where the roles run. `inline` keeps every role in the driver process, for a debugger.
 
@@ -288,6 +299,7 @@ class TrainConfig(Frozen):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()
     critic: CriticConfig | None = None
+    reward_model: RewardModelConfig | None = None
     cluster: ClusterConfig = ClusterConfig()
     vllm: VllmConfig = VllmConfig()
     eval: EvalConfig = EvalConfig()

@@ -8,7 +8,7 @@ on how rows fall to ranks and micro-batches.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,12 +25,18 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.train.attention import PACKED, register
 from agentrl.train.engine import BaseEngine, Bucket, flat_state
 from agentrl.train.lora import inject, merged
-from agentrl.train.modules import Micro, PolicyModule, ValueModule, shared
+from agentrl.train.modules import Micro, PolicyModule, ScoreModule, ValueModule, shared
 from agentrl.train.optim import Optimizers
-from agentrl.train.pretrained import load_causal_lm, load_tokenizer
+from agentrl.train.pretrained import load_causal_lm, load_classifier, load_tokenizer
 from agentrl.train.ulysses import Ulysses
 
 PREFIX = "hf."
+Role = Literal["policy", "value", "score"]
+MODULES: dict[Role, Callable[[Any], nn.Module]] = {
+    "policy": PolicyModule,
+    "value": ValueModule,
+    "score": ScoreModule,
+}
 
 
 class FsdpEngine(BaseEngine):
@@ -41,7 +47,7 @@ class FsdpEngine(BaseEngine):
         path: str,
         cfg: ModelConfig,
         max_grad_norm: float,
-        role: Literal["policy", "value"] = "policy",
+        role: Role = "policy",
         device: torch.device | None = None,
     ) -> None:
         """Load the model and shard it. Raises ModelError where it cannot be loaded or is unfit, ConfigError
@@ -57,14 +63,15 @@ class FsdpEngine(BaseEngine):
         self.layout = Layout.of(cfg, self.device, dist.get_world_size() if self.sharded else 1)
         if not self.sharded and cfg.dtype != "float32":
             raise ModelError(f'model.dtype = "{cfg.dtype}" needs a process group: cluster.backend = "ray"')
-        model = load_causal_lm(path, dtype=torch.float32, attn_implementation=PACKED)
+        load = load_classifier if role == "score" else load_causal_lm
+        model = load(path, dtype=torch.float32, attn_implementation=PACKED)
         self.config = model.config
         self.tied = bool(model.config.get_text_config().tie_word_embeddings)
         if cfg.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if cfg.lora is not None:
             inject(model, cfg.lora)
-        self.module: nn.Module = PolicyModule(model) if role == "policy" else ValueModule(model)
+        self.module: nn.Module = MODULES[role](model)
         self.module.to(self.device)
         self.module.train()
         if self.sharded:
@@ -99,6 +106,11 @@ class FsdpEngine(BaseEngine):
         return out
 
     def values(self, micro: Micro) -> Tensor:
+        out: Tensor = self.module(micro)
+        return out
+
+    def scores(self, micro: Micro) -> Tensor:
+        """The score of each row, float32 [N]; of a reward model's engine only."""
         out: Tensor = self.module(micro)
         return out
 

@@ -26,6 +26,7 @@ from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
 from agentrl.train.micro import has
 from agentrl.train.reference import Reference
+from agentrl.train.reward_model import RewardModel
 from agentrl.train.update import check_algorithm
 
 STATE = "learner.json"
@@ -69,6 +70,7 @@ class Learner:
         self.config, self.actors = config, actors
         self.critics: WorkerGroup[Critic] | None = None
         self.references: WorkerGroup[Reference] | None = None
+        self.judges: WorkerGroup[RewardModel] | None = None
         self.kl_coef = config.algorithm.kl.coef
 
     async def open(self, path: str) -> None:
@@ -81,6 +83,11 @@ class Learner:
             self.critics = launch(Critic, name="critic", on=beside, **shared)  # type: ignore[arg-type]
             source = config.critic.path or path
             await self.critics.arun(Critic.init_model, source, config.model, config.optim, config.critic)
+        if config.reward_model is not None:
+            self.judges = launch(RewardModel, name="reward_model", on=beside, **shared)  # type: ignore[arg-type]
+            await self.judges.arun(
+                RewardModel.init_model, config.reward_model.path, config.model, config.optim
+            )
         if config.algorithm.kl.coef > 0:
             self.references = launch(Reference, name="reference", on=beside, **shared)  # type: ignore[arg-type]
             await self.references.arun(Reference.init_model, path, config.model, config.optim)
@@ -90,6 +97,11 @@ class Learner:
         algorithm, seed = self.config.algorithm, self.config.seed
         temperature = self.config.rollout.temperature
         batch = batch.copy()
+        judged: dict[str, float] = {}
+        if self.judges is not None and self.config.reward_model is not None:
+            scores = await self.judges.arun(RewardModel.compute_scores, batch)
+            batch = with_scores(batch, scores["score"], self.config.reward_model.weight)
+            judged = {"reward_model/score": float(scores["score"].mean())}
         if self.references is not None:
             found = await self.references.arun(Reference.compute_logprob, batch, temperature or 1.0)
             batch["ref_logprobs"] = same_offsets(found["logprobs"], batch)
@@ -97,6 +109,7 @@ class Learner:
             values = await self.critics.arun(Critic.compute_values, batch)
             batch["values"] = same_offsets(values["values"], batch)
         batch, metrics = with_advantages(batch, algorithm, self.kl_coef)
+        metrics |= judged
         if self.critics is not None:
             metrics |= await self.critics.arun(Critic.update, batch, algorithm, step=step, seed=seed)
         if self.config.critic is None or step >= self.config.critic.warmup:
@@ -133,9 +146,27 @@ class Learner:
 
     def close(self) -> None:
         """End the further roles; the actors belong to whoever started them."""
-        for group in (self.critics, self.references):
+        for group in (self.critics, self.references, self.judges):
             if group is not None:
                 group.close()
+
+
+def with_scores(batch: TensorDict, scores: torch.Tensor, weight: float) -> TensorDict:
+    """Add `weight` times an episode's score to its reward, and to the token reward of its last sampled token.
+
+    `scores` [N] are those of rows; an episode of several rows takes the score of its last row.
+    """
+    offsets = offsets_of(batch.get("token_ids"))
+    keys = torch.stack([batch.get("group"), batch.get("member")], dim=1)
+    unique, episode = torch.unique(keys, dim=0, return_inverse=True)
+    last = torch.zeros(len(unique), dtype=torch.int64).scatter_reduce(
+        0, episode, torch.arange(len(batch)), reduce="amax", include_self=False
+    )
+    added = weight * scores[last].to(torch.float32)
+    tokens = batch.get("rewards").values().clone()
+    tokens.index_add_(0, offsets[1:][last] - 1, added)
+    out: TensorDict = batch.copy()
+    return out.update({"reward": batch.get("reward") + added[episode], "rewards": jagged(tokens, offsets)})
 
 
 def same_offsets(column: torch.Tensor, batch: TensorDict) -> torch.Tensor:

@@ -83,6 +83,24 @@ class ValueModule(nn.Module):
         return values
 
 
+class ScoreModule(nn.Module):
+    """A sequence classifier with one label; its forward gives the score of each row, read at its last token."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.hf = model
+        if not isinstance(getattr(model, "score", None), nn.Linear) or model.score.out_features != 1:
+            raise ModelError(
+                "a reward model is a sequence classifier with a linear head `score` of one label"
+            )
+
+    def forward(self, micro: Micro) -> Tensor:
+        """Scores float32 [N]."""
+        hidden, _ = backbone_states(self.hf.base_model, micro)
+        last: Tensor = self.hf.score(hidden.index_select(0, micro.offsets[1:] - 1))
+        return last.squeeze(1).float()
+
+
 def backbone_states(backbone: Any, micro: Micro) -> tuple[Tensor, int]:
     """Last hidden states of packed rows [T, E] and 0; or of this rank's share of the tokens, padding of the
     last one included, and the number of its first token."""

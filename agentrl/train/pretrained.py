@@ -45,6 +45,24 @@ def load_causal_lm(path: str, **options: Any) -> Any:
         raise ModelError(f"{path}: no causal language model can be loaded: {_brief(error)}") from error
 
 
+def load_classifier(path: str, **options: Any) -> Any:
+    """A sequence classifier (a reward model). Raises ModelError where there is none, or it has no trained
+    head for one label."""
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    kinds = load_config(path).architectures or []
+    if not any("SequenceClassification" in kind for kind in kinds):
+        raise ModelError(
+            f"{path}: expected a sequence classifier, found {', '.join(kinds) or 'no architecture'}"
+        )
+    try:
+        return AutoModelForSequenceClassification.from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: the sequence classifier cannot be loaded: {_brief(error)}") from error
+
+
 def model_context(path: str) -> int:
     """The longest sequence, in tokens, that a model was made for. Raises ModelError where it is not said."""
     context = getattr(load_config(path), "max_position_embeddings", None)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
 
 import torch
 
 from agentrl.cluster.worker import Worker
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError
-from agentrl.train.fsdp import FsdpEngine
+from agentrl.train.fsdp import FsdpEngine, Role
 
 
 def open_engine(
@@ -18,7 +17,7 @@ def open_engine(
     path: str,
     model: ModelConfig,
     max_grad_norm: float = 1.0,
-    role: Literal["policy", "value"] = "policy",
+    role: Role = "policy",
 ) -> FsdpEngine:
     """The engine of one rank. A single rank in float32 needs no process group and gets none.
 

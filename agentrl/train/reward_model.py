@@ -1,0 +1,52 @@
+"""The reward model: a sequence classifier that scores whole episodes, beside the reward spec."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from agentrl.cluster.dispatch import Broadcast, Shard, Strategy
+from agentrl.cluster.worker import Worker, WorkerContext
+from agentrl.config.schema import ModelConfig, OptimConfig
+from agentrl.train.fsdp import FsdpEngine
+from agentrl.train.micro import Pack, split
+from agentrl.train.role import open_engine, ready
+
+
+class RewardModel(Worker):
+    """One rank of a frozen sequence classifier with one label."""
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {
+        "init_model": Broadcast(),
+        "compute_scores": Shard(balance="tokens"),
+    }
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._engine: FsdpEngine | None = None
+
+    def init_model(self, path: str, model: ModelConfig, optim: OptimConfig) -> None:
+        """Load the classifier from a folder or hub name. Raises ModelError where it is none."""
+        plain = model.model_copy(update={"lora": None, "sequence_parallel": 1})
+        self._engine = open_engine(self, path, plain, role="score")
+        self._engine.module.requires_grad_(False)
+        self._cap = optim.micro_tokens
+
+    def compute_scores(self, batch: TensorDict) -> TensorDict:
+        """Row column `score` float32 [N], read at each row's last token."""
+        return compute_scores(ready(self._engine), batch, self._cap)
+
+
+@torch.no_grad()
+def compute_scores(engine: FsdpEngine, batch: TensorDict, cap: int) -> TensorDict:
+    """The scores of a worker's rows; every rank calls it with its own."""
+    found = torch.zeros(len(batch))
+    [micros] = split(engine, batch, [np.arange(len(batch))], cap)
+    for rows in micros:
+        scores = engine.scores(Pack(batch, rows, engine.device).micro)
+        if rows:
+            found[torch.tensor(rows)] = scores.cpu()
+    return TensorDict({"score": found}, batch_size=[len(batch)])

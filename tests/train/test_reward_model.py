@@ -1,0 +1,81 @@
+"""The reward model: scores of plain transformers, added to the reward of whole episodes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from train_batches import make_batch, trajectories
+from transformers import AutoModelForSequenceClassification
+
+from agentrl.batch import collate
+from agentrl.cluster.launch import launch
+from agentrl.config.schema import (
+    ClusterConfig,
+    EnvConfig,
+    ModelConfig,
+    OptimConfig,
+    RewardModelConfig,
+    TrainConfig,
+)
+from agentrl.errors import ModelError
+from agentrl.train.actor import Actor
+from agentrl.train.learner import Learner, with_scores
+from agentrl.train.reward_model import RewardModel
+
+
+@pytest.fixture(scope="module")
+def classifier(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("models") / "judge")
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_scores_are_those_of_plain_transformers(classifier: str) -> None:
+    judges = launch(RewardModel, backend="inline", world_size=1)
+    judges.run(RewardModel.init_model, classifier, ModelConfig(), OptimConfig(micro_tokens=120))
+    batch = make_batch(7)
+    found = judges.run(RewardModel.compute_scores, batch)["score"]
+    model = AutoModelForSequenceClassification.from_pretrained(classifier)
+    with torch.no_grad():
+        expected = torch.stack([model(batch["token_ids"][i][None]).logits[0, 0] for i in range(7)])
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert found.std() > 0
+
+
+def test_a_causal_model_is_no_reward_model(tiny: str) -> None:
+    judges = launch(RewardModel, backend="inline", world_size=1)
+    with pytest.raises(ModelError, match="expected a sequence classifier, found Qwen3ForCausalLM"):
+        judges.run(RewardModel.init_model, tiny, ModelConfig(), OptimConfig())
+
+
+def test_an_episode_of_two_ledgers_takes_its_last_score_once() -> None:
+    episodes = trajectories(3)
+    episodes[1].ledgers.append(episodes[2].ledgers[0])
+    batch = collate(episodes[:2], groups=[0, 0])
+    out = with_scores(batch, torch.tensor([1.0, 5.0, 7.0]), weight=0.5)
+    assert torch.allclose(out["reward"] - batch["reward"], torch.tensor([0.5, 3.5, 3.5]))
+    added = [float((out["rewards"][i] - batch["rewards"][i]).sum()) for i in range(3)]
+    assert added == pytest.approx([0.5, 0.0, 3.5])
+    assert out["rewards"][2][-1] - batch["rewards"][2][-1] == pytest.approx(3.5)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0, -1.0])
+def test_the_weight_decides(tiny: str, classifier: str, weight: float) -> None:
+    def advantage_of(section: RewardModelConfig | None) -> float:
+        config = TrainConfig(
+            env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"), reward_model=section
+        )
+        actors = launch(Actor, backend="inline", world_size=1)
+        actors.run(Actor.init_model, tiny, config.model, config.optim)
+        learner = Learner(config, actors)
+        asyncio.run(learner.open(tiny))
+        return asyncio.run(learner.step(collate(trajectories(8)), 0))["grad_norm"]
+
+    plain = advantage_of(None)
+    judged = advantage_of(RewardModelConfig(path=classifier, weight=weight))
+    assert (judged == plain) is (weight == 0.0)
