@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.catalog.shelf import Declared, load_class, load_tools, read_declarations
-from agentrl.config.schema import ToolsConfig, TrainConfig
+from agentrl.config.schema import Choice, ToolsConfig, TrainConfig
 from agentrl.errors import CatalogError
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class EnvRef:
     `params` are the keyword arguments of its class, `seed` what its first reset uses where it is given
     none. `source` is filled in when the reference is pickled, so that a worker whose working directory
     is another one still finds the same file. `tools`: sets and MCP servers beside the environment's own.
+    `wrappers`: by name, innermost first.
     """
 
     id: str
@@ -77,15 +78,16 @@ class EnvRef:
     seed: int | None = None
     source: str | None = None
     tools: ToolsConfig = field(default_factory=ToolsConfig)
+    wrappers: Sequence[Choice] = ()
 
     @classmethod
     def of(cls, config: TrainConfig) -> EnvRef:
         """The environment of a run: its id and parameters, with the tools of the config's `tools` section."""
-        return cls(config.env.id, config.env.params, tools=config.tools)
+        return cls(config.env.id, config.env.params, tools=config.tools, wrappers=tuple(config.env.wrappers))
 
     def __reduce__(self) -> tuple[Any, ...]:
         source = self.source or _source_of(self.id)
-        return EnvRef, (self.id, dict(self.params), self.seed, source, self.tools)
+        return EnvRef, (self.id, dict(self.params), self.seed, source, self.tools, tuple(self.wrappers))
 
     @cached_property
     def entry(self) -> EnvEntry:
@@ -118,6 +120,10 @@ class EnvRef:
         env.initial_seed = self.seed
         if self.tools.sets or self.tools.mcp:
             _add_tools(env, self.tools)
+        for choice in self.wrappers:
+            from agentrl.env.wrapping import wrap
+
+            env = wrap(env, choice.name, choice.args)
         return env
 
 

@@ -8,7 +8,7 @@ import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import gymnasium
 import numpy as np
@@ -18,6 +18,7 @@ from gymnasium.utils.env_checker import check_env
 from agentrl.catalog import make_env
 from agentrl.env import Message, Task, ToolCall
 from agentrl.errors import EnvError, ToolTimeoutError
+from agentrl.tool import Hidden, tool
 from agentrl.trajectory import StopReason, Trajectory
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -277,3 +278,22 @@ def test_action_samples_are_valid_calls() -> None:
             assert [r.error for r in env.trajectory.turns[0].results] == [None]
     assert env.action_space.contains("<tool_call> anything") and not env.action_space.contains(3)
     assert not env.action_space.contains(Message("user", "x"))
+
+
+def test_hidden_arguments_come_from_the_task() -> None:
+    class Private(Notes):
+        def hidden(self, task: Task) -> dict[str, Any]:
+            return {"owner": task.data["words"][0]}
+
+        @tool
+        async def mine(self, text: str, owner: Annotated[str, Hidden()]) -> str:
+            return f"{owner}: {text}"
+
+    env = Private()
+    for seed in (1, 2):
+        env.reset(seed=seed)
+        shown = next(t for t in env.trajectory.tools if t["function"]["name"] == "mine")
+        assert list(shown["function"]["parameters"]["properties"]) == ["text"]
+        observation = env.step(call("mine", text="x"))[0]
+        assert observation[0].content == f"{env.task.data['words'][0]}: x"
+        assert "unexpected_argument" in env.step(call("mine", text="x", owner="eve"))[0][0].content

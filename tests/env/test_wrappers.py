@@ -209,3 +209,38 @@ async def test_wrappers_run_in_rollouts_through_the_same_names() -> None:
     await env.aend(StopReason.MAX_TURNS)
     assert env.trajectory.stop is StopReason.MAX_TURNS
     await asyncio.gather(env.aclose(), env.aclose())
+
+
+def test_wrappers_of_a_config(tmp_path: Path) -> None:
+    import pickle
+
+    from agentrl.config import load_config
+    from agentrl.env.wrapping import WRAPPERS
+
+    path = tmp_path / "run.toml"
+    head = '[env]\nid = "key_value"\n'
+    path.write_text(
+        head + '[[env.wrappers]]\nname = "tool_subset"\nargs = { names = ["get", "add"] }\n'
+        '[[env.wrappers]]\nname = "turn_limit"\nargs = { turns = 1 }\n'
+    )
+    ref = pickle.loads(pickle.dumps(EnvRef.of(load_config(path))))
+    env = ref.build()
+    assert isinstance(env, TurnLimit) and isinstance(env.env, ToolSubset)
+    env.reset(seed=0)
+    assert env.toolbox.names == ("get", "add") and env.step(call("get", key="a"))[3]
+    arguments: dict[str, Any] = {
+        "turn_limit": {"turns": 2}, "token_limit": {"tokens": 9}, "time_budget": {"seconds": 1.0},
+        "tool_subset": {"names": ["get"]}, "tool_faults": {"rate": 0.5}, "observation_limit": {"tokens": 9},
+        "keep_recent": {"tokens": 9, "turns": 1},
+    }  # fmt: skip
+    assert set(arguments) == set(WRAPPERS)
+    for name, args in arguments.items():
+        assert isinstance(WRAPPERS[name](Notes(), **args), ToolWrapper)
+    for text, says in (
+        ('name = "turn_limt"', "did you mean 'turn_limit'"),
+        ('name = "turn_limit"\nargs = { turn = 1 }', "arguments: turns"),
+        ('name = "turn_limit"\nargs = { turns = 0 }', "at least 1"),
+    ):
+        path.write_text(f"{head}[[env.wrappers]]\n{text}\n")
+        with pytest.raises(ConfigError, match=says):
+            EnvRef.of(load_config(path)).build()
