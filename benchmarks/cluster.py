@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-sys.path.insert(0, str(Path(__file__).parent))
-os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+PARTS = str(Path(__file__).parent / "parts")
+sys.path.insert(0, PARTS)
+os.environ["PYTHONPATH"] = os.pathsep.join([PARTS, os.environ.get("PYTHONPATH", "")])
 
-from cluster_workers import Bare, Taker
+from bench_workers import Bare, Taker
 
 from agentrl.batch.rows import build, jagged, select
 from agentrl.cluster.future import Pending
