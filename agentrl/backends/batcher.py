@@ -52,6 +52,7 @@ class Batcher:
         self._max_slots, self._step_tokens = max_slots, step_tokens
         self._idle: OrderedDict[str, Sequence] = OrderedDict()
         self._index = PrefixIndex()
+        self._poisoned = False
 
     @property
     def busy(self) -> bool:
@@ -115,7 +116,8 @@ class Batcher:
         self.running = []
         self._idle.clear()
         self._index.clear()
-        self._slots.reset()
+        self._slots.reset(wipe=self._poisoned)
+        self._poisoned = False
 
     def _leave(self, request: Request, keep: bool) -> None:
         if request in self.waiting:
@@ -243,6 +245,7 @@ class Batcher:
         )
         for request, token, logprob in zip(ready, ids.tolist(), logprobs.tolist(), strict=True):
             if not math.isfinite(logprob):
+                self._poisoned = True
                 self.fail(request, EngineError(f"the output of weights version {self.version} is not finite"))
                 continue
             request.tokens.append(token)

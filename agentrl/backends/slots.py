@@ -83,6 +83,10 @@ class Pool:
     def give(self, slot: int) -> None:
         self._free.append(slot)
 
+    def vacate(self) -> None:
+        """Take every slot back; the memory stays, since the next sequences need it at once."""
+        self._free = list(range(self.slots))
+
     def clear(self) -> None:
         """Give the memory back; only for a pool without used slots."""
         self.kv, self._free = self._zeros(0), []
@@ -133,10 +137,12 @@ class Slots:
     def free(self, sequence: Sequence) -> None:
         sequence.pool.give(sequence.slot)
 
-    def reset(self) -> None:
-        """Forget everything; sequences made before are void."""
+    def reset(self, wipe: bool) -> None:
+        """Forget everything; sequences made before are void. `wipe`: what lies there may not be finite."""
         for pool in self.pools:
-            pool.clear()
+            pool.vacate()
+            if wipe:
+                pool.clear()
 
     def _room(self, length: int) -> Pool | None:
         """A pool with a free slot of that length, the smallest first; None where memory allows none."""
