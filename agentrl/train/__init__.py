@@ -1,0 +1,1 @@
+"""The trainer: engine, roles, updates, checkpoints. Import from the modules."""
