@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-PARTS = str(Path(__file__).parent / "parts")
-sys.path.insert(0, PARTS)
-os.environ["PYTHONPATH"] = os.pathsep.join([PARTS, os.environ.get("PYTHONPATH", "")])
+sys.path.insert(0, str(Path(__file__).parent / "parts"))
+os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])
 
 from bench_workers import Bare, Taker
 

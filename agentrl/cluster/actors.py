@@ -71,13 +71,14 @@ class RayBackend(Backend):
         return RayPending(self, method, refs)
 
     def _send(self, method: str, common: Any, shipment: Shipment, rank: int, pieces: list[Any]) -> Any:
-        own = {key: wire(value) for key, value in shipment.own.get(rank, {}).items()}
-        recipes: dict[str, Recipe] = {}
+        mine = shipment.own.get(rank)
+        own = {key: wire(value) for key, value in mine.items()} if mine else None
+        recipes: dict[str, Recipe] | None = None
         if shipment.parameter is not None:
             recipe = shipment.recipes.get(rank) or Recipe((Take(0, shipment.rows[rank]),))
             used = [take.piece for take in recipe.takes]
             takes = tuple(Take(at, take.rows) for at, take in enumerate(recipe.takes))
-            recipes[shipment.parameter] = Recipe(takes, recipe.order)
+            recipes = {shipment.parameter: Recipe(takes, recipe.order)}
             pieces = [pieces[piece] for piece in used]  # only what this rank reads travels to its node
         return self.hosts.handles[rank].call.remote(self.role, method, common, own, recipes, *pieces)
 
@@ -119,6 +120,7 @@ def pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     buffers: list[pickle.PickleBuffer] = []
     shipped = (tuple(wire(x) for x in args), {key: wire(x) for key, x in kwargs.items()})
     data = ray.cloudpickle.dumps(shipped, protocol=5, buffer_callback=buffers.append)
-    packed = Packed(data, list(buffers))
     size = len(data) + sum(buffer.raw().nbytes for buffer in buffers)
-    return packed if size <= BY_VALUE_BYTES else ray.put(packed)
+    if size > BY_VALUE_BYTES:
+        return ray.put(Packed(data, list(buffers)))
+    return Packed(data, list(buffers)) if buffers else data  # Ray ships plain bytes without pickling

@@ -86,22 +86,29 @@ class Host:
         self,
         role: str,
         method: str,
-        common: Packed,
-        own: dict[str, Any],
-        recipes: dict[str, Any],
+        common: bytes | Packed,
+        own: dict[str, Any] | None,
+        recipes: dict[str, Recipe] | None,
         *pieces: Any,
     ) -> Any:
         """Run one method: `common` holds what all ranks get, `own` this rank's values, and `recipes`
         says by parameter which rows of `pieces` to build it from."""
         worker = self._roles[role]
         try:
-            args, kwargs = pickle.loads(common.data, buffers=common.buffers)
-            kwargs = {key: unwire(value) for key, value in {**kwargs, **own}.items()}
-            kwargs.update({name: cook(recipe, pieces) for name, recipe in recipes.items()})
+            args, kwargs = unpack_arguments(common)
+            kwargs = {key: unwire(value) for key, value in {**kwargs, **(own or {})}.items()}
+            kwargs.update({name: cook(recipe, pieces) for name, recipe in (recipes or {}).items()})
             return wire(getattr(worker, method)(*[unwire(value) for value in args], **kwargs))
         except Exception as error:
             where = f"group {role!r}: {type(worker).__name__}.{method}, rank {worker.rank}"
             raise failure(where, error) from None
+
+
+def unpack_arguments(common: bytes | Packed) -> Any:
+    """(args, kwargs) that the driver pickled."""
+    if isinstance(common, bytes):
+        return pickle.loads(common)
+    return pickle.loads(common.data, buffers=common.buffers)
 
 
 def cook(recipe: Recipe, pieces: Sequence[Any]) -> Any:
