@@ -30,6 +30,7 @@ async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt)
     """Run updates until `steps`, an early stop or an interrupt; a checkpoint is left in each case."""
     config, collector = session.config, session.collector
     session.display.phase("train", config.steps, first=collector.ledger.version)
+    interrupt.in_step = True
     while collector.ledger.version < config.steps and not interrupt.requested:
         clock = Clock()
         groups = await collector.collect()
@@ -51,6 +52,7 @@ async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt)
             await save_checkpoint(session)
         if done:
             break
+    interrupt.in_step = False
 
 
 async def evaluate_now(session: Session, recorder: Recorder, phase: str) -> float | None:

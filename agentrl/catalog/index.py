@@ -204,9 +204,12 @@ def make_env(env_id: str, *, reward: str | None = None, **params: Any) -> ToolEn
         "scorer" not in params
         and (path := find_reward(reward) if reward else entry.reward_path()) is not None
     ):
-        from agentrl.reward import compile_spec, load_spec
+        from agentrl.config import RewardConfig
+        from agentrl.reward import compile_spec, load_spec, make_context
 
-        params["scorer"] = compile_spec(load_spec(path))
+        twin = EnvRef(entry.id, dict(params))
+        context = make_context(RewardConfig(), twin=lambda task: twin.build())
+        params["scorer"] = compile_spec(load_spec(path), context=context)
     return EnvRef(entry.id, params).build()
 
 

@@ -18,7 +18,7 @@ from agentrl.config import RolloutConfig
 from agentrl.errors import StalledError
 from agentrl.reward import Scorer
 from agentrl.rollout.engine import WeightBuckets
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode, score_group
 from agentrl.rollout.ledger import GroupLedger, GroupState
 from agentrl.rollout.seeds import derive
 from agentrl.trajectory import Group, Trajectory
@@ -114,6 +114,8 @@ class Collector:
             members = [tasks.create_task(self._member(index, task_seed, member))
                        for member in range(self.config.group_size)]
         group = Group(index, task_seed, [member.result() for member in members])
+        if self.scorer.compares:
+            await score_group(group.trajectories, self.scorer)
         survivors = group.scored()
         if len(survivors) < min(self.config.min_survivors, self.config.group_size):
             faults = sorted({f"{t.stop}: {t.error}" for t in group.trajectories if t.reward is None})

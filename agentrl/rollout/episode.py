@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from agentrl.config import RolloutConfig
 from agentrl.env import ToolEnv
 from agentrl.errors import AgentrlError, EngineError, EnvError, ToolTimeoutError
 from agentrl.render.base import Renderer
-from agentrl.reward import Scorer
+from agentrl.reward import Score, Scorer
 from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.rollout.seeds import derive
 from agentrl.trajectory import StopReason, Task, TokenLedger, Trajectory, Turn
@@ -94,12 +94,17 @@ async def run_episode(
         raise
     trajectory = await episode.end(stop, error)
     trajectory.timings["episode_s"] = time.monotonic() - started
-    await _score(trajectory, scorer)
+    _apply(trajectory, await scorer.ascore(trajectory))
     return trajectory
 
 
-async def _score(trajectory: Trajectory, scorer: Scorer) -> None:
-    score = await scorer.ascore(trajectory)
+async def score_group(trajectories: Sequence[Trajectory], scorer: Scorer) -> None:
+    """Score the members of a group again, together: group leaves of a spec compare them."""
+    for trajectory, score in zip(trajectories, await scorer.ascore_group(trajectories), strict=True):
+        _apply(trajectory, score)
+
+
+def _apply(trajectory: Trajectory, score: Score) -> None:
     trajectory.reward = score.value
     trajectory.evidence = score.evidence
     trajectory.metrics = dict(score.metrics)

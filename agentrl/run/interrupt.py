@@ -8,10 +8,14 @@ from collections.abc import Callable
 
 
 class Interrupt:
-    """Set by the first SIGINT or SIGTERM; the loop looks at it between steps. A second one cancels."""
+    """Set by the first SIGINT or SIGTERM; the loop looks at it between steps. A second one cancels.
+
+    Where there is no step to finish (`in_step` False: starting, warming up) the first one cancels.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.requested = False
+        self.in_step = False
         self._say = say
         self._task: asyncio.Task[object] | None = None
 
@@ -22,7 +26,8 @@ class Interrupt:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
-        if self.requested and self._task is not None:
+        if self._task is not None and (self.requested or not self.in_step):
+            self.requested = True
             self._task.cancel()
             return
         self.requested = True
