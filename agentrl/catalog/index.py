@@ -204,7 +204,7 @@ def make_env(env_id: str, *, reward: str | None = None, **params: Any) -> ToolEn
         "scorer" not in params
         and (path := find_reward(reward) if reward else entry.reward_path()) is not None
     ):
-        from agentrl.config import RewardConfig
+        from agentrl.config.schema import RewardConfig
         from agentrl.reward import compile_spec, load_spec, make_context
 
         twin = EnvRef(entry.id, dict(params))
