@@ -14,8 +14,8 @@ class Teacher:
 
     `wrong`: chance that a turn's decision is a wrong one (key, number or answer). `malformed`: chance
     that a turn is a call that cannot be read; it is then made again. `stop`: chance that an episode with
-    more to do than one item ends too early, with the total so far: after its stores, or after one item.
-    `rng` needs only `random()`, uniform in [0, 1).
+    more than one item ends after one of them but the last, with the total so far. `rng` needs only
+    `random()`, uniform in [0, 1).
     """
 
     def __init__(
@@ -26,9 +26,8 @@ class Teacher:
         self._list: bool = task.gold["listed"]
         self._keys: list[str] = [] if self._list else list(task.gold["reads"])
         self._count = len(task.gold["reads"])
-        first = 0 if self._sets else 1
-        early = self._count > first and self._chance(stop)
-        self._stop_after = first + self._below(self._count - first) if early else None
+        early = self._count > 1 and self._chance(stop)
+        self._stop_after = 1 + self._below(self._count - 1) if early else None
         self._done = 0
         self._step = "start"
         self._retry: Message | None = None

@@ -41,10 +41,11 @@ def test_the_run_folder_is_complete(done: Path) -> None:
         assert episode["evidence"] is not None and episode["messages"][0]["role"] == "system"
 
 
-def test_the_trainer_and_the_engine_agree_on_every_sampled_token(done: Path) -> None:
-    for row in rows(done):
-        if row["phase"] == "train" and "mismatch_max" in row:
-            assert row["mismatch_max"] < 1e-3
+def test_every_update_has_a_gradient_and_the_trainer_agrees_with_the_engine_on_every_token(done: Path) -> None:
+    updates = [row for row in rows(done) if row["phase"] == "train"]
+    assert [row["step"] for row in updates] == [1, 2, 3, 4]
+    for row in updates:
+        assert row["grad_norm"] > 0 and row["mismatch_max"] < 1e-4
 
 
 def test_killed_and_resumed_equals_unbroken_to_the_last_digit(done: Path, tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_a_killed_worker_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     process = start(tmp_path, *small(tmp_path, "lost", "steps=6"))
     wait_for_step(tmp_path / "lost", 3, process)
     victims = [child for child in psutil.Process(process.pid).children(recursive=True)
-               if "ray::" in " ".join(child.cmdline()) and "IDLE" not in " ".join(child.cmdline())]
+               if " ".join(child.cmdline()).startswith("ray::Host")]
     assert victims, "no Ray worker found"
     victims[0].kill()
     text = finish(process)
