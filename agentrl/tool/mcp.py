@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -22,26 +22,31 @@ _INVALID_PARAMS = -32602
 class McpSource:
     """A server by name and config: gives each episode its own session (and process, over stdio)."""
 
-    def __init__(self, name: str, server: McpServerConfig) -> None:
-        """Raises DependencyError without the SDK, ConfigError where not just one of command, url is set."""
+    def __init__(self, name: str, server: McpServerConfig, build: Callable[[], Any] | None = None) -> None:
+        """`build` makes a server object of the SDK that runs in this process, instead of a command or url.
+
+        Raises DependencyError without the SDK, ConfigError where not just one of command, url, `build` is set.
+        """
         if find_spec("mcp") is None:
             raise DependencyError("tools.mcp needs the MCP SDK: pip install 'agentrl[mcp]'")
-        if bool(server.command) == bool(server.url):
+        if sum((bool(server.command), bool(server.url), build is not None)) != 1:
             raise ConfigError(f"tools.mcp.{name}: give a command (a list of words) or a url, one of the two")
         self.name = name
         self.server = server
+        self.build = build
 
     def session(self) -> McpSession:
         """A new, unopened session."""
-        return McpSession(self.name, self.server)
+        return McpSession(self.name, self.server, self.build)
 
 
 class McpSession:
     """One connection. The SDK's client must be entered and left in one task, so a task holds it open."""
 
-    def __init__(self, name: str, server: McpServerConfig) -> None:
+    def __init__(self, name: str, server: McpServerConfig, build: Callable[[], Any] | None = None) -> None:
         self.name = name
         self.server = server
+        self._build = build
         self._stop = asyncio.Event()
         self._holder: asyncio.Task[None] | None = None
 
@@ -86,6 +91,8 @@ class McpSession:
             target = StdioServerParameters(
                 command=server.command[0], args=server.command[1:], env=dict(server.env) or None
             )
+        elif self._build is not None:
+            target = self._build()
         try:
             async with Client(target) as client:
                 tools, cursor = [], None
@@ -101,7 +108,7 @@ class McpSession:
         except Exception as fault:
             # After the session was open a broken connection shows in the next call, which fails by itself.
             if not ready.done():
-                where = server.url or " ".join(server.command)
+                where = server.url or " ".join(server.command) or "in this process"
                 ready.set_exception(EnvError(f"MCP server {self.name!r} ({where}): {_cause(fault)}"))
 
     def _tool(self, client: Client, item: Any) -> Tool:
@@ -120,10 +127,13 @@ class McpSession:
             return text
 
         hints = item.annotations
+        read_only = bool(hints is not None and hints.read_only_hint)
+        # Calls of one turn that may write go in one after another: their outcome must not hang on a race.
         options = Options(
             timeout=self.server.timeout,
             max_output=self.server.max_output,
-            read_only=bool(hints is not None and hints.read_only_hint),
+            parallel=read_only,
+            read_only=read_only,
         )
         schema = {key: value for key, value in item.input_schema.items() if key not in ("$schema", "title")}
         return Tool.from_schema(self.server.prefix + item.name, item.description or "", schema, call, options)

@@ -1,0 +1,238 @@
+"""Any Model Context Protocol server as an environment: its tools, and a file of tasks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.schema import McpServerConfig
+from agentrl.env import Message, Snapshot, Task, ToolCall, ToolEnv
+from agentrl.env.sync import run_sync
+from agentrl.env.taskdata import TaskSet, load_tasks
+from agentrl.errors import ConfigError, EnvError, ToolError
+from agentrl.tool import Tool
+from agentrl.tool.mcp import McpSource
+from agentrl.trajectory import Json, StopReason
+
+from .teacher import Teacher
+
+HERE = Path(__file__).parent
+SYSTEM = "Do what the user asks with the tools. End with a message that states the answer."
+CALL: dict[str, Json] = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}},
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+CALLS: dict[str, Json] = {"type": "array", "items": CALL}
+ROW: dict[str, Json] = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "split": {"type": "string"},
+        "weight": {"type": "number", "exclusiveMinimum": 0},
+        "level": {"type": "integer", "minimum": 1},
+        "prompt": {"type": "string", "minLength": 1},
+        "setup": CALLS,
+        "gold": {
+            "type": "object",
+            "properties": {"answer": {"type": ["string", "number"]}, "calls": CALLS, "state": {}},
+            "minProperties": 1,
+            "additionalProperties": False,
+        },
+    },
+    "required": ["prompt", "gold"],
+    "additionalProperties": False,
+}
+
+
+class Mcp(ToolEnv):
+    """Each episode has a session of its own; a fork is a new session that has seen the same calls."""
+
+    id = "agentrl/Mcp-v0"
+    reward = "mcp"
+    summary = "use the tools of any MCP server, on tasks from a file"
+    shared = frozenset({"tasks", "allowed", "state_tool", "system", "splits", "private", "_sessions"})
+
+    def __init__(
+        self,
+        *,
+        command: Sequence[str] | None = None,
+        url: str | None = None,
+        tasks: str | None = None,
+        level: int | Sequence[int] | None = None,
+        tools: Sequence[str] | None = None,
+        state_tool: str | None = None,
+        variables: Mapping[str, str] | None = None,
+        timeout: float = 30.0,
+        system: str = SYSTEM,
+        **base: Any,
+    ) -> None:
+        """The server: the `command` that starts it (with environment `variables`), or its `url`; with neither,
+        the packaged stock server, inside this process. `tasks`: JSONL, Parquet, or a folder (see the README).
+        `level`: a number or [lowest, highest], only tasks of these levels. `tools` the policy may use
+        (default: all but `state_tool` and those of the tasks' `setup`). `state_tool`: its answer at the end of
+        an episode is the final state. `timeout`: seconds for the start and each call. Raises ConfigError,
+        TaskDataError, and DependencyError without the MCP SDK."""
+        super().__init__(**base)
+        own = command is not None or url is not None
+        if own and tasks is None:
+            raise ConfigError("mcp: a server of your own needs tasks of its own: set tasks to a file or folder")
+        self.state_tool = state_tool if own else state_tool or "dump"
+        self.allowed = None if tools is None else tuple(tools)
+        self.system = system
+        self.tasks = _of_levels(load_tasks(tasks or HERE / "tasks.jsonl", schema=ROW, to_task=_to_task), level)
+        self.splits = self.tasks.splits  # type: ignore[misc]  # those that the file has
+        self.private: dict[str, Tool] = {}
+        self.final: Json = None
+        config = McpServerConfig(
+            command=list(command or ()), url=url, env=dict(variables or {}), timeout=timeout
+        )
+        self.add_source(McpSource("server", config, None if own else _packaged))
+
+    # -- tasks -------------------------------------------------------------------------------------
+
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        return self.tasks.task(rng_seed, split)
+
+    def prompt(self, task: Task) -> list[Message]:
+        opening = [Message("system", self.system)] if self.system else []
+        return [*opening, Message("user", task.data["prompt"])]
+
+    # -- the episode -------------------------------------------------------------------------------
+
+    async def setup(self, task: Task) -> None:
+        self.final = None
+        await self._prepare(task)
+
+    async def _prepare(self, task: Task) -> None:
+        """Take the tools away that are not the policy's, and bring the server to where the task begins."""
+        setup = task.data.get("setup", [])
+        if self.allowed is None:
+            hidden = {self.state_tool, *(call["name"] for call in setup)}
+        else:
+            hidden = set(self.toolbox.names) - set(self.allowed)
+        wanted = [*(self.allowed or ()), *(call["name"] for call in setup), *([self.state_tool] if self.state_tool else [])]
+        for name in wanted:
+            if name not in self.toolbox:
+                raise EnvError(f"{self.id}: the server has no tool {name!r}; it has {', '.join(self.toolbox.names)}")
+        self.private = {item.name: item for item in self.toolbox if item.name in hidden}
+        everything = {item.name: item for item in self.toolbox}
+        for name in self.private:
+            self.toolbox.remove(name)
+        for call in setup:
+            await self._own_call(everything[call["name"]], call["arguments"])
+
+    async def _own_call(self, item: Tool, arguments: Mapping[str, Json]) -> str:
+        """A call that is not the policy's: whatever goes wrong is the environment's fault."""
+        try:
+            return str(await item.invoke(None, arguments))
+        except ToolError as refusal:
+            raise EnvError(f"{self.id}: the server refused {item.name}: {refusal}") from refusal
+        except EnvError:
+            raise
+        except Exception as fault:  # the SDK's errors have no common base
+            raise EnvError(f"{self.id}: {item.name} broke: {type(fault).__name__}: {fault}") from fault
+
+    async def aclose(self) -> None:
+        """As ToolEnv.aclose; before that the server is asked for the final state."""
+        try:
+            if self.is_open and self.state_tool and not self.trajectory.stop.infrastructure:
+                item = self.private.get(self.state_tool) or self.toolbox[self.state_tool]
+                self.final = _as_json(await self._own_call(item, {}))
+        except EnvError as fault:
+            record = self.trajectory
+            record.stop, record.error = StopReason.ENV_ERROR, str(fault)
+            record.terminated = record.truncated = False
+            raise
+        finally:
+            await super().aclose()
+
+    def state(self) -> Json:
+        return self.final
+
+    # -- forks: a server's state cannot be copied, but it can be reached again ---------------------------
+
+    def fork(self) -> ToolEnv:
+        """A twin on a session of its own, brought here by the same calls. Raises EnvError where the server
+        answers them differently, RuntimeError inside a running event loop."""
+        twin = super().fork()
+        assert isinstance(twin, Mcp)
+        twin._sessions, twin.private = [], {}
+        if twin.is_open:
+            run_sync(twin._replay())
+        return twin
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """As ToolEnv.restore, on a new session with the same calls; raises as `fork` does."""
+        sessions, self._sessions = self._sessions, []
+        for session in sessions:
+            run_sync(session.close())
+        super().restore(snapshot)
+        if self.is_open:
+            run_sync(self._replay())
+
+    async def _replay(self) -> None:
+        record = self.trajectory
+        try:
+            self.toolbox.table = self._tools_before
+            await self._open_sessions()
+            await self._prepare(record.task)
+            for turn in record.turns:
+                answers = await self.toolbox.call_all(turn.message.tool_calls)
+                for was, now in zip(turn.results, answers, strict=True):
+                    if was.content != now.content:
+                        raise EnvError(
+                            f"{self.id}: the server is not deterministic, so this episode cannot be forked: "
+                            f"{was.name} said {was.content[:80]!r}, now {now.content[:80]!r}"
+                        )
+        except BaseException as fault:
+            await self._fail(fault)
+            raise
+
+    # -- scripted policies -------------------------------------------------------------------------
+
+    def gold_turns(self, task: Task) -> list[Message]:
+        return list(gold_turns(self.id, task))
+
+    def teacher(self, task: Task, rng: Any, **params: Any) -> Teacher:
+        return Teacher(self.gold_turns(task), rng, **params)
+
+
+def gold_turns(env_id: str, task: Task) -> Iterator[Message]:
+    """One turn a gold call, then the answer. Raises NotImplementedError for a task without gold calls."""
+    if "calls" not in task.gold:
+        raise NotImplementedError(f"{env_id}: task {task.id!r} has no gold calls")
+    for call in task.gold["calls"]:
+        yield Message("assistant", tool_calls=(ToolCall(call["name"], call["arguments"]),))
+    yield Message("assistant", str(task.gold.get("answer", "Done.")))
+
+
+def _packaged() -> Any:
+    # Imported here: without the SDK the file still loads, and McpSource says what is missing.
+    from .server import build
+
+    return build()
+
+
+def _to_task(row: Mapping[str, Json]) -> tuple[Mapping[str, Json], Mapping[str, Json]]:
+    return {name: row[name] for name in ("prompt", "level", "setup") if name in row}, row["gold"]
+
+
+def _of_levels(tasks: TaskSet, level: int | Sequence[int] | None) -> TaskSet:
+    if level is None:
+        return tasks
+    low, high = (level, level) if isinstance(level, int) else (level[0], level[-1])
+    rows = {split: [row for row in rows if low <= row.data.get("level", 0) <= high] for split, rows in tasks.rows.items()}
+    if empty := [split for split, kept in rows.items() if not kept]:
+        raise ConfigError(f"mcp: level = {level!r}: {tasks.name} has no such task in split {empty[0]!r}")
+    return TaskSet(tasks.name, rows)
+
+
+def _as_json(text: str) -> Json:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
