@@ -27,6 +27,26 @@ def optimal(weights: Weights) -> Pairs:
     return sorted((row, column) for row, column in pairs if weights[row][column] > _EPS)
 
 
+def optimal_by_name(rows: Sequence[str], columns: Sequence[str], weight: Callable[[int, int], float]) -> Pairs:
+    """As `optimal`, where a row and a column pair only if their names are equal: each name is a problem of
+    its own, and `weight` is asked only for pairs of one name."""
+    places = by_name(columns)
+    pairs: Pairs = []
+    for name, here in by_name(rows).items():
+        there = places.get(name, [])
+        found = optimal([[weight(i, j) for j in there] for i in here])
+        pairs.extend((here[i], there[j]) for i, j in found)
+    return sorted(pairs)
+
+
+def by_name(names: Sequence[str]) -> dict[str, list[int]]:
+    """Name -> its places, rising."""
+    places: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        places.setdefault(name, []).append(place)
+    return places
+
+
 def _augment(weights: Weights, m: int) -> list[int]:
     """Row assigned to each of the m columns (-1: none), for rows <= m, at the greatest total weight."""
     row_price, column_price = [0.0] * len(weights), [0.0] * m

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from agentrl.reward.leaf import UnscorableError
 from agentrl.reward.values import LITERAL, Rule, brief, same
 from agentrl.trajectory import Json, ToolCall
 
 FORMS = ("literal", "sets", "bfcl")
+_OBJECT = (dict, Mapping)  # dict first: a check against an abstract class alone costs five times as much
 ARGUMENTS = ("exact", "subset", "superset", "names", "ignore")
 
 
-@dataclass(frozen=True, slots=True)
-class GoldCall:
+class GoldCall(NamedTuple):
     """One expected call. In the forms `sets` and `bfcl` each argument holds the list of its allowed values,
     and `optional` names the arguments that may be left out. `types`: parameter -> declared JSON Schema."""
 
     name: str
     arguments: Mapping[str, Json]
     optional: frozenset[str] = frozenset()
-    types: Mapping[str, Json] = field(default_factory=dict)
+    types: Mapping[str, Json] = MappingProxyType({})
 
 
 def gold_calls(value: Json, form: str) -> list[GoldCall]:
@@ -37,21 +38,24 @@ def gold_calls(value: Json, form: str) -> list[GoldCall]:
 
 
 def _gold_call(item: Json, form: str, index: int) -> GoldCall:
-    if form == "bfcl" and isinstance(item, Mapping) and len(item) == 1:
+    if form == "bfcl" and isinstance(item, _OBJECT) and len(item) == 1:
         name, arguments = next(iter(item.items()))
-    elif form != "bfcl" and isinstance(item, Mapping) and "name" in item:
+    elif form != "bfcl" and isinstance(item, _OBJECT) and "name" in item:
         name, arguments = item["name"], item.get("arguments", {})
     else:
         wanted = "{name: {argument: [values]}}" if form == "bfcl" else '{"name", "arguments"}'
         raise UnscorableError(f"expected call {index} is {wanted}, not {brief(item, 80)!r}")
-    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+    if not isinstance(name, str) or not isinstance(arguments, _OBJECT):
         raise UnscorableError(f"expected call {index} needs a text name and an object of arguments")
     if form == "literal":
         return GoldCall(name, arguments)
+    optional = []
     for key, allowed in arguments.items():
         if not isinstance(allowed, (list, tuple)):
             raise UnscorableError(f"expected call {index}: argument {key!r} lists its allowed values")
-    return GoldCall(name, arguments, frozenset(k for k, allowed in arguments.items() if "" in allowed))
+        if "" in allowed:
+            optional.append(key)
+    return GoldCall(name, arguments, frozenset(optional))
 
 
 def declared(gold: list[GoldCall], tools: Sequence[Mapping[str, Json]]) -> list[GoldCall]:
@@ -65,7 +69,7 @@ def declared(gold: list[GoldCall], tools: Sequence[Mapping[str, Json]]) -> list[
         schema = schemas.get(call.name)
         if not isinstance(schema, Mapping):
             return call
-        optional = call.optional - frozenset(schema.get("required", ()))
+        optional = call.optional and call.optional - frozenset(schema.get("required", ()))
         return GoldCall(call.name, call.arguments, optional, schema.get("properties", {}))
 
     return [with_types(call) for call in gold]
@@ -96,7 +100,7 @@ class CallRule:
         if self.arguments == "ignore":
             return True
         wanted = gold.arguments
-        if not self._keys_fit(arguments, gold):
+        if arguments.keys() != wanted.keys() and not self._keys_fit(arguments, gold):
             return False
         if self.arguments == "names":
             return True
@@ -106,8 +110,7 @@ class CallRule:
         return True
 
     def _keys_fit(self, made: Mapping[str, Json], gold: GoldCall) -> bool:
-        if made.keys() == gold.arguments.keys():
-            return True
+        """Whether the names of the arguments are right though they are not the same ones."""
         if self.arguments != "superset" and any(key not in gold.arguments for key in made):
             return False
         if self.arguments == "subset":
@@ -148,13 +151,12 @@ def bfcl_type_fits(made: Json, schema: Json, allowed: Sequence[Any]) -> bool:
     value passes too (the leaderboard's "variables"). Lists are checked one level down. Where nothing is
     declared, every type passes.
     """
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    kind = schema.get("type") if isinstance(schema, _OBJECT) else None
     if not isinstance(kind, str) or kind not in _BFCL_TYPES:
         return True
     wanted = _BFCL_TYPES[kind]
     if type(made) is wanted or (wanted is float and type(made) is int):
-        items = schema.get("items")
-        if not isinstance(made, list) or not isinstance(items, Mapping):
+        if not isinstance(made, list) or not isinstance(items := schema.get("items"), Mapping):
             return True
         return any(
             not isinstance(option, list) or all(_plain_type_fits(item, items, option) for item in made)
@@ -180,6 +182,8 @@ def bfcl_fits(made: Json, allowed: Sequence[Any], rule: Rule) -> bool:
     optional); a list of objects likewise, item by item; texts after normalization; tuples as lists.
     """
     if isinstance(made, str):
+        if made in allowed:
+            return True
         folded = rule.normalize(made)
         return folded in [rule.normalize(option) for option in allowed if isinstance(option, str)]
     if isinstance(made, dict):

@@ -170,7 +170,7 @@ def _collect(evidence: Json, metrics: dict[str, float | None]) -> None:
         if isinstance(evidence.get("id"), str) and "node" in evidence:
             metrics[evidence["id"]] = evidence["value"]
         for key, item in evidence.items():
-            if key not in ("evidence", "parts"):
+            if isinstance(item, (dict, list)) and key not in ("evidence", "parts"):
                 _collect(item, metrics)
     elif isinstance(evidence, list):
         for item in evidence:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -15,7 +15,7 @@ from agentrl.trajectory import Json
 Normalizer = Callable[[str], str]
 
 _SPACES = re.compile(r"\s+")
-_BFCL_DROP = re.compile(r"[ ,./\-_*^]")
+_BFCL_TABLE = str.maketrans("'", '"', " ,./-_*^")
 _NUMBER = re.compile(
     r"(?<![\w.])(?<![0-9],)[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,4})?"
     r"(?!\w|[.,][0-9])"
@@ -28,7 +28,7 @@ def _fold(text: str) -> str:
 
 
 def _bfcl(text: str) -> str:
-    return _BFCL_DROP.sub("", text).lower().replace("'", '"')
+    return text.translate(_BFCL_TABLE).lower()
 
 
 def _exact(text: str) -> str:
@@ -54,8 +54,9 @@ class Rule:
     normalize: Normalizer = _exact
 
     @property
-    def literal(self) -> bool:
-        return self.absolute == 0.0 and self.relative == 0.0 and self.normalize is _exact
+    def strict(self) -> bool:
+        """Without a tolerance for numbers: equality is then an equivalence, and `canonical` its key."""
+        return self.absolute == 0.0 and self.relative == 0.0
 
 
 LITERAL = Rule()
@@ -64,7 +65,9 @@ LITERAL = Rule()
 def same(a: Json, b: Json, rule: Rule = LITERAL) -> bool:
     """True where two JSON values are equal: 1 equals 1.0, True does not equal 1, NaN equals nothing."""
     if isinstance(a, str):
-        return isinstance(b, str) and (a == b or rule.normalize(a) == rule.normalize(b))
+        if not isinstance(b, str):
+            return False
+        return a == b or (rule.normalize is not _exact and rule.normalize(a) == rule.normalize(b))
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, (int, float)):
@@ -78,6 +81,21 @@ def same(a: Json, b: Json, rule: Rule = LITERAL) -> bool:
             and all(same(x, y, rule) for x, y in zip(a, b, strict=True))
         )
     return a is None and b is None
+
+
+def canonical(value: Json, normalize: Normalizer = _exact) -> Hashable:
+    """A key that is equal for two values exactly where `same` finds them equal without a tolerance."""
+    if isinstance(value, str):
+        return normalize(value)
+    if isinstance(value, bool):
+        return ("boolean", value)
+    if isinstance(value, (int, float)):
+        return value if value == value else object()  # NaN equals nothing, itself included
+    if isinstance(value, dict):
+        return ("object", frozenset((key, canonical(item, normalize)) for key, item in value.items()))
+    if isinstance(value, (list, tuple)):
+        return ("array", *(canonical(item, normalize) for item in value))
+    return None if value is None else object()
 
 
 def close(a: float, b: float, absolute: float = 0.0, relative: float = 0.0) -> bool:

@@ -32,7 +32,8 @@ def calls_made(turns: Sequence[Turn]) -> list[Made]:
             continue
         answers = {result.call_id: result for result in turn.results}
         if len(answers) == len(turn.results):
-            made.extend(Made(turn, call, answers.get(call.id)) for call in calls)
+            for call in calls:
+                made.append(Made(turn, call, answers.get(call.id)))
         else:
             made.extend(Made(turn, call, r) for call, r in zip_longest(calls, turn.results) if call)
     return made

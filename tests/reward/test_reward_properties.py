@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
 import random
+from collections import Counter
 
 import jsonschema
 import numpy as np
@@ -18,6 +20,7 @@ from reward_reference import reference, whole
 from agentrl.errors import RewardSpecError
 from agentrl.reward import assign, compile_spec, token_rewards
 from agentrl.reward.schema import published_schema
+from agentrl.reward.values import NORMALIZERS, Rule, canonical, same
 from agentrl.reward.view import episode_view
 from agentrl.trajectory import ToolCall
 
@@ -240,6 +243,67 @@ def test_optimal_is_at_least_greedy(calls, want):
             args = {"expect": want, "assign": how, "credit": "matched", **form}
             found[how] = compile_spec(spec(leaf("calls.match", args))).score(episode(calls, "x")).value
         assert found["optimal"] >= found["greedy"] - 1e-12
+
+
+json_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-1, 1), st.sampled_from([0.0, 1.0, math.nan, "a", "A", " a"])),
+    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.sampled_from("xy"), inner, max_size=2)),
+    max_leaves=4,
+)
+
+
+@given(json_values, json_values, st.sampled_from(sorted(NORMALIZERS)))
+def test_canonical_keys_are_equal_exactly_where_values_are(a, b, strings):
+    rule = Rule(normalize=NORMALIZERS[strings])
+    assert rule.strict
+    for x, y in ((a, b), (a, copy.deepcopy(a))):
+        assert (canonical(x, rule.normalize) == canonical(y, rule.normalize)) == same(x, y, rule)
+
+
+@given(
+    st.lists(st.one_of(made_calls, made_calls, malformed), max_size=4),
+    gold_lists,
+    st.sampled_from([{}, {"abs": 1}, {"strings": "fold"}]),
+)
+@settings(max_examples=300)
+def test_toolrl_is_the_best_of_all_assignments(made, want, rule):
+    """Equal calls are paired before the rest is assigned; trying all assignments shows that nothing is lost."""
+    args = {"expect": want, "credit": "toolrl", **rule}
+    trajectory = episode(made or "nothing")
+    found = compile_spec(spec(leaf("calls.match", args))).score(trajectory).value
+    assert found == pytest.approx(toolrl_by_trying(calls_of(trajectory), want, rule.get("abs", 0)))
+
+
+def calls_of(trajectory):
+    return [call for turn in trajectory.turns for call in turn.message.tool_calls]
+
+
+def toolrl_by_trying(made, want, tolerance):
+    """The paper's formula over every assignment, with no code of the leaf."""
+    if not made and not want:
+        return 1.0
+
+    def close(a, b):
+        if isinstance(a, bool) or isinstance(b, bool) or not isinstance(a, (int, float)):
+            return type(a) is type(b) and a == b
+        return isinstance(b, (int, float)) and abs(a - b) <= tolerance
+
+    def pair(call, wanted):
+        if call.name != wanted["name"] or call.arguments is None:
+            return 0.0
+        have, need = call.arguments, wanted["arguments"]
+        either = have.keys() | need.keys()
+        keys = len(have.keys() & need.keys()) / len(either) if either else 1.0
+        return keys + sum(1 for key in need if key in have and close(have[key], need[key]))
+
+    padded = [*want, *[None] * len(made)]
+    best = max(
+        sum(pair(call, wanted) for call, wanted in zip(made, choice, strict=True) if wanted is not None)
+        for choice in itertools.permutations(padded, len(made))
+    )
+    have, need = Counter(call.name for call in made), Counter(wanted["name"] for wanted in want)
+    name = (have & need).total() / (have | need).total()
+    return (name + best) / (1 + len(want) + sum(len(wanted["arguments"]) for wanted in want))
 
 
 @settings(max_examples=200, deadline=None)

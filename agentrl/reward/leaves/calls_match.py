@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from agentrl.reward import assign
@@ -104,41 +104,18 @@ class CallsMatch(Leaf):
             return straight, match  # no assignment can do better than a full match of the shorter side
         credit = part if self.credit == "partial" else match
         if self.order == "ordered":
-            return assign.in_order(_matrix(credit, range(n), range(m))), credit
-        rows = _rows_by_name(made)
+            return assign.in_order([[credit(i, j) for j in range(m)] for i in range(n)]), credit
+        names = [call.name for call in calls]
+        if self.credit == "partial" and self.assign == "optimal":
+            return assign.optimal_by_name(names, [call.name for call in gold], credit), credit
+        rows = assign.by_name(names)
         choices = [rows.get(call.name, []) for call in gold]
         if self.assign == "greedy":
             return assign.greedy(match, choices), match
-        if self.credit != "partial":
-            return assign.maximum(match, choices), match
-        return _optimal_by_name(rows, gold, credit), credit
+        return assign.maximum(match, choices), match
 
 
 Credit = Callable[[int, int], float]
-
-
-def _rows_by_name(made: Sequence[Made]) -> dict[str, list[int]]:
-    rows: dict[str, list[int]] = {}
-    for i, item in enumerate(made):
-        rows.setdefault(item.call.name, []).append(i)
-    return rows
-
-
-def _matrix(credit: Credit, rows: Sequence[int], columns: Sequence[int]) -> assign.Weights:
-    return [[credit(i, j) for j in columns] for i in rows]
-
-
-def _optimal_by_name(rows: Mapping[str, list[int]], gold: Sequence[GoldCall], credit: Credit) -> assign.Pairs:
-    """Calls of different names never pair, so each name is a problem of its own."""
-    columns: dict[str, list[int]] = {}
-    for j, call in enumerate(gold):
-        columns.setdefault(call.name, []).append(j)
-    pairs: assign.Pairs = []
-    for name, js in columns.items():
-        here = rows.get(name, [])
-        found = assign.optimal(_matrix(credit, here, js))
-        pairs.extend((here[i], js[j]) for i, j in found)
-    return sorted(pairs)
 
 
 def _ratio(total: float, made: int, gold: int, compare: str) -> float:
@@ -150,7 +127,7 @@ def _ratio(total: float, made: int, gold: int, compare: str) -> float:
 
 
 def _evidence(
-    made: Sequence[Made], gold: Sequence[GoldCall], pairs: assign.Pairs, credit: Callable[[int, int], float]
+    made: Sequence[Made], gold: Sequence[GoldCall], pairs: assign.Pairs, credit: Credit
 ) -> dict[str, Any]:
     paired_made, paired_gold = {i for i, _ in pairs}, {j for _, j in pairs}
     return {

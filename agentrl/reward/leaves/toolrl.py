@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from agentrl.reward import assign
 from agentrl.reward.gold import GoldCall
 from agentrl.reward.leaf import Reading
-from agentrl.reward.values import Rule, same
-from agentrl.trajectory import ToolCall
+from agentrl.reward.values import Rule, canonical, same
+from agentrl.trajectory import Json, ToolCall
 
 
 def graded(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule, how: str) -> Reading:
@@ -41,32 +41,79 @@ def graded(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule, how: 
 
 
 def _pairs(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule, how: str) -> assign.Pairs:
-    weights = [
-        [
-            _key_score(call, wanted) + _value_score(call, wanted, rule) if call.name == wanted.name else 0.0
-            for wanted in gold
-        ]
-        for call in made
-    ]
-    if how == "optimal":
-        return assign.optimal(weights)
-    free = list(range(len(made)))
+    if how == "greedy":
+        return _greedy(made, gold, rule)
+    sure = _identical(made, gold, rule) if rule.strict else []
+    taken, met = {i for i, _ in sure}, {j for _, j in sure}
+    rows = [i for i in range(len(made)) if i not in taken]
+    columns = [j for j in range(len(gold)) if j not in met]
+    rest = assign.optimal_by_name(
+        [made[i].name for i in rows],
+        [gold[j].name for j in columns],
+        lambda i, j: _weight(made[rows[i]], gold[columns[j]], rule),
+    )
+    return sorted([*sure, *((rows[i], columns[j]) for i, j in rest)])
+
+
+def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule) -> assign.Pairs:
+    """Each expected call in turn takes the best call left of its name, the first among equals."""
+    free = assign.by_name([call.name for call in made])
     pairs: assign.Pairs = []
-    for j in range(len(gold)):  # each expected call in turn takes the best call left, the first among equals
-        best = max(free, key=lambda i: weights[i][j], default=-1)
-        if best >= 0 and weights[best][j] > 0:
-            pairs.append((best, j))
-            free.remove(best)
+    for j, wanted in enumerate(gold):
+        rows = free.get(wanted.name, [])
+        best, taken, most = 0.0, -1, 1.0 + len(wanted.arguments)
+        for i in rows:
+            here = _weight(made[i], wanted, rule)
+            if here > best:
+                best, taken = here, i
+                if best == most:
+                    break
+        if taken >= 0:
+            pairs.append((taken, j))
+            rows.remove(taken)
     return sorted(pairs)
 
 
+def _identical(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule) -> assign.Pairs:
+    """Pairs of equal calls, each call once: some optimal assignment holds them all.
+
+    Why: where a equals b, any x and y have weight(x, b) + weight(a, y) <= weight(a, b) + weight(x, y), for
+    1 - Jaccard index is a metric and so is, over the arguments of a, the count of values that differ. Pairs
+    (x, b), (a, y) can thus be exchanged for (a, b), (x, y) without a loss.
+    """
+    places: dict[Hashable, list[int]] = {}
+    for i in range(len(made) - 1, -1, -1):
+        arguments = made[i].arguments
+        if arguments is not None:
+            places.setdefault(_key(made[i].name, arguments, rule), []).append(i)
+    pairs: assign.Pairs = []
+    for j, wanted in enumerate(gold):
+        rows = places.get(_key(wanted.name, wanted.arguments, rule))
+        if rows:
+            pairs.append((rows.pop(), j))
+    return pairs
+
+
+def _key(name: str, arguments: Mapping[str, Json], rule: Rule) -> Hashable:
+    return name, frozenset((key, canonical(value, rule.normalize)) for key, value in arguments.items())
+
+
+def _weight(call: ToolCall, gold: GoldCall, rule: Rule) -> float:
+    return _key_score(call, gold) + _value_score(call, gold, rule)
+
+
 def _key_score(call: ToolCall, gold: GoldCall) -> float:
+    """Jaccard index of the parameter names; 1 where neither call has any."""
     if call.arguments is None:
         return 0.0
-    either = set(call.arguments) | set(gold.arguments)
-    return len(set(call.arguments) & set(gold.arguments)) / len(either) if either else 1.0
+    made, wanted = call.arguments.keys(), gold.arguments.keys()
+    return 1.0 if made == wanted else len(made & wanted) / len(made | wanted)
 
 
 def _value_score(call: ToolCall, gold: GoldCall, rule: Rule) -> int:
     made = call.arguments or {}
-    return sum(1 for key, value in gold.arguments.items() if key in made and same(made[key], value, rule))
+    right = 0
+    for key, value in gold.arguments.items():
+        if key in made and same(made[key], value, rule):
+            right += 1
+    return right
