@@ -1,0 +1,100 @@
+"""Group leaves in a collected group: members get their rank, an unscored one stays unscored and is not compared."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from agentrl.catalog import EnvRef
+from agentrl.config import RolloutConfig
+from agentrl.render.base import Renderer
+from agentrl.reward import compile_spec
+from agentrl.rollout.collect import Collector
+from agentrl.rollout.episode import Policy
+from agentrl.trajectory import Group, StopReason, Trajectory
+
+from .conftest import FaultyEngine
+
+LENGTH = {"use": "cost.tokens", "args": {"max": 100}}
+
+
+def spec(use: str, **args: Any) -> dict[str, Any]:
+    leaf = {"use": use, "id": "place", "args": {"of": {**LENGTH, "id": "length"}, **args}}
+    return {"agentrl_reward": 1, "name": "compared", "root": leaf}
+
+
+def collected(renderer: Renderer, reward: dict[str, Any], **engine: Any) -> list[Group]:
+    """Two updates of groups of six, whose members answer with a text of random length."""
+
+    async def run() -> list[Group]:
+        config = RolloutConfig(groups=2, group_size=6, max_turns=3, stall_timeout=20.0, retries=0, min_survivors=2)
+        policy = Policy(FaultyEngine(renderer.stop_token_ids[0], **engine), renderer)
+        collect = Collector(EnvRef("key_value"), policy, compile_spec(reward), config, context=2048, seed=0)
+        groups: list[Group] = []
+        for _ in range(2):
+            groups += await collect.collect()
+            collect.trained(groups[-2:])
+            await collect.publish([])
+        await collect.close()
+        return groups
+
+    return asyncio.run(run())
+
+
+def lengths(members: list[Trajectory]) -> list[int]:
+    return [member.sampled_tokens for member in members]
+
+
+def rank(mine: int, sizes: list[int]) -> float:
+    """The documented formula: (members below + ties / 2) / (scored members - 1)."""
+    below, ties = sum(size < mine for size in sizes), sizes.count(mine) - 1
+    return (below + ties / 2) / (len(sizes) - 1)
+
+
+def test_members_are_ranked_against_their_own_group(renderer: Renderer) -> None:
+    groups = collected(renderer, spec("group.rank"))
+    assert len(groups) == 4
+    assert any(len(set(lengths(group.trajectories))) > 1 for group in groups), "nothing to tell apart"
+    for group in groups:
+        sizes = lengths(group.trajectories)
+        for member, mine in zip(group.trajectories, sizes, strict=True):
+            assert member.reward == pytest.approx(rank(mine, sizes))
+            assert member.metrics == {"place": member.reward, "length": mine / 100}
+        assert sum(member.reward or 0.0 for member in group.trajectories) == pytest.approx(3.0)
+
+
+def test_standard_scores_of_a_group_are_centred(renderer: Renderer) -> None:
+    for group in collected(renderer, spec("group.zscore", bound=3)):
+        rewards = [member.reward for member in group.trajectories]
+        assert None not in rewards
+        # z lies within +-3 for six members (|z| <= 5 / sqrt 6), so nothing is cut and the mean is that of z = 0.
+        assert sum(reward or 0.0 for reward in rewards) == pytest.approx(6 * 0.5)
+
+
+def test_a_member_that_failed_is_not_compared(renderer: Renderer) -> None:
+    groups = collected(renderer, spec("group.rank"), fail=0.15, seed=1)
+    lost = [m for group in groups for m in group.trajectories if m.stop is StopReason.ENGINE_ERROR]
+    assert lost and all(member.reward is None for member in lost)
+    for group in groups:
+        left = group.scored()
+        assert all((member.reward is None) == member.stop.infrastructure for member in group.trajectories)
+        sizes = lengths(left)
+        for member, mine in zip(left, sizes, strict=True):
+            assert member.reward == pytest.approx(rank(mine, sizes))
+            assert member.evidence["root"]["members"] == len(left)
+
+
+def test_a_member_whose_value_is_null_is_not_compared(renderer: Renderer) -> None:
+    reward = spec("group.rank")
+    # Null (nothing left to add up) where fewer than three tokens were sampled.
+    reward["root"]["args"]["of"] = {"op": "sum", "of": [{**LENGTH, "when": {"$": "/episode/sampled_tokens", "gte": 3}}]}
+    members = 0
+    for group in collected(renderer, reward):
+        assert [m.reward is None for m in group.trajectories] == [n < 3 for n in lengths(group.trajectories)]
+        left = group.scored()
+        members += len(left)
+        for member, mine in zip(left, lengths(left), strict=True):
+            assert member.reward == pytest.approx(rank(mine, lengths(left)))
+    assert 0 < members < 24
