@@ -65,7 +65,11 @@ class ModelConfig(Frozen):
 
 
 class SftConfig(Frozen):
-    """Supervised warm start on transcripts of the environment's scripted teacher."""
+    """Supervised warm start on transcripts of the environment's scripted teacher.
+
+    `teacher`: its parameters. `params` and `gate_params`: parameters of the environment that the transcripts
+    and the gate's tasks have instead of `env.params`. `gate`: greedy success that ends the warm start.
+    """
 
     max_steps: PositiveInt = 1500
     min_steps: PositiveInt = 400
@@ -74,6 +78,7 @@ class SftConfig(Frozen):
     matrix_lr: Positive = 0.02
     warmup: Annotated[int, Field(ge=0)] = 30
     teacher: dict[str, Any] = Field(default_factory=dict)
+    params: dict[str, Any] = Field(default_factory=dict)
     gate: Fraction = 0.95
     gate_params: dict[str, Any] = Field(default_factory=dict)
     gate_tasks: PositiveInt = 64
@@ -221,12 +226,14 @@ class ClusterConfig(Frozen):
 
     `pools` are named sets of processes and `roles` says which pool a role uses; roles of one pool share
     its processes and take turns. A role that is not named uses `actors` processes of its own.
+    `call_timeout` (seconds) bounds every call to a worker: one that hangs is named, not waited for.
     """
 
     backend: Literal["ray", "inline"] = "ray"
     address: str | None = None
     actors: PositiveInt = 1
     startup_timeout: Positive = 180.0
+    call_timeout: Positive = 3600.0
     max_restarts: Annotated[int, Field(ge=0)] = 2
     pools: dict[str, PoolConfig] = Field(default_factory=dict)
     roles: dict[Role, str] = Field(default_factory=dict)

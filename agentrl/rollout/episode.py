@@ -157,15 +157,24 @@ class _Episode:
                 return StopReason.DONE
             if truncated:
                 return StopReason(info.get("stop", StopReason.MAX_TURNS))
-            if "history" in info:
-                # The context was rewritten (see env/wrappers.py, Compaction): what was sampled stays, and is
-                # trained, in the old ledger; the new one begins with the new history as context.
-                self.ledgers.append(TokenLedger())
-                opening = renderer.start(info["history"], self.env.toolbox.schemas())
-                self.ledger.append_context(opening, turn=turn + 1)
-            else:
-                self.ledger.append_context(renderer.extend(generation.finish, observation), turn=turn + 1)
+            history = info.get("history")
+            if history is None and not renderer.keeps(message, observation):
+                history = record.messages
+            self._append(generation, observation, history, turn + 1)
         return StopReason.MAX_TURNS
+
+    def _append(
+        self, generation: Generation, observation: Sequence[Message], history: Sequence[Message] | None, turn: int
+    ) -> None:
+        """Put what the environment answered into the ledger; where the `history` was rewritten (compaction, or a
+        chat template that drops old reasoning), begin another ledger with it as context. What was sampled
+        before stays, and is trained, in the old one."""
+        renderer = self.policy.renderer
+        if history is None:
+            self.ledger.append_context(renderer.extend(generation.finish, observation), turn)
+            return
+        self.ledgers.append(TokenLedger())
+        self.ledger.append_context(renderer.start(history, self.env.toolbox.schemas()), turn)
 
     async def _env(self, answer: Awaitable[Answer]) -> Answer:
         """Await the environment; whatever its author's code raises becomes an EnvError that says where."""

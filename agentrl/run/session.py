@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from agentrl.catalog import EnvRef, find_reward
 from agentrl.cluster.group import WorkerGroup
-from agentrl.cluster.launch import launch
+from agentrl.cluster.roles import launch_roles
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config import TrainConfig
 from agentrl.errors import ConfigError
@@ -42,11 +42,21 @@ def check(config: TrainConfig) -> None:
     env.build().close()
     build_scorer(config, env)
     check_learner(config)
+    _check_pools(config)
     if (config.model.path is None) == (config.model.init is None):
         raise ConfigError("model: set one of model.path (a folder or hub name) and [model.init] (build a tiny one)")
     if config.model.path is not None:
         load_tokenizer(config.model.path)
     resolve_engine(config.engine)
+
+
+def _check_pools(config: TrainConfig) -> None:
+    """The training roles share the actor's processes, so only the actor's pool can be chosen."""
+    roles = config.cluster.roles
+    other = next((role for role, pool in roles.items() if pool != roles.get("actor")), None)
+    if other is not None:
+        raise ConfigError(f"cluster.roles.{other}: training roles share the actor's processes; set cluster.roles.actor, "
+                          "and the same pool or none for the others")
 
 
 @dataclass(slots=True)
@@ -104,8 +114,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
     renderer = make_renderer(tokenizer)
     env = EnvRef.of(config)
     scorer = build_scorer(config, env)
-    actors = launch(Actor, backend=config.cluster.backend, world_size=config.cluster.actors, name="actor",
-                    mesh=mesh_of(config), startup_timeout=config.cluster.startup_timeout)
+    actors = launch_roles(config.cluster, {"actor": Actor}, {"actor": mesh_of(config)}, config.cluster.call_timeout)["actor"]
     engine = make_engine(engine_name, path, config)
     try:
         await actors.arun(Actor.init_model, path, config.model, config.optim, config.steps)

@@ -23,7 +23,8 @@ async def warm_start(session: Session, recorder: Recorder, interrupt: Interrupt)
     """
     config = session.config.sft
     assert config is not None
-    source = Transcripts(session.env, session.policy.renderer, config.teacher, session.config.seed)
+    env = replace(session.env, params={**session.env.params, **config.params})
+    source = Transcripts(env, session.policy.renderer, config.teacher, session.config.seed)
     await session.actors.arun(Actor.begin_sft, config)
     session.display.phase("warm start", config.max_steps)
     step, success = 0, None
