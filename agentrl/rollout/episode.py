@@ -16,7 +16,7 @@ from agentrl.render.base import Renderer
 from agentrl.reward import Score, Scorer
 from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.rollout.seeds import derive
-from agentrl.trajectory import StopReason, Task, TokenLedger, Trajectory, Turn
+from agentrl.trajectory import Message, StopReason, Task, TokenLedger, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
