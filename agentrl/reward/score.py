@@ -39,8 +39,13 @@ class Score:
 
     @property
     def terminal(self) -> float | None:
-        """`value` less what is emitted at turns; None where there is no value."""
-        return None if self.value is None else self.value - math.fsum(self.turns.values())
+        """`value` less what is emitted at turns (exactly 0 where only rounding is left); None where there is
+        no value."""
+        if self.value is None:
+            return None
+        rest = math.fsum([self.value, *(-amount for amount in self.turns.values())])
+        rounding = 1e-12 * math.fsum(map(abs, self.turns.values()))
+        return 0.0 if abs(rest) <= rounding else rest
 
 
 class Scorer:
