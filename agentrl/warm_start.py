@@ -51,9 +51,10 @@ class Transcripts:
 
     async def take(self, first: int, count: int) -> Sequence[Trajectory]:
         """Transcripts `first` .. `first + count - 1`. Raises ConfigError where there is no teacher."""
-        if type(self.env.build()).teacher is ToolEnv.teacher:
-            raise ConfigError(f"env.id: {self.env.id} has no scripted teacher, so [sft] cannot warm a model up on it")
-        return [
-            await transcript(self.env.build(), self.renderer, derive(self.seed, "sft", index), self.teacher)
-            for index in range(first, first + count)
-        ]
+        try:
+            return [
+                await transcript(self.env.build(), self.renderer, derive(self.seed, "sft", index), self.teacher)
+                for index in range(first, first + count)
+            ]
+        except NotImplementedError as problem:
+            raise ConfigError(f"env.id: {problem}, so [sft] cannot warm a model up on it") from problem

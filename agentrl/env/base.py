@@ -19,6 +19,7 @@ from agentrl.env.copying import Snapshot, copy_parts
 from agentrl.env.seeds import SPLITS
 from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace
 from agentrl.env.sync import run_sync
+from agentrl.env.teachers import GoldTeacher
 from agentrl.env.users import User
 from agentrl.errors import EnvError, ToolTimeoutError
 from agentrl.tool import CountTokens, Tool, Toolbox, ToolSession, ToolSource, estimate_tokens
@@ -142,8 +143,12 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         raise NotImplementedError(f"{self.id} has no scripted gold policy")
 
     def teacher(self, task: Task, rng: Any, **params: Any) -> Policy:
-        """An imperfect scripted policy for a warm start; `rng.random()` is its only source of chance."""
-        raise NotImplementedError(f"{self.id} has no scripted teacher")
+        """An imperfect scripted policy for a warm start; `rng.random()` is its only source of chance.
+
+        By default the gold turns, given up before each further one with probability `stop` (see
+        `agentrl.env.teachers`). Raises NotImplementedError where there are none, TypeError for other `params`.
+        """
+        return GoldTeacher(self.gold_turns(task), rng, **params)
 
     def finish(self) -> None:
         """To be called by a tool or hook: this turn is the episode's last, by the task's own rules."""

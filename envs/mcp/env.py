@@ -16,8 +16,6 @@ from agentrl.tool import Tool
 from agentrl.tool.mcp import McpSource
 from agentrl.trajectory import Json, StopReason
 
-from .teacher import Teacher
-
 HERE = Path(__file__).parent
 SYSTEM = "Do what the user asks with the tools. End with a message that states the answer."
 CALL: dict[str, Json] = {
@@ -196,9 +194,6 @@ class Mcp(ToolEnv):
 
     def gold_turns(self, task: Task) -> list[Message]:
         return list(gold_turns(self.id, task))
-
-    def teacher(self, task: Task, rng: Any, **params: Any) -> Teacher:
-        return Teacher(self.gold_turns(task), rng, **params)
 
 
 def gold_turns(env_id: str, task: Task) -> Iterator[Message]:

@@ -1,0 +1,65 @@
+"""The README's new environment, step by step in an empty folder: made, checked, tested, played, trained, evaluated."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.catalog import EnvRef
+from tests.e2e.runs import ROOT, command, rows
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SECTION = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Write an environment")[2].partition("\n## ")[0]
+
+
+def block(language: str) -> str:
+    """The README section's one block of that language."""
+    [text] = re.findall(rf"```{language}\n(.*?)```", SECTION, re.DOTALL)
+    return str(text)
+
+
+def step(here: Path, line: str, typed: str = "") -> str:
+    """Run one line of the README's commands; returns what it printed."""
+    words = shlex.split(line, comments=True)
+    programs = {"agentrl": command(), "pytest": [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]}
+    done = subprocess.run([*programs[words[0]], *words[1:]], cwd=here, input=typed, text=True, capture_output=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=200)
+    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def solution(here: Path) -> str:
+    """What a person types to solve task 1: the gold turns, as `env play` reads them."""
+    env = EnvRef("my_env", source=str(here / "envs" / "my_env" / "env.py")).build()
+    lines = []
+    for turn in env.gold_turns(env.make_task(1, "train")):
+        calls = [f"{call.name} " + " ".join(f"{k}={v}" for k, v in call.arguments.items()) for call in turn.tool_calls]
+        lines += calls or [turn.content]
+    return "\n".join(lines) + "\n"
+
+
+def test_the_readme_from_an_empty_folder_to_a_trained_model(tmp_path: Path) -> None:
+    new, check, test, play, train, judge = block("sh").splitlines()
+    step(tmp_path, new)
+    source = tmp_path / "envs" / "my_env" / "env.py"
+    assert source.read_text() == block("python") and len(block("python").splitlines()) < 60
+    assert "all checks passed" in step(tmp_path, check)
+    assert "passed" in step(tmp_path, test)
+    assert "reward 1" in step(tmp_path, play, solution(tmp_path))
+    (tmp_path / "my_env.toml").write_text(block("toml"))
+    step(tmp_path, train)
+    updates = [row for row in rows(tmp_path / "runs" / "my_env") if row["phase"] == "train"]
+    assert len(updates) == 2 and all(row["unscored"] == 0 and row["turns"] > 1 for row in updates)
+    assert any(row.get("grad_norm", 0) > 0 for row in updates), "no update had anything to learn from"
+    step(tmp_path, judge)
+    report = json.loads((tmp_path / "evals" / "my_env" / "report.json").read_text())
+    assert "pass@1" in json.dumps(report)
+    assert len((tmp_path / "evals" / "my_env" / "trajectories.jsonl").read_text().splitlines()) == 4

@@ -1,0 +1,47 @@
+"""The teacher every environment with gold turns has."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from agentrl.catalog import make_env
+from agentrl.env import ToolEnv
+from agentrl.env.teachers import GIVES_UP, GoldTeacher
+from agentrl.trajectory import Message
+
+TURNS = [Message("assistant", text) for text in ("one", "two", "three")]
+
+
+def said(stop: float, seed: int) -> list[str]:
+    teacher = GoldTeacher(TURNS, random.Random(seed), stop=stop)
+    words = []
+    while (turn := teacher.act([])) is not None:
+        words.append(turn.content)
+    return words
+
+
+def test_it_plays_gold_or_gives_up_as_often_as_asked() -> None:
+    assert said(0.0, 0) == ["one", "two", "three"]
+    assert said(1.0, 0) == ["one", GIVES_UP]
+    played = [said(0.5, seed) for seed in range(2000)]
+    assert all(words[0] == "one" for words in played)
+    whole = sum(words[-1] == "three" for words in played) / len(played)
+    assert whole == pytest.approx(0.25, abs=0.04)
+    with pytest.raises(ValueError, match=r"stop = 2"):
+        GoldTeacher(TURNS, random.Random(0), stop=2)
+
+
+def test_it_is_the_default_of_an_environment() -> None:
+    env = make_env("mcp", level=1)
+    assert type(env).teacher is ToolEnv.teacher
+    observation, _ = env.reset(seed=0)
+    teacher, over, reward = env.teacher(env.task, random.Random(0)), False, 0.0
+    while not over:
+        turn = teacher.act(observation)
+        assert turn is not None
+        observation, reward, over, _, _ = env.step(turn)
+    assert reward == 1.0
+    with pytest.raises(TypeError):
+        env.teacher(env.task, random.Random(0), wrong=0.1)
