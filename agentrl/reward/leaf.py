@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+from agentrl.reward.once import Once
 from agentrl.reward.view import View
 from agentrl.trajectory import Json, Message, Task
 
@@ -55,6 +56,13 @@ class JudgeClient(Protocol):
     async def aask(self, key: str, request: Any) -> Any: ...
 
 
+class Replayed(NamedTuple):
+    """Where calls led on a twin: its state, and what its tools answered, in order."""
+
+    state: Json
+    answers: list[str]
+
+
 PythonLeaf = Callable[[View, Json], "float | tuple[float | None, Json] | None"]
 
 
@@ -63,12 +71,14 @@ class Context:
     """What a spec may use beside the trajectory; a run's config decides, a spec cannot.
 
     `twin` builds a fresh environment of a task's kind for gold replays; `python` are the functions that
-    the `python` leaf may call, by name; `judge` asks the judge model.
+    the `python` leaf may call, by name; `judge` asks the judge model. `replays` keeps the gold replays of
+    the last 256 tasks or so: the members of a group share their task's.
     """
 
     twin: Callable[[Task], Twin] | None = None
     python: Mapping[str, PythonLeaf] = field(default_factory=dict)
     judge: JudgeClient | None = None
+    replays: Once[Replayed] = field(default_factory=Once, repr=False, compare=False)
 
 
 class Leaf(ABC):

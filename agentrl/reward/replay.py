@@ -1,14 +1,20 @@
-"""Gold replay: the expected calls run on a twin environment, and the state they lead to."""
+"""Gold replay: the expected calls run on a twin environment, and the state and answers they lead to."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from agentrl.reward.gold import GoldCall, gold_calls
-from agentrl.reward.leaf import Context, Twin, UnscorableError
+from agentrl.reward.leaf import Context, Replayed, Twin, UnscorableError
 from agentrl.reward.view import View, calls_made
 from agentrl.trajectory import Json, Message, Task, ToolCall
+
+log = logging.getLogger(__name__)
 
 
 def replay(context: Context, view: View, gold: Json) -> tuple[Json, Json]:
@@ -16,20 +22,17 @@ def replay(context: Context, view: View, gold: Json) -> tuple[Json, Json]:
 
     For an episode the first is the trajectory's own final state and `gold` the list of gold calls. For
     round r `gold` is a list of rounds, each a list of calls; both sides are replayed up to and with r.
-    Raises UnscorableError where the gold has another shape or a twin refuses a gold call.
+    The states are shared with other episodes of the task: they are read, never changed.
+    Raises UnscorableError where the gold has another shape, a twin refuses a gold call, or it breaks.
     """
     task = view.trajectory.task
     if view.scope == "episode":
-        return view.trajectory.state, gold_state(context, task, gold_calls(gold, "literal"))
-    if not isinstance(gold, (list, tuple)) or len(gold) <= view.round:
-        raise UnscorableError(f"replay by round: there are no gold calls for round {view.round}")
-    wanted = [call for part in gold[: view.round + 1] for call in gold_calls(part, "literal")]
+        return view.trajectory.state, gold_replay(context, task, gold_calls(gold, "literal")).state
+    before, now = _by_round(view, gold)
     upto = view.turns[-1].index if view.turns else -1
     made = calls_made([turn for turn in view.trajectory.turns if turn.index <= upto])
-    twin, _ = run_calls(context, task, [item.call for item in made])
-    state = twin.state()
-    twin.close()
-    return state, gold_state(context, task, wanted)
+    own = run_calls(context, task, [item.call for item in made])
+    return own.state, gold_replay(context, task, [*before, *now]).state
 
 
 def replay_answers(context: Context, view: View, gold: Json) -> list[str]:
@@ -39,43 +42,62 @@ def replay_answers(context: Context, view: View, gold: Json) -> list[str]:
     """
     before: list[GoldCall] = []
     if view.scope == "round":
-        if not isinstance(gold, (list, tuple)) or len(gold) <= view.round:
-            raise UnscorableError(f"replay by round: there are no gold calls for round {view.round}")
-        before = [call for part in gold[: view.round] for call in gold_calls(part, "literal")]
-        gold = gold[view.round]
-    now = gold_calls(gold, "literal")
-    twin, answers = run_calls(context, view.trajectory.task, _as_calls([*before, *now]))
-    twin.close()
-    return [message.content for message in answers[len(before) :]]
+        before, now = _by_round(view, gold)
+    else:
+        now = gold_calls(gold, "literal")
+    return gold_replay(context, view.trajectory.task, [*before, *now]).answers[len(before) :]
 
 
-def _as_calls(gold: Sequence[GoldCall]) -> list[ToolCall]:
-    return [ToolCall(call.name, dict(call.arguments), id=f"gold-{i}") for i, call in enumerate(gold)]
+def _by_round(view: View, gold: Json) -> tuple[list[GoldCall], list[GoldCall]]:
+    """Gold calls of the rounds before the view's, and of its own."""
+    if not isinstance(gold, (list, tuple)) or len(gold) <= view.round:
+        raise UnscorableError(f"replay by round: there are no gold calls for round {view.round}")
+    before = [call for part in gold[: view.round] for call in gold_calls(part, "literal")]
+    return before, gold_calls(gold[view.round], "literal")
 
 
-def gold_state(context: Context, task: Task, gold: Sequence[GoldCall]) -> Json:
-    """State of a fresh twin after the gold calls. Raises UnscorableError where the twin refuses one."""
-    twin, _ = run_calls(context, task, _as_calls(gold))
-    state = twin.state()
-    twin.close()
-    return state
+def gold_replay(context: Context, task: Task, gold: Sequence[GoldCall]) -> Replayed:
+    """State and answers of a fresh twin after the gold calls; replayed once for all episodes of the task.
+
+    Raises UnscorableError where the twin refuses a gold call or breaks.
+    """
+    calls = [ToolCall(call.name, dict(call.arguments), id=f"gold-{i}") for i, call in enumerate(gold)]
+    content = json.dumps([asdict(task), [asdict(call) for call in calls]], default=repr)
+    key = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
+    return context.replays.get(key, lambda: run_calls(context, task, calls))
 
 
-def run_calls(context: Context, task: Task, calls: Sequence[ToolCall]) -> tuple[Twin, list[Message]]:
-    """A fresh twin after the calls, one a turn, and the tool messages it answered with.
+def run_calls(context: Context, task: Task, calls: Sequence[ToolCall]) -> Replayed:
+    """State of a fresh twin after the calls, one a turn, and what its tools answered.
 
     The calls go in as one assistant message each, so the twin's own budget of turns must allow them.
+    Raises UnscorableError where it ends before the last call or breaks: a twin's fault is never a 0.
     """
     if context.twin is None:
         raise UnscorableError("this run gives no environment to replay on")
-    twin = context.twin(task)
-    twin.reset(seed=task.seed, options={"task": task})
-    answers: list[Message] = []
+    twin: Twin | None = None
+    try:
+        twin = context.twin(task)
+        twin.reset(seed=task.seed, options={"task": task})
+        answers = _answers(twin, calls)
+        return Replayed(twin.state(), answers)
+    except UnscorableError:
+        raise
+    except Exception as error:  # an environment author's code may raise anything; that is no reason to stop a run
+        log.exception("a gold replay broke (task %s)", task.id)
+        raise UnscorableError(f"the twin environment broke: {type(error).__name__}: {error}") from error
+    finally:
+        if twin is not None:
+            twin.close()
+
+
+def _answers(twin: Twin, calls: Sequence[ToolCall]) -> list[str]:
+    answers: list[str] = []
     for index, call in enumerate(calls):
         outcome: Any = twin.step(Message("assistant", "", (call,)))
-        answers.extend(message for message in outcome[0] if message.role == "tool")
+        answers.extend(message.content for message in outcome[0] if message.role == "tool")
         if (outcome[2] or outcome[3]) and index + 1 < len(calls):
             raise UnscorableError(
                 f"the twin environment ended after {index + 1} of {len(calls)} replayed calls"
             )
-    return twin, answers
+    return answers

@@ -1,0 +1,144 @@
+"""Gold replays: once for a task, however many members its group has; a twin's fault is null, never 0."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from reward_episodes import Counter, call, episode, gold, leaf, spec
+
+from agentrl.reward import Context, compile_spec
+from agentrl.reward.once import Once
+from agentrl.trajectory import Task
+
+REPLAY = {"replay": {"$": "/task/gold/calls"}}
+WANT = {"calls": gold(call("add", x=2), call("add", x=3))}
+
+
+class Twins:
+    """Builds Counters and keeps them."""
+
+    def __init__(self) -> None:
+        self.built: list[Counter] = []
+
+    def __call__(self, task: Task) -> Counter:
+        self.built.append(Counter(task))
+        return self.built[-1]
+
+
+def member(total: int, **task: object):
+    trajectory = episode([(call("add", x=total), str(total))], "end", state={"total": total}, task_gold=WANT)
+    trajectory.task = replace(trajectory.task, **task)
+    return trajectory
+
+
+def scorer_of(twins, root=None):
+    return compile_spec(spec(root or leaf("state.match", REPLAY)), context=Context(twin=twins))
+
+
+def test_a_group_replays_its_gold_once():
+    twins = Twins()
+    scorer = scorer_of(twins)
+    assert [scorer.score(member(total)).value for total in (5, 4, 5, 6)] == [1, 0, 1, 0]
+    assert len(twins.built) == 1 and twins.built[0].closed
+
+
+def test_members_that_finish_together_replay_once():
+    class Slow(Twins):
+        def __call__(self, task: Task) -> Counter:
+            time.sleep(0.05)
+            return super().__call__(task)
+
+    twins = Slow()
+    scorer = scorer_of(twins)
+
+    async def run() -> list[float | None]:
+        return [score.value for score in await asyncio.gather(*(scorer.ascore(member(n)) for n in (5, 4, 5)))]
+
+    assert asyncio.run(run()) == [1, 0, 1]
+    assert len(twins.built) == 1
+
+
+@pytest.mark.parametrize(
+    "other", [{"id": "t1"}, {"seed": 1}, {"split": "test"}, {"data": {"start": 1}}, {"gold": {"calls": WANT["calls"][:1]}}]
+)
+def test_another_task_has_its_own_replay(other):
+    twins = Twins()
+    scorer = scorer_of(twins)
+    scorer.score(member(5))
+    scorer.score(member(5, **other))
+    assert len(twins.built) == 2
+
+
+def test_two_leaves_share_one_replay():
+    twins = Twins()
+    root = {"op": "all", "of": [leaf("state.match", REPLAY), leaf("results.contains", REPLAY)]}
+    assert scorer_of(twins, root).score(member(5)).value == 0  # the answer "2" was never got
+    assert len(twins.built) == 1
+
+
+def test_a_twin_that_breaks_is_null_closed_and_tried_again():
+    class Broken(Counter):
+        def step(self, action):
+            raise OSError("the database went away")
+
+    built: list[Counter] = []
+
+    def twin(task: Task) -> Counter:
+        built.append(Broken(task) if not built else Counter(task))
+        return built[-1]
+
+    scorer = scorer_of(twin)
+    score = scorer.score(member(5))
+    assert score.value is None
+    assert "the twin environment broke: OSError: the database went away" in score.evidence["root"]["unscored"]
+    assert built[0].closed
+    assert scorer.score(member(5)).value == 1
+
+
+def test_a_twin_that_cannot_be_built_is_null():
+    def twin(task: Task) -> Counter:
+        raise RuntimeError("no memory")
+
+    assert "no memory" in scorer_of(twin).score(member(5)).evidence["root"]["unscored"]
+
+
+def test_once_is_bounded_and_keeps_what_was_asked_for_last():
+    made: list[str] = []
+    once = Once[str](most=2)
+
+    def ask(key: str) -> str:
+        return once.get(key, lambda: made.append(key) or key.upper())
+
+    assert [ask(key) for key in "abacab"] == list("ABACAB")
+    assert made == ["a", "b", "c", "b"]  # a was asked for again before c came, so b had to go
+    assert len(once) == 2
+
+
+def test_once_works_a_value_out_once_for_all_threads_and_forgets_failures():
+    once, began, tries = Once[int](), threading.Event(), []
+
+    def fail() -> int:
+        tries.append(1)
+        began.wait(5)
+        raise ValueError("no")
+
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(once.get, "k", fail) for _ in range(4)]
+        began.set()
+        assert all(isinstance(item.exception(), ValueError) for item in waiting)
+    assert once.get("k", lambda: 7) == 7
+    assert 1 <= len(tries) <= 4
+
+
+def test_a_copy_of_a_memo_begins_empty():
+    once = Once[int](most=3)
+    once.get("k", lambda: 1)
+    for other in (copy.deepcopy(once), pickle.loads(pickle.dumps(once))):
+        assert len(other) == 0 and other.get("k", lambda: 2) == 2
