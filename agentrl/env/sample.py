@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from agentrl.env.patterns import Unsupported, sample_pattern
 from agentrl.trajectory import Json
 
 _MAX_DEPTH = 6
+_TRIES = 20
 
 
 def sample_arguments(parameters: Mapping[str, Json], rng: np.random.Generator) -> dict[str, Json]:
@@ -22,7 +25,7 @@ def sample_value(schema: Json, rng: np.random.Generator, root: Mapping[str, Json
     """One value of `schema`; `root` is where local references point to.
 
     Knows the keywords that typed Python signatures give (types, enum, const, unions, bounds, lengths,
-    references). Keywords beyond those (patterns, formats) are not looked at.
+    references) and patterns without look-around. Other keywords (formats, allOf, not) are not looked at.
     """
     if not isinstance(schema, Mapping) or not schema:
         return int(rng.integers(0, 10))
@@ -55,6 +58,8 @@ def _of_type(
     if kind in ("integer", "number"):
         return _number(kind, schema, rng)
     if kind == "string":
+        if "pattern" in schema and (made := _patterned(schema, rng)) is not None:
+            return made
         low = int(schema.get("minLength", 1))
         length = int(rng.integers(low, max(low, min(int(schema.get("maxLength", low + 8)), low + 8)) + 1))
         return "".join(chr(ord("a") + int(letter)) for letter in rng.integers(0, 26, size=length))
@@ -63,12 +68,28 @@ def _of_type(
     return _object(schema, rng, root, depth)
 
 
+def _patterned(schema: Mapping[str, Json], rng: np.random.Generator) -> str | None:
+    """A text that fits pattern and lengths; None where some tries made none."""
+    low, high = int(schema.get("minLength", 0)), schema.get("maxLength")
+    for _ in range(_TRIES):
+        try:
+            made = sample_pattern(str(schema["pattern"]), rng)
+        except (Unsupported, re.error):
+            return None
+        if low <= len(made) and (high is None or len(made) <= int(high)):
+            return made
+    return None
+
+
 def _number(kind: str, schema: Mapping[str, Json], rng: np.random.Generator) -> int | float:
     step = 1 if kind == "integer" else 0
     low = schema.get("minimum", schema["exclusiveMinimum"] + step if "exclusiveMinimum" in schema else None)
     high = schema.get("maximum", schema["exclusiveMaximum"] - step if "exclusiveMaximum" in schema else None)
     low = low if low is not None else (high - 99 if high is not None else 0)
     high = high if high is not None else low + 99
+    if multiple := schema.get("multipleOf"):
+        steps = rng.integers(int(np.ceil(low / multiple)), int(np.floor(max(high, low + multiple) / multiple)) + 1)
+        return int(steps) * (int(multiple) if kind == "integer" else float(multiple))
     if kind == "integer":
         return int(rng.integers(int(np.ceil(low)), int(np.floor(high)) + 1))
     return round(float(low) + (float(high) - float(low)) * float(rng.uniform(0.01, 0.99)), 6)

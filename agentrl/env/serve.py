@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from importlib.util import find_spec
 from typing import Any
 
 from agentrl.env.base import ToolEnv
-from agentrl.errors import DependencyError, EnvError
+from agentrl.errors import ConfigError, DependencyError, EnvError
 from agentrl.trajectory import Message, ToolCall
 
+HOST = "127.0.0.1"
 START, ANSWER = "start_episode", "final_answer"
 
 _OWN_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -107,11 +109,20 @@ def serve_mcp(env: ToolEnv, *, seed: int, split: str, port: int | None) -> None:
     asyncio.run(_serve(env, seed, split, port))
 
 
+def _listen(port: int) -> socket.socket:
+    """A socket on 127.0.0.1:`port`. Raises ConfigError where the port cannot be had."""
+    try:
+        return socket.create_server((HOST, port))
+    except (OSError, OverflowError) as problem:
+        raise ConfigError(f"--http {port}: cannot listen on {HOST}:{port}: {problem}; try another port") from problem
+
+
 async def _serve(env: ToolEnv, seed: int, split: str, port: int | None) -> None:
     served = Served(env, seed, split)
+    listener = None if port is None else _listen(port)
     server = build_server(served, await served.start(seed))
     try:
-        if port is None:
+        if listener is None:
             from mcp.server.stdio import stdio_server
 
             async with stdio_server() as (read, write):
@@ -120,8 +131,9 @@ async def _serve(env: ToolEnv, seed: int, split: str, port: int | None) -> None:
             import uvicorn
 
             app = server.streamable_http_app()
-            await uvicorn.Server(
-                uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning")
-            ).serve()
+            config = uvicorn.Config(app, log_level="warning")
+            await uvicorn.Server(config).serve(sockets=[listener])
     finally:
+        if listener is not None:
+            listener.close()
         await env.aclose()

@@ -236,11 +236,7 @@ async def test_over_http_and_through_a_config(http_server: str) -> None:
 
 # -- serving --------------------------------------------------------------------------------------
 
-SERVE = (
-    "import sys; from agentrl.catalog import EnvRef; from agentrl.env.serve import serve_mcp; "
-    "serve_mcp(EnvRef('key_value', {'calls': 2}).build(), seed=3, split='train', "
-    "port=int(sys.argv[1]) if len(sys.argv) > 1 else None)"
-)
+SERVE = ["-m", "agentrl.cli.main", "env", "serve", "key_value", "calls=2", "--mcp", "--seed", "3"]
 
 
 async def solve(client: Any) -> None:
@@ -264,14 +260,14 @@ async def solve(client: Any) -> None:
 async def test_an_environment_served_over_stdio() -> None:
     from mcp import Client, StdioServerParameters
 
-    async with Client(StdioServerParameters(command=sys.executable, args=["-c", SERVE])) as client:
+    async with Client(StdioServerParameters(command=sys.executable, args=SERVE)) as client:
         await solve(client)
 
 
 @pytest.fixture
 async def served_http() -> AsyncIterator[str]:
     port = free_port()
-    process = subprocess.Popen([sys.executable, "-c", SERVE, str(port)], start_new_session=True)
+    process = subprocess.Popen([sys.executable, *SERVE, "--http", str(port)], start_new_session=True)
     try:
         wait_for(port, process)
         yield f"http://127.0.0.1:{port}/mcp"
@@ -287,9 +283,21 @@ async def test_an_environment_served_over_http(served_http: str) -> None:
         await solve(client)
 
 
+def test_a_port_that_cannot_be_had_is_a_mistake_with_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    from agentrl.cli.main import main
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["env", "serve", "key_value", "--mcp", "--http", port]) == 2
+        told = capsys.readouterr()
+        assert f"127.0.0.1:{port}" in told.err and "in use" in told.err and "another port" in told.err
+    assert main(["env", "serve", "key_value", "--mcp", "--http", "70000"]) == 2
+    assert "--http 70000" in capsys.readouterr().err
+
+
 async def test_a_served_environment_can_be_imported_again() -> None:
     """The two ends fit each other: key_value's tools inside another environment's episode."""
-    env = env_with(McpServerConfig(command=[sys.executable, "-c", SERVE], tools=["get", "add"]))
+    env = env_with(McpServerConfig(command=[sys.executable, *SERVE], tools=["get", "add"]))
     await env.areset(seed=0)
     assert await answer(env, "add", x=4) == "4" and await answer(env, "add", x=5) == "9"
     await env.aclose()

@@ -16,7 +16,8 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from agentrl.catalog import make_env
-from agentrl.env import Message, Task, ToolCall
+from agentrl.env import Message, Task, ToolCall, ToolEnv
+from agentrl.env.budgets import TurnLimit
 from agentrl.errors import EnvError, ToolTimeoutError
 from agentrl.tool import Hidden, tool
 from agentrl.trajectory import StopReason, Trajectory
@@ -245,6 +246,25 @@ def test_time_limit_gives_truncated() -> None:
     env.reset(seed=0)
     assert env.step(call("write", text="a"))[2:4] == (False, False)
     assert env.step(call("write", text="a"))[2:4] == (False, True)
+
+
+@pytest.mark.filterwarnings("ignore:.*passive.*")
+def test_an_episode_cut_from_outside_is_not_judged_one_cut_from_inside_is() -> None:
+    """Gymnasium's TimeLimit only sets `truncated`: the reward is the step's own, as for every environment."""
+    task = make_env("key_value", calls=2)
+    task.reset(seed=3)
+    turns = task.gold_turns(task.task)[:1]
+    outside = gymnasium.make("agentrl.gym:KeyValue-v0", calls=2, max_episode_steps=1)
+    outside.reset(seed=3)
+    assert outside.step(turns[0])[1:4] == (0.0, False, True)
+    core = outside.unwrapped
+    assert isinstance(core, ToolEnv) and core.is_open and core.trajectory.reward is None
+    outside.close()
+    assert not core.is_open
+    inside = TurnLimit(make_env("key_value", calls=2), turns=1)
+    inside.reset(seed=3)
+    assert inside.step(turns[0])[1:4] == (0.0, False, True)
+    assert inside.trajectory.reward == 0.0 and inside.trajectory.stop is StopReason.MAX_TURNS
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
