@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ class Mcp(ToolEnv):
         self.state_tool = state_tool if own else state_tool or "dump"
         self.allowed = None if tools is None else tuple(tools)
         self.system = system
-        self.tasks = _of_levels(load_tasks(tasks or HERE / "tasks.jsonl", schema=ROW, to_task=_to_task), level)
+        self.tasks = _of_levels(_read(Path(tasks) if tasks else HERE / "tasks.jsonl"), level)
         self.splits = self.tasks.splits  # type: ignore[misc]  # those that the file has
         self.private: dict[str, Tool] = {}
         self.final: Json = None
@@ -210,6 +211,17 @@ def _packaged() -> Any:
     from .server import build
 
     return build()
+
+
+def _read(path: Path) -> TaskSet:
+    """The tasks of a file or folder, read again only where it changed: a run builds many environments."""
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    return _read_once(path, tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
+
+
+@lru_cache(maxsize=16)
+def _read_once(path: Path, stamp: tuple[tuple[Path, int, int], ...]) -> TaskSet:
+    return load_tasks(path, schema=ROW, to_task=_to_task)
 
 
 def _to_task(row: Mapping[str, Json]) -> tuple[Mapping[str, Json], Mapping[str, Json]]:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from agentrl.catalog import make_env
+from agentrl.catalog import list_envs, make_env
 from agentrl.env import Message, Task, ToolCall, ToolEnv
 from agentrl.env.budgets import TurnLimit
 from agentrl.errors import EnvError, ToolTimeoutError
@@ -282,6 +282,20 @@ def test_vector_environments(kind: str) -> None:
         observations, rewards, terminated, _, _ = vector.step(("<tool_call>{}</tool_call>", "5", "6"))
         assert list(terminated) == [False, True, True] and np.all(rewards == 0)
         assert "malformed_call" in observations[0][0].content
+    finally:
+        vector.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", list_envs(), ids=lambda entry: entry.name)
+def test_every_environment_of_the_shelf_in_a_vector(entry: Any) -> None:
+    vector = gymnasium.vector.SyncVectorEnv([lambda: make_env(entry.id) for _ in range(2)], copy=False)
+    try:
+        observations, _ = vector.reset(seed=[4, 4])
+        assert observations[0] == observations[1]
+        observations, rewards, terminated, truncated, _ = vector.step(("<tool_call>{}</tool_call>",) * 2)
+        assert observations[0] == observations[1] and not truncated.any()
+        assert rewards[0] == rewards[1] and terminated[0] == terminated[1]
     finally:
         vector.close()
 

@@ -222,6 +222,13 @@ def test_bad_parameters_and_rows_are_told_before_the_run(tmp_path: Path) -> None
             make_env("mcp", command=["x"], tasks=rows(tmp_path / "bad.jsonl", task))
 
 
+def test_a_changed_task_file_is_read_again(stdio: dict[str, Any], tmp_path: Path) -> None:
+    one, two = make_env("mcp", **stdio), make_env("mcp", **stdio)
+    assert isinstance(one, ToolEnv) and vars(one)["tasks"] is vars(two)["tasks"]
+    rows(tmp_path / "tasks.jsonl", {"split": "train", "prompt": "new", "gold": {"answer": 1}})
+    assert make_env("mcp", **stdio).make_task(0, "train").data["prompt"] == "new"
+
+
 def test_without_the_sdk_listing_works_and_building_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.tool.mcp.find_spec", lambda name: None)
     assert "agentrl/Mcp-v0" in {entry.id for entry in list_envs()}
