@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ def run_lint(args: argparse.Namespace) -> int:
         probed = (
             f", probed on {args.tasks} tasks of {args.env}" if args.env else ", not probed (--env ID would)"
         )
-        print(f"{scorer.name}: {len(findings)} findings; reward within [{low:g}, {high:g}]{probed}")
+        print(f"{scorer.name}: {_count(len(findings), 'finding')}; reward within [{low:g}, {high:g}]{probed}")
     return 1 if any(item.level == "error" for item in findings) else 0
 
 
@@ -124,7 +125,8 @@ def run_explain(args: argparse.Namespace) -> int:
     from agentrl.reward.explain import explain_text
 
     scorer = compile_spec(_spec(args.spec), context=_options(args)())
-    score = scorer.score(_one(args.trajectory, args.row))
+    trajectory, others = _with_others(args.trajectory, args.row, scorer.compares)
+    score = scorer.score_group([trajectory, *others])[0] if others else scorer.score(trajectory)
     if args.json:
         content = {
             "value": score.value,
@@ -134,12 +136,19 @@ def run_explain(args: argparse.Namespace) -> int:
         }
         print(json.dumps({**content, "evidence": score.evidence}, indent=2))
     else:
+        recorded = f"recorded reward {_shown(trajectory.reward)}"
+        where = f"{trajectory.task.id}, member {trajectory.member}, {_count(len(trajectory.turns), 'turn')}"
+        print(f"{where}, stopped: {trajectory.stop.value}, {recorded}")
         print(explain_text(score))
     return 0
 
 
 def run_score(args: argparse.Namespace) -> int:
-    """Score a file; one JSON object a row."""
+    """Score a file; one JSON object a row. What is unscored, and why, goes to the standard error."""
+    from agentrl.reward.explain import reasons
+
+    if args.out is not None and not args.out.parent.is_dir():
+        raise UserError(f"--out {args.out}: there is no folder {args.out.parent}")
     rows = _scored(args, args.spec)
     text = "".join(json.dumps(row) + "\n" for row in rows)
     if args.out is None:
@@ -149,6 +158,9 @@ def run_score(args: argparse.Namespace) -> int:
     values = [row["value"] for row in rows if row["value"] is not None]
     mean = f"mean {sum(values) / len(values):.4g}" if values else "no value"
     print(f"{len(values)} of {len(rows)} episodes scored, {mean}", file=sys.stderr)
+    why = Counter(next(reasons(row["evidence"]), "no reason given") for row in rows if row["value"] is None)
+    for reason, count in why.most_common(5):
+        print(f"unscored: {count} x {reason}", file=sys.stderr)
     return 0
 
 
@@ -269,6 +281,20 @@ def _one(path: Path, row: int) -> Trajectory:
     return parse_row(str(path), *lines[row - 1])
 
 
+def _with_others(path: Path, row: int, compares: bool) -> tuple[Trajectory, list[Trajectory]]:
+    """The episode of a row and, for a spec that compares, the other episodes of its task in the file."""
+    from agentrl.reward.offline import parse_row, read_lines
+
+    chosen = _one(path, row)
+    if not compares or path.suffix == ".json":
+        return chosen, []
+    rows = [parse_row(str(path), number, line) for number, line in read_lines(path)]
+    task = (chosen.env_id, chosen.task.id)
+    return chosen, [
+        other for place, other in enumerate(rows, 1) if place != row and (other.env_id, other.task.id) == task
+    ]
+
+
 def _scored(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
     from agentrl.reward.offline import read_lines, score_file
 
@@ -295,6 +321,10 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _shown(value: float | None) -> str:

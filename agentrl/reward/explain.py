@@ -30,6 +30,18 @@ def explain_text(score: Score) -> str:
     return "\n".join(lines)
 
 
+def reasons(evidence: Json) -> Iterator[str]:
+    """Why an evidence tree has no value: from the leaf that could not be scored, outward."""
+    if isinstance(evidence, Mapping):
+        for value in evidence.values():
+            yield from reasons(value)
+        if "unscored" in evidence:
+            yield str(evidence["unscored"])
+    elif isinstance(evidence, list):
+        for item in evidence:
+            yield from reasons(item)
+
+
 def _node(evidence: Mapping[str, Json], indent: str, role: str) -> Iterator[str]:
     name = f" [{evidence['id']}]" if "id" in evidence else ""
     weight = f" x {evidence['weight']:g}" if "weight" in evidence else ""

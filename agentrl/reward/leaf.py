@@ -107,6 +107,15 @@ class Leaf(ABC):
         """
 
 
+def need_twin(args: Args, context: Context) -> None:
+    """Raises ValueError where a leaf replays and the run gives no environment for it."""
+    if "replay" in args and context.twin is None:
+        raise ValueError(
+            "replay: needs an environment to replay the gold calls on; name it with --env ID "
+            "(in Python: Context(twin=...))"
+        )
+
+
 def object_schema(properties: dict[str, Any], required: tuple[str, ...] = ()) -> dict[str, Any]:
     """The JSON Schema of an argument object that knows its keys."""
     schema: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": properties}

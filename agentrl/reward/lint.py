@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from agentrl.reward.compile import walk
+from agentrl.reward.explain import reasons
 from agentrl.reward.node import TRUE, LeafNode, Node
 from agentrl.reward.ops import LINEAR, GateNode, OpNode
 from agentrl.reward.score import Score, Scorer
@@ -149,6 +150,9 @@ def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None) 
     (calls at random and every number as the answer), `padded` (every gold call three times), `shuffled`
     (the gold calls in another order). `order_free`: whether the environment says that order is free.
     """
+    if scorer.compares:
+        message = "the spec compares the members of a group; what single probe episodes score tells nothing"
+        return [Finding("warning", "not-probed", "/root", message)]
     scores = {
         kind: [scorer.score(trajectory) for trajectory in episodes] for kind, episodes in probes.items()
     }
@@ -180,7 +184,7 @@ def _ceiling(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[
     values = [score.value for score in scores.get("gold", ())]
     unscored = [score for score in scores.get("gold", ()) if score.value is None]
     if unscored:
-        why = next(_reasons(unscored[0].evidence), "no reason given")
+        why = next(reasons(unscored[0].evidence), "no reason given")
         yield Finding("error", "gold-unscored", "/root", f"the gold solution could not be scored: {why}")
         return
     worst = min((value for value in values if value is not None), default=high)
@@ -262,15 +266,3 @@ def _values(evidence: Json) -> dict[str, tuple[str, float | None]]:
         for item in below if isinstance(below, list) else [below]:
             found.update(_values(item))
     return found
-
-
-def _reasons(evidence: Json) -> Iterator[str]:
-    """Why, from the leaf that could not be scored, outward."""
-    if isinstance(evidence, Mapping):
-        for value in evidence.values():
-            yield from _reasons(value)
-        if "unscored" in evidence:
-            yield str(evidence["unscored"])
-    elif isinstance(evidence, list):
-        for item in evidence:
-            yield from _reasons(item)

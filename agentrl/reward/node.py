@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.reward.leaf import Leaf, PendingError, UnscorableError
-from agentrl.reward.pointer import Absent
-from agentrl.reward.predicate import decide
+from agentrl.reward.pointer import ABSENT, Absent
+from agentrl.reward.predicate import decide, references
 from agentrl.reward.view import View
 from agentrl.trajectory import Json
 
@@ -118,7 +118,9 @@ class Node(ABC):
         if self.mods.when is not None:
             decided = decide(self.mods.when, lambda ref: self._read_ref(view, ref))
             if decided is None:
-                return self._finish(Result(None, {"unscored": "`when` reads what is not there"}))
+                absent = [ref for ref in references(self.mods.when) if self._read_ref(view, ref) is ABSENT]
+                places = " and ".join(dict.fromkeys(str(ref["$"]) for ref in absent))
+                return self._finish(Result(None, {"unscored": f"`when` reads {places}, which is not there"}))
             if not decided:
                 return Result(None, self._header({"skipped": "when"}, None), skipped=True)
         return self._finish(self.inner(view, frame))

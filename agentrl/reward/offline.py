@@ -44,7 +44,7 @@ def parse_row(path: str, number: int, line: str) -> Trajectory:
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         what = f"{type(error).__name__}: {error}"[:200]
         raise UserError(
-            f"{path}:{number}: not a trajectory ({what}); expected a row of Trajectory.to_json"
+            f"{path}:{number}: not a trajectory ({what}); expected a row as a run writes them to its trajectories/ folder"
         ) from error
 
 

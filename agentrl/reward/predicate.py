@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from agentrl.reward.pointer import ABSENT, Absent
+from agentrl.reward.pointer import Absent
 from agentrl.reward.values import LITERAL, Rule, same
 from agentrl.trajectory import Json
 
@@ -100,4 +100,10 @@ def decide(predicate: Mapping[str, Json], read: Reader) -> bool | None:
     return holds(read(predicate), comparison)
 
 
-__all__ = ["ABSENT", "COMPARISONS", "COMPARISON_SCHEMA", "decide", "holds"]
+def references(predicate: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
+    """The comparisons that a predicate is made of, each with the reference that it reads."""
+    if "$" in predicate:
+        yield predicate
+    below = [predicate["not"]] if "not" in predicate else []
+    for part in (*below, *predicate.get("all", ()), *predicate.get("any", ())):
+        yield from references(part)

@@ -151,7 +151,7 @@ def test_replays_on_a_real_environment(tmp_path, capsys):
         tmp_path / "state.json",
         spec(leaf("state.match", {"replay": {"$": "/task/gold/calls"}, "by": "hash"})),
     )
-    with pytest.raises(UserError, match="this run gives none"):
+    with pytest.raises(UserError, match="name it with --env ID"):
         agentrl("lint", state)
     ref = EnvRef(KEY_VALUE)
     compiled = compile_spec(state, context=Context(twin=lambda task: ref.build()))
@@ -326,3 +326,32 @@ def test_progress_counts_every_row(tmp_path):
     score_file(load_spec(SHELF / "key_value.json"), file, 1, Context, seen.append)
     assert sum(seen) == 150
     assert len(seen) > 1
+
+
+def test_explain_compares_an_episode_with_the_others_of_its_task(tmp_path, capsys):
+    rank = write(tmp_path / "rank.json", spec(leaf("group.rank", {"of": leaf("cost.turns", {"max": 4})})))
+    rows = record(tmp_path / "rows.jsonl", episode("a"), episode([call("f")], "b"), episode([call("f")], [call("f")], "c"))
+    assert agentrl("explain", rank, rows, "--row", 2) == 0
+    first, total, *_ = capsys.readouterr().out.splitlines()
+    assert first == "t0, member 0, 2 turns, stopped: done, recorded reward unscored"
+    assert total == "test: 0.5"
+    alone = record(tmp_path / "alone.jsonl", episode("a"))
+    assert agentrl("explain", rank, alone) == 0
+    assert "scored alone, without its group" in capsys.readouterr().out
+
+
+def test_a_spec_that_compares_is_not_probed(probes):
+    root = leaf("group.rank", {"of": ANSWER})
+    assert findings(root, probes) == {"not-probed"}
+
+
+def test_score_says_why_episodes_are_unscored(tmp_path, capsys):
+    root = leaf("number.close", {"expect": {"$": "/task/gold/anser"}}, when={"$": "/task/gold/part", "eq": 1})
+    rows = record(tmp_path / "rows.jsonl", episode("a"), episode("b", task_gold={"part": 1}), episode("c"))
+    assert agentrl("score", write(tmp_path / "s.json", spec(root)), rows) == 0
+    said = capsys.readouterr().err
+    assert "0 of 3 episodes scored, no value" in said
+    assert "unscored: 2 x `when` reads /task/gold/part, which is not there" in said
+    assert "unscored: 1 x '/task/gold/anser' resolves to nothing" in said
+    with pytest.raises(UserError, match="there is no folder"):
+        agentrl("score", tmp_path / "s.json", rows, "--out", tmp_path / "none" / "x.jsonl")

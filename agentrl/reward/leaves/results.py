@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, ClassVar
 
-from agentrl.reward.leaf import Args, Context, Leaf, Reading, object_schema, or_ref
+from agentrl.reward.leaf import Args, Context, Leaf, Reading, need_twin, object_schema, or_ref
 from agentrl.reward.leaves.text import contained, wanted_texts
 from agentrl.reward.replay import replay_answers
 from agentrl.reward.values import NORMALIZERS, brief
@@ -43,10 +43,7 @@ class ResultsContains(Leaf):
         super().__init__(args, context)
         if args.get("credit") == "partial" and args.get("mode") == "any":
             raise ValueError("credit: partial counts all expected texts; it does not go with mode: any")
-        if "replay" in args and context.twin is None:
-            raise ValueError(
-                "replay: needs an environment to replay on, and this run gives none (Context.twin)"
-            )
+        need_twin(args, context)
         if "replay" in args and ("mode" in args or "word" in args):
             raise ValueError("replay: compares whole answers; mode and word have no effect")
 

@@ -7,7 +7,16 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from agentrl.reward.leaf import Args, Context, Leaf, Reading, UnscorableError, object_schema, or_ref
+from agentrl.reward.leaf import (
+    Args,
+    Context,
+    Leaf,
+    Reading,
+    UnscorableError,
+    need_twin,
+    object_schema,
+    or_ref,
+)
 from agentrl.reward.pointer import ABSENT, Absent, follow, parse_pointer
 from agentrl.reward.predicate import COMPARISON_SCHEMA, COMPARISONS, holds
 from agentrl.reward.replay import replay
@@ -74,10 +83,7 @@ class StateMatch(Leaf):
         only_fields = sorted({"credit", "compare", "strings", "abs", "rel"} & set(args))
         if self.by == "hash" and only_fields:
             raise ValueError(f"{only_fields[0]}: has no effect with by: hash (use by: fields)")
-        if "replay" in args and context.twin is None:
-            raise ValueError(
-                "replay: needs an environment to replay on, and this run gives none (Context.twin)"
-            )
+        need_twin(args, context)
         self.path = parse_pointer(args.get("path", ""))
         self.ignore = [parse_pointer(pointer) for pointer in args.get("ignore", [])]
         normalize = NORMALIZERS[args.get("strings", "exact")]
