@@ -10,7 +10,7 @@ from agentrl.errors import RewardSpecError
 from agentrl.reward.group import GROUP_LEAVES
 from agentrl.reward.leaf import Context, Leaf, UnscorableError
 from agentrl.reward.leaves import LEAVES
-from agentrl.reward.node import ConstantNode, LeafNode, Mods, Node
+from agentrl.reward.node import ConstantNode, LeafNode, Mods, Node, walk
 from agentrl.reward.ops import LINEAR, GateNode, OpNode
 from agentrl.reward.pointer import Absent, is_ref, join, parse_pointer
 from agentrl.reward.score import Scorer
@@ -171,11 +171,6 @@ def _mods(node: Mapping[str, Any]) -> Mods:
 def read_ref(view: View, ref: Mapping[str, Json]) -> Json | Absent:
     """What a reference leads to from a view, or ABSENT."""
     return view.read(parse_pointer(str(ref["$"])), ref.get("at"))
-
-
-def walk(node: Node) -> list[Node]:
-    """The node and all below it, parents first."""
-    return [node, *(below for child in node.children() for below in walk(child))]
 
 
 def _has_ref(value: Json) -> bool:

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from agentrl.reward.compile import walk
 from agentrl.reward.explain import reasons
-from agentrl.reward.node import TRUE, LeafNode, Node
+from agentrl.reward.node import TRUE, LeafNode, Node, walk
 from agentrl.reward.ops import LINEAR, GateNode, OpNode
 from agentrl.reward.score import Score, Scorer
 from agentrl.trajectory import Json, Trajectory

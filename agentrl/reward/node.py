@@ -187,6 +187,11 @@ class Node(ABC):
         return Result(value, self._header(evidence, value), steps)
 
 
+def walk(node: Node) -> list[Node]:
+    """The node and all below it, parents first."""
+    return [node, *(below for child in node.children() for below in walk(child))]
+
+
 def total(values: Sequence[float]) -> float:
     """The exact sum, rounded once; infinite where it is beyond the range of a float."""
     try:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from agentrl.reward.group import GroupNode
 from agentrl.reward.leaf import JudgeClient
-from agentrl.reward.node import Frame, LeafNode, Node
+from agentrl.reward.node import Frame, LeafNode, Node, walk
 from agentrl.reward.view import episode_view
 from agentrl.trajectory import Json, Trajectory
 
@@ -70,7 +70,7 @@ class Scorer:
         self.range = root.range()
         self._blocking = blocking
         self._judge = judge
-        nodes = [node for top in (root, *self.metrics) for node in _walk(top)]
+        nodes = [node for top in (root, *self.metrics) for node in walk(top)]
         self._groups = [node for node in nodes if isinstance(node, GroupNode)]
         self.compares = bool(self._groups)
         self.asks = any(isinstance(node, LeafNode) and node.leaf.kind == "judge" for node in nodes)
@@ -163,10 +163,6 @@ class Scorer:
                     metrics[node.mods.id] = item.value
         steps = dict(sorted(result.steps.items())) if result.value is not None else {}
         return Score(result.value, steps, evidence, metrics)
-
-
-def _walk(node: Node) -> list[Node]:
-    return [node, *(below for child in node.children() for below in _walk(child))]
 
 
 def _collect(evidence: Json, metrics: dict[str, float | None]) -> None:

@@ -16,7 +16,7 @@ import jsonschema
 from agentrl.errors import RewardSpecError
 from agentrl.reward import schema as grammar
 from agentrl.reward.ops import AGGREGATES
-from agentrl.reward.pointer import follow, is_ref, join, parse_pointer
+from agentrl.reward.pointer import is_ref, join, parse_pointer
 from agentrl.reward.view import FIELDS
 
 _DEEPEST = 40
@@ -274,6 +274,3 @@ def _suggest(name: Any, known: Iterable[Any]) -> str:
     match = difflib.get_close_matches(str(name), [str(item) for item in options], n=1, cutoff=0.5)
     listed = ", ".join("null" if item is None else str(item) for item in options)
     return (f"did you mean {match[0]!r}? " if match else "") + f"known: {listed}"
-
-
-__all__ = ["follow", "load_spec"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from agentrl.reward import Context, compile_spec
 from agentrl.trajectory import Message, Task, TokenLedger, ToolCall, ToolResult, Trajectory, Turn
 
 SHELF = Path(__file__).parents[2] / "rewards"
@@ -106,3 +107,8 @@ def spec(root: dict[str, Any], **rest: Any) -> dict[str, Any]:
 
 def leaf(kind: str, args: dict[str, Any] | None = None, **mods: Any) -> dict[str, Any]:
     return {"use": kind, **({"args": args} if args is not None else {}), **mods}
+
+
+def value(kind: str, args: dict[str, Any], trajectory: Trajectory, context: Context | None = None, **mods: Any) -> Any:
+    """What one leaf gives."""
+    return compile_spec(spec(leaf(kind, args, **mods)), context=context).score(trajectory).value

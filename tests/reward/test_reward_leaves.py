@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from reward_episodes import Counter, call, episode, gold, leaf, spec, tool_schema
+from reward_episodes import call, episode, gold, leaf, spec, tool_schema, value
 
-from agentrl.reward import Context, compile_spec
+from agentrl.reward import compile_spec
 from agentrl.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
-
-
-def value(kind, args, trajectory, context=None, **mods):
-    return compile_spec(spec(leaf(kind, args, **mods)), context=context).score(trajectory).value
 
 
 def why(kind, args, trajectory, context=None):
@@ -248,18 +244,6 @@ def test_no_state_and_a_state_that_is_no_json_are_null():
     assert value("state.match", {"expect": {"a": 1}}, with_state({"a": float("nan")})) == 0
 
 
-def test_replay_of_the_gold_calls_on_a_twin():
-    context = Context(twin=Counter)
-    args = {"replay": {"$": "/task/gold/calls"}}
-    want = {"calls": gold(call("add", x=2), call("add", x=3))}
-    assert value("state.match", args, episode("end", state={"total": 5}, task_gold=want), context) == 1
-    assert value("state.match", args, episode("end", state={"total": 4}, task_gold=want), context) == 0
-    assert (
-        value("state.match", args, episode("end", state={"total": 4}, task_gold={"calls": 3}), context)
-        is None
-    )
-
-
 @pytest.mark.parametrize(
     ("comparison", "truth"),
     [
@@ -335,39 +319,6 @@ def test_results_contains():
     assert value("results.contains", {"expect": "confirmed"}, failed) == 0
 
 
-def test_results_contains_replay_by_round_wants_only_the_answers_of_that_round():
-    """Gold answers: "1" in round 0, "3" in round 1. The policy gets "0" in round 0 and "3" in round 1."""
-    rounds = [gold(call("add", x=1)), gold(call("add", x=2))]
-    trajectory = episode(
-        [(call("add", x=0), "0")],
-        "user: more",
-        [(call("add", x=3), "3")],
-        "end",
-        task_gold={"rounds": rounds},
-    )
-    args = {"replay": {"$": "/task/gold/rounds"}}
-    context = Context(twin=Counter)
-    assert value("results.contains", args, trajectory, context, scope="round", reduce="last") == 1
-    assert value("results.contains", args, trajectory, context, scope="round", reduce="all") == 0
-    earlier = episode(
-        [(call("add", x=3), "3"), (call("add", x=-2), "1")], "user: more", "end", task_gold={"rounds": rounds}
-    )
-    assert (
-        value("results.contains", args, earlier, context, scope="round", reduce="all") == 1
-    )  # got before counts
-
-
-def test_results_contains_replay_by_round_does_not_count_what_came_later():
-    rounds = [gold(call("add", x=1)), gold(call("add", x=2))]
-    later = [(call("add", x=1), "1"), (call("add", x=2), "3")]
-    trajectory = episode("wait", "user: more", later, task_gold={"rounds": rounds})
-    args = {"replay": {"$": "/task/gold/rounds"}}
-    assert (
-        value("results.contains", args, trajectory, Context(twin=Counter), scope="round", reduce="mean")
-        == 0.5
-    )
-
-
 def test_answers_of_calls_without_ids_are_found_by_their_place():
     made = (ToolCall("f", {"x": 1}), ToolCall("f", {"x": 2}))
     trajectory = episode([call("f")])
@@ -376,17 +327,6 @@ def test_answers_of_calls_without_ids_are_found_by_their_place():
     ]
     node = leaf("results.contains", {"expect": "one"}, scope="call", reduce="sum")
     assert compile_spec(spec(node)).score(trajectory).value == 1
-
-
-def test_results_contains_replay_is_a_multiset():
-    context = Context(twin=Counter)
-    want = {"calls": gold(call("add", x=1), call("add", x=0))}  # answers "1", "1"
-    args = {"replay": {"$": "/task/gold/calls"}}
-    twice = episode([(call("add", x=1), "1"), (call("add", x=0), "1")], task_gold=want)
-    once = episode([(call("add", x=1), "1")], task_gold=want)
-    assert value("results.contains", args, twice, context) == 1
-    assert value("results.contains", args, once, context) == 0
-    assert value("results.contains", {**args, "credit": "partial"}, once, context) == 0.5
 
 
 # -- format, episode, costs ------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from reward_episodes import Counter, call, episode, gold, leaf, spec
+from reward_episodes import Counter, call, episode, gold, leaf, spec, value
 
 from agentrl.reward import Context, compile_spec
 from agentrl.reward.once import Once
@@ -142,3 +142,62 @@ def test_a_copy_of_a_memo_begins_empty():
     once.get("k", lambda: 1)
     for other in (copy.deepcopy(once), pickle.loads(pickle.dumps(once))):
         assert len(other) == 0 and other.get("k", lambda: 2) == 2
+
+
+# -- what is compared ------------------------------------------------------------------------------
+
+
+def test_replay_of_the_gold_calls_on_a_twin():
+    context = Context(twin=Counter)
+    args = {"replay": {"$": "/task/gold/calls"}}
+    want = {"calls": gold(call("add", x=2), call("add", x=3))}
+    assert value("state.match", args, episode("end", state={"total": 5}, task_gold=want), context) == 1
+    assert value("state.match", args, episode("end", state={"total": 4}, task_gold=want), context) == 0
+    assert (
+        value("state.match", args, episode("end", state={"total": 4}, task_gold={"calls": 3}), context)
+        is None
+    )
+
+
+def test_results_contains_replay_by_round_wants_only_the_answers_of_that_round():
+    """Gold answers: "1" in round 0, "3" in round 1. The policy gets "0" in round 0 and "3" in round 1."""
+    rounds = [gold(call("add", x=1)), gold(call("add", x=2))]
+    trajectory = episode(
+        [(call("add", x=0), "0")],
+        "user: more",
+        [(call("add", x=3), "3")],
+        "end",
+        task_gold={"rounds": rounds},
+    )
+    args = {"replay": {"$": "/task/gold/rounds"}}
+    context = Context(twin=Counter)
+    assert value("results.contains", args, trajectory, context, scope="round", reduce="last") == 1
+    assert value("results.contains", args, trajectory, context, scope="round", reduce="all") == 0
+    earlier = episode(
+        [(call("add", x=3), "3"), (call("add", x=-2), "1")], "user: more", "end", task_gold={"rounds": rounds}
+    )
+    assert (
+        value("results.contains", args, earlier, context, scope="round", reduce="all") == 1
+    )  # got before counts
+
+
+def test_results_contains_replay_by_round_does_not_count_what_came_later():
+    rounds = [gold(call("add", x=1)), gold(call("add", x=2))]
+    later = [(call("add", x=1), "1"), (call("add", x=2), "3")]
+    trajectory = episode("wait", "user: more", later, task_gold={"rounds": rounds})
+    args = {"replay": {"$": "/task/gold/rounds"}}
+    assert (
+        value("results.contains", args, trajectory, Context(twin=Counter), scope="round", reduce="mean")
+        == 0.5
+    )
+
+
+def test_results_contains_replay_is_a_multiset():
+    context = Context(twin=Counter)
+    want = {"calls": gold(call("add", x=1), call("add", x=0))}  # answers "1", "1"
+    args = {"replay": {"$": "/task/gold/calls"}}
+    twice = episode([(call("add", x=1), "1"), (call("add", x=0), "1")], task_gold=want)
+    once = episode([(call("add", x=1), "1")], task_gold=want)
+    assert value("results.contains", args, twice, context) == 1
+    assert value("results.contains", args, once, context) == 0
+    assert value("results.contains", {**args, "credit": "partial"}, once, context) == 0.5
