@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.catalog import EnvRef
-from agentrl.env import ToolEnv
+from agentrl.env import Policy, ToolEnv
 from agentrl.errors import ConfigError
 from agentrl.render.base import Renderer
 from agentrl.rollout.seeds import derive
@@ -25,22 +25,31 @@ async def transcript(env: ToolEnv, renderer: Renderer, seed: int, teacher: dict[
     `sampled` marks the teacher's tokens (logprob 0, version 0). The episode is not scored.
     """
     observation, _ = await env.areset(seed=seed, options={"split": "train"})
-    policy = env.teacher(env.trajectory.task, random.Random(seed), **teacher)
-    ledger = TokenLedger()
-    ledger.append_context(renderer.start(observation, env.toolbox.schemas()), turn=0)
-    turn = 0
-    while (message := policy.act(observation)) is not None:
-        ids = renderer.assistant(message)
-        ledger.append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn)
-        observation, _, terminated, truncated, _ = await env.astep(renderer.parse(ids, "stop"))
-        if terminated or truncated:
-            break
-        turn += 1
-        ledger.append_context(renderer.extend("stop", observation), turn)
-    await env.aclose()
+    try:
+        policy = _policy(env, seed, teacher)
+        ledger = TokenLedger()
+        ledger.append_context(renderer.start(observation, env.toolbox.schemas()), turn=0)
+        turn = 0
+        while (message := policy.act(observation)) is not None:
+            ids = renderer.assistant(message)
+            ledger.append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn)
+            observation, _, terminated, truncated, _ = await env.astep(renderer.parse(ids, "stop"))
+            if terminated or truncated:
+                break
+            turn += 1
+            ledger.append_context(renderer.extend("stop", observation), turn)
+    finally:
+        await env.aclose()
     trajectory = env.trajectory
     trajectory.ledgers, trajectory.stop = [ledger], StopReason.DONE
     return trajectory
+
+
+def _policy(env: ToolEnv, seed: int, params: dict[str, Any]) -> Policy:
+    try:
+        return env.teacher(env.trajectory.task, random.Random(seed), **params)
+    except (TypeError, ValueError) as problem:
+        raise ConfigError(f"sft.teacher = {params}: {problem}") from problem
 
 
 class Transcripts:

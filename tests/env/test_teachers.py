@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
+import sys
+from pathlib import Path
 
 import pytest
 
-from agentrl.catalog import make_env
+from agentrl.catalog import EnvRef, find_env, make_env
 from agentrl.env import ToolEnv
 from agentrl.env.teachers import GIVES_UP, GoldTeacher
+from agentrl.errors import ConfigError
 from agentrl.trajectory import Message
+from agentrl.warm_start import Transcripts
 
 TURNS = [Message("assistant", text) for text in ("one", "two", "three")]
 
@@ -45,3 +50,19 @@ def test_it_is_the_default_of_an_environment() -> None:
     assert reward == 1.0
     with pytest.raises(TypeError):
         env.teacher(env.task, random.Random(0), wrong=0.1)
+
+
+async def test_without_gold_turns_a_warm_start_says_so(tmp_path: Path) -> None:
+    """A task file without gold calls: an answer to compare with, but nobody to learn from."""
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({"split": "train", "prompt": "how many?", "gold": {"answer": 3}}))
+    server = Path(str(find_env("mcp").path)).parent / "server.py"
+    ref = EnvRef("mcp", {"command": [sys.executable, str(server)], "tasks": str(tasks)})
+    with pytest.raises(ConfigError, match=r"has no gold calls, so \[sft\] cannot warm"):
+        await Transcripts(ref, None, {}, 0).take(0, 1)  # type: ignore[arg-type]  # it fails before a renderer is needed
+
+
+@pytest.mark.parametrize(("params", "told"), [({"wrong": 0.1}, "'wrong'"), ({"stop": 7}, "0..1")])
+async def test_a_parameter_that_no_teacher_takes_is_a_mistake_in_the_config(params: dict[str, float], told: str) -> None:
+    with pytest.raises(ConfigError, match=f"sft.teacher.*{told}"):
+        await Transcripts(EnvRef("mcp"), None, params, 0).take(0, 1)  # type: ignore[arg-type]
