@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.reward.gold import GoldCall, gold_calls
@@ -61,10 +60,16 @@ def gold_replay(context: Context, task: Task, gold: Sequence[GoldCall]) -> Repla
 
     Raises UnscorableError where the twin refuses a gold call or breaks.
     """
-    calls = [ToolCall(call.name, dict(call.arguments), id=f"gold-{i}") for i, call in enumerate(gold)]
-    content = json.dumps([asdict(task), [asdict(call) for call in calls]], default=repr)
-    key = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
-    return context.replays.get(key, lambda: run_calls(context, task, calls))
+    wanted = [(call.name, call.arguments) for call in gold]
+    content = [task.id, task.seed, task.split, task.data, task.gold, wanted]
+    text = json.dumps(content, default=lambda value: dict(value) if isinstance(value, Mapping) else repr(value))
+    key = hashlib.sha256(text.encode()).hexdigest()
+
+    def run() -> Replayed:
+        calls = [ToolCall(name, dict(arguments), id=f"gold-{i}") for i, (name, arguments) in enumerate(wanted)]
+        return run_calls(context, task, calls)
+
+    return context.replays.get(key, run)
 
 
 def run_calls(context: Context, task: Task, calls: Sequence[ToolCall]) -> Replayed:
