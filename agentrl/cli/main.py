@@ -33,9 +33,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """argparse takes no positional arguments behind an option, but `train FILE --overwrite a.b=c` is natural."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    overrides = vars(args).get("overrides")
+    if rest and (overrides is None or any(text.startswith("-") or "=" not in text for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*overrides, *rest]
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 the run failed, 2 a user's mistake, 130 interrupted."""
-    args = build_parser().parse_args(argv)
+    args = _parse(argv)
     try:
         code: int = args.run(args)
         return code

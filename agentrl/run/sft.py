@@ -34,7 +34,7 @@ async def warm_start(session: Session, recorder: Recorder, interrupt: Interrupt)
         step += STEPS_A_CALL
         session.display.step(step, {"loss": metrics["loss"], "gate": success})
         recorder.row("sft", step, metrics)
-        if step >= config.min_steps and step % config.gate_every == 0:
+        if step >= config.max_steps or (step >= config.min_steps and step % config.gate_every == 0):
             success = await _gate(session)
             recorder.row("gate", step, {"success": success})
             if success >= config.gate:
