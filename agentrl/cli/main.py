@@ -37,11 +37,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """argparse takes no positional arguments behind an option, but `train FILE --overwrite a.b=c` is natural."""
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
-    overrides = vars(args).get("overrides")
-    if rest and (overrides is None or any(text.startswith("-") or "=" not in text for text in rest)):
+    if not rest:
+        return args
+    if "overrides" not in args or any(text.startswith("-") or "=" not in text for text in rest):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        args.overrides = [*overrides, *rest]
+    args.overrides = [*args.overrides, *rest]
     return args
 
 

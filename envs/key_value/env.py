@@ -57,9 +57,10 @@ class KeyValue(ToolEnv):
         (grows where a task needs more). `max_value`: largest stored value, lowered so that no total passes
         99. Raises ConfigError for values outside these ranges."""
         super().__init__(**base)
-        low, high = (calls, calls) if isinstance(calls, int) else (calls[0], calls[-1])
-        if not 2 <= low <= high <= 50:
+        pair = list(calls) if isinstance(calls, Sequence) else [calls, calls]
+        if len(pair) != 2 or not all(isinstance(n, int) for n in pair) or not 2 <= pair[0] <= pair[1] <= 50:
             raise ConfigError(f"key_value: calls = {calls!r}; expected a number or [low, high] within 2..50")
+        low, high = pair
         if not (set_share >= 0 and list_share >= 0 and set_share + list_share <= 1):
             raise ConfigError("key_value: set_share and list_share must be shares with a sum of at most 1")
         if not (2 <= keys <= 26 and 1 <= max_value <= MAX_TOTAL):

@@ -12,7 +12,9 @@ def test_overrides_behind_an_option_are_taken() -> None:
     assert args.overrides == ["a.b=1", "c=2"] and args.overwrite
 
 
-@pytest.mark.parametrize("argv", [["train", "x.toml", "--overwrit3", "a=1"], ["doctor", "a=1"], ["train", "x.toml", "--overwrite", "y"]])
+@pytest.mark.parametrize(
+    "argv", [["train", "x.toml", "--overwrit3", "a=1"], ["env", "list", "a=1"], ["train", "x.toml", "--overwrite", "y"]]
+)
 def test_what_is_left_over_is_refused(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         _parse(argv)
