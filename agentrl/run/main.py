@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
+import shlex
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,9 +163,17 @@ def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: 
     display.say(f"run folder                  {folder.path}  (curve.png, metrics.jsonl, trajectories/, checkpoints/)")
     display.say(f"trained model               {folder.final}")
     display.say(f"look at it                  tensorboard --logdir {folder.path}/tensorboard")
-    display.say(f"try next                    agentrl eval {config.env.id} --model {folder.final} -k 4")
+    display.say(f"try next                    agentrl eval {config.env.id} --model {folder.final} -k 4 {_env_overrides(config)}")
     display.say("                            agentrl train configs/quickstart.toml name=harder env.params.calls='[2, 6]'")
     display.say("                            agentrl env list;  agentrl env new my_env")
+
+
+def _env_overrides(config: TrainConfig) -> str:
+    """The run's environment as overrides, so that an evaluation asks the same tasks."""
+    named = {f"env.params.{key}": value for key, value in config.env.params.items()}
+    if config.env.reward is not None:
+        named["env.reward"] = config.env.reward
+    return " ".join(f"{key}={shlex.quote(json.dumps(value))}" for key, value in named.items())
 
 
 def _percent(value: float | None) -> str:
