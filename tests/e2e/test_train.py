@@ -41,10 +41,13 @@ def test_the_run_folder_is_complete(done: Path) -> None:
         assert episode["evidence"] is not None and episode["messages"][0]["role"] == "system"
 
 
-def test_every_update_has_a_gradient_and_the_trainer_agrees_with_the_engine_on_every_token(done: Path) -> None:
+def test_updates_have_gradients_and_the_trainer_agrees_with_the_engine_on_every_token(done: Path) -> None:
     updates = [row for row in rows(done) if row["phase"] == "train"]
     assert [row["step"] for row in updates] == [1, 2, 3, 4]
-    for row in updates:
+    # Where all members of every group score alike an update has nothing to learn, and says so by leaving these out.
+    trained = [row for row in updates if row["tokens_trained"] > 0]
+    assert len(trained) >= 2 and trained[0]["step"] == 1
+    for row in trained:
         assert row["grad_norm"] > 0 and row["mismatch_max"] < 1e-4
 
 
