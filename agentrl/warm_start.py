@@ -28,6 +28,7 @@ async def transcript(env: ToolEnv, renderer: Renderer, seed: int, teacher: dict[
     try:
         policy = _policy(env, seed, teacher)
         ledger = TokenLedger()
+        renderer = renderer.with_tools(env.toolbox.schemas())
         ledger.append_context(renderer.start(observation, env.toolbox.schemas()), turn=0)
         turn = 0
         while (message := policy.act(observation)) is not None:

@@ -62,7 +62,7 @@ class Session:
             suffix = renderer.extend(parent.finish, messages[len(parent.history) :])
             ledger, prompt = parent.ledger, [*parent.ledger.ids(), *suffix]
         generation = await engine.generate(prompt, sampling, f"{self.key}/{id(ledger):x}")
-        message = unique_ids(renderer.parse(generation.token_ids, generation.finish), turns)
+        message = unique_ids(renderer.with_tools(tools).parse(generation.token_ids, generation.finish), turns)
         if parent is not None and len(ledger) != keep:
             ledger, parent = ledger.fork(keep), None  # another request went on from here meanwhile
         ledger.append_context(prompt[keep:], turns)

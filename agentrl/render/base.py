@@ -49,3 +49,8 @@ class Renderer(ABC):
         one begins with `start` of all messages.
         """
         return True
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
+        """The renderer for an episode that offers these tools (function schemas). It differs only where the
+        tool-call syntax does not type its values: `parse` then reads each as its declared type."""
+        return self

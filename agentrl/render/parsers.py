@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from agentrl.render.schema_values import typed_value
 from agentrl.render.toolcalls import call_from_json, malformed, parse_tool_calls, strict_json
 from agentrl.trajectory import Json, ToolCall
 
@@ -25,8 +26,8 @@ _PYTHON_TAG = "<|python_tag|>"
 def parse_qwen_xml(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
     """`<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>`.
 
-    The syntax does not type its values. With the tools' schemas a value is read as its declared type;
-    without, as JSON where it is JSON and as a string otherwise.
+    The syntax does not type its values. With the tools' schemas a value is read as its declared type (a string
+    where none is declared); without any tools, as JSON where it is JSON and as a string otherwise.
     """
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     prose: list[str] = []
@@ -38,7 +39,7 @@ def parse_qwen_xml(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed
         position = len(text) if close < 0 else close + len("</tool_call>")
         raw, call_id = text[start:position], f"call_{len(calls)}"
         body = text[start + len("<tool_call>") : close if close >= 0 else len(text)]
-        calls.append(_xml_call(body, raw, call_id, schemas, closed=close >= 0))
+        calls.append(_xml_call(body, raw, call_id, schemas if tools else None, closed=close >= 0))
     prose.append(text[position:])
     return "".join(prose).strip(), tuple(calls)
 
@@ -119,7 +120,7 @@ def _mistral_item(item: Json, call_id: str, raw: str) -> ToolCall:
 
 
 def _xml_call(
-    body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[str, Any]], *, closed: bool
+    body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[str, Any]] | None, *, closed: bool
 ) -> ToolCall:
     match = _FUNCTION.fullmatch(body)
     if match is None or not closed:
@@ -128,23 +129,23 @@ def _xml_call(
     name, inner = match.group(1).strip(), match.group(2)
     if not name:
         return malformed(call_id, raw, "expected a function name")
-    properties = schemas.get(name, {}).get("properties") or {}
+    schema = None if schemas is None else schemas.get(name, {})
     arguments: dict[str, Json] = {}
     position = 0
     for parameter in _PARAMETER.finditer(inner):
         if inner[position : parameter.start()].strip():
             break
         key = parameter.group(1).strip()
-        arguments[key] = _xml_value(parameter.group(2), (properties.get(key) or {}).get("type"))
+        arguments[key] = _xml_value(parameter.group(2), key, schema)
         position = parameter.end()
     if inner[position:].strip():
         return malformed(call_id, raw, "expected <parameter=KEY>value</parameter>", name)
     return ToolCall(name=name, arguments=arguments, id=call_id, raw=raw)
 
 
-def _xml_value(text: str, declared: str | None) -> Json:
-    if declared == "string":
-        return text
+def _xml_value(text: str, key: str, schema: Mapping[str, Any] | None) -> Json:
+    if schema is not None:
+        return typed_value(text, (schema.get("properties") or {}).get(key), schema)
     try:
         value, end = strict_json(text)
     except ValueError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -17,7 +18,7 @@ from jinja2 import TemplateError
 from agentrl.errors import ModelError, RenderError
 from agentrl.render.base import Renderer
 from agentrl.render.chatml import split_reasoning
-from agentrl.render.parsers import PARSERS, Parser, parser_for
+from agentrl.render.parsers import PARSERS, Parser, parse_qwen_xml, parser_for
 from agentrl.render.text import Codec, Markup
 from agentrl.trajectory import Json, Message, ToolCall
 
@@ -61,6 +62,13 @@ class TemplateRenderer(Renderer):
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         return (self._codec.added[self._stop],)
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateRenderer:
+        if self._parse_calls is not parse_qwen_xml:
+            return self
+        bound = copy(self)
+        bound._parse_calls = lambda text: parse_qwen_xml(text, tools)
+        return bound
 
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Raises RenderError where the template refuses the messages or has no place for the tools."""

@@ -21,6 +21,39 @@ def test_qwen_xml_reads_values_by_schema():
     assert parse_qwen_xml(XML)[1][0].arguments == {"key": "k3", "value": 7}
 
 
+TYPED = {
+    "n": {"type": "integer"}, "x": {"type": "number"}, "b": {"type": "boolean"}, "s": {"type": "string"},
+    "l": {"type": "array", "items": {"type": "integer"}}, "o": {"type": "object"}, "maybe": {"type": ["integer", "null"]},
+    "any_of": {"anyOf": [{"type": "number"}, {"type": "string"}]}, "level": {"enum": ["low", 3]},
+    "ref": {"$ref": "#/$defs/Point"}, "free": {},
+}  # fmt: skip
+TYPED_TOOL = {"type": "function", "function": {"name": "f", "parameters": {
+    "type": "object", "properties": TYPED, "$defs": {"Point": {"type": "object"}}}}}  # fmt: skip
+
+
+def xml_of(values):
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("n", "7", 7), ("n", " 7 ", 7), ("n", "7.5", "7.5"), ("n", "seven", "seven"), ("n", "9" * 5000, "9" * 5000),
+        ("x", "7", 7), ("x", "7.5", 7.5), ("x", "1e3", 1000), ("x", "inf", "inf"), ("x", "nan", "nan"),
+        ("b", "true", True), ("b", "False", False), ("b", "0", False), ("b", "yes", "yes"),
+        ("s", "7", "7"), ("s", "true", "true"), ("s", "null", "null"), ("s", '{"a": 1}', '{"a": 1}'), ("s", "", ""),
+        ("l", "[1, 2]", [1, 2]), ("l", "[1, 2", "[1, 2"), ("l", "[1e999]", "[1e999]"), ("l", "[NaN]", "[NaN]"),
+        ("o", '{"a": [null]}', {"a": [None]}), ("o", "{'a': 1}", "{'a': 1}"), ("o", '{"a": 1} x', '{"a": 1} x'),
+        ("maybe", "null", None), ("maybe", "NULL", None), ("maybe", "7", 7), ("any_of", "7.5", 7.5), ("any_of", "x", "x"),
+        ("level", "low", "low"), ("level", "3", 3), ("ref", '{"y": 1}', {"y": 1}), ("free", "7", "7"), ("other", "7", "7"),
+    ],
+)  # fmt: skip
+def test_qwen_xml_converts_as_declared(key, text, value):
+    (call,) = parse_qwen_xml(xml_of({key: text}), [TYPED_TOOL])[1]
+    assert call.arguments == {key: value} and type(call.arguments[key]) is type(value)
+
+
 def test_qwen_xml_keeps_lines_and_brackets_of_a_value():
     body = "if a < b:\n  print('</x>')\n"
     text = f"<tool_call><function=set><parameter=key>\n{body}\n</parameter></function></tool_call>"

@@ -1,5 +1,7 @@
 """The generic renderer over the template shapes of nine model families."""
 
+from functools import cache
+
 import pytest
 from families import FAMILIES, IM, QWEN25
 from hypothesis import assume, given, settings
@@ -123,6 +125,46 @@ def test_a_rendered_call_is_parsed_back(family, data):
     assert [call.name for call in parsed] == [call.name for call in turn.tool_calls]
     if renderer.syntax != "qwen_xml":  # XML does not type its values
         assert [call.arguments for call in parsed] == [call.arguments for call in turn.tool_calls]
+
+
+VALUES = {
+    "text": (st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<["), max_size=8)
+             | st.sampled_from(["7", "true", "null", "[1]", "", "\n", " x\n"]), {"type": "string"}),
+    "count": (st.integers(-(10**20), 10**20), {"type": "integer"}),
+    "ratio": (st.floats(allow_nan=False, allow_infinity=False), {"type": "number"}),
+    "flag": (st.booleans(), {"type": "boolean"}),
+    "items": (st.lists(st.integers() | st.text(max_size=3) | st.none(), max_size=3), {"type": "array"}),
+    "map": (st.dictionaries(st.text(max_size=3), st.integers() | st.booleans(), max_size=2), {"type": "object"}),
+    "maybe": (st.none() | st.integers(), {"anyOf": [{"type": "integer"}, {"type": "null"}]}),
+}  # fmt: skip
+TYPED = [{"type": "function", "function": {"name": "typed", "description": "", "parameters": {
+    "type": "object", "properties": {key: schema for key, (_, schema) in VALUES.items()}}}}]  # fmt: skip
+
+
+@quick
+@given(st.fixed_dictionaries({}, optional={key: values for key, (values, _) in VALUES.items()}))
+def test_untyped_xml_comes_back_as_the_tools_declare_it(arguments):
+    renderer = _renderer("qwen3-coder").with_tools(TYPED)
+    turn = Message("assistant", "", (ToolCall("typed", arguments, id="abcdefghi"),))
+    (call,) = renderer.parse(renderer.assistant(turn), "stop").tool_calls
+    assert call.arguments == arguments
+    assert {key: type(value) for key, value in call.arguments.items() if key != "ratio"} == {
+        key: type(value) for key, value in arguments.items() if key != "ratio"
+    }
+
+
+def test_tools_of_one_episode_are_not_those_of_another():
+    shared = _renderer("qwen3-coder")
+    turn = shared.assistant(Message("assistant", "", (ToolCall("typed", {"text": "7"}, id="abcdefghi"),)))
+    assert shared.with_tools(TYPED).parse(turn, "stop").tool_calls[0].arguments == {"text": "7"}
+    assert shared.parse(turn, "stop").tool_calls[0].arguments == {"text": 7}
+    assert (hermes := _renderer("qwen2.5")).with_tools(TYPED) is hermes
+
+
+@cache
+def _renderer(name):
+    template, tokens, bos, eos, *_ = FAMILIES[name]
+    return make_renderer(build_tokenizer(tokens, template, bos=bos, eos=eos))
 
 
 def test_a_turn_without_stop_token_is_closed(family):

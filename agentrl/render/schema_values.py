@@ -1,0 +1,95 @@
+"""Values of a tool-call syntax that writes everything as text, read as the types that the tool declares.
+
+The order of the attempts is that of vLLM's Qwen3-coder parser, so that a model served there and trained
+here gets the same arguments (`tests/engines/test_vllm_parsers.py` compares the two).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from agentrl.render.toolcalls import strict_json
+from agentrl.trajectory import Json
+
+
+def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
+    """`text` as the first declared type that it can be: null, integer, number, boolean, object, array, string.
+
+    A value that is none of its declared types stays the text it was, for the validation of the call to
+    refuse; so does one whose schema declares no type. `root` is where `#/...` references point.
+    """
+    declared = set(_types(schema, root, 8))
+    for kind, read in _READERS.items():
+        if kind in declared:
+            try:
+                return read(text)
+            except ValueError:
+                continue
+    return text
+
+
+def _types(schema: Json, root: Mapping[str, Any], depth: int) -> Iterator[str]:
+    """The JSON types that a schema allows, by name; `depth` bounds references that lead to themselves."""
+    if not isinstance(schema, Mapping) or depth == 0:
+        return
+    kind = schema.get("type")
+    yield from [kind] if isinstance(kind, str) else [item for item in kind or () if isinstance(item, str)]
+    values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
+    yield from (_NAMES[type(value)] for value in values)
+    for key in ("anyOf", "oneOf", "allOf"):
+        for choice in schema.get(key) or ():
+            yield from _types(choice, root, depth - 1)
+    if isinstance(schema.get("$ref"), str):
+        yield from _types(_target(schema["$ref"], root), root, depth - 1)
+
+
+def _target(reference: str, root: Mapping[str, Any]) -> Json:
+    """What a reference within the same schema points at; None where it points nowhere."""
+    place: Json = root
+    for part in reference.removeprefix("#/").split("/"):
+        place = place.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
+    return place
+
+
+def _null(text: str) -> None:
+    if text.lower() != "null":
+        raise ValueError
+
+
+def _number(text: str) -> int | float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError
+    return int(value) if value == int(value) else value
+
+
+def _boolean(text: str) -> bool:
+    word = text.strip().lower()
+    if word not in ("true", "1", "false", "0"):
+        raise ValueError
+    return word in ("true", "1")
+
+
+def _json(text: str) -> Json:
+    value, end = strict_json(text)
+    if text[end:].strip() or not _finite(value):
+        raise ValueError
+    return value
+
+
+def _finite(value: Json) -> bool:
+    """Whether every number in it is one: `1e999` is read as infinity, which JSON cannot write."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return all(_finite(item) for item in items)
+
+
+_READERS: dict[str, Callable[[str], Json]] = {
+    "null": _null, "integer": int, "number": _number, "boolean": _boolean, "object": _json, "array": _json, "string": str,
+}  # fmt: skip
+_NAMES = {
+    type(None): "null", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array", str: "string",
+}  # fmt: skip
