@@ -135,7 +135,7 @@ class _Episode:
             self.env.areset(seed=self.spec.task_seed, options={"split": self.spec.split})
         )
         self.record = record = self.env.trajectory
-        renderer = self.policy.renderer
+        renderer = self.policy.renderer.with_tools(self.env.toolbox.schemas())
         self.ledger.append_context(renderer.start(observation, self.env.toolbox.schemas()), turn=0)
         for turn in range(self.limits.max_turns):
             room, reason = self._room()
