@@ -89,6 +89,8 @@ class Turn:
 
     `ledger` and `end` say where the turn's last sampled token lies (ledger index, token position), so
     that a reward for this turn lands on that token; -1 until the turn was sampled by an engine.
+    `seconds` are those of the sampling and of each of its tool calls; `usd` is what an API asked for it,
+    None where nobody knows.
     """
 
     index: int
@@ -101,6 +103,7 @@ class Turn:
     end: int = -1
     seconds: float = 0.0
     finish: str = "stop"
+    usd: float | None = None
 
 
 class TokenLedger:
@@ -232,7 +235,9 @@ class Trajectory:
 
     `reward` is None where the episode could not be scored (see StopReason.infrastructure); it is never
     replaced by 0. `state` is the environment's final state as JSON, for state-based reward leaves.
-    `tools` are the function schemas the policy was offered, for schema-based leaves.
+    `tools` are the function schemas the policy was offered, for schema-based leaves. `rewrites`: where a
+    context policy (or the environment's `history`) rewrote the conversation: before which turn, the ledger that
+    begins with it, its tokens, and the messages that were put in.
     """
 
     env_id: str
@@ -242,6 +247,7 @@ class Trajectory:
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     ledgers: list[TokenLedger] = field(default_factory=list)
+    rewrites: list[dict[str, Json]] = field(default_factory=list)
     tools: list[dict[str, Json]] = field(default_factory=list)
     state: Json = None
     reward: float | None = None

@@ -33,15 +33,29 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """What a provider counted for one call: its own tokens, and US dollars (None where nobody knows)."""
+
+    prompt_tokens: int
+    sampled_tokens: int
+    usd: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """What the engine sampled: equal-length columns. `logprobs` are log pi under the sampling
     distribution (temperature applied, renormalized over the top-p / top-k set), `versions` the weights
-    that sampled each token. A stop token, where one ended the turn, is the last id."""
+    that sampled each token. A stop token, where one ended the turn, is the last id.
+
+    `usage`: only from engines whose ids are no tokens (API models). `seconds`: only where the caller's own
+    clock would be wrong (a replay says how long the recorded call took)."""
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
     finish: Finish
+    usage: Usage | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from agentrl.config import RolloutConfig
@@ -14,9 +15,11 @@ from agentrl.env import ToolEnv
 from agentrl.errors import AgentrlError, EngineError, EnvError, ToolTimeoutError
 from agentrl.render.base import Renderer
 from agentrl.reward import Score, Scorer
+from agentrl.rollout.context.base import ContextPolicy, Moment, Stop
+from agentrl.rollout.context.truncate import elided
 from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.rollout.seeds import derive
-from agentrl.trajectory import Message, StopReason, Task, TokenLedger, Trajectory, Turn
+from agentrl.trajectory import Json, Message, StopReason, Task, TokenLedger, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -35,7 +38,11 @@ class EpisodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Budgets of one episode; times in seconds, lengths in tokens. `context` is the model's own limit."""
+    """Budgets of one episode; times in seconds, lengths in tokens.
+
+    `context`: the most tokens that the model can take, which bounds each ledger. `max_episode_tokens`: the most
+    that all ledgers of the episode may hold together, which is what training on it computes.
+    """
 
     max_turns: int
     max_turn_tokens: int
@@ -53,13 +60,19 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The engine, the renderer and how to sample: everything that turns messages into the next message."""
+    """The engine, the renderer and how to sample: everything that turns messages into the next message.
+
+    `context`: what happens to a conversation that outgrows the model. `writer`: who writes summaries for it;
+    None is this policy itself.
+    """
 
     engine: Engine
     renderer: Renderer
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    context: ContextPolicy = field(default_factory=Stop)
+    writer: Policy | None = None
 
     def at(self, temperature: float) -> Policy:
         """The same policy at another temperature; 0 is greedy."""
@@ -118,11 +131,15 @@ class _Episode:
     def __init__(self, env: ToolEnv, policy: Policy, spec: EpisodeSpec, limits: Limits) -> None:
         self.env = env
         self.policy = policy
+        self.renderer = policy.renderer
         self.spec = spec
         self.limits = limits
         self.ledgers = [TokenLedger()]
+        self.shown: list[Message] = []
+        self.rewrites: list[dict[str, Json]] = []
         self.record: Trajectory | None = None
         self.engine_s = 0.0
+        self.turn_s = 0.0
         self.env_s = 0.0
 
     @property
@@ -135,7 +152,8 @@ class _Episode:
             self.env.areset(seed=self.spec.task_seed, options={"split": self.spec.split})
         )
         self.record = record = self.env.trajectory
-        renderer = self.policy.renderer.with_tools(self.env.toolbox.schemas())
+        self.renderer = renderer = self.policy.renderer.with_tools(self.env.toolbox.schemas())
+        self.shown = list(observation)
         self.ledger.append_context(renderer.start(observation, self.env.toolbox.schemas()), turn=0)
         for turn in range(self.limits.max_turns):
             room, reason = self._room()
@@ -157,24 +175,76 @@ class _Episode:
                 return StopReason.DONE
             if truncated:
                 return StopReason(info.get("stop", StopReason.MAX_TURNS))
-            history = info.get("history")
-            if history is None and not renderer.keeps(message, observation):
-                history = record.messages
-            self._append(generation, observation, history, turn + 1)
+            await self._go_on(generation, message, observation, info.get("history"))
         return StopReason.MAX_TURNS
 
-    def _append(
-        self, generation: Generation, observation: Sequence[Message], history: Sequence[Message] | None, turn: int
+    async def _go_on(
+        self, generation: Generation, message: Message, observation: Sequence[Message],
+        history: Sequence[Message] | None,
     ) -> None:
-        """Put what the environment answered into the ledger; where the `history` was rewritten (compaction, or a
-        chat template that drops old reasoning), begin another ledger with it as context. What was sampled
-        before stays, and is trained, in the old one."""
-        renderer = self.policy.renderer
-        if history is None:
-            self.ledger.append_context(renderer.extend(generation.finish, observation), turn)
-            return
-        self.ledgers.append(TokenLedger())
-        self.ledger.append_context(renderer.start(history, self.env.toolbox.schemas()), turn)
+        """Put what the environment answered into the ledger, and `message`'s turn is over.
+
+        Where the conversation is rewritten (by the environment's `history`, by the context policy, or by a chat
+        template that drops old reasoning), another ledger begins with it as context. What was sampled before
+        stays, and is trained, in the old one.
+        """
+        assert self.record is not None
+        renderer, limits, turn = self.renderer, self.limits, len(self.record.turns)
+        fork = history is not None or not renderer.keeps(message, observation)
+        before = [*self.shown, self.record.turns[-1].message, *observation]
+        self.shown = before if history is None else list(history)
+        ids = self._start(self.shown) if fork else renderer.extend(generation.finish, observation)
+        tokens = len(ids) if fork else len(self.ledger) + len(ids)
+        moment = Moment(self.shown, len(observation), tokens, limits.max_turn_tokens, limits.context,
+                        partial(self._ask, generation, message, observation))
+        # After the last turn there is nothing to go on with.
+        rewritten = await self.policy.context.rewrite(moment) if turn < limits.max_turns else None
+        if rewritten is not None:
+            fork, self.shown, ids = True, rewritten, self._start(rewritten)
+        if rewritten is not None or history is not None:
+            known = {id(message) for message in before}
+            added = [{"role": m.role, "content": m.content} for m in self.shown if id(m) not in known]
+            self.rewrites.append({"turn": turn, "ledger": len(self.ledgers), "tokens": len(ids), "added": added})
+        if fork:
+            self.ledgers.append(TokenLedger())
+        self.ledger.append_context(ids, turn)
+
+    async def _ask(
+        self, generation: Generation, message: Message, observation: Sequence[Message], instruction: Message,
+        tokens: int,
+    ) -> str | None:
+        """The conversation and then `instruction`, answered; see `Moment.ask`. What this policy samples for it goes
+        into the ledger like any turn (and counts to the coming one), but neither into the record nor to the
+        environment. The newest tool output gives way to a marker where there is no room for it."""
+        assert self.record is not None
+        renderer, turn = self.renderer, len(self.record.turns)
+        if self.policy.writer is not None:
+            return await self._written(self.policy.writer, instruction, tokens)
+        earlier = self.shown[: len(self.shown) - len(observation)]
+        for fresh in (list(observation), elided(observation)):
+            fork = not renderer.keeps(message, [*fresh, instruction])
+            ids = (self._start([*earlier, *fresh, instruction]) if fork
+                   else renderer.extend(generation.finish, [*fresh, instruction]))
+            context = self.limits.context - len(ids) - (0 if fork else len(self.ledger))
+            room = min(tokens, context, self._budget() - len(ids))
+            if room == tokens:
+                break
+        if room < 1:
+            return None
+        if fork:
+            self.ledgers.append(TokenLedger())
+        self.ledger.append_context(ids, turn)
+        answer = await self._generate(room, turn, "summary")
+        return renderer.parse(answer.token_ids, answer.finish).content
+
+    async def _written(self, writer: Policy, instruction: Message, tokens: int) -> str:
+        """The same by another model: no token of it is this policy's."""
+        ids = writer.renderer.start([*self.shown, instruction], self.env.toolbox.schemas())
+        answer = await self._sample(writer, ids, tokens, "summary", f"{self.spec.key}.summary")
+        return writer.renderer.parse(answer.token_ids, answer.finish).content
+
+    def _start(self, messages: Sequence[Message]) -> list[int]:
+        return self.renderer.start(messages, self.env.toolbox.schemas())
 
     async def _env(self, answer: Awaitable[Answer]) -> Answer:
         """Await the environment; whatever its author's code raises becomes an EnvError that says where."""
@@ -191,34 +261,49 @@ class _Episode:
 
     def _room(self) -> tuple[int, StopReason]:
         """Tokens that the next turn may sample, and why the episode ends where none are left."""
-        episode = self.limits.max_episode_tokens - sum(len(ledger) for ledger in self.ledgers)
-        context = self.limits.context - len(self.ledger)
+        episode, context = self._budget(), self.limits.context - len(self.ledger)
         reason = StopReason.MAX_TOKENS if episode <= context else StopReason.CONTEXT_FULL
         return min(self.limits.max_turn_tokens, episode, context), reason
 
-    async def _generate(self, room: int, turn: int) -> Generation:
-        policy = self.policy
+    def _budget(self) -> int:
+        """What is left of `max_episode_tokens`."""
+        return self.limits.max_episode_tokens - sum(len(ledger) for ledger in self.ledgers)
+
+    async def _generate(self, room: int, turn: int, purpose: str = "turn") -> Generation:
+        """Sample after the ledger, into the ledger."""
+        generation = await self._sample(self.policy, self.ledger.ids(), room, purpose, self.spec.key)
+        self.ledger.append_sampled(generation.token_ids, generation.logprobs, generation.versions, turn)
+        return generation
+
+    async def _sample(self, policy: Policy, ids: list[int], room: int, purpose: str, key: str) -> Generation:
+        assert self.record is not None
+        turn = len(self.record.turns)
         sampling = Sampling(
             max_tokens=room, temperature=policy.temperature, top_p=policy.top_p, top_k=policy.top_k,
-            stop_token_ids=policy.renderer.stop_token_ids, seed=derive(self.spec.seed, "turn", turn),
+            stop_token_ids=policy.renderer.stop_token_ids, seed=derive(self.spec.seed, purpose, turn),
         )
         began = time.monotonic()
         try:
             async with asyncio.timeout(self.limits.turn_timeout):
-                generation = await policy.engine.generate(self.ledger.ids(), sampling, self.spec.key)
+                generation = await policy.engine.generate(ids, sampling, key)
         except TimeoutError:
-            raise EngineError(f"no answer within {self.limits.turn_timeout:g} s (turn {turn})") from None
+            raise EngineError(f"no answer within {self.limits.turn_timeout:g} s ({purpose} {turn})") from None
         finally:
-            self.engine_s += time.monotonic() - began
+            self.turn_s = time.monotonic() - began
+            self.engine_s += self.turn_s
         if generation.finish == "abort":
-            raise EngineError(f"the request was aborted in turn {turn}")
-        self.ledger.append_sampled(generation.token_ids, generation.logprobs, generation.versions, turn)
+            raise EngineError(f"the request was aborted in {purpose} {turn}")
         return generation
 
     def _locate(self, turn: Turn, generation: Generation, prompt_tokens: int) -> None:
         turn.ledger, turn.end = len(self.ledgers) - 1, len(self.ledger) - 1
         turn.prompt_tokens, turn.sampled_tokens = prompt_tokens, len(generation.token_ids)
         turn.finish = generation.finish
+        sampling_s = self.turn_s if generation.seconds is None else generation.seconds
+        turn.seconds = sampling_s + sum(result.seconds for result in turn.results)
+        if generation.usage is not None:
+            turn.prompt_tokens = generation.usage.prompt_tokens
+            turn.sampled_tokens, turn.usd = generation.usage.sampled_tokens, generation.usage.usd
 
     async def end(self, stop: StopReason, error: str | None) -> Trajectory:
         """Tear the environment down and complete the record."""
@@ -228,7 +313,10 @@ class _Episode:
         else:
             await self.env.aend(stop, error)
             trajectory = self.record
+        while len(self.ledgers) > 1 and not self.ledger.sampled.any():
+            self.ledgers.pop()  # begun for a turn that never came
         trajectory.ledgers = [ledger for ledger in self.ledgers if len(ledger)]
+        trajectory.rewrites = self.rewrites
         trajectory.seed, trajectory.member = self.spec.seed, self.spec.member
         trajectory.timings = {"engine_s": self.engine_s, "env_s": self.env_s}
         return trajectory
