@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ModelError, RenderError
 from agentrl.render.base import Renderer
+from agentrl.render.pieces import Place
 from agentrl.render.text import Codec, Markup
 from agentrl.render.toolcalls import parse_tool_calls, render_tool_calls
 from agentrl.trajectory import Message
@@ -111,7 +112,7 @@ class ChatML(Renderer):
                 messages = [Message("system", content), *messages[1:]]
             else:
                 messages = [Message("system", listing), *messages]
-        return self._codec.encode(*_turns(messages), _OPEN_TURN)
+        return self._codec.encode(*_turns(messages), _OPEN_TURN, after=Place.START)
 
     def extend(self, finish: str, messages: Sequence[Message]) -> list[int]:
         for message in messages:
@@ -129,7 +130,7 @@ class ChatML(Renderer):
     def assistant(self, message: Message) -> list[int]:
         if message.role != "assistant":
             raise RenderError(f"expected an assistant's message, got one of role {message.role!r}")
-        return self._codec.encode(*_body(message), Markup(END))
+        return self._codec.encode(*_body(message), Markup(END), after=Place.TEXT)
 
 
 def split_reasoning(text: str) -> tuple[str | None, str]:

@@ -19,6 +19,7 @@ from agentrl.errors import ModelError, RenderError
 from agentrl.render.base import Renderer
 from agentrl.render.chatml import split_reasoning
 from agentrl.render.parsers import PARSERS, Parser, parse_qwen_xml, parser_for
+from agentrl.render.pieces import Place
 from agentrl.render.text import Codec, Markup
 from agentrl.trajectory import Json, Message, ToolCall
 
@@ -77,7 +78,7 @@ class TemplateRenderer(Renderer):
         text = self._text(messages, tools, True)
         if tools and tools[0]["function"]["name"] not in text:
             raise RenderError("the chat template ignores tools")
-        return self._encode(text)
+        return self._encode(text, Place.START)
 
     def extend(self, finish: str, messages: Sequence[Message]) -> list[int]:
         for message in messages:
@@ -103,7 +104,8 @@ class TemplateRenderer(Renderer):
         if not whole.startswith(self._opening):
             raise RenderError("the chat template does not write an assistant turn after its own opening")
         turn, stop, _ = whole[len(self._opening) :].partition(self._stop)
-        return self._encode(turn + stop) if stop else [*self._encode(turn), *self.stop_token_ids]
+        after = self._codec.place_after(self._opening)
+        return self._encode(turn + stop, after) if stop else [*self._encode(turn, after), *self.stop_token_ids]
 
     def keeps(self, message: Message, following: Sequence[Message]) -> bool:
         if not message.reasoning:
@@ -184,14 +186,14 @@ class TemplateRenderer(Renderer):
     def _number(self, text: str) -> int:
         return self._control.index(text) if text != _HIDE else len(self._control)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, after: Place = Place.TOKEN) -> list[int]:
         parts: list[str] = []
         position = 0
         for match in _HIDDEN.finditer(text):
             number = int(match.group(1))
             parts += [Markup(text[position : match.start()]), ([*self._control, _HIDE])[number]]
             position = match.end()
-        return self._codec.encode(*parts, Markup(text[position:]))
+        return self._codec.encode(*parts, Markup(text[position:]), after=after)
 
     def _find_stop(self) -> str:
         text = self._text([_QUESTION, Message("assistant", _MARK), _QUESTION], (), False)
@@ -229,7 +231,7 @@ class TemplateRenderer(Renderer):
                 f"appending gives {replayed[at : at + 30]!r}"
             )
         direct = self._tokenizer(whole, add_special_tokens=False)["input_ids"]
-        if self._encode(whole) != list(direct):
+        if self._encode(whole, Place.START) != list(direct):
             raise ModelError("the tokenizer splits text in the middle of a conversation in a way of its own")
 
 

@@ -7,7 +7,6 @@ themselves, may become an added token; a plain `str` is always encoded as ordina
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer
 
 from agentrl.errors import ModelError, RenderError
+from agentrl.render.pieces import Place, plain_tokenizers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,16 +51,17 @@ class Codec:
         self._forbidden = {self.added[content] for content in self.control} - {unknown}
         longest_first = sorted(self.added, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._plain = _without(self._full, self.control)
+        self._plain = plain_tokenizers(self._full, self.control)
         for content in self.control:
             try:
                 self.encode(content)
             except RenderError as problem:
                 raise ModelError(f"the tokenizer cannot spell {content!r} as text: {problem}") from None
 
-    def encode(self, *parts: str) -> list[int]:
-        """Ids of the joined parts. Ordinary text between two added tokens is encoded as one piece, as the
-        tokenizer itself would, whichever parts it came from."""
+    def encode(self, *parts: str, after: Place = Place.TOKEN) -> list[int]:
+        """Ids of the joined parts, which come `after` a control token if nothing else is said. Ordinary text
+        between two added tokens is encoded as one piece, as the tokenizer itself would, whichever parts it
+        came from."""
         ids: list[int] = []
         run: list[str] = []
         strip = False
@@ -68,13 +69,19 @@ class Codec:
             for piece in self._pieces(part) if isinstance(part, Markup) else (part,):
                 if isinstance(piece, Markup):
                     text = "".join(run)
-                    ids += self._ordinary(text.lstrip() if strip else text, piece in self._strip_before)
+                    ids += self._ordinary(text.lstrip() if strip else text, piece in self._strip_before, after)
                     ids.append(self.added[piece])
-                    run, strip = [], piece in self._strip_after
+                    run, strip, after = [], piece in self._strip_after, Place.TOKEN
                 else:
                     run.append(piece)
         text = "".join(run)
-        return ids + self._ordinary(text.lstrip() if strip else text, False)
+        return ids + self._ordinary(text.lstrip() if strip else text, False, after)
+
+    def place_after(self, text: str) -> Place:
+        """Where a piece stands that comes after `text`, a template's own."""
+        if not text:
+            return Place.START
+        return Place.TOKEN if any(text.endswith(token) for token in self.added) else Place.TEXT
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text that ids spell, control tokens by their names; ids the tokenizer lacks are left out."""
@@ -88,22 +95,14 @@ class Codec:
             position = match.end()
         return [*pieces, str(markup[position:])]
 
-    def _ordinary(self, text: str, strip: bool) -> list[int]:
+    def _ordinary(self, text: str, strip: bool, after: Place) -> list[int]:
         text = text.rstrip() if strip else text
         if not text:
             return []
-        ids: list[int] = self._plain.encode(_without_surrogates(text), add_special_tokens=False).ids
+        ids: list[int] = self._plain[after].encode(_without_surrogates(text), add_special_tokens=False).ids
         if not self._forbidden.isdisjoint(ids):
             raise RenderError(f"ordinary text became a control token: {text[:80]!r}")
         return ids
-
-
-def _without(tokenizer: Tokenizer, control: frozenset[str]) -> Tokenizer:
-    spec = json.loads(tokenizer.to_str())
-    spec["added_tokens"] = [entry for entry in spec["added_tokens"] if entry["content"] not in control]
-    spec["post_processor"] = None
-    spec["truncation"] = spec["padding"] = None
-    return Tokenizer.from_str(json.dumps(spec))
 
 
 def _without_surrogates(text: str) -> str:
