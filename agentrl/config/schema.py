@@ -38,7 +38,7 @@ class InitModelConfig(Frozen):
 
 
 class LoraSection(Frozen):
-    """Train low-rank adapters instead of the weights (needs the extra `peft`). Weights are published merged."""
+    """Train low-rank adapters instead of the weights (needs the extra `peft`). `weights.lora` says how they are published."""
 
     rank: PositiveInt = 16
     alpha: Positive = 32.0
@@ -118,11 +118,22 @@ class ToolsConfig(Frozen):
 
 
 class RolloutConfig(Frozen):
-    """How episodes are run. Times are in seconds, budgets in tokens."""
+    """How episodes are run. Times are in seconds, budgets in tokens. docs/rollouts.md says how to choose.
+
+    `oversample`, `oversample_members`: so many times the groups of an update, or the members of a group, are
+    started; the slowest of them are cancelled once enough are back. `sampler`: which task a group gets.
+    `context`: what happens to a conversation that outgrows the model; `summary_model`: an API model (in
+    litellm's form) that writes the summaries for it, instead of the policy.
+    """
 
     groups: PositiveInt = 16
     group_size: PositiveInt = 8
+    oversample: Annotated[float, Field(ge=1.0, le=8.0)] = 1.0
+    oversample_members: Annotated[float, Field(ge=1.0, le=8.0)] = 1.0
     max_staleness: Annotated[int, Field(ge=0)] = 0
+    sampler: Choice = Choice(name="uniform")
+    context: Choice = Choice(name="stop")
+    summary_model: str | None = None
     max_episodes: PositiveInt = 256
     max_turns: PositiveInt = 16
     max_turn_tokens: PositiveInt = 256
@@ -159,6 +170,8 @@ class AlgorithmConfig(Frozen):
 
     `proximal`: the policy that ratios are taken against: the one that sampled ("behaviour": the engine's
     logprobs), or the trainer's weights at the start of the update ("recompute": one more forward pass).
+    `groups`: "kept" puts all members of a group into one minibatch, on one rank and, as far as
+    `optim.micro_tokens` allows, into one micro-batch; "split" places every row on its own.
     `correction`: weights between those two policies (algorithm/correction.py); it needs "recompute".
     """
 
@@ -167,6 +180,7 @@ class AlgorithmConfig(Frozen):
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean"
     epochs: PositiveInt = 1
     minibatch: PositiveInt = 32
+    groups: Literal["split", "kept"] = "split"
     proximal: Literal["behaviour", "recompute"] = "behaviour"
     correction: Choice | None = None
     kl: KlConfig = KlConfig()
@@ -174,7 +188,11 @@ class AlgorithmConfig(Frozen):
 
 
 class OptimConfig(Frozen):
-    """Optimizer and micro-batching. `micro_tokens` is a hard cap per micro-batch."""
+    """Optimizer and micro-batching. `micro_tokens` is a hard cap per micro-batch.
+
+    `prefix_sharing`: rows of a group that begin with the same tokens compute them once ("on"), only where
+    that saves a third of the slowest rank's tokens ("auto"), or never ("off"). Results are the same.
+    """
 
     lr: Positive = 1e-3
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
@@ -183,6 +201,7 @@ class OptimConfig(Frozen):
     warmup: Annotated[int, Field(ge=0)] = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     micro_tokens: PositiveInt = 8192
+    prefix_sharing: Literal["off", "auto", "on"] = "auto"
 
 
 Role = Literal["actor", "rollout", "reference", "critic", "reward_model"]
@@ -249,6 +268,21 @@ class VllmConfig(Frozen):
     enforce_eager: bool = True
 
 
+class WeightsConfig(Frozen):
+    """How new weights reach the engine, a bucket of `bucket_mib` MiB at a time (two are in memory at once).
+
+    `route`: "memory" (engine and trainer in one process), "shared" (on one machine), "collective" (a broadcast
+    to other machines), "disk" (files in `folder`, which all machines must see), or "auto": the first of these
+    that works. `lora`: what a model with adapters publishes, its weights with the adapter "merged" into them,
+    or the "adapter" only, which the engine applies to the weights that it started with.
+    """
+
+    route: Literal["auto", "memory", "shared", "collective", "disk"] = "auto"
+    bucket_mib: PositiveInt = 64
+    folder: str | None = None
+    lora: Literal["merged", "adapter"] = "merged"
+
+
 class EvalConfig(Frozen):
     """Held-out evaluation before, during (every `every` steps; 0 is never) and after training."""
 
@@ -258,10 +292,18 @@ class EvalConfig(Frozen):
 
 
 class CheckpointConfig(Frozen):
-    """Save every `every` steps, keep the newest `keep`."""
+    """Save every `every` steps; keep the newest `keep`, and the `keep_best` best by held-out evaluation.
+
+    `best`: the number that says which are best, success rate or mean reward. An evaluation that beats all
+    before it has its weights saved even between two saves. `asynchronous`: write files in the background
+    while training goes on (takes a copy of the state in host memory).
+    """
 
     every: PositiveInt = 10
     keep: PositiveInt = 2
+    keep_best: Annotated[int, Field(ge=0)] = 1
+    best: Literal["success", "reward"] = "success"
+    asynchronous: bool = True
 
 
 class JudgeConfig(Frozen):
@@ -309,5 +351,6 @@ class TrainConfig(Frozen):
     reward_model: RewardModelConfig | None = None
     cluster: ClusterConfig = ClusterConfig()
     vllm: VllmConfig = VllmConfig()
+    weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +20,10 @@ from agentrl.errors import StalledError
 from agentrl.reward import Scorer
 from agentrl.rollout.engine import WeightBuckets
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode, score_group
+from agentrl.rollout.evaluate import full_marks
 from agentrl.rollout.ledger import GroupLedger, GroupState
+from agentrl.rollout.pieces import make_sampler
+from agentrl.rollout.sampler.source import TaskSource
 from agentrl.rollout.seeds import derive
 from agentrl.trajectory import Group, Trajectory
 
@@ -31,9 +35,10 @@ MAX_REPLACEMENTS_PER_GROUP = 8
 
 @dataclass(slots=True)
 class Progress:
-    """What the display and the watchdog look at."""
+    """What the display and the watchdog look at. `cancelled`: members given up because their group had enough."""
 
     episodes: int = 0
+    cancelled: int = 0
     turns: int = 0
     tokens: int = 0
     moved: float = field(default_factory=time.monotonic)
@@ -46,14 +51,16 @@ class Collector:
         self, env: EnvRef, policy: Policy, scorer: Scorer, config: RolloutConfig, *, context: int, seed: int,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
-        self.env, self.policy, self.scorer, self.config = env, policy, scorer, config
+        self.policy, self.scorer, self.config = policy, scorer, config
         self.limits = Limits.of(config, context)
         self.seed = seed
-        self.ledger = GroupLedger(config.groups, config.max_staleness)
+        self.ledger = GroupLedger(config.groups, config.max_staleness, _more(config.groups, config.oversample))
+        self.tasks = TaskSource(env, make_sampler(config.sampler), config.sampler.name, seed)
         self.progress = Progress()
         self._on_progress = on_progress
         self._slots = asyncio.Semaphore(config.max_episodes)
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._replaced = 0
         self._reason = "none"
@@ -64,23 +71,30 @@ class Collector:
         """The groups of the next update. Raises StalledError, naming what it waited for."""
         self._replaced = 0
         while True:
-            self._admit()
             self._drop_stale()
+            self._admit()
             groups = self.ledger.ready()
-            if groups is not None and not self.ledger.must_wait_for():
+            if groups is not None:
+                for index in self.ledger.surplus(groups):
+                    self._give_up(index, GroupState.CANCELLED)
                 return groups
             await self._wait()
 
     def trained(self, groups: list[Group]) -> None:
         """Record an update; the caller publishes the new weights right after."""
         self.ledger.train(groups)
+        self.tasks.update()
 
     async def publish(self, weights: WeightBuckets) -> None:
         """Give the engine the weights of the ledger's version: pause, transfer, resume; then admit."""
+        await self.exchange(lambda version: self.policy.engine.publish(version, weights))
+
+    async def exchange(self, send: Callable[[int], Awaitable[None]]) -> None:
+        """The same, where `send(version)` is what brings the weights to the paused engine."""
         engine = self.policy.engine
         await engine.pause()
         try:
-            await engine.publish(self.ledger.version, weights)
+            await send(self.ledger.version)
         finally:
             await engine.resume()
         if self.config.max_staleness > 0:
@@ -90,8 +104,27 @@ class Collector:
         """Cancel what runs and wait until every environment is torn down."""
         for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), *self._ending, return_exceptions=True)
         self._tasks.clear()
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the metrics row of an update: the task sampler's, and members cancelled so far."""
+        return {"members_cancelled": float(self.progress.cancelled), **self.tasks.metrics()}
+
+    @property
+    def version(self) -> int:
+        """Updates done, which is the version of the weights."""
+        return self.ledger.version
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint holds of the rollouts: the group ledger, and the task sampler's accounts."""
+        return {**self.ledger.to_json(), "sampler": self.tasks.to_json(), "cancelled": self.progress.cancelled}
+
+    def load_json(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `to_json`. Raises ConfigError where the checkpoint was written with another sampler."""
+        self.ledger.load_json(state)
+        self.tasks.load_json(state["sampler"])
+        self.progress.cancelled = state["cancelled"]
 
     # -- groups ------------------------------------------------------------------------------------
 
@@ -103,35 +136,69 @@ class Collector:
 
     def _drop_stale(self) -> None:
         for index in self.ledger.too_old():
-            task = self._tasks.pop(index, None)
-            if task is not None:
-                task.cancel()
-            self._replace(index, GroupState.STALE, "its tokens are older than max_staleness allows")
+            self._give_up(index, GroupState.STALE)
+            self._count_drop(index, GroupState.STALE, "its tokens are older than max_staleness allows")
+
+    def _give_up(self, index: int, state: GroupState) -> None:
+        """Let a group go, running or complete; what runs is cancelled, which frees its requests at the engine."""
+        task = self._tasks.pop(index, None)
+        if task is not None:
+            task.cancel()
+            self._ending.add(task)
+            task.add_done_callback(self._ended)
+        self.tasks.forget(index)
+        self.ledger.drop(index, state)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._ending.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("%s broke while it was cancelled", task.get_name(), exc_info=task.exception())
 
     async def _run_group(self, index: int) -> None:
-        task_seed = derive(self.seed, "task", index)
-        async with asyncio.TaskGroup() as tasks:
-            members = [tasks.create_task(self._member(index, task_seed, member))
-                       for member in range(self.config.group_size)]
-        group = Group(index, task_seed, [member.result() for member in members])
+        choice = self.tasks.draw(index)
+        group = Group(index, choice.seed, await self._members(index, choice.seed, self.tasks.env_of(choice)))
         if self.scorer.compares:
             await score_group(group.trajectories, self.scorer)
+        self._tasks.pop(index, None)
         survivors = group.scored()
         if len(survivors) < min(self.config.min_survivors, self.config.group_size):
             faults = sorted({f"{t.stop}: {t.error}" for t in group.trajectories if t.reward is None})
+            self.tasks.forget(index)
             self._replace(index, GroupState.FAILED, "; ".join(faults) or "unscored by the reward spec")
-        elif self.config.filter_zero_variance and len({t.reward for t in survivors}) == 1:
+            return
+        full = self.scorer.range[1]
+        self.tasks.finished(index, sum(full_marks(t, full) for t in survivors) / len(survivors))
+        if self.config.filter_zero_variance and len({t.reward for t in survivors}) == 1:
             self._replace(index, GroupState.FILTERED, f"every member scored {survivors[0].reward}")
         else:
             self.ledger.complete(group)
-        self._tasks.pop(index, None)
 
-    async def _member(self, index: int, task_seed: int, member: int) -> Trajectory:
+    async def _members(self, index: int, task_seed: int, env: EnvRef) -> list[Trajectory]:
+        """The members that are back, by number; with oversampling the rest is cancelled once there are enough."""
+        size = self.config.group_size
+        back: dict[int, Trajectory] = {}
+        async with asyncio.TaskGroup() as tasks:
+            running = {
+                tasks.create_task(self._member(index, task_seed, member, env)): member
+                for member in range(size + _more(size, self.config.oversample_members))
+            }
+            while running and _sound(back) < size:
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                # Of those that end in the same moment the lower number comes first, and no more are taken than needed.
+                for task in sorted(done, key=running.__getitem__):
+                    if _sound(back) < size:
+                        back[running.pop(task)] = task.result()
+            for task in running:
+                task.cancel()
+        self.progress.cancelled += len(running)
+        return [back[member] for member in sorted(back)]
+
+    async def _member(self, index: int, task_seed: int, member: int, env: EnvRef) -> Trajectory:
         for attempt in range(self.config.retries + 1):
             spec = EpisodeSpec(task_seed, "train", derive(self.seed, "episode", index, member, attempt), member,
                                key=f"g{index}.m{member}.a{attempt}")
             async with self._slots:
-                trajectory = await run_episode(self.env.build(), self.policy, spec, self.limits, self.scorer)
+                trajectory = await run_episode(env.build(), self.policy, spec, self.limits, self.scorer)
             self._moved(trajectory)
             if not trajectory.stop.infrastructure:
                 break
@@ -140,8 +207,11 @@ class Collector:
         return trajectory
 
     def _replace(self, index: int, state: GroupState, reason: str) -> None:
-        log.info("group %d %s: %s", index, state, reason)
         self.ledger.drop(index, state)
+        self._count_drop(index, state, reason)
+
+    def _count_drop(self, index: int, state: GroupState, reason: str) -> None:
+        log.info("group %d %s: %s", index, state, reason)
         self._replaced += 1
         self._reason = f"group {index} {state}: {reason}"
 
@@ -181,3 +251,12 @@ class Collector:
         waiting = ", ".join(sorted(task.get_name() for task in self._tasks.values())[:8])
         return (f"no episode ended for {idle:.0f} s (rollout.stall_timeout); update {self.ledger.version} waits for "
                 f"{waiting or 'nothing'}; groups by state: {stats}")
+
+
+def _more(count: int, factor: float) -> int:
+    """How many more than `count` a factor of oversampling starts (rounded up; 1e-9 forgives 1.1 x 10 = 11.000..01)."""
+    return math.ceil(count * (factor - 1.0) - 1e-9)
+
+
+def _sound(back: Mapping[int, Trajectory]) -> int:
+    return sum(not trajectory.stop.infrastructure for trajectory in back.values())

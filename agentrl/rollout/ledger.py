@@ -1,11 +1,14 @@
 """The group ledger: the one state machine of a run (staleness, replacement, resume).
 
-    PENDING -> RUNNING -> COMPLETE -> { TRAINED | FILTERED | STALE | FAILED }
+    PENDING -> RUNNING -> COMPLETE -> { TRAINED | FILTERED | STALE | FAILED | CANCELLED }
 
-Every group that is not FILTERED, STALE or FAILED holds a slot; slot s is meant for update s // B (B
-groups an update). A group is admitted while the update that the next free slot belongs to is
-<= version + eta. A group that is filtered, stale or failed gives its slot back, so another takes its
-place: the schedule is the same whatever happens to single groups.
+Every group that is not FILTERED, STALE, FAILED or CANCELLED holds a slot; slot s is meant for update s // B
+(B groups an update). A group is admitted while the update that the next free slot belongs to is
+<= version + eta. A group that is dropped gives its slot back, so another takes its place: the schedule is
+the same whatever happens to single groups.
+
+With `spare` slots more (oversampling) that many groups more are admitted, and an update need not wait for
+the last ones: what it would push over the bound, up to `spare` running groups, is CANCELLED instead.
 
 The bound is hard at consumption: for every trained token, version_at_update - token_version <= eta.
 """
@@ -22,7 +25,7 @@ from agentrl.trajectory import Group, Trajectory
 
 
 class GroupState(StrEnum):
-    """Where a group stands. The last four are final."""
+    """Where a group stands. The last five are final. CANCELLED: nobody's fault, there were enough others."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -31,9 +34,10 @@ class GroupState(StrEnum):
     FILTERED = "filtered"
     STALE = "stale"
     FAILED = "failed"
+    CANCELLED = "cancelled"
 
 
-_GAVE_BACK = (GroupState.FILTERED, GroupState.STALE, GroupState.FAILED)
+_GAVE_BACK = (GroupState.FILTERED, GroupState.STALE, GroupState.FAILED, GroupState.CANCELLED)
 
 
 @dataclass(slots=True)
@@ -63,9 +67,10 @@ class Entry:
 class GroupLedger:
     """Admission, selection and accounting of groups. Pure bookkeeping: it starts and awaits nothing."""
 
-    def __init__(self, groups_per_update: int, max_staleness: int) -> None:
+    def __init__(self, groups_per_update: int, max_staleness: int, spare: int = 0) -> None:
         self.groups_per_update = groups_per_update
         self.max_staleness = max_staleness
+        self.spare = spare
         self.version = 0
         self._entries: dict[int, Entry] = {}
         self._again: list[int] = []
@@ -76,7 +81,7 @@ class GroupLedger:
 
     def admit(self) -> int | None:
         """The index of a group to start now, or None while the staleness bound has no room for one."""
-        if self.slots_taken() // self.groups_per_update > self.version + self.max_staleness:
+        if self.slots_taken() >= (self.version + self.max_staleness + 1) * self.groups_per_update + self.spare:
             return None
         if self._again:
             index = self._again.pop(0)
@@ -97,7 +102,7 @@ class GroupLedger:
         entry.group, entry.state = group, GroupState.COMPLETE
 
     def drop(self, index: int, state: GroupState) -> None:
-        """To FILTERED, STALE or FAILED: the group leaves and gives its slot back."""
+        """To FILTERED, STALE, FAILED or CANCELLED: the group leaves and gives its slot back."""
         if state not in _GAVE_BACK:
             raise ValueError(f"a group cannot be dropped as {state}")
         if index not in self._entries:
@@ -124,8 +129,22 @@ class GroupLedger:
             if e.state is GroupState.RUNNING and self.version + 1 - e.oldest > self.max_staleness
         ]
 
+    def surplus(self, chosen: Iterable[Group]) -> list[int]:
+        """With spare slots: groups, running or complete, that are not chosen for the next update and that it
+        pushes over the bound. Without, nothing is given up before it is too old."""
+        if not self.spare:
+            return []
+        kept = {group.index for group in chosen}
+        return [
+            e.index for e in self._entries.values()
+            if e.index not in kept and self.version + 1 - e.oldest > self.max_staleness
+        ]
+
     def ready(self) -> list[Group] | None:
-        """The B groups of the next update, oldest weights first, then lowest index; None if too few."""
+        """The B groups of the next update, oldest weights first, then lowest index; None where there are too few,
+        or where more running groups than there are spare slots belong into this update."""
+        if len(self.must_wait_for()) > self.spare:
+            return None
         done = [e for e in self._entries.values() if e.state is GroupState.COMPLETE]
         usable = [e for e in done if self.version - e.oldest <= self.max_staleness]
         if len(usable) < self.groups_per_update:

@@ -1,0 +1,59 @@
+"""The contract of context policies: whether, and to what, a conversation is rewritten before the next turn.
+
+A rewritten conversation begins a new ledger with it as context; what was sampled before stays in the old
+ledger and is trained there, once. A policy never changes the record that the environment and the reward see.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from agentrl.trajectory import Message
+
+Ask = Callable[[Message, int], Awaitable[str | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """An episode before its next turn.
+
+    `messages`: the conversation as the model would see it, the environment's newest answer (the last `fresh`
+    messages) included. `tokens`: the length of that prompt. `turn_tokens`: the most that the next turn may
+    sample. `context`: the most that prompt and turn may take together. `ask(instruction, tokens)` has the
+    conversation and then the instruction answered in at most so many tokens (see `Compact`); None where the
+    context or the episode's budget has no room for that. Who asks must rewrite.
+    """
+
+    messages: Sequence[Message]
+    fresh: int
+    tokens: int
+    turn_tokens: int
+    context: int
+    ask: Ask
+
+    def over(self, tokens: int | None, reserve: int = 0) -> bool:
+        """Whether a whole next turn, and `reserve` tokens more, would pass `tokens` (by default the context)."""
+        limit = self.context if tokens is None else min(tokens, self.context)
+        return self.tokens + self.turn_tokens + reserve > limit
+
+
+class ContextPolicy(ABC):
+    """Stateless, and shared by all episodes: what it needs to know stands in the conversation."""
+
+    @abstractmethod
+    async def rewrite(self, moment: Moment) -> list[Message] | None:
+        """The conversation to go on with, or None to leave it as it is."""
+
+
+class Stop(ContextPolicy):
+    """`stop`: never rewrite. Where the context is full the episode ends, truncated (`context_full`)."""
+
+    async def rewrite(self, moment: Moment) -> list[Message] | None:
+        return None
+
+
+def turns_of(messages: Sequence[Message]) -> list[int]:
+    """Where the assistant's turns stand in a conversation."""
+    return [index for index, message in enumerate(messages) if message.role == "assistant"]

@@ -1,0 +1,48 @@
+"""`compact`: a summary takes the place of the conversation so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from agentrl.rollout.context.base import ContextPolicy, Moment, turns_of
+from agentrl.trajectory import Message
+
+HEAD = "Summary of the conversation so far:\n"
+ASK = (
+    "The conversation is getting too long to go on. Write down what is needed to finish the task without it: "
+    "what was asked, what was found out, what was done, what is left to do. Answer with that text alone and call "
+    "no tool."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compact(ContextPolicy):
+    """Where a whole next turn and a summary would no longer fit into `tokens` (by default the context), a
+    summary of at most `summary_tokens` is asked for with the instruction `prompt`. The episode goes on with
+    its opening messages, the summary, and the last `keep` turns with their answers.
+
+    By default the policy itself writes it: those tokens are sampled like any others, lie in the ledger that
+    ends with them, and are trained there. With `rollout.summary_model` an API model writes it, and nothing of
+    it is trained.
+    """
+
+    tokens: Annotated[int, Field(ge=1)] | None = None
+    summary_tokens: Annotated[int, Field(ge=1)] = 256
+    keep: Annotated[int, Field(ge=0)] = 1
+    prompt: str = ASK
+
+    async def rewrite(self, moment: Moment) -> list[Message] | None:
+        messages, starts = list(moment.messages), turns_of(moment.messages)
+        # The reserve is the summary and, counted in characters and so rather too large, the request for it.
+        if not moment.over(self.tokens, self.summary_tokens + len(self.prompt)) or len(starts) <= self.keep:
+            return None
+        summary = await moment.ask(Message("user", self.prompt), self.summary_tokens)
+        if summary is None:
+            return None
+        # The summary before this one was part of what this one is of.
+        opening = [m for m in messages[: starts[0]] if not (m.role == "user" and m.content.startswith(HEAD))]
+        kept = messages[starts[-self.keep] :] if self.keep else []
+        return [*opening, Message("user", HEAD + summary), *kept]

@@ -1,0 +1,45 @@
+"""`truncate`: old tool output gives way to a short marker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from pydantic import Field
+
+from agentrl.rollout.context.base import ContextPolicy, Moment, turns_of
+from agentrl.trajectory import Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truncate(ContextPolicy):
+    """Where a whole next turn would no longer fit into `tokens` (by default the context), the tool output before
+    the last `keep` turns is replaced by a marker, all of it at once, so that it does not happen every turn.
+
+    Calls and the policy's own words stay. Where nothing is left to replace, the episode goes on until the
+    context is full.
+    """
+
+    tokens: Annotated[int, Field(ge=1)] | None = None
+    keep: Annotated[int, Field(ge=0)] = 2
+
+    async def rewrite(self, moment: Moment) -> list[Message] | None:
+        starts = turns_of(moment.messages)
+        if not moment.over(self.tokens) or len(starts) <= self.keep:
+            return None
+        old = starts[-self.keep] if self.keep else len(moment.messages)
+        messages = [*elided(moment.messages[:old]), *moment.messages[old:]]
+        return None if messages == list(moment.messages) else messages
+
+
+def elided(messages: Sequence[Message]) -> list[Message]:
+    """The same messages with tool output replaced, where the marker is shorter than it."""
+    return [_elided(message) for message in messages]
+
+
+def _elided(message: Message) -> Message:
+    marker = f"[{len(message.content)} characters left out]"
+    if message.role != "tool" or len(marker) >= len(message.content):
+        return message
+    return replace(message, content=marker)

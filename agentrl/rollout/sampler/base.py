@@ -1,0 +1,72 @@
+"""The contract of task samplers: which task a group gets, and what they learn from how it went."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.rollout.seeds import derive
+
+
+@dataclass(frozen=True, slots=True)
+class TaskChoice:
+    """The task of one group: its seed, parameters of the environment that go over `env.params`, and the
+    bucket that its outcome is counted under."""
+
+    seed: int
+    params: Mapping[str, Any] = field(default_factory=dict)
+    bucket: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one group went: the share (0..1) of its scored members with full marks."""
+
+    index: int
+    bucket: str
+    success: float
+
+
+class TaskSampler(ABC):
+    """Chooses the task of each group.
+
+    A choice hangs on the run's seed, the group's number and what was observed so far, never on a random state
+    that moves: a group that is run again after a resume gets the same task. `observe` is called at updates
+    only, with the outcomes in the order of the groups' numbers; so where nothing is stale (`max_staleness` 0)
+    choices do not depend on which group came back first.
+    """
+
+    @abstractmethod
+    def choose(self, run_seed: int, index: int) -> TaskChoice:
+        """The task of group `index`."""
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:  # noqa: B027 - most samplers learn nothing
+        """Learn from the groups that came back since the last update (also filtered ones, which are an
+        outcome too), by ascending number. Nothing by default."""
+
+    def variants(self) -> Sequence[Mapping[str, Any]]:
+        """Every `params` that it may ever choose; each is tried once before a run starts."""
+        return [{}]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold, as JSON; `load` is the inverse. Nothing by default."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - the counterpart of an empty state
+        """Inverse of `state`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the metrics row of an update. None by default."""
+        return {}
+
+
+def fresh_seed(run_seed: int, index: int) -> int:
+    """The seed of a task that no other group of the run gets."""
+    return derive(run_seed, "task", index)
+
+
+def uniform(run_seed: int, index: int, purpose: str) -> float:
+    """A number in [0, 1) that hangs on its arguments alone."""
+    return derive(run_seed, purpose, index) / 2**63

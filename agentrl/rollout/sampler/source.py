@@ -1,0 +1,73 @@
+"""The accounts of a task sampler: who got which task, what came of it, and both in the checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from agentrl.catalog import EnvRef
+from agentrl.errors import ConfigError
+from agentrl.rollout.sampler.base import Outcome, TaskChoice, TaskSampler
+
+
+class TaskSource:
+    """Draws tasks for groups and hands their outcomes to the sampler, at updates and in order."""
+
+    def __init__(self, env: EnvRef, sampler: TaskSampler, name: str, run_seed: int) -> None:
+        self.env, self.sampler, self.name, self.run_seed = env, sampler, name, run_seed
+        self._drawn: dict[int, TaskChoice] = {}
+        self._outcomes: list[Outcome] = []
+        self._envs: dict[str, EnvRef] = {}
+
+    def draw(self, index: int) -> TaskChoice:
+        """The task of a group; of one that was drawn before (and is run again), the same."""
+        if index not in self._drawn:
+            self._drawn[index] = self.sampler.choose(self.run_seed, index)
+        return self._drawn[index]
+
+    def env_of(self, choice: TaskChoice) -> EnvRef:
+        """The run's environment with the parameters of a choice."""
+        if not choice.params:
+            return self.env
+        key = json.dumps(dict(choice.params), sort_keys=True)
+        if key not in self._envs:
+            self._envs[key] = replace(self.env, params={**self.env.params, **choice.params})
+        return self._envs[key]
+
+    def finished(self, index: int, success: float) -> None:
+        """A group came back whole, with this share of full marks."""
+        choice = self._drawn.pop(index)
+        self._outcomes.append(Outcome(index, choice.bucket, success))
+
+    def forget(self, index: int) -> None:
+        """A group that failed, went stale or was cancelled says nothing about its task."""
+        self._drawn.pop(index, None)
+
+    def update(self) -> None:
+        """At an update: the sampler learns what came back since the last one."""
+        outcomes, self._outcomes = sorted(self._outcomes, key=lambda outcome: outcome.index), []
+        self.sampler.observe(outcomes)
+
+    def metrics(self) -> dict[str, float]:
+        """The sampler's numbers, under `sampler/`."""
+        return {f"sampler/{name}": value for name, value in self.sampler.metrics().items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """The sampler's state, the choices of groups that run, and outcomes that it was not told yet."""
+        return {
+            "name": self.name,
+            "state": self.sampler.state(),
+            "drawn": {str(index): asdict(choice) for index, choice in self._drawn.items()},
+            "outcomes": [asdict(outcome) for outcome in self._outcomes],
+        }
+
+    def load_json(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `to_json`. Raises ConfigError where another sampler wrote it."""
+        if state["name"] != self.name:
+            raise ConfigError(f"rollout.sampler: the checkpoint was written with {state['name']!r}, but the config names "
+                              f"{self.name!r}")
+        self.sampler.load(state["state"])
+        self._drawn = {int(index): TaskChoice(**choice) for index, choice in state["drawn"].items()}
+        self._outcomes = [Outcome(**outcome) for outcome in state["outcomes"]]

@@ -1,0 +1,99 @@
+"""`success_weighted`: kinds of tasks (or single tasks) of middle success are drawn more often."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from agentrl.errors import ConfigError
+from agentrl.rollout.sampler.base import Outcome, TaskChoice, TaskSampler, fresh_seed, uniform
+
+SHOWN = 16
+"""With more arms than this the metrics tell of all together, not of each."""
+
+
+@dataclass(kw_only=True)
+class SuccessWeightedSampler(TaskSampler):
+    """Draws an arm with weight max(`floor`, 4 p (1 - p)), p its running success.
+
+    p (1 - p) is the variance of a 0/1 reward: what a group of an arm can teach on average (called
+    learnability in Rutherford et al. 2024, arXiv 2408.15099); the 4 makes it 1 at p = 0.5. p is the mean of a
+    Beta(1, 1) prior and the outcomes, of which older ones fade by `decay` a group of the same arm.
+
+    The arms are either `buckets`, parameters of the environment each with new tasks, or the first `pool` tasks
+    of the training split themselves. `floor` keeps every arm alive, so that what was forgotten is found out.
+    """
+
+    buckets: list[dict[str, Any]] = field(default_factory=list)
+    pool: Annotated[int, Field(ge=0)] = 0
+    floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+
+    def __post_init__(self) -> None:
+        if (len(self.buckets) > 0) == (self.pool > 0):
+            raise ConfigError(
+                "rollout.sampler 'success_weighted': set one of args.buckets (parameters of the environment, a list) and "
+                "args.pool (a number of tasks)"
+            )
+        self._arms = [_name(params) for params in self.buckets] or [str(seed) for seed in range(self.pool)]
+        if len(set(self._arms)) < len(self._arms):
+            raise ConfigError("rollout.sampler 'success_weighted': two of args.buckets are the same")
+        self._sums = dict.fromkeys(self._arms, 0.0)
+        self._counts = dict.fromkeys(self._arms, 0.0)
+
+    def choose(self, run_seed: int, index: int) -> TaskChoice:
+        ends = list(itertools.accumulate(self.weight(arm) for arm in self._arms))
+        place = min(bisect_right(ends, uniform(run_seed, index, "sampler") * ends[-1]), len(ends) - 1)
+        if self.pool:
+            return TaskChoice(place, {}, self._arms[place])
+        return TaskChoice(fresh_seed(run_seed, index), self.buckets[place], self._arms[place])
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            arm = outcome.bucket
+            self._sums[arm] = self.decay * self._sums[arm] + outcome.success
+            self._counts[arm] = self.decay * self._counts[arm] + 1.0
+
+    def success(self, arm: str) -> float:
+        """Running success, 0.5 before anything is known."""
+        return (1.0 + self._sums[arm]) / (2.0 + self._counts[arm])
+
+    def weight(self, arm: str) -> float:
+        """The arm's weight before normalization, in [floor, 1]."""
+        p = self.success(arm)
+        return max(self.floor, 4.0 * p * (1.0 - p))
+
+    def variants(self) -> Sequence[Mapping[str, Any]]:
+        return self.buckets or [{}]
+
+    def state(self) -> dict[str, Any]:
+        return {arm: [self._sums[arm], self._counts[arm]] for arm in self._arms if self._counts[arm]}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for arm, (total, count) in state.items():
+            if arm in self._sums:  # an arm that the config no longer has is forgotten
+                self._sums[arm], self._counts[arm] = total, count
+
+    def metrics(self) -> dict[str, float]:
+        weights = [self.weight(arm) for arm in self._arms]
+        shares = [weight / sum(weights) for weight in weights]
+        found = {
+            "success": sum(self.success(arm) for arm in self._arms) / len(self._arms),
+            # The number of equally likely arms that would have the same entropy.
+            "effective_arms": math.exp(-sum(share * math.log(share) for share in shares)),
+        }
+        if len(self._arms) <= SHOWN:
+            for arm, share in zip(self._arms, shares, strict=True):
+                found[f"{arm}/success"], found[f"{arm}/share"] = self.success(arm), share
+        return found
+
+
+def _name(params: Mapping[str, Any]) -> str:
+    return ",".join(f"{key}={json.dumps(value)}" for key, value in sorted(params.items()))

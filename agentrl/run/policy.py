@@ -1,0 +1,58 @@
+"""From the rollout section of a config to what runs episodes: its checks, its policy, the model's length."""
+
+from __future__ import annotations
+
+from agentrl.catalog import EnvRef
+from agentrl.config import TrainConfig
+from agentrl.errors import AgentrlError, ConfigError
+from agentrl.render.base import Renderer
+from agentrl.rollout.engine import Engine
+from agentrl.rollout.episode import Policy
+from agentrl.rollout.pieces import make_context, make_sampler
+from agentrl.rollout.sampler.base import TaskChoice
+from agentrl.rollout.sampler.source import TaskSource
+from agentrl.train.pretrained import model_context
+
+
+def check_rollout(config: TrainConfig, env: EnvRef) -> None:
+    """Raise ConfigError for a sampler, its parameters of the environment, or a context policy that cannot work."""
+    rollout = config.rollout
+    source = TaskSource(env, make_sampler(rollout.sampler), rollout.sampler.name, config.seed)
+    for params in source.sampler.variants():
+        try:
+            source.env_of(TaskChoice(0, params)).build().close()
+        except AgentrlError as problem:
+            raise ConfigError(f"rollout.sampler: with env.params = {dict(params)!r}: {problem}") from problem
+    make_context(rollout.context)
+    if rollout.summary_model is not None and rollout.context.name != "compact":
+        raise ConfigError("rollout.summary_model: only rollout.context.name = \"compact\" has summaries written")
+    if rollout.context.name != "stop" and any(choice.name == "keep_recent" for choice in config.env.wrappers):
+        raise ConfigError(
+            f"rollout.context: {rollout.context.name!r} and the wrapper keep_recent (env.wrappers) both rewrite the "
+            "conversation; keep one of them"
+        )
+
+
+def make_policy(config: TrainConfig, engine: Engine, renderer: Renderer, temperature: float | None = None) -> Policy:
+    """The policy of a run's episodes; `temperature` instead of `rollout.temperature` where given."""
+    rollout = config.rollout
+    return Policy(
+        engine, renderer, rollout.temperature if temperature is None else temperature, rollout.top_p, rollout.top_k,
+        make_context(rollout.context), make_writer(config),
+    )
+
+
+def make_writer(config: TrainConfig) -> Policy | None:
+    """The API model that writes summaries, greedily; None where the policy itself does."""
+    if config.rollout.summary_model is None:
+        return None
+    from agentrl.backends.litellm import LiteLlmEngine
+
+    engine = LiteLlmEngine(config.rollout.summary_model)
+    return Policy(engine, engine.renderer, temperature=0.0)
+
+
+def longest(config: TrainConfig, engine_name: str, model: str) -> int:
+    """Tokens that one prompt and its turn may take: the model's own limit, and that of the engine."""
+    context = model_context(model)
+    return min(context, config.vllm.max_model_len) if engine_name == "vllm" else context
