@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import itertools
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import ray
 import torch
-from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from agentrl.backends.parameters import Arrivals, Expected, expected_parameters
-from agentrl.backends.vllm_actor import CPU_ENVIRONMENT, ENVIRONMENT, ReplicaDeadError, VllmActor
+from agentrl.backends.vllm_actor import ReplicaDeadError
+from agentrl.backends.vllm_replicas import Replica, Replicas
 from agentrl.errors import DependencyError, EngineError
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, WeightBuckets
 
-T = TypeVar("T")
-
 _BUCKET_BYTES = 256 << 20
-_KEYS_REMEMBERED = 65536
 
-
-@dataclass(eq=False, slots=True)
-class Replica:
-    """One actor. `cause` says why it is dead."""
-
-    number: int
-    actor: Any
-    pid: int = 0
-    in_flight: int = 0
-    cause: str | None = None
+# One bucket as published: its bytes in Ray's object store, and what lies where in them.
+Bucket = tuple[Any, list[Any]]
 
 
 class VllmEngine(Engine):
-    """Routes each episode to one replica, so that its turns find their prefix cache there."""
+    """Routes each episode to one replica, so that its turns find their prefix cache there.
+
+    Where a replica dies, its episodes go on at another (their prefix is computed there anew) and a new one is
+    started in its place, with the newest weights and their version before it takes requests.
+    """
 
     def __init__(
         self,
@@ -53,14 +43,13 @@ class VllmEngine(Engine):
         enforce_eager: bool = True,
         dtype: str = "float32",
         startup_timeout: float = 300.0,
+        max_respawns: int = 0,
     ) -> None:
         """`tensor_parallel`: GPUs (or CPU processes) a replica. `kv_cache_mib`: KV cache a worker process.
-        `startup_timeout`: seconds until all replicas must answer."""
+        `startup_timeout`: seconds until a replica must answer. `max_respawns`: dead replicas replaced in all;
+        above 0 the newest weights are kept in Ray's object store for them."""
         self._path = model_path
-        self._count = replicas
-        self._tensor_parallel = tensor_parallel
-        self._startup_timeout = startup_timeout
-        self._options = {
+        options: dict[str, Any] = {
             "model": model_path,
             "tensor_parallel_size": tensor_parallel,
             "kv_cache_memory_bytes": kv_cache_mib << 20,
@@ -73,18 +62,24 @@ class VllmEngine(Engine):
         if not torch.cuda.is_available():
             # A prompt computed in chunks rewinds its seeded generator after each, which generators of a CPU
             # cannot; the engine's process ends on it.
-            self._options |= {
+            options |= {
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(max_model_len, 4096),
             }
         self._context = max_model_len
-        self._replicas: list[Replica] = []
+        self._keep_weights = max_respawns > 0
+        self._replicas = Replicas(
+            options, replicas, gpus=tensor_parallel, startup_timeout=startup_timeout,
+            max_respawns=max_respawns, catch_up=self._catch_up,
+        )  # fmt: skip
         self._expected: Expected | None = None
-        self._home: OrderedDict[str, Replica] = OrderedDict()
         self._numbers = itertools.count()
         self._unfit: str | None = None
+        # A new replica joins between two of pause, publish and resume, never within one.
+        self._turnstile = asyncio.Lock()
         self._paused = False
         self._version = 0
+        self._newest: list[Bucket] = []
 
     async def start(self) -> None:
         """Start the replicas. Raises DependencyError without vLLM, EngineError where one does not come up."""
@@ -95,32 +90,22 @@ class VllmEngine(Engine):
         self._expected = expected_parameters(self._path)
         if not ray.is_initialized():
             ray.init(address="local", include_dashboard=False, log_to_driver=False)
-        self._replicas = [Replica(number, self._spawn(number)) for number in range(self._count)]
-        try:
-            starting = [self._ask(replica, replica.actor.start) for replica in self._replicas]
-            pids = await asyncio.wait_for(asyncio.gather(*starting), self._startup_timeout)
-        except TimeoutError:
-            await self.close()
-            raise EngineError(f"vLLM did not start within {self._startup_timeout:g} s") from None
-        except EngineError:
-            await self.close()
-            raise
-        for replica, pid in zip(self._replicas, pids, strict=True):
-            replica.pid = pid
+        await self._replicas.start()
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        """Where a replica dies meanwhile, the request is sampled anew on another, while one lives."""
+        """Where a replica dies meanwhile, the turn is sampled anew on another, from the same ids."""
         self._check(token_ids, sampling)
         while True:
-            replica = self._route(request_key)
+            replica = await self._replicas.route(request_key)
             request_id = f"{request_key}#{next(self._numbers)}"
             replica.in_flight += 1
             try:
-                call = replica.actor.generate
-                return await self._ask(replica, call, list(token_ids), sampling, request_key, request_id)
+                generation: Generation = await self._replicas.ask(
+                    replica, "generate", list(token_ids), sampling, request_key, request_id
+                )
+                return generation
             except ReplicaDeadError:
-                if not self._alive():
-                    raise
+                continue
             except asyncio.CancelledError:
                 replica.actor.cancel.remote(request_id)
                 raise
@@ -128,43 +113,67 @@ class VllmEngine(Engine):
                 replica.in_flight -= 1
 
     async def pause(self) -> None:
-        await self._all("pause")
-        self._paused = True
+        async with self._turnstile:
+            self._paused = True
+            await self._replicas.all("pause")
 
     async def resume(self) -> None:
-        self._paused = False
-        await self._all("resume")
+        async with self._turnstile:
+            self._paused = False
+            await self._replicas.all("resume")
 
     async def publish(self, version: int, weights: WeightBuckets) -> None:
         if self._expected is None:
             raise EngineError("the engine is not started or already closed")
+        async with self._turnstile:
+            await self._publish(version, weights, self._expected)
+
+    async def _publish(self, version: int, weights: WeightBuckets, expected: Expected) -> None:
         self._unfit = f"weights version {version} were published in part"
-        arrivals = Arrivals(self._expected)
+        self._newest = []
+        arrivals = Arrivals(expected)
+        sent: list[Bucket] = []
+        complete = False
         if not self._paused:
             # A scheduler step in the middle of an update would end the engine's process.
-            await self._all("pause")
-        await self._all("begin_update")
-        failure: EngineError | None = None
+            await self._replicas.all("pause")
+        await self._replicas.all("begin_update")
         try:
             for data, entries in self._buckets(weights, arrivals):
-                await self._all("load", ray.put(data), entries)
+                stored = ray.put(data)
+                await self._replicas.all("load", stored, entries)
+                if self._keep_weights:
+                    sent.append((stored, entries))
             arrivals.complete()
+            complete = True
         except EngineError as problem:
-            failure = problem
-        await self._all("end_update", None if failure else version)
-        if not self._paused:
-            await self._all("resume")
-        if failure is not None:
-            self._unfit = str(failure)
-            raise failure
-        self._unfit, self._version = None, version
+            self._unfit = str(problem)
+            raise
+        finally:
+            await self._replicas.all("end_update", version if complete else None)
+            if not self._paused:
+                await self._replicas.all("resume")
+        self._unfit, self._version, self._newest = None, version, sent
+
+    async def _catch_up(self, replica: Replica) -> None:
+        """Give a new replica the weights of the day, then let it take requests."""
+        async with self._turnstile:
+            await self._replicas.ask(replica, "pause")
+            if self._newest:
+                await self._replicas.ask(replica, "begin_update")
+                for stored, entries in self._newest:
+                    await self._replicas.ask(replica, "load", stored, entries)
+                await self._replicas.ask(replica, "end_update", self._version)
+            if not self._paused:
+                await self._replicas.ask(replica, "resume")
+            self._replicas.join(replica)
 
     async def abort(self, request_key: str) -> None:
-        await self._all("abort", request_key)
+        await self._replicas.all("abort", request_key)
 
     async def stats(self) -> EngineStats:
-        """Summed over the replicas; `extra` counts those that live."""
-        parts: list[EngineStats] = await self._all("stats")
+        """Summed over the replicas, dead ones among them; `extra` counts those that live and those replaced."""
+        parts = await self._replicas.counters()
         return EngineStats(
             running=sum(part.running for part in parts),
             waiting=sum(part.waiting for part in parts),
@@ -172,81 +181,22 @@ class VllmEngine(Engine):
             cached_tokens=sum(part.cached_tokens for part in parts),
             sampled_tokens=sum(part.sampled_tokens for part in parts),
             version=self._version,
-            extra={"replicas": len(self._alive())},
+            extra={"replicas": len(self._replicas.alive()), "respawns": self._replicas.respawns},
         )
 
     async def close(self) -> None:
-        replicas, self._replicas = self._replicas, []
-        for replica in replicas:
-            if replica.cause is None:
-                with contextlib.suppress(EngineError, TimeoutError):  # it is killed next, whatever it answers
-                    await asyncio.wait_for(self._ask(replica, replica.actor.close), 30)
-            ray.kill(replica.actor)
-        self._home.clear()
+        await self._replicas.close()
+        self._newest = []
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the replicas, for people and for tests."""
-        return [replica.pid for replica in self._replicas]
+        return self._replicas.pids
 
-    def _spawn(self, number: int) -> Any:
-        gpu = torch.cuda.is_available()
-        environment = ENVIRONMENT if gpu else {**ENVIRONMENT, **CPU_ENVIRONMENT}
-        actor = ray.remote(VllmActor).options(
-            num_cpus=0,
-            num_gpus=self._tensor_parallel if gpu else 0,
-            max_concurrency=4096,
-            runtime_env={"env_vars": environment},
-        )
-        return actor.remote(self._options)
-
-    def _alive(self) -> list[Replica]:
-        return [replica for replica in self._replicas if replica.cause is None]
-
-    def _route(self, key: str) -> Replica:
-        replica = self._home.pop(key, None)
-        if replica is None or replica.cause is not None:
-            alive = self._alive()
-            if not alive:
-                raise EngineError(f"no replica of the vLLM engine lives: {self._obituaries()}")
-            replica = min(alive, key=lambda item: item.in_flight)
-        self._home[key] = replica
-        if len(self._home) > _KEYS_REMEMBERED:
-            self._home.popitem(last=False)
-        return replica
-
-    async def _all(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every live replica. One that turns out dead is left out; EngineError where none
-        is left or one fails."""
-        replicas = self._alive()
-        calls = [self._ask(replica, _method(replica, method), *args) for replica in replicas]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, ReplicaDeadError):
-                raise answer
-        if not self._alive():
-            raise EngineError(f"no replica of the vLLM engine lives: {self._obituaries()}")
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
-
-    async def _ask(self, replica: Replica, method: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Await a remote call; failures come as EngineError that names the replica."""
-        name = f"vLLM replica {replica.number} (pid {replica.pid or 'unknown'})"
-        try:
-            answer: T = await method.remote(*args)  # type: ignore[attr-defined]
-            return answer
-        except RayActorError as problem:
-            replica.cause = f"{name} died: {problem}"
-            raise ReplicaDeadError(replica.cause) from problem
-        except RayTaskError as problem:
-            if isinstance(problem.cause, ReplicaDeadError):
-                replica.cause = f"{name} died: {problem.cause}"
-                raise ReplicaDeadError(replica.cause) from problem
-            raise EngineError(f"{name}: {problem.cause}") from problem
-        except RayError as problem:
-            raise EngineError(f"{name}: {problem}") from problem
-
-    def _obituaries(self) -> str:
-        return "; ".join(replica.cause or "" for replica in self._replicas) or "the engine is closed"
+    @property
+    def homes(self) -> dict[str, int]:
+        """Which replica each episode's requests go to, for people and for tests."""
+        return self._replicas.homes()
 
     def _check(self, token_ids: Sequence[int], sampling: Sampling) -> None:
         if self._expected is None:
@@ -297,6 +247,3 @@ class VllmEngine(Engine):
             offset += -(-flat.nbytes // 16) * 16
         return data, entries
 
-
-def _method(replica: Replica, name: str) -> Any:
-    return getattr(replica.actor, name)

@@ -136,11 +136,16 @@ class VllmActor:
         await self._engine.abort(request_id)
 
     async def stats(self) -> EngineStats:
+        """Tokens count as they are sampled, not only once a request is finished; a request is waiting until
+        it has its first one."""
+        states = list(self._engine.output_processor.request_states.values())
+        waiting = sum(state.is_prefilling for state in states)
         return EngineStats(
-            running=sum(len(ids) for ids in self._requests.values()),
+            running=len(states) - waiting,
+            waiting=waiting,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
-            sampled_tokens=self._sampled_tokens,
+            sampled_tokens=self._sampled_tokens + sum(state.detokenizer.num_output_tokens() for state in states),
             version=self._version,
         )
 

@@ -40,6 +40,7 @@ def make_engine(name: str, model: str, config: TrainConfig) -> Engine:
         return VllmEngine(
             model, replicas=v.replicas, tensor_parallel=v.tensor_parallel, kv_cache_mib=v.kv_cache_mib,
             max_model_len=v.max_model_len, enforce_eager=v.enforce_eager, dtype=config.model.dtype,
+            max_respawns=v.max_respawns,
         )
     from agentrl.backends.embedded import EmbeddedEngine
 

@@ -30,6 +30,16 @@ async def until(condition, seconds=30.0):
             await asyncio.sleep(0.005)
 
 
+async def sampled(engine, count):
+    """Wait until the engine sampled `count` more tokens."""
+    start = (await engine.stats()).sampled_tokens
+
+    async def enough():
+        return (await engine.stats()).sampled_tokens >= start + count
+
+    await until(enough)
+
+
 class EngineContract:
     """Subclass with fixtures `engine`, `model` and `tolerance`."""
 
@@ -194,35 +204,49 @@ class EngineContract:
         generation = await engine.generate(prompt_of(20), Sampling(max_tokens=8, seed=1), "a")
         assert off(copy.deepcopy(model), prompt_of(20), generation, weights=new) < tolerance
 
-    async def test_a_request_lives_through_a_publish(self, engine, model, tolerance):
-        """Its tokens carry the version that sampled them, and each matches that version's weights."""
-        before = (await engine.stats()).version
+    async def test_a_request_lives_through_three_updates(self, engine, model, tolerance):
+        """Its tokens carry the version that sampled them, and each matches that version's weights and no other's:
+        what runs over an update is recomputed, so no token is conditioned on an older version's cache."""
+        first = (await engine.stats()).version
         prompt = prompt_of(30)
-        sampling = Sampling(max_tokens=400, seed=1)
-        task = asyncio.ensure_future(engine.generate(prompt, sampling, "long"))
-
-        async def begun():
-            await asyncio.sleep(0.05)
-            return (await engine.stats()).running == 1
-
-        await until(begun)
-        new = changed(model, seed=3)
-        await engine.pause()
-        await engine.publish(before + 1, [new])
-        assert not task.done()
-        await engine.resume()
+        task = asyncio.ensure_future(engine.generate(prompt, Sampling(max_tokens=1500, seed=1), "long"))
+        weights = [parameters(model), *(changed(model, seed=seed) for seed in (3, 4, 5))]
+        for update in range(1, 4):
+            await sampled(engine, 12)
+            await engine.pause()
+            await engine.publish(first + update, [weights[update]])
+            assert not task.done()
+            await engine.resume()
+        await sampled(engine, 12)
+        await engine.abort("long")
         generation = await asyncio.wait_for(task, 60)
-        split = generation.versions.index(before + 1)
-        assert 0 < split < 400
-        assert generation.versions == [before] * split + [before + 1] * (400 - split)
+        versions = torch.tensor(generation.versions) - first
+        assert versions.unique_consecutive().tolist() == [0, 1, 2, 3]
+        twin = copy.deepcopy(model)
         logprobs = torch.tensor(generation.logprobs)
-        old = forward_logprobs(model, prompt, generation.token_ids)
-        now = forward_logprobs(copy.deepcopy(model), prompt, generation.token_ids, weights=new)
-        assert (old - logprobs)[:split].abs().max() < tolerance
-        assert (now - logprobs)[split:].abs().max() < tolerance
-        # control: each part under the other version's weights
-        assert (now - logprobs)[:split].abs().max() > 0.05
-        assert (old - logprobs)[split:].abs().max() > 0.05
+        for version, tensors in enumerate(weights):
+            off_by = (forward_logprobs(twin, prompt, generation.token_ids, weights=tensors) - logprobs).abs()
+            assert off_by[versions == version].max() < tolerance
+            for other in {0, 1, 2, 3} - {version}:  # control: another version's tokens under these weights
+                assert off_by[versions == other].max() > 0.05
+
+    async def test_an_episode_lives_through_three_updates(self, engine, model, tolerance):
+        """One update between every two turns: the cache of the earlier turns is not carried over."""
+        first = (await engine.stats()).version
+        weights = [parameters(model), *(changed(model, seed=seed) for seed in (3, 4, 5))]
+        twin = copy.deepcopy(model)
+        ids = prompt_of(40)
+        for version, tensors in enumerate(weights):
+            if version:
+                await engine.pause()
+                await engine.publish(first + version, [tensors])
+                await engine.resume()
+            generation = await engine.generate(ids, Sampling(max_tokens=20, seed=version), "episode")
+            assert set(generation.versions) == {first + version}
+            distances = [off(twin, ids, generation, weights=candidate) for candidate in weights]
+            assert distances[version] < tolerance
+            assert all(distance > 0.05 for other, distance in enumerate(distances) if other != version)
+            ids = [*ids, *generation.token_ids, *prompt_of(10, seed=version)]
 
     async def test_while_paused_nothing_is_sampled(self, engine):
         await engine.pause()
