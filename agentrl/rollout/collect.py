@@ -123,8 +123,9 @@ class Collector:
     def load_json(self, state: Mapping[str, Any]) -> None:
         """Inverse of `to_json`. Raises ConfigError where the checkpoint was written with another sampler."""
         self.ledger.load_json(state)
-        self.tasks.load_json(state["sampler"])
-        self.progress.cancelled = state["cancelled"]
+        if "sampler" in state:  # older checkpoints knew one sampler, which has no state
+            self.tasks.load_json(state["sampler"])
+            self.progress.cancelled = state["cancelled"]
 
     # -- groups ------------------------------------------------------------------------------------
 

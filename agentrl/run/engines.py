@@ -8,6 +8,7 @@ import logging
 from agentrl.config import TrainConfig
 from agentrl.errors import DependencyError
 from agentrl.rollout.engine import Engine
+from agentrl.train.pretrained import model_context
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ def make_engine(name: str, model: str, config: TrainConfig) -> Engine:
         )
     from agentrl.backends.embedded import EmbeddedEngine
 
-    # One slot an episode: its cache stays for its next turn.
+    # One slot an episode: its cache stays for its next turn. An episode whose conversation is rewritten may hold
+    # more tokens in all than any one prompt of it.
     return EmbeddedEngine(model, dtype=config.model.dtype, max_slots=rollout.max_episodes,
-                          max_context=rollout.max_episode_tokens)
+                          max_context=min(rollout.max_episode_tokens, model_context(model)))

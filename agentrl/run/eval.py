@@ -18,14 +18,15 @@ from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config import TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.render import make_renderer
-from agentrl.rollout.episode import Limits, Policy
+from agentrl.rollout.episode import Limits
 from agentrl.rollout.evaluate import full_marks, run_tasks
 from agentrl.rollout.passk import mean_with_interval, pass_at_k, pass_hat_k
 from agentrl.run.display import Display
 from agentrl.run.engines import make_engine, resolve_engine
 from agentrl.run.folder import atomic_write
+from agentrl.run.policy import longest, make_policy
 from agentrl.run.session import build_scorer
-from agentrl.train.pretrained import load_tokenizer, model_context
+from agentrl.train.pretrained import load_tokenizer
 from agentrl.trajectory import Trajectory
 
 
@@ -58,7 +59,7 @@ async def run_eval(config: TrainConfig, request: EvalRequest, display: Display) 
         renderer = make_renderer(load_tokenizer(request.model))
         engine = make_engine(name, request.model, config)
         rollout = config.rollout
-        policy = Policy(engine, renderer, config.eval.temperature, rollout.top_p, rollout.top_k)
+        policy = make_policy(config, engine, renderer, config.eval.temperature)
         try:
             await engine.start()
             with (request.out / "trajectories.jsonl").open("a") as file:
@@ -69,7 +70,7 @@ async def run_eval(config: TrainConfig, request: EvalRequest, display: Display) 
                     done[(trajectory.task.seed, trajectory.member)] = trajectory
                     display.step(len(done), {"reward": trajectory.reward})
 
-                await run_tasks(env, policy, scorer, Limits.of(rollout, model_context(request.model)), missing,
+                await run_tasks(env, policy, scorer, Limits.of(rollout, longest(config, name, request.model)), missing,
                                 seed=config.seed, max_episodes=rollout.max_episodes, split=request.split, on_episode=keep)
         finally:
             await engine.close()
