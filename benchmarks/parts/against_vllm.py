@@ -1,0 +1,143 @@
+"""Rollout tokens a second through agentrl (collector, environment, renderer, ledger, vLLM engine) against raw
+vLLM given the same token work: the opening and the answers of each episode as agentrl rendered them, turns of
+one forced length, an empty prefix cache at the start of a round. Rounds of the two alternate."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from agentrl.backends.vllm import VllmEngine
+from agentrl.backends.vllm_actor import CPU_ENVIRONMENT, ENVIRONMENT
+from agentrl.config import RolloutConfig
+from agentrl.config.schema import InitModelConfig
+from agentrl.render import make_renderer
+from agentrl.rollout.collect import Collector
+from agentrl.rollout.episode import Policy
+from agentrl.train.init_model import init_model
+from agentrl.train.pretrained import load_tokenizer
+from agentrl.trajectory import Trajectory
+from work import CONTEXT, Forced, collector
+
+TURNS, TOKENS = 3, 42
+
+
+class RawVllm:
+    """The process of raw_vllm.py, with the engine options and the environment that agentrl's replica has."""
+
+    def __init__(self, model: str) -> None:
+        options = {
+            "model": model, "skip_tokenizer_init": True, "enable_prefix_caching": True, "block_size": 32,
+            "logprobs_mode": "processed_logprobs", "disable_log_stats": True, "kv_cache_memory_bytes": 256 << 20,
+            "max_model_len": CONTEXT, "enforce_eager": True, "dtype": "float32", "enable_chunked_prefill": False,
+            "max_num_batched_tokens": CONTEXT, "distributed_executor_backend": "uni",
+        }
+        command = [sys.executable, str(Path(__file__).with_name("raw_vllm.py")), json.dumps(options)]
+        self._log = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT, **CPU_ENVIRONMENT}, text=True,
+                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log)
+
+    def wait(self, word: str) -> str:
+        """The rest of the next output line that begins with `word`."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(word):
+                return line.removeprefix(word)
+        self._log.seek(0)
+        raise RuntimeError(f"raw vLLM ended: {self._log.read()[-1500:]}")
+
+    def round(self, episodes: list[dict[str, Any]]) -> float:
+        """Tokens a second of one round."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"tokens": TOKENS, "episodes": episodes}) + "\n")
+        self._process.stdin.flush()
+        seconds, sampled = json.loads(self.wait("RESULT"))
+        return sampled / seconds
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+def work_of(trajectory: Trajectory) -> dict[str, Any]:
+    """The context of an episode, cut where the policy sampled."""
+    [ledger] = trajectory.ledgers
+    spans: list[list[int]] = []
+    before = True
+    for token, sampled in zip(ledger.ids(), ledger.sampled.tolist(), strict=True):
+        if not sampled and before:
+            spans.append([])
+        if not sampled:
+            spans[-1].append(token)
+        before = sampled
+    return {"opening": spans[0], "answers": spans[1:TURNS]}
+
+
+async def one_round(collector: Collector) -> tuple[float, list[Trajectory]]:
+    """Tokens a second of one update's groups, the caches emptied before."""
+    await collector.publish([])
+    began = time.perf_counter()
+    groups = await collector.collect()
+    seconds = time.perf_counter() - began
+    collector.trained(groups)
+    found = [t for group in groups for t in group.trajectories]
+    assert all(t.sampled_tokens == TURNS * TOKENS for t in found), {(t.sampled_tokens, t.stop, t.error) for t in found}
+    return sum(t.sampled_tokens for t in found) / seconds, found
+
+
+class Kept(VllmEngine):
+    """The vLLM engine, publishing its own weights again: the pause, the emptied caches, and no transfer."""
+
+    async def publish(self, version: int, weights: Any) -> None:
+        await self._all("begin_update")
+        await self._all("end_update", version)
+
+
+async def compare(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str, Any]:
+    """Both engines live from start to end; what is not measured waits."""
+    config = RolloutConfig(groups=at_once // 8, group_size=8, max_episodes=at_once, max_turns=TURNS,
+                           max_turn_tokens=TOKENS, max_episode_tokens=CONTEXT)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = str(init_model(sizes, Path(scratch) / "model", 0))
+        raw = RawVllm(folder)
+        engine = Kept(folder, max_model_len=CONTEXT)
+        try:
+            raw.wait("READY")
+            await engine.start()
+            driver = collector(Policy(engine, Forced(make_renderer(load_tokenizer(folder)))), config)
+            through, bare = [], []
+            for number in range(rounds + 1):
+                rate, found = await one_round(driver)
+                bare_rate = raw.round([work_of(t) for t in found])
+                if number:  # the first round warms both up
+                    through.append(rate)
+                    bare.append(bare_rate)
+            await driver.close()
+        finally:
+            await engine.close()
+            raw.close()
+    return {"agentrl": statistics.median(through), "raw_vllm": statistics.median(bare),
+            "ratio": statistics.median(a / b for a, b in zip(through, bare, strict=True)),
+            "rounds": [[round(a), round(b)] for a, b in zip(through, bare, strict=True)]}
+
+
+def run(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str, Any]:
+    import ray
+
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=2)
+    try:
+        return asyncio.run(compare(sizes, at_once, rounds))
+    finally:
+        ray.shutdown()

