@@ -1,0 +1,33 @@
+"""What the engine did since it was last asked, as metrics of a step."""
+
+from __future__ import annotations
+
+import time
+
+from agentrl.rollout.engine import Engine, EngineStats
+
+
+class EngineMeter:
+    """Differences of an engine's counters between two readings."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._last = EngineStats()
+        self._when: float | None = None
+
+    async def read(self) -> dict[str, float]:
+        """`engine/tokens_per_s`: sampled tokens per second of wall time since the last reading (0 at the first).
+        `engine/cache_hit`: share of the prompt tokens since then that a prefix cache held. `engine/running`,
+        `engine/waiting`: requests at this moment. The engine's own numbers by their names."""
+        now, stats = time.monotonic(), await self._engine.stats()
+        last, self._last = self._last, stats
+        seconds = 0.0 if self._when is None else now - self._when
+        self._when = now
+        prompts = stats.prompt_tokens - last.prompt_tokens
+        return {
+            "engine/tokens_per_s": (stats.sampled_tokens - last.sampled_tokens) / seconds if seconds else 0.0,
+            "engine/cache_hit": (stats.cached_tokens - last.cached_tokens) / prompts if prompts else 0.0,
+            "engine/running": stats.running,
+            "engine/waiting": stats.waiting,
+            **{f"engine/{name}": value for name, value in stats.extra.items()},
+        }
