@@ -31,6 +31,7 @@ async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt)
     config, collector = session.config, session.collector
     session.display.phase("train", config.steps, first=collector.ledger.version)
     interrupt.in_step = True
+    meter = EngineMeter(session.engine)
     while collector.ledger.version < config.steps and not interrupt.requested:
         clock = Clock()
         groups = await collector.collect()
