@@ -43,6 +43,7 @@ async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt)
         collector.trained(groups)
         await session.publish()
         clock.lap("publish_s")
+        update |= await meter.read()
         step = collector.ledger.version
         success = record(session, recorder, step, groups, update, clock)
         done = step >= config.steps or interrupt.requested
