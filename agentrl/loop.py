@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from agentrl.batch import collate
 from agentrl.rollout.evaluate import evaluate, full_marks
 from agentrl.run.checkpoint import save_checkpoint
+from agentrl.rollout.meter import EngineMeter
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.recorder import Recorder
 from agentrl.run.session import Session
