@@ -293,6 +293,20 @@ class EvalConfig(Frozen):
     temperature: Annotated[float, Field(ge=0.0)] = 1.0
 
 
+class ApiConfig(Frozen):
+    """How `--model api:NAME` is asked (NAME in litellm's form). Keys come from the environment variables that
+    litellm reads. `base`: URL of a server of one's own. `timeout`: seconds of one attempt; `retries`: further ones
+    after an outage or a full queue, with growing waits, or what the server's Retry-After says up to `max_wait`
+    seconds. `usd_per_million`: (prompt, sampled) prices where litellm knows none."""
+
+    base: str | None = None
+    concurrency: PositiveInt = 32
+    timeout: Positive = 120.0
+    retries: Annotated[int, Field(ge=0)] = 3
+    max_wait: Positive = 60.0
+    usd_per_million: Annotated[tuple[float, float], Field(strict=False)] | None = None
+
+
 class CheckpointConfig(Frozen):
     """Save every `every` steps; keep the newest `keep`, and the `keep_best` best by held-out evaluation.
 
@@ -355,4 +369,5 @@ class TrainConfig(Frozen):
     vllm: VllmConfig = VllmConfig()
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
+    api: ApiConfig = ApiConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
