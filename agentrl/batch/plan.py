@@ -42,6 +42,7 @@ def plan(
     *,
     overhead: float = 0.0,
     groups: Sequence[int] | np.ndarray | torch.Tensor | None = None,
+    prefix: Sequence[int] | np.ndarray | torch.Tensor | None = None,
 ) -> Plan:
     """Place every sequence exactly once, at most `cap` tokens a micro-batch, with a small total cost.
 
@@ -50,32 +51,49 @@ def plan(
     micro-batches, so what is minimized is the sum over rows of the largest micro-batch cost.
 
     `groups[i]`, where given, is a group number: sequences of one group go into the same micro-batch as
-    far as the cap allows (for prefix sharing).
+    far as the cap allows. A negative number is no group: that sequence is free. `prefix[i]`: the first
+    tokens of the sequence that the members of its group in one micro-batch compute once between them
+    (equal within a group; 0: none). They cost, and count against the cap, once.
 
     Raises ConfigError where a single sequence is longer than the cap.
     """
     tokens = np.asarray(lengths, dtype=np.int64).reshape(-1)
     check_cap(tokens, cap)
     costs = a * tokens.astype(np.float64) + b * tokens.astype(np.float64) ** 2
-    unit = np.arange(len(tokens)) if groups is None else group_units(tokens, np.asarray(groups), cap)
-    count = int(unit.max()) + 1 if len(unit) else 0
-    size = np.bincount(unit, weights=tokens, minlength=count).astype(np.int64)
-    price = np.bincount(unit, weights=costs, minlength=count)
+    once = np.zeros_like(tokens) if prefix is None else np.asarray(prefix, dtype=np.int64)
+    unit = np.arange(len(tokens)) if groups is None else group_units(tokens, np.asarray(groups), cap, once)
+    size = unit_sums(unit, tokens, once).astype(np.int64)
+    price = unit_sums(unit, costs, a * once + b * once.astype(np.float64) ** 2)
     best = portfolio(size, price, ranks, cap, overhead)
     table = _table(best.where[unit], ranks, best.micros)
     return Plan(table, best.cost, lower_bound(size, price, ranks, cap), best.name)
 
 
-def group_units(tokens: np.ndarray, groups: np.ndarray, cap: int) -> np.ndarray:
-    """Unit of each sequence: a group, or the parts of a group that fill the cap one after the other."""
+def group_units(
+    tokens: np.ndarray, groups: np.ndarray, cap: float, prefix: np.ndarray | None = None
+) -> np.ndarray:
+    """Unit of each sequence: a group, or the parts of a group that fill the cap one after the other; a
+    sequence with a negative group number is a unit alone. See `plan` for `prefix`."""
     unit = np.empty(len(tokens), dtype=np.int64)
-    last, room, number = None, 0, -1
+    once = np.zeros_like(tokens) if prefix is None else prefix
+    last, room, number = -1, 0.0, -1
     for row in np.argsort(groups, kind="stable").tolist():
-        if groups[row] != last or room < tokens[row]:
-            number, last, room = number + 1, groups[row], cap
-        room -= int(tokens[row])
+        joins = groups[row] == last and last >= 0 and room >= tokens[row] - once[row]
+        if not joins:
+            number, last, room = number + 1, int(groups[row]), float(cap)
+        room -= float(tokens[row] - (once[row] if joins else 0))
         unit[row] = number
     return unit
+
+
+def unit_sums(unit: np.ndarray, values: np.ndarray, once: np.ndarray) -> np.ndarray:
+    """Sum of `values` over each unit, where `once` (equal within a unit) counts for one member only."""
+    count = int(unit.max()) + 1 if len(unit) else 0
+    total = np.bincount(unit, weights=values, minlength=count)
+    members = np.bincount(unit, minlength=count)
+    spared = np.zeros(count)
+    spared[unit] = once
+    return np.asarray(total - (members - 1) * spared)
 
 
 def _table(where: np.ndarray, ranks: int, micros: int) -> list[list[list[int]]]:

@@ -59,8 +59,9 @@ class SharedPack:
 def find_trees(batch: TensorDict, rows: Rows, shortest: int = SHORTEST) -> list[Tree]:
     """Trees over `rows`: rows of one group (column `group`) that begin with the same tokens.
 
-    The shared prefix is the longest common one, but leaves every member at least one token of its own.
-    Every row is in exactly one tree.
+    Of all ways to part a group's rows into trees, the one that saves the most tokens. A shared prefix is
+    the longest common one, but leaves every member at least one token of its own. Every row is in exactly
+    one tree.
     """
     index = row_index(rows)
     tokens, offsets = _tokens(batch)
@@ -73,12 +74,34 @@ def find_trees(batch: TensorDict, rows: Rows, shortest: int = SHORTEST) -> list[
     trees: list[Tree] = []
     for members in buckets.values():
         texts = [tokens[offsets[row] : offsets[row + 1]] for row in index[members]]
-        prefix = _common(texts) if len(members) > 1 else 0
-        if prefix < shortest:
-            trees += [Tree((place,), 0) for place in members]
-        else:
-            trees.append(Tree(tuple(members), prefix))
-    return trees
+        # Sorted by their bytes, texts with a common beginning lie side by side.
+        order = sorted(range(len(texts)), key=lambda i: texts[i].tobytes())
+        for part, prefix in _parted([texts[i] for i in order], shortest):
+            places = tuple(sorted(members[order[i]] for i in part))
+            trees += [Tree(places, prefix)] if prefix else [Tree((place,), 0) for place in places]
+    return sorted(trees, key=lambda tree: tree.rows)
+
+
+def _parted(texts: Sequence[np.ndarray], shortest: int) -> list[tuple[range, int]]:
+    """Sorted texts cut into runs with a common prefix each (0 for a run of one), most tokens saved."""
+    common = [_common(texts[i], texts[i + 1]) for i in range(len(texts) - 1)]
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]  # up to text j: tokens saved, start and prefix of its run
+    for stop in range(1, len(texts) + 1):
+        found = (best[stop - 1][0], stop - 1, 0)
+        prefix = len(texts[stop - 1]) - 1
+        for start in range(stop - 2, -1, -1):
+            prefix = min(prefix, common[start], len(texts[start]) - 1)
+            if prefix < shortest:
+                break
+            found = max(found, (best[start][0] + (stop - start - 1) * prefix, start, prefix))
+        best.append(found)
+    runs: list[tuple[range, int]] = []
+    stop = len(texts)
+    while stop:
+        _, start, prefix = best[stop]
+        runs.append((range(start, stop), prefix))
+        stop = start
+    return runs
 
 
 def _tokens(batch: TensorDict) -> tuple[np.ndarray, np.ndarray]:
@@ -86,13 +109,11 @@ def _tokens(batch: TensorDict) -> tuple[np.ndarray, np.ndarray]:
     return column.values().numpy(), offsets_of(column).numpy()
 
 
-def _common(texts: Sequence[np.ndarray]) -> int:
-    """Length of the longest common prefix that leaves each text at least one token."""
-    most = min(len(text) for text in texts) - 1
-    for text in texts[1:]:
-        differ = np.flatnonzero(text[:most] != texts[0][:most])
-        most = int(differ[0]) if len(differ) else most
-    return max(0, most)
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """Length of the longest common prefix."""
+    most = min(len(one), len(other))
+    differ = np.flatnonzero(one[:most] != other[:most])
+    return int(differ[0]) if len(differ) else most
 
 
 def share(batch: TensorDict, rows: Rows, trees: Sequence[Tree] | None = None) -> SharedPack:

@@ -30,16 +30,17 @@ class Branch:
     mask: torch.Tensor
 
 
-def branches(spans: torch.Tensor) -> list[Branch]:
+def branches(spans: torch.Tensor, device: torch.device | None = None) -> list[Branch]:
     """The spans of a SharedPack by prefix: a span without a prefix is a branch of its own."""
     groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for first, last, start, stop in spans.tolist():
         key = (first, last) if last > first else (start, start)
         groups.setdefault(key, []).append((start, stop))
-    return [_branch(first, last, rests) for (first, last), rests in groups.items()]
+    place = device or torch.device("cpu")
+    return [_branch(first, last, rests, place) for (first, last), rests in groups.items()]
 
 
-def _branch(first: int, last: int, rests: Sequence[tuple[int, int]]) -> Branch:
+def _branch(first: int, last: int, rests: Sequence[tuple[int, int]], device: torch.device) -> Branch:
     starts = torch.tensor([start for start, _ in rests])
     stops = torch.tensor([stop for _, stop in rests])
     width, prefix = int((stops - starts).max()), last - first
@@ -47,7 +48,8 @@ def _branch(first: int, last: int, rests: Sequence[tuple[int, int]]) -> Branch:
     gather = torch.minimum(places, stops[:, None] - 1).reshape(-1)
     cells = (places < stops[:, None]).reshape(-1).nonzero().squeeze(1)
     mask = torch.ones(width, prefix + width, dtype=torch.bool).tril(prefix)
-    return Branch(first, last, len(rests), width, gather, cells, gather[cells], mask)
+    parts = (gather, cells, gather[cells], mask)
+    return Branch(first, last, len(rests), width, *(part.to(device) for part in parts))
 
 
 def shared_attention(
@@ -61,39 +63,47 @@ def shared_attention(
 
     Rests are right-padded to the longest of their tree; a real token never sees the padding behind it.
     """
-    repeat = query.shape[1] // key.shape[1]
-    if repeat > 1:
-        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-    outputs: list[torch.Tensor] = []
-    for branch in layout:
-        cells = _attend(query, key, value, branch, scaling)
-        outputs.append(cells if len(branch.cells) == len(cells) else cells.index_select(0, branch.cells))
+    out = torch.zeros_like(query)
+    return into(out, query, key, value, layout, scaling)
+
+
+def into(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: Sequence[Branch],
+    scaling: float | None = None,
+) -> torch.Tensor:
+    """`out` [U, H, D] with the attention of the tokens of these branches in their places."""
+    parts = [_attend(query, key, value, branch, scaling) for branch in layout]
     tokens = torch.cat([branch.tokens for branch in layout])
-    return torch.zeros_like(query).index_copy(0, tokens, torch.cat(outputs))
+    return out.index_copy(0, tokens, torch.cat(parts))
 
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, branch: Branch, scaling: float | None
 ) -> torch.Tensor:
+    """[tokens of the rests, H, D]."""
     heads, depth = query.shape[1], query.shape[2]
 
     def rests(tensor: torch.Tensor) -> torch.Tensor:
-        return (
-            tensor.index_select(0, branch.gather)
-            .view(branch.count, branch.width, heads, depth)
-            .transpose(1, 2)
-        )
+        cells = tensor.index_select(0, branch.gather)
+        return cells.view(branch.count, branch.width, tensor.shape[1], depth).transpose(1, 2)
 
-    def with_prefix(tensor: torch.Tensor) -> torch.Tensor:
+    def seen(tensor: torch.Tensor) -> torch.Tensor:
         prefix = tensor[branch.first : branch.last].transpose(0, 1)[None]
-        return torch.cat([prefix.expand(branch.count, -1, -1, -1), rests(tensor)], dim=2)
+        whole = torch.cat([prefix.expand(branch.count, -1, -1, -1), rests(tensor)], dim=2)
+        return whole.repeat_interleave(heads // tensor.shape[1], dim=1) if tensor.shape[1] != heads else whole
 
-    if branch.last == branch.first:
-        out = F.scaled_dot_product_attention(
-            rests(query), rests(key), rests(value), is_causal=True, scale=scaling
-        )
-    else:
-        out = F.scaled_dot_product_attention(
-            rests(query), with_prefix(key), with_prefix(value), attn_mask=branch.mask, scale=scaling
-        )
-    return out.transpose(1, 2).reshape(-1, heads, depth)
+    alone = branch.last == branch.first
+    out = F.scaled_dot_product_attention(
+        rests(query),
+        seen(key),
+        seen(value),
+        attn_mask=None if alone else branch.mask,
+        is_causal=alone,
+        scale=scaling,
+    )
+    cells = out.transpose(1, 2).reshape(-1, heads, depth)
+    return cells if len(branch.cells) == len(cells) else cells.index_select(0, branch.cells)

@@ -7,18 +7,22 @@ from typing import ClassVar
 
 from tensordict import TensorDict
 
-from agentrl.cluster.dispatch import Broadcast, Shard, Strategy
+from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.worker import Worker, WorkerContext
-from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, SftConfig
-from agentrl.errors import AgentrlError
+from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, SftConfig, WeightsConfig
+from agentrl.errors import AgentrlError, ConfigError
 from agentrl.train.engine import Bucket
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.optim import adamw, muon, rate
-from agentrl.train.plan import StepsShard, UpdateShard
+from agentrl.train.plan import RowsShard, StepsShard, UpdateShard
 from agentrl.train.role import open_engine, ready
 from agentrl.train.sft import sft_steps
-from agentrl.train.state import load_state, save_state
+from agentrl.train.source import WeightSource
+from agentrl.train.state import BackgroundSave, load_state, save_state
 from agentrl.train.update import UpdateSettings, check_algorithm, compute_logprobs, update_policy
+from agentrl.weights.parcel import Parcel
+from agentrl.weights.route import Offer
+from agentrl.weights.target import Adapter
 
 BUCKET_BYTES = 64 << 20
 
@@ -28,13 +32,20 @@ class Actor(Worker):
 
     dispatch_table: ClassVar[dict[str, Strategy]] = {
         "init_model": Broadcast(),
-        "compute_logprob": Shard(balance="tokens"),
+        "compute_logprob": RowsShard(),
         "update": UpdateShard(collect="metrics", balance="column"),
         "begin_sft": Broadcast(),
         "sft_steps": StepsShard(collect="metrics", balance="column"),
         "end_sft": Broadcast(),
         "export_weights": Broadcast(),
+        "open_route": Broadcast(),
+        "route_attached": Broadcast(),
+        "next_bucket": Broadcast(),
+        "close_route": Broadcast(),
+        "export_adapter": Broadcast(),
         "save": Broadcast(),
+        "begin_save": Broadcast(),
+        "saved": Broadcast(),
         "load": Broadcast(),
         "export_hf": Broadcast(),
     }
@@ -42,6 +53,8 @@ class Actor(Worker):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._engine: FsdpEngine | None = None
+        self._saving = BackgroundSave()
+        self._source: WeightSource | None = None
         self._sft: SftConfig | None = None
         self._updates = 0
         self._sft_done = 0
@@ -111,9 +124,46 @@ class Actor(Worker):
         """All weights as full host tensors by Hugging Face name; a tied `lm_head.weight` is left out."""
         return [bucket for bucket in self._ready().weights(BUCKET_BYTES) if bucket]
 
+    def open_route(self, route: str, cfg: WeightsConfig, receivers: int) -> Offer:
+        """Make a channel for weights towards so many processes. Raises ConfigError where it cannot be here."""
+        if self._source is None:
+            where = self.context.rendezvous
+            self._source = WeightSource(self._ready(), self.rank, where.host if where else "127.0.0.1")
+        return self._source.open(route, cfg, receivers)
+
+    def route_attached(self) -> None:
+        """All receivers have attached to what `open_route` offered."""
+        self._sending().attached()
+
+    def next_bucket(self, first: bool) -> Parcel | None:
+        """Send the next bucket of weights, or the `first` of a new publish; None after the last."""
+        return self._sending().send(first)
+
+    def close_route(self) -> None:
+        """Free the channel; idempotent."""
+        if self._source is not None:
+            self._source.close()
+
+    def export_adapter(self) -> Adapter:
+        """The low-rank adapter alone, on the host. Raises ConfigError without `model.lora`."""
+        engine = self._ready()
+        if engine.cfg.lora is None:
+            raise ConfigError("export_adapter: the model has no adapter (model.lora)")
+        return Adapter(
+            engine.cfg.lora.rank, engine.cfg.lora.alpha, tuple(engine.cfg.lora.modules), engine.adapter()
+        )
+
     def save(self, folder: str) -> None:
         """Model, optimizer, schedule and RNG into `folder`."""
         save_state(self._ready(), Path(folder), {"updates": self._updates})
+
+    def begin_save(self, folder: str) -> None:
+        """`save`, in the background: returns when the state is copied. See `saved`."""
+        self._saving.begin(self._ready(), Path(folder), {"updates": self._updates})
+
+    def saved(self) -> bool:
+        """Whether the save that `begin_save` began is written; raises what it failed with."""
+        return self._saving.done()
 
     def load(self, folder: str) -> None:
         """What `save` wrote, by any number of ranks. Raises CheckpointError."""
@@ -122,6 +172,11 @@ class Actor(Worker):
     def export_hf(self, folder: str) -> None:
         """A folder that plain transformers and vLLM load."""
         self._ready().export(Path(folder))
+
+    def _sending(self) -> WeightSource:
+        if self._source is None:
+            raise ConfigError("no route for weights is open: call open_route first")
+        return self._source
 
     def _ready(self) -> FsdpEngine:
         return ready(self._engine)

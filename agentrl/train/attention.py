@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from agentrl.batch.prefix_attention import Branch, branches, into
 from agentrl.errors import ModelError
 from agentrl.train.ulysses import Ulysses
 
@@ -41,20 +42,49 @@ class Block:
 @dataclass(frozen=True, slots=True)
 class Packed:
     """Where the rows lie: `cu_seqlens` int32 [N + 1], the longest row, the blocks for a CPU, and the group
-    that shares the tokens, where there is one."""
+    that shares the tokens, where there is one.
+
+    Where rows share prefixes (`spans` of batch/prefix.py), the blocks hold what has no prefix before it,
+    the prefixes themselves included, and `branches` the rests."""
 
     cu_seqlens: Tensor
     longest: int
     blocks: tuple[Block, ...]
     ulysses: Ulysses | None = None
+    branches: tuple[Branch, ...] = ()
+    spans: Tensor | None = None
 
 
 def packed_rows(offsets: Tensor, device: torch.device | None = None) -> Packed:
     """The layout of rows that `offsets` int64 [N + 1] cut apart."""
-    lengths = offsets.diff().tolist()
     place = device or offsets.device
-    blocks = tuple(_block(offsets.tolist(), rows, place) for rows in _similar(lengths))
-    return Packed(offsets.to(place, torch.int32), max(lengths, default=0), blocks)
+    blocks = _blocks(offsets[:-1], offsets[1:], place)
+    longest = int(offsets.diff().max()) if len(offsets) > 1 else 0
+    return Packed(offsets.to(place, torch.int32), longest, blocks)
+
+
+def packed_trees(spans: Tensor, longest: int, device: torch.device) -> Packed:
+    """The layout of rows with shared prefixes; `longest` counts a row's prefix."""
+    alone = spans[:, 0] == spans[:, 1]
+    blocks = _blocks(spans[alone, 2], spans[alone, 3], device)
+    ends = torch.cat([spans.new_zeros(1), spans[:, 3]]).to(device, torch.int32)
+    return Packed(ends, longest, blocks, branches=tuple(branches(spans[~alone], device)), spans=spans)
+
+
+def padded(packed: Packed, missing: int) -> Packed:
+    """The layout with a row of `missing` tokens more, which no other row sees."""
+    if packed.spans is not None:
+        end = int(packed.spans[-1, 3])
+        pad = packed.spans.new_tensor([[end, end, end, end + missing]])
+        spans = torch.cat([packed.spans, pad]) if missing else packed.spans
+        return packed_trees(spans, packed.longest, packed.cu_seqlens.device)
+    offsets = packed.cu_seqlens.to(torch.int64)
+    return packed_rows(torch.cat([offsets, offsets[-1:] + missing]) if missing else offsets)
+
+
+def _blocks(starts: Tensor, stops: Tensor, device: torch.device) -> tuple[Block, ...]:
+    starts, stops = starts.cpu(), stops.cpu()
+    return tuple(_block(starts[rows], stops[rows], device) for rows in _similar((stops - starts).tolist()))
 
 
 def _similar(lengths: list[int]) -> list[list[int]]:
@@ -72,9 +102,7 @@ def _similar(lengths: list[int]) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def _block(offsets: list[int], rows: list[int], device: torch.device) -> Block:
-    starts = torch.tensor([offsets[row] for row in rows])
-    ends = torch.tensor([offsets[row + 1] for row in rows])
+def _block(starts: Tensor, ends: Tensor, device: torch.device) -> Block:
     width = int((ends - starts).max())
     steps = torch.arange(width)
     places = starts[:, None] + steps[None, :]
@@ -82,7 +110,7 @@ def _block(offsets: list[int], rows: list[int], device: torch.device) -> Block:
     gather = torch.minimum(places, ends[:, None] - 1).reshape(-1)
     cells = valid.reshape(-1).nonzero().squeeze(1)
     return Block(
-        len(rows), width, gather.to(device), cells.to(device), gather[cells].to(device), bool(valid.all())
+        len(starts), width, gather.to(device), cells.to(device), gather[cells].to(device), bool(valid.all())
     )
 
 
@@ -121,7 +149,7 @@ def packed_attention(
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | None) -> Tensor:
     """[T, H, D] -> [T, H, D]."""
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and packed.spans is None:
         return _varlen(q, k, v, packed, scaling)
     return _blockwise(q, k, v, packed, scaling)
 
@@ -140,14 +168,14 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | No
 
 def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | None) -> Tensor:
     """Right-padded blocks under a causal mask: a real token never looks at the padding behind it."""
-    if len(packed.blocks) == 1 and packed.blocks[0].exact:
+    if len(packed.blocks) == 1 and packed.blocks[0].exact and not packed.branches:
         return _attend(q, k, v, packed.blocks[0], scaling)
     out = torch.zeros_like(q)
     for block in packed.blocks:
         at = block.gather
         cells = _attend(q.index_select(0, at), k.index_select(0, at), v.index_select(0, at), block, scaling)
         out = out.index_copy(0, block.tokens, cells if block.exact else cells.index_select(0, block.cells))
-    return out
+    return into(out, q, k, v, packed.branches, scaling) if packed.branches else out
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, scaling: float | None) -> Tensor:

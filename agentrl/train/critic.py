@@ -11,16 +11,16 @@ from tensordict import TensorDict
 
 from agentrl.algorithm import aggregate, value_loss
 from agentrl.batch.rows import jagged, offsets_of
-from agentrl.cluster.dispatch import Broadcast, Shard, Strategy
+from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import AlgorithmConfig, CriticConfig, ModelConfig, OptimConfig
 from agentrl.train.engine import BaseEngine
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.micro import Meter, Pack, split
 from agentrl.train.optim import adamw
-from agentrl.train.plan import UpdateShard
+from agentrl.train.plan import RowsShard, UpdateShard
 from agentrl.train.role import open_engine, ready
-from agentrl.train.state import load_state, save_state
+from agentrl.train.state import BackgroundSave, load_state, save_state
 from agentrl.train.update import UpdateSettings, denominators, minibatches, spread_rows, visit_order
 
 
@@ -29,15 +29,18 @@ class Critic(Worker):
 
     dispatch_table: ClassVar[dict[str, Strategy]] = {
         "init_model": Broadcast(),
-        "compute_values": Shard(balance="tokens"),
+        "compute_values": RowsShard(),
         "update": UpdateShard(collect="metrics", balance="column", needs_advantage=False),
         "save": Broadcast(),
+        "begin_save": Broadcast(),
+        "saved": Broadcast(),
         "load": Broadcast(),
     }
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._engine: FsdpEngine | None = None
+        self._saving = BackgroundSave()
 
     def init_model(self, path: str, model: ModelConfig, optim: OptimConfig, critic: CriticConfig) -> None:
         """Load the backbone from a folder or hub name; the value head starts at zero. Raises ModelError."""
@@ -59,6 +62,14 @@ class Critic(Worker):
     def save(self, folder: str) -> None:
         """Model and optimizer into `folder`."""
         save_state(ready(self._engine), Path(folder), {})
+
+    def begin_save(self, folder: str) -> None:
+        """`save`, in the background: returns when the state is copied. See `saved`."""
+        self._saving.begin(ready(self._engine), Path(folder), {})
+
+    def saved(self) -> bool:
+        """Whether the save that `begin_save` began is written; raises what it failed with."""
+        return self._saving.done()
 
     def load(self, folder: str) -> None:
         """What `save` wrote, by any number of ranks. Raises CheckpointError."""

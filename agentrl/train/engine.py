@@ -26,11 +26,11 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-        """log pi and entropy of the tokens at `micro.places`, float32 [M]; with gradient where grad is on."""
+        """log pi and entropy of the tokens `micro.targets`, float32 [M]; with gradient where grad is on."""
 
     @abstractmethod
     def values(self, micro: Micro) -> Tensor:
-        """The value before each token at `micro.places`, float32 [M]; of a critic's engine only."""
+        """The value before each of the tokens `micro.targets`, float32 [M]; of a critic's engine only."""
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -51,6 +51,17 @@ class BaseEngine(ABC):
         All ranks must exhaust it; ranks other than 0 get empty buckets. A tied output embedding is left
         out.
         """
+
+    @abstractmethod
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors by Hugging Face name, one at a time: each is gone when the next is asked for.
+
+        All ranks must go through it together, or close it. A tied output embedding is left out.
+        """
+
+    @abstractmethod
+    def largest(self) -> int:
+        """Bytes of the largest of `tensors`."""
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:

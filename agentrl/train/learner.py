@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from agentrl.algorithm import AdvantageInput, advantages, kl_estimate
 from agentrl.algorithm.anchors import anchors_of
 from agentrl.batch.rows import jagged, offsets_of
+from agentrl.batch.sharing import token_ratio, with_trees
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, KlConfig, TrainConfig
@@ -47,8 +48,6 @@ def check_learner(config: TrainConfig) -> None:
     """Raise ConfigError for a combination of algorithm and roles that cannot mean what it says."""
     check_algorithm(config.algorithm)
     mesh_of(config)
-    if config.model.sequence_parallel > 1 and config.critic is not None:
-        raise ConfigError("model.sequence_parallel above 1 does not work with a [critic]")
     name = config.algorithm.advantage.name
     advantages(name, config.algorithm.advantage.args)
     if name == "gae" and config.critic is None:
@@ -96,7 +95,7 @@ class Learner:
         """One training step on what `collate` made. Returns the metrics of all roles."""
         algorithm, seed = self.config.algorithm, self.config.seed
         temperature = self.config.rollout.temperature
-        batch = batch.copy()
+        batch = with_trees(batch.copy(), self.config.optim.prefix_sharing)
         judged: dict[str, float] = {}
         if self.judges is not None and self.config.reward_model is not None:
             scores = await self.judges.arun(RewardModel.compute_scores, batch)
@@ -110,6 +109,7 @@ class Learner:
             batch["values"] = same_offsets(values["values"], batch)
         batch, metrics = with_advantages(batch, algorithm, self.kl_coef)
         metrics |= judged
+        metrics["prefix_ratio_possible"] = token_ratio(batch)
         if self.critics is not None:
             metrics |= await self.critics.arun(Critic.update, batch, algorithm, step=step, seed=seed)
         if self.config.critic is None or step >= self.config.critic.warmup:
@@ -135,6 +135,18 @@ class Learner:
         if self.critics is not None:
             await self.critics.arun(Critic.save, str(folder / "critic"))
         (folder / STATE).write_text(json.dumps({"kl_coef": self.kl_coef}), encoding="utf-8")
+
+    async def begin_save(self, folder: Path) -> None:
+        """`save` in the background: returns when all roles' state is copied. See `saved`."""
+        await self.actors.arun(Actor.begin_save, str(folder / "actor"))
+        if self.critics is not None:
+            await self.critics.arun(Critic.begin_save, str(folder / "critic"))
+        (folder / STATE).write_text(json.dumps({"kl_coef": self.kl_coef}), encoding="utf-8")
+
+    async def saved(self) -> bool:
+        """Whether the save that `begin_save` began is written; raises what a role's part failed with."""
+        done = await self.actors.arun(Actor.saved)
+        return done and (self.critics is None or await self.critics.arun(Critic.saved))
 
     async def load(self, folder: Path) -> None:
         """What `save` wrote. Raises CheckpointError where a role's part is missing or does not fit."""

@@ -12,8 +12,10 @@ from torch import Tensor
 from agentrl.algorithm.ragged import sampled_offsets
 from agentrl.batch import pack, plan
 from agentrl.batch.plan import check_cap
+from agentrl.batch.prefix import share
 from agentrl.batch.rows import lengths
-from agentrl.train.attention import packed_rows
+from agentrl.batch.sharing import planned_columns, trees_of
+from agentrl.train.attention import packed_rows, packed_trees
 from agentrl.train.engine import BaseEngine
 from agentrl.train.modules import Micro
 
@@ -23,13 +25,14 @@ def split(
 ) -> list[list[list[int]]]:
     """Micro-batches of each part: `[part][micro]` -> row numbers; equally many on all ranks.
 
-    An empty list is a dummy. Raises ConfigError, on all ranks alike, where a row is longer than `cap`
-    tokens.
+    An empty list is a dummy. The cap counts the tokens that are computed: a shared prefix once. Raises
+    ConfigError, on all ranks alike, where a row is longer than `cap` tokens.
     """
     tokens = lengths(batch).numpy()
     longest = engine.reduce(torch.tensor([int(tokens.max()) if len(tokens) else 0]), "max")
     check_cap(longest.numpy(), cap)
-    bins = [[rows[micro].tolist() for micro in plan(tokens[rows], 1, cap).rows[0]] for rows in parts]
+    plans = [plan(tokens[rows], 1, cap, **planned_columns(batch, rows)) for rows in parts]
+    bins = [[part[rows].tolist() for rows in made.rows[0]] for part, made in zip(parts, plans, strict=True)]
     counts = engine.reduce(torch.tensor([len(micros) for micros in bins], dtype=torch.int64), "max")
     return [micros + [[]] * (int(most) - len(micros)) for micros, most in zip(bins, counts, strict=True)]
 
@@ -41,7 +44,8 @@ def has(batch: TensorDict, name: str) -> bool:
 
 class Pack:
     """Some rows of a batch, end to end, on the engine's device: `micro` for the model, `compact` offsets
-    of the sampled tokens, and `column(name)` -> that column at the sampled tokens [M]."""
+    of the sampled tokens, and `column(name)` -> that column at the sampled tokens [M]. `tokens` of the rows,
+    of which `computed` go through the model: fewer where the batch's columns say that rows share a prefix."""
 
     def __init__(self, batch: TensorDict, rows: list[int], device: torch.device) -> None:
         self.flat = pack(batch, rows)
@@ -51,12 +55,19 @@ class Pack:
         if bool(self.mask[offsets[:-1]].any()):
             raise ValueError("a row begins with a sampled token: nothing precedes it that could predict it")
         self.compact = sampled_offsets(self.mask, offsets)
+        ids, positions = self.flat["token_ids"], self.flat["position_ids"]
+        places, last = self.mask.nonzero().squeeze(1), offsets[1:] - 1
+        before, targets = places - 1, ids[places]
+        packed = packed_rows(offsets, device)
+        trees = trees_of(batch, rows)
+        if trees:
+            made = share(batch, rows, trees)
+            ids, positions = made.token_ids, made.position_ids
+            before, last = made.at[before], made.at[last]
+            packed = packed_trees(made.spans, packed.longest, device)
+        self.tokens, self.computed = len(self.mask) if rows else 0, len(ids) if rows else 0
         self.micro = Micro(
-            self.flat["token_ids"].to(device),
-            self.flat["position_ids"].to(device),
-            offsets.to(device),
-            packed_rows(offsets, device),
-            self.mask.nonzero().squeeze(1).to(device),
+            ids.to(device), positions.to(device), packed, before.to(device), targets.to(device), last.to(device)
         )
 
     def column(self, name: str) -> Tensor:

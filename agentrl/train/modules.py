@@ -9,24 +9,27 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.errors import ModelError
-from agentrl.train.attention import Packed, packed_rows
+from agentrl.train.attention import Packed, padded
 from agentrl.train.logprobs import token_logprobs
 from agentrl.train.ulysses import Ulysses
 
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """The model's input for one micro-batch of T tokens in N rows.
+    """The model's input for one micro-batch of N rows, of which T tokens are computed.
 
-    `input_ids`, `position_ids` int64 [T]; `offsets` int64 [N + 1]; `packed` the layout for attention;
-    `places` int64 [M]: positions of the tokens whose logprobs are wanted (never the first of a row).
+    `input_ids`, `position_ids` int64 [T]; `packed` the layout for attention. Of the M tokens whose logprobs
+    are wanted (never the first of a row) `targets` int64 [M] are the ids and `before` int64 [M] the places
+    of the tokens that predict them; `last` int64 [N] are the places of the rows' last tokens. Rows that
+    share a prefix share places.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    offsets: Tensor
     packed: Packed
-    places: Tensor
+    before: Tensor
+    targets: Tensor
+    last: Tensor
 
 
 class PolicyModule(nn.Module):
@@ -46,22 +49,18 @@ class PolicyModule(nn.Module):
             raise ModelError("models that cap their logits (final_logit_softcapping) are not supported")
 
     def forward(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-        """log pi and entropies of the tokens at `micro.places`: two float32 [M]."""
-        places, group = micro.places, micro.packed.ulysses
+        """log pi and entropies of the tokens `micro.targets`: two float32 [M]."""
+        places, targets, group = micro.before, micro.targets, micro.packed.ulysses
         hidden, first = backbone_states(self.hf.base_model, micro)
-        counts = [len(places)]
         if group is not None:
-            share = len(hidden)
-            owner = (places - 1) // share
-            counts = torch.bincount(owner, minlength=group.size).tolist()
-            places = places[owner == group.rank]
-        before = hidden.index_select(0, places - 1 - first)
+            mine, counts, back = shares(places, len(hidden), group)
+            places, targets = places[mine], targets[mine]
+        before = hidden.index_select(0, places - first)
         weight = self.hf.get_output_embeddings().weight.to(before.dtype)
-        targets = micro.input_ids.index_select(0, places)
         own = token_logprobs(before, weight, targets, temperature, entropy=entropy)
         if group is None:
             return own
-        return group.gather(own[0], counts), group.gather(own[1], counts)
+        return group.gather(own[0], counts)[back], group.gather(own[1], counts)[back]
 
 
 class ValueModule(nn.Module):
@@ -74,12 +73,16 @@ class ValueModule(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, micro: Micro) -> Tensor:
-        """Values of the states in which the tokens at `micro.places` were chosen: float32 [M]."""
-        if micro.packed.ulysses is not None:
-            raise ModelError("a critic does not work with model.sequence_parallel above 1")
-        hidden, _ = backbone_states(self.hf, micro)
-        before = hidden.index_select(0, micro.places - 1)
-        values: Tensor = self.head(before).squeeze(1).float()
+        """Values of the states in which the tokens `micro.targets` were chosen: float32 [M]."""
+        group = micro.packed.ulysses
+        hidden, first = backbone_states(self.hf, micro)
+        if group is None:
+            return self._read(hidden, micro.before)
+        mine, counts, back = shares(micro.before, len(hidden), group)
+        return group.gather(self._read(hidden, micro.before[mine] - first), counts)[back]
+
+    def _read(self, hidden: Tensor, places: Tensor) -> Tensor:
+        values: Tensor = self.head(hidden.index_select(0, places)).squeeze(1).float()
         return values
 
 
@@ -97,7 +100,7 @@ class ScoreModule(nn.Module):
     def forward(self, micro: Micro) -> Tensor:
         """Scores float32 [N]."""
         hidden, _ = backbone_states(self.hf.base_model, micro)
-        last: Tensor = self.hf.score(hidden.index_select(0, micro.offsets[1:] - 1))
+        last: Tensor = self.hf.score(hidden.index_select(0, micro.last))
         return last.squeeze(1).float()
 
 
@@ -118,21 +121,24 @@ def backbone_states(backbone: Any, micro: Micro) -> tuple[Tensor, int]:
     return out.last_hidden_state[0], first
 
 
+def shares(places: Tensor, share: int, group: Ulysses) -> tuple[Tensor, list[int], Tensor]:
+    """Which places lie in this rank's tokens (`share` a rank); how many lie in each rank's; and the order
+    that puts what is gathered by rank back: with shared prefixes a rank's places need not lie side by side."""
+    owner = places // share
+    counts: list[int] = torch.bincount(owner, minlength=group.size).tolist()
+    return owner == group.rank, counts, torch.argsort(torch.argsort(owner, stable=True))
+
+
 def shared(micro: Micro, group: Ulysses) -> Micro:
     """The micro-batch for a group that shares its tokens: padded to a multiple of the group's size by a
     row of its own, which no other row sees."""
     missing = -len(micro.input_ids) % group.size
-    offsets = micro.offsets
-    if missing:
-        offsets = torch.cat([offsets, offsets[-1:] + missing])
     pad = micro.input_ids.new_zeros(missing)
-    packed = replace(packed_rows(offsets), ulysses=group)
-    return Micro(
-        torch.cat([micro.input_ids, pad]),
-        torch.cat([micro.position_ids, torch.arange(missing, device=pad.device)]),
-        micro.offsets,
-        packed,
-        micro.places,
+    return replace(
+        micro,
+        input_ids=torch.cat([micro.input_ids, pad]),
+        position_ids=torch.cat([micro.position_ids, torch.arange(missing, device=pad.device)]),
+        packed=replace(padded(micro.packed, missing), ulysses=group),
     )
 
 

@@ -1,21 +1,23 @@
 """Which row trains in which optimizer step and on which rank: decided on the driver, before the rows part.
 
-So the rows of an optimizer step do not depend on the number of ranks. The two strategies here stand in
-the actor's dispatch table; they add the row columns `minibatch` and `dp_rank` and the batch-wide column
-`minibatches`, and then shard by `dp_rank`.
+So the rows of an optimizer step do not depend on the number of ranks. The strategies here stand in the
+roles' dispatch tables; they add the row columns `minibatch` and `dp_rank` and the batch-wide column
+`minibatches`, and then shard by `dp_rank`. Where rows stay together (`algorithm.groups`, or because they
+share a prefix, see batch/sharing.py) the columns `together` and `prefix` tell the workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
-from agentrl.batch.balance import partition
 from agentrl.batch.rows import lengths, select, wide
+from agentrl.batch.sharing import columns_of, settled
 from agentrl.cluster.dispatch import Call, Shard, Shipment
 from agentrl.cluster.mesh import Mesh
 from agentrl.config.schema import AlgorithmConfig
@@ -37,9 +39,26 @@ class UpdateShard(Shard):
         if self.needs_advantage:
             batch = drop_rows_without_gradient(batch, algorithm)
         seed, step = rest.kwargs.get("seed", 0), rest.kwargs.get("step", 0)
-        parts = shuffled(len(batch), algorithm.minibatch, seed, step)
-        planned = placed(batch, parts, mesh.size(self.mesh))
+        keep = np.asarray(batch.get("group")) if algorithm.groups == "kept" else None
+        parts = shuffled(len(batch), algorithm.minibatch, seed, step, keep)
+        planned = placed(batch, parts, mesh.size(self.mesh), keep)
         return Shard.scatter(self, Call(call.where, call.names, (planned,), rest.kwargs), mesh)
+
+
+@dataclass(frozen=True)
+class RowsShard(Shard):
+    """For one forward pass over all rows: balanced by tokens, those that are shared counted once."""
+
+    balance: Literal["tokens", "column"] | None = "tokens"
+
+    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
+        name = call.names[0]
+        batch, rest = call.take(name)
+        if not isinstance(batch, TensorDict) or columns_of(batch, np.arange(0))[0] is None:
+            return Shard.scatter(self, call, mesh)
+        planned = placed(batch, [np.arange(len(batch))], mesh.size(self.mesh))
+        by_column = Shard(mesh=self.mesh, collect=self.collect, balance="column", argument=name)
+        return by_column.scatter(Call(call.where, call.names, (planned, *rest.args), rest.kwargs), mesh)
 
 
 @dataclass(frozen=True)
@@ -78,23 +97,50 @@ def drop_rows_without_gradient(batch: TensorDict, algorithm: AlgorithmConfig) ->
     return batch if bool(alive.all()) else select(batch, alive.nonzero().squeeze(1))
 
 
-def shuffled(rows: int, size: int, seed: int, step: int) -> list[np.ndarray]:
-    """All rows in random order, cut into the least number of nearly equal parts of at most `size` rows."""
-    order = np.random.default_rng([seed, step]).permutation(rows)
-    return np.array_split(order, -(-rows // size)) if rows else []
+def shuffled(
+    rows: int, size: int, seed: int, step: int, groups: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """All rows in random order, cut into the least number of nearly equal parts of at most `size` rows.
+
+    With `groups` (a number a row) whole groups in random order fill parts of at most `size` rows; only a
+    group of more rows than that is cut.
+    """
+    if rows == 0:
+        return []
+    rng = np.random.default_rng([seed, step])
+    if groups is None:
+        return np.array_split(rng.permutation(rows), -(-rows // size))
+    parts: list[list[int]] = [[]]
+    for number in rng.permutation(np.unique(groups)):
+        members = np.flatnonzero(groups == number).tolist()
+        for start in range(0, len(members), size):
+            piece = members[start : start + size]
+            if parts[-1] and len(parts[-1]) + len(piece) > size:
+                parts.append([])
+            parts[-1] += piece
+    return [np.asarray(part, dtype=np.int64) for part in parts]
 
 
-def placed(batch: TensorDict, parts: Sequence[np.ndarray], ranks: int) -> TensorDict:
-    """The batch with `minibatch` (the part of each row), `dp_rank` (balanced by tokens within each part)
-    and the batch-wide `minibatches`."""
-    minibatch = torch.zeros(len(batch), dtype=torch.int64)
-    rank = torch.zeros(len(batch), dtype=torch.int64)
-    tokens = lengths(batch).numpy().astype(np.float64)
+def placed(
+    batch: TensorDict, parts: Sequence[np.ndarray], ranks: int, keep: np.ndarray | None = None
+) -> TensorDict:
+    """The batch with `minibatch` (the part of each row), `dp_rank` (balanced by tokens within each part),
+    the batch-wide `minibatches`, and `together` and `prefix` where any rows stay together.
+
+    `keep` holds the rows' group numbers where groups are kept on one rank.
+    """
+    columns = {name: np.zeros(len(batch), dtype=np.int64) for name in ("minibatch", "dp_rank", "prefix")}
+    columns["together"] = np.full(len(batch), -1, dtype=np.int64)
+    tokens = lengths(batch).numpy()
     for number, rows in enumerate(parts):
-        minibatch[torch.from_numpy(rows)] = number
-        for owner, mine in enumerate(partition(tokens[rows], ranks)):
-            rank[torch.from_numpy(rows[mine])] = owner
+        columns["minibatch"][rows] = number
+        found = settled(tokens[rows], ranks, *columns_of(batch, rows), None if keep is None else keep[rows])
+        for owner, mine in enumerate(found.ranks):
+            columns["dp_rank"][rows[mine]] = owner
+        columns["together"][rows], columns["prefix"][rows] = found.together, found.prefix
+    if not (columns["together"] >= 0).any():
+        del columns["together"], columns["prefix"]
     out: TensorDict = batch.copy()
-    out.update({"minibatch": minibatch, "dp_rank": rank})
+    out.update({name: torch.from_numpy(values) for name, values in columns.items()})
     out.set("minibatches", wide(len(parts), len(batch)))
     return out

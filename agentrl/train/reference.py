@@ -6,10 +6,11 @@ from typing import ClassVar
 
 from tensordict import TensorDict
 
-from agentrl.cluster.dispatch import Broadcast, Shard, Strategy
+from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.train.fsdp import FsdpEngine
+from agentrl.train.plan import RowsShard
 from agentrl.train.role import open_engine, ready
 from agentrl.train.update import compute_logprobs
 
@@ -19,7 +20,7 @@ class Reference(Worker):
 
     dispatch_table: ClassVar[dict[str, Strategy]] = {
         "init_model": Broadcast(),
-        "compute_logprob": Shard(balance="tokens"),
+        "compute_logprob": RowsShard(),
     }
 
     def __init__(self, context: WorkerContext) -> None:

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from agentrl.cluster.dispatch import Broadcast, Shard, Strategy
+from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.micro import Pack, split
+from agentrl.train.plan import RowsShard
 from agentrl.train.role import open_engine, ready
 
 
@@ -21,7 +22,7 @@ class RewardModel(Worker):
 
     dispatch_table: ClassVar[dict[str, Strategy]] = {
         "init_model": Broadcast(),
-        "compute_scores": Shard(balance="tokens"),
+        "compute_scores": RowsShard(),
     }
 
     def __init__(self, context: WorkerContext) -> None:

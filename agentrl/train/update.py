@@ -157,6 +157,8 @@ class _Job:
     def run(self, micros: list[list[int]]) -> None:
         for number, rows in enumerate(micros):
             piece = Pack(self.batch, rows, self.engine.device)
+            self.meter.add("plain_tokens", torch.tensor(float(piece.tokens)))
+            self.meter.add("computed_tokens", torch.tensor(float(piece.computed)))
             self.engine.backward(self._loss(piece), last=number == len(micros) - 1)
 
     def _loss(self, piece: Pack) -> torch.Tensor:
@@ -210,6 +212,7 @@ def _metrics(
     if not norms:
         return {"tokens_trained": 0.0, "minibatches": 0.0}
     sums, tops = meter.totals(engine)
+    plain, computed = sums.pop("plain_tokens"), sums.pop("computed_tokens")
     tokens = sum(part.tokens for part in counts)
     first = {"mismatch_kl": counts[0].tokens, "loss": float(len(norms))}
     means = {name: value / first.get(name, tokens * epochs) for name, value in sums.items()}
@@ -220,6 +223,7 @@ def _metrics(
         "tokens_trained": tokens,
         "rows_trained": sum(part.sequences for part in counts),
         "minibatches": float(len(counts)),
+        "prefix_ratio": plain / max(computed, 1.0),
     }
 
 

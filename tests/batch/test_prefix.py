@@ -37,6 +37,15 @@ def test_trees_by_hand():
     assert visible(made.spans)[7].nonzero().flatten().tolist() == [0, 1, 7]
 
 
+def test_a_rewritten_history_does_not_shorten_what_the_others_share():
+    """Five members share 30 tokens; two ledgers of a forked member share 20 with them, and 25 with each other."""
+    prompt = list(range(1, 31))
+    fork = [*prompt[:20], 90, 91, 92, 93, 94]
+    texts = [prompt + [40 + i] * 3 for i in range(5)] + [[*fork, 50, 51], [*fork, 60]]
+    batch = group_batch(texts, [0] * 7)
+    assert find_trees(batch, range(7)) == [Tree((0, 1, 2, 3, 4), 30), Tree((5, 6), 25)]
+
+
 text = st.lists(st.integers(1, 2), min_size=1, max_size=8)
 
 
