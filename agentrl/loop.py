@@ -18,12 +18,13 @@ from typing import Any
 from tensordict import TensorDict
 
 from agentrl.batch import collate
-from agentrl.rollout.evaluate import evaluate, full_marks
-from agentrl.run.checkpoint import save_checkpoint
+from agentrl.config import Choice
+from agentrl.rollout.evaluate import Evaluation, evaluate, full_marks
 from agentrl.rollout.meter import EngineMeter
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.recorder import Recorder
 from agentrl.run.session import Session
+from agentrl.train.columns import with_columns
 from agentrl.trajectory import Group
 
 
@@ -37,7 +38,7 @@ async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt)
         clock = Clock()
         groups = await collector.collect()
         clock.lap("rollout_s")
-        batch = make_batch(groups)
+        batch = make_batch(groups, config.algorithm.advantage)
         clock.lap("batch_s")
         update = await session.learner.step(batch, collector.ledger.version)
         clock.lap("update_s")
@@ -46,20 +47,22 @@ async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt)
         clock.lap("publish_s")
         update |= await meter.read()
         step = collector.ledger.version
-        success = record(session, recorder, step, groups, update, clock)
-        done = step >= config.steps or interrupt.requested
+        record(session, recorder, step, groups, update, clock)
+        done, found = step >= config.steps or interrupt.requested, None
         if config.eval.every and step % config.eval.every == 0 and not done:
-            success = await evaluate_now(session, recorder, "eval")
-            done = config.stop_at_success is not None and (success or 0.0) >= config.stop_at_success
-        if done or step % config.checkpoint.every == 0:
-            await save_checkpoint(session)
+            found = await evaluate_now(session, recorder, "eval")
+            done = config.stop_at_success is not None and (found.success or 0.0) >= config.stop_at_success
+        await session.saver.check()
+        if done or step % config.checkpoint.every == 0 or session.saver.wanted(found):
+            await session.saver.save(found)
         if done:
             break
+    await session.saver.wait()
     interrupt.in_step = False
 
 
-async def evaluate_now(session: Session, recorder: Recorder, phase: str) -> float | None:
-    """Held-out success under the engine's current weights, recorded as `phase`."""
+async def evaluate_now(session: Session, recorder: Recorder, phase: str) -> Evaluation:
+    """Held-out success and reward under the engine's current weights, recorded as `phase`."""
     began = time.monotonic()
     config = session.config
     policy = session.policy.at(temperature=config.eval.temperature)
@@ -68,19 +71,20 @@ async def evaluate_now(session: Session, recorder: Recorder, phase: str) -> floa
         max_episodes=config.rollout.max_episodes,
     )
     recorder.evaluation(phase, session.collector.ledger.version, result, time.monotonic() - began)
-    return result.success
+    return result
 
 
-def make_batch(groups: list[Group]) -> TensorDict:
-    """Scored members as one TensorDict, one row a ledger."""
-    return collate([t for group in groups for t in group.scored()],
-                   groups=[group.index for group in groups for _ in group.scored()])
+def make_batch(groups: list[Group], advantage: Choice) -> TensorDict:
+    """Scored members as one TensorDict, one row a ledger, with the columns that the estimator reads."""
+    batch = collate([t for group in groups for t in group.scored()],
+                    groups=[group.index for group in groups for _ in group.scored()])
+    return with_columns(batch, groups, advantage)
 
 
 def record(
     session: Session, recorder: Recorder, step: int, groups: list[Group], update: dict[str, float], clock: Clock
-) -> float | None:
-    """One metrics row, the step's trajectories, and the display; returns the sampled success rate."""
+) -> None:
+    """One metrics row, the step's trajectories, and the display."""
     members = [t for group in groups for t in group.trajectories]
     scored = [t for t in members if t.reward is not None]
     tokens = sum(t.sampled_tokens for t in members)
@@ -89,6 +93,7 @@ def record(
     values: dict[str, Any] = {
         "success": success, "reward": reward, "scored": len(scored), "unscored": len(members) - len(scored),
         "tokens": tokens, "turns": sum(len(t.turns) for t in members) / len(members), **update,
+        **session.collector.metrics(),
         **{f"groups/{state}": count for state, count in session.collector.ledger.counts().items()},
         **{f"time/{name}": seconds for name, seconds in clock.laps.items()},
     }
@@ -97,7 +102,6 @@ def record(
         session.folder.write_trajectories(f"step_{step:06d}", members)
     session.display.step(step, {"success": success, "reward": reward,
                                 "tokens/s": tokens / max(clock.laps["rollout_s"], 1e-9)})
-    return success
 
 
 class Clock:

@@ -307,11 +307,16 @@ def _turn(row: Mapping[str, Json]) -> Turn:
 
 @dataclass(slots=True)
 class Group:
-    """The trajectories of one task under one policy: the unit of admission and of advantage."""
+    """The trajectories of one task under one policy: the unit of admission and of advantage.
+
+    `baseline` is a greedy episode of the same task where the advantage estimator asks for one (REMAX): it
+    is scored and never trained.
+    """
 
     index: int
     task_seed: int
     trajectories: list[Trajectory] = field(default_factory=list)
+    baseline: Trajectory | None = None
 
     def scored(self) -> list[Trajectory]:
         """Members that have a reward; the others leave before any baseline is formed."""

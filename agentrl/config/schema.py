@@ -260,10 +260,12 @@ class ClusterConfig(Frozen):
 
 class VllmConfig(Frozen):
     """The vLLM engine: one Ray actor a replica. `max_respawns`: dead replicas that are replaced in a run, in all;
-    above 0 the newest weights stay in Ray's object store (spilled to disk where that is full) for them."""
+    above 0 the newest weights stay in Ray's object store (spilled to disk where that is full) for them.
+    `call_timeout`: seconds after which a replica that answers no call (other than to sample) counts as dead."""
 
     replicas: PositiveInt = 1
     max_respawns: Annotated[int, Field(ge=0)] = 3
+    call_timeout: Positive = 300.0
     tensor_parallel: PositiveInt = 1
     kv_cache_mib: PositiveInt = 256
     max_model_len: PositiveInt = 4096

@@ -51,7 +51,8 @@ class Score:
 class Scorer:
     """A compiled spec. It has no state of its own and can be shared by threads and episodes.
 
-    `range`: bounds of every value it gives. `compares`: it has group leaves, so `score_group` is the call to
+    `range`: bounds of every value it gives. `ids`: of its nodes that have one; `Score.metrics` holds their
+    values. `compares`: it has group leaves, so `score_group` is the call to
     make. `asks`: it has judge leaves.
     """
 
@@ -72,6 +73,7 @@ class Scorer:
         self._judge = judge
         nodes = [node for top in (root, *self.metrics) for node in walk(top)]
         self._groups = [node for node in nodes if isinstance(node, GroupNode)]
+        self.ids = list(dict.fromkeys(node.mods.id for node in nodes if node.mods.id is not None))
         self.compares = bool(self._groups)
         self.asks = any(isinstance(node, LeafNode) and node.leaf.kind == "judge" for node in nodes)
 

@@ -33,6 +33,10 @@ MAX_REPLACEMENTS_PER_GROUP = 8
 """An update whose groups were replaced this many times over stops with an error that says why."""
 
 
+GREEDY = -1
+"""The member number of a group's greedy episode."""
+
+
 @dataclass(slots=True)
 class Progress:
     """What the display and the watchdog look at. `cancelled`: members given up because their group had enough."""
@@ -49,15 +53,16 @@ class Collector:
 
     def __init__(
         self, env: EnvRef, policy: Policy, scorer: Scorer, config: RolloutConfig, *, context: int, seed: int,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
+        greedy: bool = False, on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
+        """`greedy`: each group also gets a greedy episode of its task, as `Group.baseline`."""
         self.policy, self.scorer, self.config = policy, scorer, config
         self.limits = Limits.of(config, context)
         self.seed = seed
         self.ledger = GroupLedger(config.groups, config.max_staleness, _more(config.groups, config.oversample))
         self.tasks = TaskSource(env, make_sampler(config.sampler), config.sampler.name, seed)
         self.progress = Progress()
-        self._on_progress = on_progress
+        self._greedy, self._on_progress = greedy, on_progress
         self._slots = asyncio.Semaphore(config.max_episodes)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -157,22 +162,31 @@ class Collector:
 
     async def _run_group(self, index: int) -> None:
         choice = self.tasks.draw(index)
-        group = Group(index, choice.seed, await self._members(index, choice.seed, self.tasks.env_of(choice)))
+        group = await self._group(index, choice.seed, self.tasks.env_of(choice))
         if self.scorer.compares:
             await score_group(group.trajectories, self.scorer)
         self._tasks.pop(index, None)
-        survivors = group.scored()
-        if len(survivors) < min(self.config.min_survivors, self.config.group_size):
-            faults = sorted({f"{t.stop}: {t.error}" for t in group.trajectories if t.reward is None})
+        survivors, greedy = group.scored(), [group.baseline] if group.baseline is not None else []
+        lacks_baseline = any(t.reward is None for t in greedy)
+        if lacks_baseline or len(survivors) < min(self.config.min_survivors, self.config.group_size):
+            faults = sorted({f"{t.stop}: {t.error}" for t in [*group.trajectories, *greedy] if t.reward is None})
             self.tasks.forget(index)
             self._replace(index, GroupState.FAILED, "; ".join(faults) or "unscored by the reward spec")
             return
         full = self.scorer.range[1]
         self.tasks.finished(index, sum(full_marks(t, full) for t in survivors) / len(survivors))
-        if self.config.filter_zero_variance and len({t.reward for t in survivors}) == 1:
+        if self.config.filter_zero_variance and len({t.reward for t in [*survivors, *greedy]}) == 1:
             self._replace(index, GroupState.FILTERED, f"every member scored {survivors[0].reward}")
         else:
             self.ledger.complete(group)
+
+    async def _group(self, index: int, task_seed: int, env: EnvRef) -> Group:
+        if not self._greedy:
+            return Group(index, task_seed, await self._members(index, task_seed, env))
+        async with asyncio.TaskGroup() as tasks:
+            members = tasks.create_task(self._members(index, task_seed, env))
+            greedy = tasks.create_task(self._member(index, task_seed, GREEDY, env))
+        return Group(index, task_seed, members.result(), greedy.result())
 
     async def _members(self, index: int, task_seed: int, env: EnvRef) -> list[Trajectory]:
         """The members that are back, by number; with oversampling the rest is cancelled once there are enough."""
@@ -195,11 +209,12 @@ class Collector:
         return [back[member] for member in sorted(back)]
 
     async def _member(self, index: int, task_seed: int, member: int, env: EnvRef) -> Trajectory:
+        policy = self.policy.at(temperature=0.0) if member == GREEDY else self.policy
         for attempt in range(self.config.retries + 1):
             spec = EpisodeSpec(task_seed, "train", derive(self.seed, "episode", index, member, attempt), member,
                                key=f"g{index}.m{member}.a{attempt}")
             async with self._slots:
-                trajectory = await run_episode(env.build(), self.policy, spec, self.limits, self.scorer)
+                trajectory = await run_episode(env.build(), policy, spec, self.limits, self.scorer)
             self._moved(trajectory)
             if not trajectory.stop.infrastructure:
                 break

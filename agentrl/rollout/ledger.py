@@ -189,7 +189,8 @@ class GroupLedger:
             "past": {state.value: count for state, count in self._past.items()},
             "complete": [
                 {"index": e.index, "born": e.born, "task_seed": e.group.task_seed,
-                 "trajectories": [t.to_json() for t in e.group.trajectories]}
+                 "trajectories": [t.to_json() for t in e.group.trajectories],
+                 "baseline": None if e.group.baseline is None else e.group.baseline.to_json()}
                 for e in complete if e.group is not None
             ],
         }
@@ -202,5 +203,7 @@ class GroupLedger:
         self._entries = {}
         for row in state["complete"]:
             members = [Trajectory.from_json(item) for item in row["trajectories"]]
-            group = Group(row["index"], row["task_seed"], members)
+            greedy = row.get("baseline")
+            baseline = None if greedy is None else Trajectory.from_json(greedy)
+            group = Group(row["index"], row["task_seed"], members, baseline)
             self._entries[group.index] = Entry(group.index, row["born"], GroupState.COMPLETE, group)

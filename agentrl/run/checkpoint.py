@@ -1,36 +1,121 @@
-"""A run's checkpoint: the actors' state and the driver's, under one manifest."""
+"""A run's checkpoints: the training roles' state and the driver's, under one manifest.
+
+    save:  begin (state copied)  ->  ... training goes on, a background task waits for the writers ...  ->  commit
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable
 
-from agentrl.run.session import Session
+from agentrl.config import TrainConfig
+from agentrl.rollout.collect import Collector
+from agentrl.rollout.evaluate import Evaluation
+from agentrl.run.folder import RunFolder
 from agentrl.train.checkpoint import Checkpoints
+from agentrl.train.learner import Learner
 
 DRIVER = "driver.json"
+POLL = 0.05
 
 
-async def save_checkpoint(session: Session) -> None:
-    """Write `checkpoints/step_NNNNNN` whole or not at all; the newest `checkpoint.keep` are kept.
+class Saver:
+    """Saves and loads a run's checkpoints; at most one is being written.
 
-    Holds model, optimizer, schedule and RNG of the actors, and the driver's group ledger (with finished
-    but untrained groups), which is also the data cursor.
+    A checkpoint holds model, optimizer, schedule and RNG of the training roles, and the driver's group
+    ledger (with finished but untrained groups), which is also the data cursor. With
+    `checkpoint.asynchronous` its files are written while training goes on; it counts from the moment that
+    its manifest is there, so a kill before that loses this one and no other.
     """
-    checkpoints = Checkpoints(session.folder.checkpoints, keep=session.config.checkpoint.keep)
-    step = session.collector.ledger.version
-    with checkpoints.writing(step) as folder:
-        await session.learner.save(folder)
-        (folder / DRIVER).write_text(json.dumps({"step": step, "ledger": session.collector.ledger.to_json()}))
 
+    def __init__(
+        self, config: TrainConfig, folder: RunFolder, learner: Learner, collector: Collector, say: Callable[[str], None]
+    ) -> None:
+        self._config, self._folder, self._learner, self._collector, self._say = config, folder, learner, collector, say
+        cfg = config.checkpoint
+        self._checkpoints = Checkpoints(folder.checkpoints, cfg.keep, cfg.keep_best)
+        self._writing: asyncio.Task[None] | None = None
 
-async def load_checkpoint(session: Session) -> bool:
-    """Take up the newest whole checkpoint; False where there is none. Metrics beyond it are forgotten."""
-    checkpoints = Checkpoints(session.folder.checkpoints, keep=session.config.checkpoint.keep)
-    newest = checkpoints.newest()
-    if newest is None:
-        return False
-    await session.learner.load(newest)
-    state = json.loads((newest / DRIVER).read_text())
-    session.collector.ledger.load_json(state["ledger"])
-    session.folder.rewind(state["step"])
-    return True
+    async def save(self, evaluated: Evaluation | None = None) -> None:
+        """Begin the checkpoint of the ledger's version, after the one before is whole.
+
+        `evaluated`: what these very weights reached, where that is known. Raises what the writing of the
+        one before failed with; ResourceError where the disk is full.
+        """
+        await self.wait()
+        step = self._collector.version
+        aside = self._checkpoints.begin(step)
+        try:
+            await self._learner.begin_save(aside)
+            (aside / DRIVER).write_text(json.dumps({"step": step, "ledger": self._collector.to_json()}))
+        except Exception as error:
+            self._give_up(step, error)
+        self._writing = asyncio.create_task(self._finish(step, self._score(evaluated)), name=f"checkpoint {step}")
+        if not self._config.checkpoint.asynchronous:
+            await self.wait()
+
+    async def wait(self) -> None:
+        """Until nothing is being written. Raises what the writing failed with."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing
+
+    async def check(self) -> None:
+        """Raise what a save in the background failed with, without waiting for one that goes on."""
+        if self._writing is not None and self._writing.done():
+            await self.wait()
+
+    async def close(self) -> None:
+        """Let go of a save that is not finished; it is lost."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def rate(self, evaluated: Evaluation) -> None:
+        """Say what the weights of the ledger's version, whose checkpoint is there, reached."""
+        await self.wait()
+        score = self._score(evaluated)
+        if score is not None:
+            self._checkpoints.rate(self._collector.version, score)
+
+    def wanted(self, evaluated: Evaluation | None) -> bool:
+        """Whether these weights deserve a checkpoint of their own: better than all that are kept as best."""
+        score, best = self._score(evaluated), self._checkpoints.best()
+        return self._config.checkpoint.keep_best > 0 and score is not None and (best is None or score > best[1])
+
+    async def load(self) -> bool:
+        """Take up the newest whole checkpoint; False where there is none. Metrics beyond it are forgotten."""
+        lost = self._checkpoints.lost()
+        newest = self._checkpoints.newest()
+        if lost:
+            names = ", ".join(str(step) for step in lost)
+            self._say(f"checkpoint {names} was being written when the run ended and is lost; "
+                      f"going on from {newest.name if newest else 'the start'}")
+        if newest is None:
+            return False
+        await self._learner.load(newest)
+        state = json.loads((newest / DRIVER).read_text())
+        self._collector.load_json(state["ledger"])
+        self._folder.rewind(state["step"])
+        return True
+
+    async def _finish(self, step: int, score: float | None) -> None:
+        try:
+            while not await self._learner.saved():
+                await asyncio.sleep(POLL)
+            await asyncio.to_thread(self._checkpoints.commit, step, score)
+        except Exception as error:
+            self._give_up(step, error)
+
+    def _give_up(self, step: int, error: Exception) -> None:
+        known = self._checkpoints.given_up(step, error)
+        if known is error:
+            raise error
+        raise known from error
+
+    def _score(self, evaluated: Evaluation | None) -> float | None:
+        if evaluated is None:
+            return None
+        return evaluated.success if self._config.checkpoint.best == "success" else evaluated.reward
+

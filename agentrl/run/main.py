@@ -14,7 +14,6 @@ from typing import Any
 from agentrl.config import TrainConfig
 from agentrl.errors import AgentrlError, ResourceError, WorkerDiedError
 from agentrl.loop import evaluate_now, train_loop
-from agentrl.run.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.run.curve import draw_curve
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
@@ -112,16 +111,15 @@ async def _phases(session: Session, recorder: Recorder, outcome: Outcome, interr
         outcome.status = "done"
         return
     await session.learner.open(model_folder(config, folder))
-    if await load_checkpoint(session):
+    if await session.saver.load():
         await session.publish()
     else:
         folder.rewind(-1)
         await session.publish()
-        await evaluate_now(session, recorder, "before")
-        await save_checkpoint(session)
+        await session.saver.save(await evaluate_now(session, recorder, "before"))
     await train_loop(session, recorder, interrupt)
     if session.collector.ledger.version >= config.steps or not interrupt.requested:
-        await evaluate_now(session, recorder, "after")
+        await session.saver.rate(await evaluate_now(session, recorder, "after"))
         await session.actors.arun(Actor.export_hf, str(folder.final))
         outcome.status = "done"
 

@@ -2,7 +2,8 @@
 
 A step is written to a folder under a temporary name; its files are flushed to disk, a manifest that
 lists them with their sizes is written last, and only then is the folder renamed. A reader takes the
-newest folder whose manifest is there and whose files have the sizes that it lists.
+newest folder whose manifest is there and whose files have the sizes that it lists. Writing may go on
+in the background between `begin` and `commit`.
 """
 
 from __future__ import annotations
@@ -20,41 +21,81 @@ from typing import Any
 from agentrl.errors import CheckpointError, ResourceError
 
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"step_(\d{6,})")
+_NAME = re.compile(r"(\.writing_)?step_(\d{6,})")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Checkpoints:
-    """The checkpoints of a run, under one root folder; the newest `keep` stay."""
+    """The checkpoints of a run, under one root folder: the newest `keep` stay, and the `keep_best` with
+    the highest scores (the newer one where scores are equal). Scores stand in the manifests."""
 
-    def __init__(self, root: Path, keep: int) -> None:
-        self.root, self.keep = Path(root), keep
+    def __init__(self, root: Path, keep: int, keep_best: int = 0) -> None:
+        self.root, self.keep, self.keep_best = Path(root), keep, keep_best
 
-    @contextmanager
-    def writing(self, step: int) -> Iterator[Path]:
-        """A folder to write into; it becomes `step_NNNNNN` when the block ends without an error.
-
-        Raises ResourceError where the disk is full; whatever goes wrong, older checkpoints stay.
-        """
-        aside = self.root / f".writing_step_{step:06d}"
+    def begin(self, step: int) -> Path:
+        """An empty folder to write the checkpoint of `step` into. Raises ResourceError on a full disk."""
+        aside = self._aside(step)
         shutil.rmtree(aside, ignore_errors=True)
         try:
             aside.mkdir(parents=True)
-            yield aside
-            seal(aside, step)
+        except OSError as error:
+            raise self.given_up(step, error) from error
+        return aside
+
+    def commit(self, step: int, score: float | None = None) -> None:
+        """Make what was written after `begin` the checkpoint of `step`, and drop those that are over.
+
+        Raises ResourceError where the disk is full; whatever goes wrong, older checkpoints stay.
+        """
+        aside = self._aside(step)
+        try:
+            seal(aside, step, score)
             self._publish(aside, self.root / f"step_{step:06d}")
+        except OSError as error:
+            raise self.given_up(step, error) from error
+        self._prune()
+
+    def given_up(self, step: int, error: BaseException) -> BaseException:
+        """Remove what was written after `begin`; what to raise in place of `error`: a ResourceError where
+        the disk is full, else `error` itself."""
+        shutil.rmtree(self._aside(step), ignore_errors=True)
+        if not disk_full(error):
+            return error
+        return ResourceError(
+            f"{self.root}: the disk is full: checkpoint {step} was not written, older ones are whole"
+        )
+
+    @contextmanager
+    def writing(self, step: int, score: float | None = None) -> Iterator[Path]:
+        """`begin`, and `commit` when the block ends without an error; see there."""
+        folder = self.begin(step)
+        try:
+            yield folder
         except BaseException as error:
-            shutil.rmtree(aside, ignore_errors=True)
-            if disk_full(error):
-                raise ResourceError(
-                    f"{self.root}: the disk is full: checkpoint {step} was not written, older ones are whole"
-                ) from error
-            raise
+            known = self.given_up(step, error)
+            if known is error:
+                raise
+            raise known from error
+        self.commit(step, score)
+
+    def rate(self, step: int, score: float) -> None:
+        """Give the checkpoint of `step` a score that was not known when it was written.
+
+        Raises CheckpointError where it is missing or damaged.
+        """
+        path = self.at(step)
+        manifest = _manifest(path)
+        _write_manifest(path, {**manifest, "score": score})
         self._prune()
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint, or None."""
         return next((path for _, path in sorted(self._steps(), reverse=True) if whole(path)), None)
+
+    def best(self) -> tuple[int, float] | None:
+        """Step and score of the whole checkpoint with the highest score, or None where none has one."""
+        rated = self._rated()
+        return (rated[0][1], rated[0][0]) if rated else None
 
     def at(self, step: int) -> Path:
         """The checkpoint of one step. Raises CheckpointError where it is missing or damaged."""
@@ -64,11 +105,36 @@ class Checkpoints:
             raise CheckpointError(f"{path}: no whole checkpoint; whole ones: {', '.join(known) or 'none'}")
         return path
 
-    def _steps(self) -> list[tuple[int, Path]]:
+    def lost(self) -> list[int]:
+        """Steps newer than the newest whole checkpoint whose writing was begun and did not end: what a
+        kill in the middle of a save left behind. What lies aside is removed."""
+        newest = self.newest()
+        last = -1 if newest is None else int(_NAME.fullmatch(newest.name)[2])  # type: ignore[index]
+        begun = self._begun()
+        for _, path in begun:
+            shutil.rmtree(path, ignore_errors=True)
+        damaged = [step for step, path in self._steps() if not whole(path)]
+        return sorted({step for step in [*damaged, *(step for step, _ in begun)] if step > last})
+
+    def _aside(self, step: int) -> Path:
+        return self.root / f".writing_step_{step:06d}"
+
+    def _named(self, aside: bool) -> list[tuple[int, Path]]:
         if not self.root.is_dir():
             return []
         found = ((_NAME.fullmatch(path.name), path) for path in self.root.iterdir() if path.is_dir())
-        return [(int(match.group(1)), path) for match, path in found if match]
+        return [(int(match[2]), path) for match, path in found if match and bool(match[1]) is aside]
+
+    def _steps(self) -> list[tuple[int, Path]]:
+        return self._named(aside=False)
+
+    def _begun(self) -> list[tuple[int, Path]]:
+        return self._named(aside=True)
+
+    def _rated(self) -> list[tuple[float, int]]:
+        """(score, step) of the whole checkpoints that have a score, the best first."""
+        found = [(_manifest(path).get("score"), step) for step, path in self._steps() if whole(path)]
+        return sorted(((score, step) for score, step in found if score is not None), reverse=True)
 
     def _publish(self, aside: Path, target: Path) -> None:
         if target.exists():
@@ -82,13 +148,15 @@ class Checkpoints:
         _sync_folder(self.root)
 
     def _prune(self) -> None:
-        newest_first = sorted(self._steps(), reverse=True)
-        for _, path in [(n, p) for n, p in newest_first if whole(p)][self.keep :]:
-            (path / MANIFEST).unlink(missing_ok=True)  # a half-removed folder must never look whole
-            shutil.rmtree(path, ignore_errors=True)
+        whole_ones = [(step, path) for step, path in sorted(self._steps(), reverse=True) if whole(path)]
+        best = {step for _, step in self._rated()[: self.keep_best]}
+        for step, path in whole_ones[self.keep :]:
+            if step not in best:
+                (path / MANIFEST).unlink(missing_ok=True)  # a half-removed folder must never look whole
+                shutil.rmtree(path, ignore_errors=True)
 
 
-def seal(folder: Path, step: int) -> None:
+def seal(folder: Path, step: int, score: float | None = None) -> None:
     """Flush all files of `folder` and write its manifest last."""
     sizes: dict[str, int] = {}
     for path in sorted(folder.rglob("*")):
@@ -98,20 +166,30 @@ def seal(folder: Path, step: int) -> None:
             sizes[str(path.relative_to(folder))] = path.stat().st_size
     for path in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
         _sync_folder(path)
-    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump({"step": step, "files": sizes}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(folder)
+    _write_manifest(folder, {"step": step, "files": sizes} | ({} if score is None else {"score": score}))
 
 
 def whole(folder: Path) -> bool:
     """True where the manifest is there and every file that it lists has its size."""
     try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
+        return all((folder / name).stat().st_size == size for name, size in _manifest(folder)["files"].items())
     except (OSError, ValueError, KeyError):
         return False
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    return found
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    aside = folder / f".{MANIFEST}"
+    with aside.open("w", encoding="utf-8") as file:
+        json.dump(manifest, file)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(folder / MANIFEST)
+    _sync_folder(folder)
 
 
 def disk_full(error: BaseException | None) -> bool:

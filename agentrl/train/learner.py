@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from tensordict import TensorDict
@@ -21,6 +21,7 @@ from agentrl.batch.rows import jagged, offsets_of
 from agentrl.batch.sharing import token_ratio, with_trees
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
+from agentrl.cluster.worker import Worker
 from agentrl.config.schema import AlgorithmConfig, KlConfig, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.train.actor import Actor
@@ -30,17 +31,23 @@ from agentrl.train.reference import Reference
 from agentrl.train.reward_model import RewardModel
 from agentrl.train.update import check_algorithm
 
+if TYPE_CHECKING:
+    from agentrl.cluster.placement import Pools
+
 STATE = "learner.json"
+W = TypeVar("W", bound=Worker)
 
 
-def mesh_of(config: TrainConfig) -> dict[str, int]:
+def mesh_of(config: TrainConfig, ranks: int | None = None) -> dict[str, int]:
     """The ranks of a role as a mesh: the ranks along "sp" get the same rows and share their tokens.
 
-    Raises ConfigError where `model.sequence_parallel` does not divide `cluster.actors`.
+    `ranks`: of a role with a pool of its own; else `cluster.actors`. Raises ConfigError where
+    `model.sequence_parallel` does not divide them.
     """
-    share, ranks = config.model.sequence_parallel, config.cluster.actors
+    share = config.model.sequence_parallel
+    name, ranks = ("cluster.actors", config.cluster.actors) if ranks is None else ("a pool of processes", ranks)
     if ranks % share:
-        raise ConfigError(f"model.sequence_parallel = {share} does not divide cluster.actors = {ranks}")
+        raise ConfigError(f"model.sequence_parallel = {share} does not divide {name} = {ranks}")
     return {"dp": ranks // share, "sp": share}
 
 
@@ -54,9 +61,16 @@ def check_learner(config: TrainConfig) -> None:
         raise ConfigError('algorithm.advantage "gae" needs a critic: add a [critic] section')
     if name != "gae" and config.critic is not None:
         raise ConfigError(f'[critic] is there, but algorithm.advantage "{name}" has no use for it; use "gae"')
-    if name in ("remax", "multi_reward"):
-        raise ConfigError(f'algorithm.advantage "{name}" needs a column that the training loop does not make')
+    if name in ("remax", "multi_reward") and config.reward_model is not None:
+        raise ConfigError(
+            f'algorithm.advantage "{name}" reads scores of the reward spec, which a [reward_model] is not part of'
+        )
     kl = config.algorithm.kl
+    if name == "multi_reward" and kl.coef > 0 and kl.where == "reward":
+        raise ConfigError(
+            'algorithm.advantage "multi_reward" reads single terms, which algorithm.kl.where = "reward" does '
+            'not reach; use where = "loss"'
+        )
     if kl.target is not None and kl.coef == 0:
         raise ConfigError("algorithm.kl.target steers algorithm.kl.coef, which must be above 0 to start from")
 
@@ -64,32 +78,44 @@ def check_learner(config: TrainConfig) -> None:
 class Learner:
     """The training roles of a run: the actor, and a critic and a reference where the config names them."""
 
-    def __init__(self, config: TrainConfig, actors: WorkerGroup[Actor]) -> None:
+    def __init__(self, config: TrainConfig, actors: WorkerGroup[Actor], pools: Pools | None = None) -> None:
+        """`pools`: where roles that have a place of their own are started."""
         check_learner(config)
-        self.config, self.actors = config, actors
+        self.config, self.actors, self.pools = config, actors, pools
         self.critics: WorkerGroup[Critic] | None = None
         self.references: WorkerGroup[Reference] | None = None
         self.judges: WorkerGroup[RewardModel] | None = None
         self.kl_coef = config.algorithm.kl.coef
 
     async def open(self, path: str) -> None:
-        """Start the further roles from the model at `path`, in the actors' own processes."""
+        """Start the further roles from the model at `path`: in their pools, or in the actors' own processes."""
         config = self.config
-        backend: Literal["ray", "inline"] = config.cluster.backend
-        shared = {"backend": backend, "world_size": self.actors.world_size, "mesh": mesh_of(config)}
-        beside = self.actors if backend == "ray" else None
         if config.critic is not None:
-            self.critics = launch(Critic, name="critic", on=beside, **shared)  # type: ignore[arg-type]
+            self.critics = self._start("critic", Critic)
             source = config.critic.path or path
             await self.critics.arun(Critic.init_model, source, config.model, config.optim, config.critic)
         if config.reward_model is not None:
-            self.judges = launch(RewardModel, name="reward_model", on=beside, **shared)  # type: ignore[arg-type]
+            self.judges = self._start("reward_model", RewardModel)
             await self.judges.arun(
                 RewardModel.init_model, config.reward_model.path, config.model, config.optim
             )
         if config.algorithm.kl.coef > 0:
-            self.references = launch(Reference, name="reference", on=beside, **shared)  # type: ignore[arg-type]
+            self.references = self._start("reference", Reference)
             await self.references.arun(Reference.init_model, path, config.model, config.optim)
+
+    def _start(self, role: str, cls: type[W]) -> WorkerGroup[W]:
+        if self.pools is not None and role in self.pools:
+            return self.pools.launch(role, cls, mesh_of(self.config, self.pools.slots(role)))
+        cluster = self.config.cluster
+        return launch(
+            cls,
+            name=role,
+            backend=cluster.backend,
+            world_size=self.actors.world_size,
+            mesh=mesh_of(self.config),
+            on=self.actors if cluster.backend == "ray" else None,
+            call_timeout=cluster.call_timeout,
+        )
 
     async def step(self, batch: TensorDict, step: int) -> dict[str, float]:
         """One training step on what `collate` made. Returns the metrics of all roles."""
@@ -212,6 +238,8 @@ def with_advantages(
         values=batch.get("values").values() if has(batch, "values") else None,
         turns=batch.get("turns").values(),
         member=batch.get("member"),
+        baseline=batch.get("baseline") if has(batch, "baseline") else None,
+        terms=batch.get("terms") if has(batch, "terms") else None,
     )
     name = algorithm.advantage.name
     if name == "gigpo":

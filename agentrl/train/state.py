@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from agentrl.errors import CheckpointError
 from agentrl.train.engine import BaseEngine
@@ -20,14 +21,66 @@ META = "meta.json"
 
 def save_state(engine: BaseEngine, folder: Path, meta: dict[str, Any]) -> None:
     """Write model, optimizer, every rank's RNG and `meta` (JSON) into `folder`. All ranks call it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rank, alone = _place()
+    _write_small(folder, meta)
+    _, alone = _place()
     save({"state": engine.state()}, checkpoint_id=folder, no_dist=alone)
+    if not alone:
+        dist.barrier()
+
+
+class BackgroundSave:
+    """`save_state` while training goes on: the state is copied to host memory, then written by a thread.
+
+    One save at a time. The threads of all ranks talk over a gloo group of their own: on the default
+    group their collectives would mix with those of training, and hang.
+    """
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self._writing: Future[Any] | None = None
+
+    def begin(self, engine: BaseEngine, folder: Path, meta: dict[str, Any]) -> None:
+        """Copy the state and start to write it; returns when the copy is whole. All ranks call it.
+
+        Waits for an earlier save first, and raises what that one failed with.
+        """
+        if self._writing is not None:
+            self._take().result()
+        _, alone = _place()
+        if not alone and self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        _write_small(folder, meta)
+        copied = async_save(
+            {"state": engine.state()}, checkpoint_id=folder, process_group=self._group, no_dist=alone
+        )
+        assert isinstance(copied, Future)  # only a stager that copies in the background answers otherwise
+        self._writing = copied
+
+    def done(self) -> bool:
+        """Whether nothing is being written any more. On rank 0 that is so when all ranks have written.
+
+        Raises what the save failed with, once.
+        """
+        if self._writing is None:
+            return True
+        if not self._writing.done():
+            return False
+        self._take().result()
+        return True
+
+    def _take(self) -> Future[Any]:
+        assert self._writing is not None
+        writing, self._writing = self._writing, None
+        return writing
+
+
+def _write_small(folder: Path, meta: dict[str, Any]) -> None:
+    """Every rank's RNG, and `meta` by rank 0."""
+    rank, _ = _place()
+    folder.mkdir(parents=True, exist_ok=True)
     torch.save(_rng(), folder / f"rng_{rank}.pt")
     if rank == 0:
         (folder / META).write_text(json.dumps(meta), encoding="utf-8")
-    if not alone:
-        dist.barrier()
 
 
 def load_state(engine: BaseEngine, folder: Path) -> dict[str, Any]:

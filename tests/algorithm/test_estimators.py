@@ -137,7 +137,9 @@ def test_missing_columns_are_named():
     plain = batch_of([1, 0], [1, 1], [0, 0])
     for name, word in (("gae", "critic"), ("gigpo", "anchors"), ("multi_reward", "terms")):
         with pytest.raises(ConfigError, match=word):
-            advantages(name, {})(plain)
+            advantages(name, {"terms": ["right"]} if name == "multi_reward" else {})(plain)
+    with pytest.raises(ConfigError, match="terms"):
+        advantages("multi_reward", {})
 
 
 def two_turn_batch():
@@ -173,13 +175,16 @@ def test_gigpo():
 def test_multi_reward():
     terms = torch.tensor([[1.0, 100.0], [0.0, 300.0], [math.nan, 200.0]])
     batch = batch_of([0, 0, 0], [1, 1, 1], [0, 0, 0], terms=terms)
-    found = per_row(advantages("multi_reward", {"whitened": False})(batch), batch)
+    args = {"terms": ["right", "short"], "whitened": False}
+    found = per_row(advantages("multi_reward", args)(batch), batch)
     first = [0.5 / 0.5, -0.5 / 0.5, 0.0]  # the unknown term stands at the mean, and the std is .5
     assert found == pytest.approx([first[0] - 1, first[1] + 1, 0.0], abs=1e-3)
-    heavy = per_row(advantages("multi_reward", {"whitened": False, "weights": [2.0, 0.0]})(batch), batch)
+    heavy = per_row(advantages("multi_reward", {**args, "weights": [2.0, 0.0]})(batch), batch)
     assert heavy == pytest.approx([2 * value for value in first], abs=1e-3)
     with pytest.raises(ConfigError, match="1 entries for 2 terms"):
-        advantages("multi_reward", {"weights": [1.0]})(batch)
+        advantages("multi_reward", {**args, "weights": [1.0]})(batch)
+    with pytest.raises(ConfigError, match="a column for each"):
+        advantages("multi_reward", {"terms": ["right"]})(batch)
 
 
 def loss_input(new, old, advantage, offsets, behave=None, picked=None):
@@ -271,7 +276,7 @@ def test_every_argument_of_an_estimator_changes_something(name, key, value):
         baseline=torch.zeros(5),
     )
     batch.token_rewards[1] = 0.25
-    base = {"k": 2} if name == "pass_at_k" else {}
+    base = {"pass_at_k": {"k": 2}, "multi_reward": {"terms": ["right", "short"]}}.get(name, {})
     plain = advantages(name, base)(batch).advantages
     assert not torch.allclose(plain, advantages(name, {**base, key: value})(batch).advantages, atol=1e-6)
 

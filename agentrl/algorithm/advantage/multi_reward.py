@@ -18,27 +18,28 @@ from agentrl.errors import ConfigError
 def multi_reward(
     batch: AdvantageInput,
     *,
+    terms: list[str],
     weights: list[float] | None = None,
     eps: Annotated[float, Field(ge=0)] = 1e-6,
     whitened: bool = True,
 ) -> AdvantageOutput:
     """sum over terms of weight * (term - mean) / (std + eps) on every sampled token, then whitened over the
-    batch. A NaN term counts as its group's mean. Raises ConfigError without `terms`, or where there are not
-    as many weights.
+    batch. A NaN term counts as its group's mean.
+
+    `terms` names the columns of `batch.terms`: ids of nodes of the reward spec. Raises ConfigError where
+    the batch has no such columns, or where there are not as many weights.
     """
-    if batch.terms is None:
-        raise ConfigError('algorithm.advantage "multi_reward" needs reward terms (column `terms`)')
-    terms = batch.terms
-    scale = weights if weights is not None else [1.0] * terms.shape[1]
-    if len(scale) != terms.shape[1]:
-        raise ConfigError(
-            f"algorithm.advantage.args.weights has {len(scale)} entries for {terms.shape[1]} terms"
-        )
+    columns = batch.terms
+    if columns is None or columns.shape[1] != len(terms):
+        raise ConfigError(f'algorithm.advantage "multi_reward" needs a column for each of its terms {terms}')
+    scale = weights if weights is not None else [1.0] * len(terms)
+    if len(scale) != len(terms):
+        raise ConfigError(f"algorithm.advantage.args.weights has {len(scale)} entries for {len(terms)} terms")
 
     def rule(e: Episodes) -> Tensor:
         total = torch.zeros_like(e.reward)
         for number, factor in enumerate(scale):
-            total = total + factor * _normalized(e, terms[e.first, number].to(total.dtype), eps)
+            total = total + factor * _normalized(e, columns[e.first, number].to(total.dtype), eps)
         return total
 
     spread = on_mask(row_advantages(batch, rule), batch.mask, batch.offsets)

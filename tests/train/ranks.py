@@ -1,0 +1,230 @@
+"""Ranks as forked processes over gloo: one import for all of them, where a Ray actor each costs seconds.
+
+Run as a script it does everything that this room's tests want of several ranks, and leaves it in a folder:
+
+    python ranks.py OUT MODEL       OUT/<layout>.pt: metrics and gradients;  OUT/killed_<world>/: checkpoints
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+
+import torch
+import torch.distributed as dist
+from train_batches import make_batch, trajectories
+
+from agentrl.batch import collate, select
+from agentrl.batch.rows import jagged, offsets_of
+from agentrl.cluster.dispatch import Call
+from agentrl.cluster.mesh import Mesh
+from agentrl.cluster.worker import WorkerContext
+from agentrl.config.schema import AlgorithmConfig, Choice, CriticConfig, ModelConfig, OptimConfig
+from agentrl.train.actor import Actor
+from agentrl.train.checkpoint import Checkpoints
+from agentrl.train.critic import Critic
+
+Body = Callable[[WorkerContext], None]
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "ppo_clip": {},
+    "gspo": {"loss": Choice(name="gspo"), "aggregate": "seq_mean_token_mean"},
+    "clip_cov": {"loss": Choice(name="clip_cov", args={"share": 0.2, "low": 0.0, "high": 99.0})},
+    "kl_cov": {"loss": Choice(name="kl_cov", args={"share": 0.2, "coefficient": 5.0})},
+    "rejection": {"proximal": "recompute", "correction": Choice(name="masked", args={"cap": 2.0}),
+                  "aggregate": "seq_mean_token_sum"},
+}
+LAYOUTS: dict[str, tuple[dict[str, int], int, int]] = {  # mesh, sequence_parallel, micro_tokens
+    "one": ({"dp": 1}, 1, 150),
+    "one, small micro-batches": ({"dp": 1}, 1, 64),
+    "one, all rows packed": ({"dp": 1}, 1, 100_000),
+    "two": ({"dp": 2}, 1, 150),
+    "two, shared tokens": ({"dp": 1, "sp": 2}, 2, 150),
+    "four": ({"dp": 4}, 1, 150),
+    "four, shared tokens": ({"dp": 2, "sp": 2}, 2, 150),
+}
+
+
+class Recorder:
+    """In an optimizer's place: notes the whole gradient of each step, and steps not."""
+
+    def __init__(self, named: list[tuple[str, torch.nn.Parameter]]) -> None:
+        self.named, self.seen = named, []
+
+    def set_rate(self, factor: float) -> None:
+        pass
+
+    def step(self) -> None:
+        found = {}
+        for name, parameter in self.named:
+            grad = parameter.grad
+            assert grad is not None, name
+            found[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+            parameter.grad = None
+        self.seen.append(found)
+
+
+def forked(mesh: dict[str, int], folder: Path, body: Body) -> list[int]:
+    """Start `body` on every rank of a mesh; the processes' ids."""
+    grid = Mesh.of(mesh, len_of(mesh))
+    store = folder / f"store_{time.monotonic_ns()}"
+    found = []
+    for rank in range(grid.world_size):
+        child = os.fork()
+        if child:
+            found.append(child)
+            continue
+        try:
+            if grid.world_size > 1:
+                dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=grid.world_size)
+            body(WorkerContext("ranks", rank, grid))
+            sys.stdout.flush()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return found
+
+
+def len_of(mesh: dict[str, int]) -> int:
+    size = 1
+    for part in mesh.values():
+        size *= part
+    return size
+
+
+def join(children: list[int]) -> None:
+    """Wait for all; ends the program where one failed (the others would wait for it for ever)."""
+    for _ in children:
+        child, status = os.wait()
+        if status:
+            for other in children:
+                if other != child:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(other, signal.SIGKILL)
+            sys.exit(f"a rank ended with status {status}")
+
+
+def mine(worker: type, method: str, batch: Any, algorithm: AlgorithmConfig, context: WorkerContext) -> Any:
+    """This rank's rows of an update, as the dispatch table shards them."""
+    strategy = worker.dispatch_table[method]
+    kwargs = {"algorithm": algorithm, "step": 1, "seed": 0}
+    call = Call("ranks", ("batch",), (batch,), kwargs)
+    shipment = strategy.scatter(call, context.mesh)
+    return select(shipment.batch, shipment.rows[context.rank])
+
+
+def measured(tiny: str, out: Path, layout: str) -> Body:
+    """Metrics and gradients of one update for each loss, and of the critic."""
+    _, share, cap = LAYOUTS[layout]
+
+    def body(context: WorkerContext) -> None:
+        model, optim = ModelConfig(sequence_parallel=share), OptimConfig(micro_tokens=cap, max_grad_norm=1e9)
+        found: dict[str, Any] = {}
+        actor = Actor(context)
+        actor.init_model(tiny, model, optim)
+        for name, change in LOSSES.items():
+            algorithm = AlgorithmConfig(minibatch=7).model_copy(update=change)
+            recorder = Recorder(actor._engine.named())
+            actor._engine.optimizers = recorder
+            batch = mine(Actor, "update", noisy(), algorithm, context)
+            metrics = actor.update(batch, algorithm, step=1)
+            found[name] = metrics, recorder.seen
+        critic = Critic(context)
+        critic.init_model(tiny, model, optim, CriticConfig(clip=None))
+        torch.nn.init.constant_(critic._engine.module.head.weight, 0.05)
+        recorder = Recorder(critic._engine.named())
+        critic._engine.optimizers = recorder
+        algorithm = AlgorithmConfig(minibatch=7)
+        batch = mine(Critic, "update", noisy(), algorithm, context)
+        batch["values"] = critic.compute_values(batch)["values"]
+        found["critic"] = critic.update(batch, algorithm, step=1), recorder.seen
+        if context.rank == 0:
+            torch.save(found, out / f"{layout}.pt")
+
+    return body
+
+
+def noisy() -> Any:
+    """13 rows (ragged for every rank count) whose old logprobs lie around those of an untrained model."""
+    batch = make_batch(13, seed=3)
+    sampled = batch["sampled"].values()
+    generator = torch.Generator().manual_seed(5)
+    noise = -6.0 + 0.3 * torch.randn(len(sampled), generator=generator)
+    batch["logprobs"].values().copy_(noise * sampled)
+    returns = torch.randn(len(sampled), generator=generator) * sampled
+    return batch.update({"returns": jagged(returns, offsets_of(batch["sampled"]))})
+
+
+def saving_for_ever(tiny: str, root: Path) -> Body:
+    """Train and save in the background, over and over; rank 0 says what it began and what is whole."""
+
+    def body(context: WorkerContext) -> None:
+        actor = Actor(context)
+        actor.init_model(tiny, ModelConfig(), OptimConfig())
+        checkpoints = Checkpoints(root, keep=2)
+        batch, algorithm = collate(trajectories(8)), AlgorithmConfig(minibatch=8)
+        batch["advantages"] = batch["logprobs"].clone()
+        for step in range(1, 1000):
+            actor.update(mine(Actor, "update", batch, algorithm, context), algorithm, step=step)
+            if context.rank == 0:
+                checkpoints.begin(step)
+            weights = {n: t for bucket in actor.export_weights() for n, t in bucket.items()}
+            if context.rank == 0:
+                torch.save(weights, root.parent / f"weights_{step}.pt.new")
+                (root.parent / f"weights_{step}.pt.new").rename(root.parent / f"weights_{step}.pt")
+            if context.world_size > 1:
+                dist.barrier()
+            actor.begin_save(str(root / f".writing_step_{step:06d}" / "actor"))
+            tell(root, context, f"began {step}")
+            while not actor.saved():  # training goes on meanwhile
+                actor.compute_logprob(batch)
+            if context.rank == 0:
+                checkpoints.commit(step)
+            tell(root, context, f"whole {step}")
+
+    return body
+
+
+def tell(root: Path, context: WorkerContext, text: str) -> None:
+    if context.rank == 0:
+        with (root.parent / "said").open("a") as file:
+            file.write(text + "\n")
+
+
+def killed(tiny: str, folder: Path, world: int, seed: int) -> None:
+    """Kill all ranks with SIGKILL some time after the third save began."""
+    folder.mkdir()
+    children = forked({"dp": world}, folder, saving_for_ever(tiny, folder / "checkpoints"))
+    said, deadline = folder / "said", time.monotonic() + 60
+    while not (said.exists() and "began 3\n" in said.read_text()):
+        if time.monotonic() > deadline:
+            sys.exit("the third save did not begin")
+        time.sleep(0.001)
+    time.sleep(random.Random(seed).uniform(0.0, 0.03))
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def main(out: Path, tiny: str) -> None:
+    for layout, (mesh, _, _) in LAYOUTS.items():
+        join(forked(mesh, out, measured(tiny, out, layout)))
+    for world in (1, 2):
+        for seed in range(2):
+            killed(tiny, out / f"killed_{world}_{seed}", world, seed)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

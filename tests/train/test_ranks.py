@@ -1,0 +1,84 @@
+"""Loss and gradient do not depend on packing, micro-batch size, rank count or Ulysses; a kill -9 in the middle
+of a background save loses that save and nothing else. The ranks' work is done once, by `ranks.py`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import LAYOUTS, LOSSES
+
+from agentrl.cluster.launch import launch
+from agentrl.config.schema import ModelConfig, OptimConfig
+from agentrl.train.actor import Actor
+from agentrl.train.checkpoint import Checkpoints
+
+pytestmark = pytest.mark.slow
+WHAT = [*LOSSES, "critic"]
+
+
+@pytest.fixture(scope="module")
+def out(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    here = Path(__file__).parent
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, str(here / "ranks.py"), str(folder), tiny], env=env, timeout=240,
+                          capture_output=True, text=True, start_new_session=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def results(out: Path, layout: str) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(out / f"{layout}.pt")
+    return found
+
+
+@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+def test_loss_and_gradient_are_those_of_one_rank(out: Path, layout: str, what: str) -> None:
+    metrics, steps = results(out, "one")[what]
+    other, others = results(out, layout)[what]
+    assert metrics.keys() == other.keys()
+    for name, value in metrics.items():
+        assert other[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+    assert len(steps) == len(others) == 2
+    for mine, theirs in zip(steps, others, strict=True):
+        assert mine.keys() == theirs.keys()
+        size = max(grad.abs().max().item() for grad in mine.values())
+        assert size > 1e-3
+        for name, grad in mine.items():
+            assert (grad - theirs[name]).abs().max().item() < 1e-5 * max(size, 1.0), name
+
+
+def test_the_losses_differ(out: Path) -> None:
+    found = [results(out, "one")[name][1][0] for name in LOSSES]
+    for index, grads in enumerate(found):
+        for other in found[:index]:
+            assert any(not torch.allclose(grads[n], other[n], atol=1e-5) for n in grads)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("world", [1, 2])
+def test_kill_in_the_middle_of_a_background_save(out: Path, tiny: str, world: int, seed: int) -> None:
+    folder = out / f"killed_{world}_{seed}"
+    said = (folder / "said").read_text().split("\n")
+    began = max(int(line.split()[1]) for line in said if line.startswith("began"))
+    sealed = max(int(line.split()[1]) for line in said if line.startswith("whole"))
+    checkpoints = Checkpoints(folder / "checkpoints", keep=2)
+    newest = checkpoints.newest()
+    assert newest is not None
+    step = int(newest.name.removeprefix("step_"))
+    assert sealed <= step <= began and step >= began - 1
+    lost = checkpoints.lost()
+    assert lost in ([], [step + 1]) and (step == began or lost == [began])
+    resumed = launch(Actor, backend="inline", world_size=1)
+    resumed.run(Actor.init_model, tiny, ModelConfig(), OptimConfig())
+    resumed.run(Actor.load, str(newest / "actor"))
+    expected = torch.load(folder / f"weights_{step}.pt")
+    loaded = {n: t for bucket in resumed.run(Actor.export_weights) for n, t in bucket.items()}
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
