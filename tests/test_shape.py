@@ -20,6 +20,7 @@ LEVELS = {
     "tool": 1, "render": 1, "reward": 1, "algorithm": 1,
     "env": 2,
     "catalog": 3,
+    "weights": 3,
     "gym": 4,
     "rollout": 4, "backends": 4,
     "batch": 5,

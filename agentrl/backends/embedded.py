@@ -9,6 +9,7 @@ batches every time and samples the same tokens.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -19,9 +20,13 @@ from agentrl.backends.embedded_model import EmbeddedModel
 from agentrl.backends.slots import Slots
 from agentrl.errors import EngineError, ResourceError
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, WeightBuckets
+from agentrl.weights.parcel import Parcel
+from agentrl.weights.route import Offer, Receiver
+from agentrl.weights.routes import open_receiver
+from agentrl.weights.target import Adapter, WeightTarget
 
 
-class EmbeddedEngine(Engine):
+class EmbeddedEngine(Engine, WeightTarget):
     """See the module. Single-threaded: use it from one event loop only."""
 
     def __init__(
@@ -51,6 +56,7 @@ class EmbeddedEngine(Engine):
         self._wake = asyncio.Event()
         self._paused = False
         self._unfit: str | None = None
+        self._receiver: Receiver | None = None
         self._prompt_tokens = 0
 
     async def start(self) -> None:
@@ -111,6 +117,43 @@ class EmbeddedEngine(Engine):
         batcher.version = version
         self._unfit = None
 
+    def members(self) -> tuple[str, ...]:
+        return ("this process",)
+
+    async def attach(self, offer: Offer) -> None:
+        # A thread: joining a group waits for the other side.
+        receiver = await asyncio.to_thread(open_receiver, offer, 0)
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = receiver
+
+    async def receive(self, version: int, parcels: AsyncIterator[Parcel]) -> None:
+        batcher, model = self._started()
+        if self._receiver is None:
+            raise EngineError("no route for weights is attached")
+        self._unfit = f"weights version {version} were published in part"
+        was_paused, self._paused = self._paused, True
+        batcher.reset()
+        try:
+            writing = model.begin_write()
+            async for parcel in parcels:
+                writing.add(await asyncio.to_thread(self._receiver.receive, parcel))
+            writing.arrivals.complete()
+        except EngineError as problem:
+            self._unfit = str(problem)
+            raise
+        finally:
+            self._paused = was_paused
+            self._wake.set()
+        batcher.version = version
+        self._unfit = None
+
+    async def adapt(self, version: int, adapter: Adapter) -> None:
+        batcher, model = self._started()
+        model.adapt(adapter)
+        batcher.reset()
+        batcher.version = version
+
     async def abort(self, request_key: str) -> None:
         batcher, _ = self._started()
         for request in batcher.requests():
@@ -135,6 +178,9 @@ class EmbeddedEngine(Engine):
             await asyncio.gather(self._task, return_exceptions=True)
         if self._batcher is not None:
             self._fail_all("the engine was closed")
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
         self._task = self._batcher = self._model = None
 
     async def _run(self) -> None:

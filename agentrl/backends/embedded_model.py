@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,30 @@ import torch
 from torch import Tensor
 
 from agentrl.backends import slot_attention
+from agentrl.backends.adapters import apply_adapter
 from agentrl.backends.parameters import Arrivals, expected_parameters
 from agentrl.backends.slot_attention import Plan, Span
 from agentrl.backends.slots import KvShape, Slots
 from agentrl.errors import ModelError
 from agentrl.rollout.engine import WeightBuckets
+from agentrl.weights.target import Adapter
 
 # Largest log-probability difference between the model's own attention and ours on the probe tokens.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """New weights on their way in; `arrivals.complete()` ends it."""
+
+    parameters: dict[str, torch.nn.Parameter]
+    arrivals: Arrivals
+
+    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            target = self.parameters[self.arrivals.check(name, tuple(tensor.shape))]
+            with torch.no_grad():
+                target.copy_(tensor)
 
 
 class EmbeddedModel:
@@ -39,6 +57,7 @@ class EmbeddedModel:
             dtype=getattr(torch, dtype),
             device=device,
         )
+        self._base: dict[str, Tensor] = {}
         self._check(path)
 
     @torch.inference_mode()
@@ -58,14 +77,20 @@ class EmbeddedModel:
     def write(self, weights: WeightBuckets) -> None:
         """Copy new weights in. Raises EngineError where a parameter is unknown, missing, of another shape or
         sent twice; some may have been written by then."""
-        every = dict(self.module.named_parameters(remove_duplicate=False))
-        arrivals = Arrivals(self._expected)
+        writing = self.begin_write()
         for bucket in weights:
-            for name, tensor in bucket.items():
-                target = every[arrivals.check(name, tuple(tensor.shape))]
-                with torch.no_grad():
-                    target.copy_(tensor)
-        arrivals.complete()
+            writing.add(bucket.items())
+        writing.arrivals.complete()
+
+    def begin_write(self) -> Writing:
+        """`write`, a bucket at a time."""
+        self._base.clear()
+        return Writing(dict(self.module.named_parameters(remove_duplicate=False)), Arrivals(self._expected))
+
+    def adapt(self, adapter: Adapter) -> None:
+        """Put a low-rank adapter on the weights as last written, in place of the one before. Raises EngineError
+        where it does not fit; nothing is changed then."""
+        apply_adapter(dict(self.module.named_parameters()), self._base, adapter)
 
     @torch.inference_mode()
     def _check(self, path: str) -> None:

@@ -12,8 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from agentrl.backends.adapters import write_adapter
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import EngineStats, Finish, Generation, Sampling
+from agentrl.weights.parcel import Wire
+from agentrl.weights.route import Offer
+from agentrl.weights.target import Adapter
 
 CPU_ENVIRONMENT = {
     # One thread: with anything else on the cores, more threads spin against each other (40x slower).
@@ -44,6 +48,8 @@ class VllmActor:
         self._requests: dict[str, set[str]] = {}
         self._prompt_tokens = self._cached_tokens = self._sampled_tokens = 0
         self._version = 0
+        self._lora: Any = None
+        self._lora_folder: tempfile.TemporaryDirectory[str] | None = None
 
     async def start(self) -> int:
         """Load the model; returns the process id."""
@@ -87,7 +93,7 @@ class VllmActor:
         final = None
         try:
             prompt = {"prompt_token_ids": list(token_ids)}
-            async for output in self._engine.generate(prompt, params, request_id):
+            async for output in self._engine.generate(prompt, params, request_id, lora_request=self._lora):
                 final = output
         except (
             Exception
@@ -119,6 +125,29 @@ class VllmActor:
             data.tofile(file)
             file.flush()
             await self._engine.collective_rpc("agentrl_load", args=(file.name, data.nbytes, entries))
+
+    async def attach(self, offer: Offer, base: int) -> str:
+        """Open a route's end in every worker process; why one cannot be served, or "". Indices count from `base`."""
+        plain = (offer.route, offer.slot_bytes, offer.receivers, list(offer.where))
+        answers: list[str] = await self._engine.collective_rpc("agentrl_attach", args=(plain, base))
+        return next(filter(None, answers), "")
+
+    async def receive(self, wire: Wire) -> None:
+        """Load a bucket that comes over the attached route."""
+        await self._engine.collective_rpc("agentrl_receive", args=(wire,))
+
+    async def adapt(self, version: int, adapter: Adapter) -> None:
+        """Use an adapter from now on, in place of the one before."""
+        from vllm.lora.request import LoRARequest
+
+        folder = tempfile.TemporaryDirectory(prefix="agentrl-adapter-")
+        write_adapter(Path(folder.name), adapter)
+        await self._engine.add_lora(LoRARequest("policy", 1, folder.name, load_inplace=True))
+        # Requests name the adapter that is loaded; its folder stays for a worker that has to load it again.
+        self._lora, self._lora_folder = LoRARequest("policy", 1, folder.name), folder
+        await self._engine.reset_prefix_cache()
+        await self._engine.update_weight_version(str(version))
+        self._version = version
 
     async def end_update(self, version: int | None) -> None:
         """Close the update; `version` is None where it failed."""

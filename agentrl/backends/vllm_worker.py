@@ -11,6 +11,12 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from agentrl.errors import ConfigError
+from agentrl.weights.parcel import Parcel, Wire
+from agentrl.weights.route import Offer, Receiver
+from agentrl.weights.routes import open_receiver
 
 Entry = tuple[str, str, tuple[int, ...], int]  # name, torch dtype's name, shape, byte offset
 
@@ -21,6 +27,8 @@ class WeightReceiver:
     vllm_config: Any
     model_config: Any
     model_runner: Any
+    rank: int
+    agentrl_receiver: Receiver | None = None
 
     def agentrl_begin(self) -> None:
         """Prepare every layer for new weights; what an earlier, broken update left is dropped."""
@@ -40,6 +48,33 @@ class WeightReceiver:
             tensors.append((name, flat[offset : offset + count].view(dtype).view(shape)))
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(tensors)
+
+    def agentrl_attach(self, offer: tuple[str, int, int, list[str]], base: int) -> str:
+        """Open this worker's end of a route; why it cannot be, or "". Its receiver's index is `base` + rank."""
+        route, slot_bytes, receivers, where = offer
+        try:
+            receiver = open_receiver(Offer(route, slot_bytes, receivers, tuple(where)), base + self.rank)
+        except ConfigError as problem:
+            return str(problem)
+        if self.agentrl_receiver is not None:
+            self.agentrl_receiver.close()
+        self.agentrl_receiver = receiver
+        return ""
+
+    def agentrl_receive(self, wire: Wire) -> None:
+        """Load one bucket that came over the attached route."""
+        if self.agentrl_receiver is None:
+            raise RuntimeError("no route for weights is attached")
+        tensors = self.agentrl_receiver.receive(Parcel.from_wire(wire))
+        with set_current_vllm_config(self.vllm_config):
+            model = self.model_runner.get_model()
+            model.load_weights(tensors)
+        # The bucket's bytes are written over soon. vLLM keeps tensors of a layer that is not complete yet.
+        for layer in model.modules():
+            for _, bound in get_layerwise_info(layer).loaded_weights:
+                for name, value in bound.arguments.items():
+                    if isinstance(value, torch.Tensor) and name != "param":
+                        bound.arguments[name] = value.clone()
 
     def agentrl_end(self) -> None:
         """Finish the layers that wait for the end (attention scales, padded weights)."""

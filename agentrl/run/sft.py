@@ -52,8 +52,7 @@ async def warm_start(session: Session, recorder: Recorder, interrupt: Interrupt)
 async def _gate(session: Session) -> float:
     config = session.config.sft
     assert config is not None
-    buckets = await session.actors.arun(Actor.export_weights)
-    await session.collector.publish(buckets)
+    await session.publish()
     env = replace(session.env, params={**session.env.params, **config.gate_params})
     result = await evaluate(
         env, session.policy.at(temperature=0.0), session.scorer, session.limits, tasks=config.gate_tasks,

@@ -106,6 +106,8 @@ class FsdpEngine(BaseEngine):
         return out
 
     def values(self, micro: Micro) -> Tensor:
+        if self.layout.ulysses is not None:
+            micro = shared(micro, self.layout.ulysses)
         out: Tensor = self.module(micro)
         return out
 
@@ -144,11 +146,9 @@ class FsdpEngine(BaseEngine):
         keep = not self.sharded or dist.get_rank() == 0
         bucket: Bucket = {}
         size = 0
-        for name, full in self._whole():
-            dtype = self.compute_dtype if full.is_floating_point() else full.dtype
-            full = full.detach().to("cpu", dtype, copy=True)
+        for name, full in self.tensors():
             if keep:
-                bucket[name.removeprefix(PREFIX)] = full
+                bucket[name] = full.to("cpu", copy=True)
             size += full.nbytes
             if size >= bucket_bytes:
                 yield bucket
@@ -156,14 +156,55 @@ class FsdpEngine(BaseEngine):
         if size:
             yield bucket
 
-    def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors by their name in the module, adapters merged."""
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, full in self._adapted() if self.cfg.lora is not None else self._plain():
+            dtype = self.compute_dtype if full.is_floating_point() else full.dtype
+            yield name.removeprefix(PREFIX), full.detach().to(dtype)
+
+    def adapter(self) -> dict[str, Tensor]:
+        """The adapter's tensors alone, whole, float32 on the host, as `Adapter.tensors`; a collective."""
+        held = self.module.state_dict()
+        return {
+            name.removeprefix(PREFIX).replace(".default.", "."): whole(tensor).detach().to("cpu", copy=True)
+            for name, tensor in held.items()
+            if ".lora_" in name
+        }
+
+    def largest(self) -> int:
+        counts: list[int] = [tensor.numel() for tensor in self.module.state_dict().values()]
+        return max(counts) * self.compute_dtype.itemsize
+
+    def _adapted(self) -> Iterator[tuple[str, Tensor]]:
+        """Adapters added to the weights in float32, one tensor at a time."""
         held = {name: tensor for name, tensor in self.module.state_dict().items() if not self._left_out(name)}
-        if self.cfg.lora is not None:
-            yield from merged(held, whole, self.cfg.lora)
-            return
-        for name, tensor in held.items():
-            yield name, whole(tensor)
+        assert self.cfg.lora is not None
+        return merged(held, whole, self.cfg.lora)
+
+    def _plain(self) -> Iterator[tuple[str, Tensor]]:
+        """Gathered part by part (a layer; what is outside of all layers): never more than one is whole."""
+        seen: set[str] = set()
+        for prefix, part in self._named_parts():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # a forward pass alone may have left it whole, with the weights of then
+                part.unshard()
+            try:
+                for name, parameter in part.named_parameters(prefix):
+                    # what belongs to a part further in is in shards still
+                    if name not in seen and not isinstance(parameter, DTensor) and not self._left_out(name):
+                        seen.add(name)
+                        yield name, parameter
+            finally:
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+        for name, tensor in self.module.state_dict().items():
+            if name not in seen and not self._left_out(name):
+                yield name, whole(tensor)
+
+    def _named_parts(self) -> list[tuple[str, nn.Module]]:
+        if not self.sharded:
+            return [("", self.module)]
+        every: list[tuple[str, nn.Module]] = list(self.module.named_modules())
+        return [(name, part) for name, part in every if isinstance(part, FSDPModule)]
 
     def _left_out(self, name: str) -> bool:
         return self.tied and name == f"{PREFIX}lm_head.weight"

@@ -1,0 +1,59 @@
+"""Low-rank adapters on their own (Hu et al. 2021, arXiv:2106.09685): into plain weights, or as a folder that peft writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from agentrl.errors import EngineError
+from agentrl.weights.target import Adapter
+
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+
+
+def apply_adapter(parameters: dict[str, nn.Parameter], base: dict[str, Tensor], adapter: Adapter) -> None:
+    """W = base + alpha / rank * B A, in float32, in place. `base` keeps the weights of the adapted layers as they are
+    without any adapter, and is filled here. Raises EngineError, with nothing changed, where the adapter does not fit."""
+    layers = sorted(name.removesuffix(DOWN) for name in adapter.tensors if name.endswith(DOWN))
+    if not layers or len(adapter.tensors) != 2 * len(layers):
+        raise EngineError("the adapter is no set of lora_A / lora_B pairs")
+    for layer in layers:
+        target = parameters.get(f"{layer}.weight")
+        up = adapter.tensors.get(layer + UP)
+        if target is None or up is None:
+            raise EngineError(f"adapter: {layer!r} is no linear layer of this model, or has no lora_B")
+        shape = (up.shape[0], adapter.tensors[layer + DOWN].shape[1])
+        if shape != target.shape:
+            raise EngineError(f"adapter: {layer!r} changes a weight of shape {shape}, it is {tuple(target.shape)}")
+    with torch.no_grad():
+        for name, weight in base.items():  # a layer that this adapter leaves alone
+            parameters[name].copy_(weight)
+        for layer in layers:
+            target = parameters[f"{layer}.weight"]
+            plain = base.setdefault(f"{layer}.weight", target.detach().clone())
+            down, up = adapter.tensors[layer + DOWN], adapter.tensors[layer + UP]
+            change = (adapter.alpha / adapter.rank) * (up.float() @ down.float())
+            target.copy_(plain.float() + change.to(plain.device))
+
+
+def write_adapter(folder: Path, adapter: Adapter) -> None:
+    """Write `folder` as peft does, for engines that load adapters from there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapter.tensors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": list(adapter.modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))

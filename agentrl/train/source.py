@@ -1,0 +1,62 @@
+"""The trainer's end of a publish, one a rank: what rank 0 sends, the others help to gather."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from agentrl.config.schema import WeightsConfig
+from agentrl.errors import ConfigError
+from agentrl.train.engine import BaseEngine
+from agentrl.weights.parcel import Named, Parcel, Stream
+from agentrl.weights.route import Offer, Sender, Silent
+from agentrl.weights.routes import make_sender
+
+
+class WeightSource:
+    """Streams an engine's weights over one route; all ranks call the same methods in the same order."""
+
+    def __init__(self, engine: BaseEngine, rank: int, host: str) -> None:
+        """`host`: the address under which other machines reach this rank."""
+        self._engine, self._rank, self._host = engine, rank, host
+        self._sender: Sender | None = None
+        self._tensors: Iterator[Named] | None = None
+        self._stream: Stream | None = None
+
+    def open(self, route: str, cfg: WeightsConfig, receivers: int) -> Offer:
+        """Make the channel; an earlier one is closed. Raises ConfigError where this machine cannot serve it."""
+        self.close()
+        largest = self._engine.largest()
+        sender = make_sender(route, cfg, largest, receivers, self._host)
+        # All ranks must cut the stream at the same places.
+        self._sender = sender if self._rank == 0 else Silent(sender.slot_bytes, receivers)
+        return self._sender.open()
+
+    def attached(self) -> None:
+        """All receivers are attached."""
+        self._ready().attached()
+
+    def send(self, first: bool) -> Parcel | None:
+        """The next bucket; None at the end. `first` starts anew, whatever became of the stream before."""
+        if first or self._stream is None:
+            self._abandon()
+            self._tensors = self._engine.tensors()
+            self._stream = Stream(self._tensors)
+        parcel = self._ready().send(self._stream)
+        if self._stream.done and parcel is None:
+            self._abandon()
+        return parcel
+
+    def close(self) -> None:
+        """Free the channel; idempotent."""
+        self._abandon()
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    def _abandon(self) -> None:
+        self._stream = self._tensors = None  # a generator that is dropped puts its layer back into shards
+
+    def _ready(self) -> Sender:
+        if self._sender is None:
+            raise ConfigError("no route for weights is open: call open_route first")
+        return self._sender

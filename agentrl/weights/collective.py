@@ -1,0 +1,133 @@
+"""Route `collective`: a torch.distributed broadcast (gloo, host memory) from the trainer's rank 0 to every process
+of the engine, for engines on other machines.
+
+The group is made beside the default groups of both sides and touches neither. Gloo is the only backend here:
+a broadcast between GPUs (NCCL) is not written, as there was no machine to test it on.
+"""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from agentrl.errors import ConfigError, EngineError
+from agentrl.weights.parcel import Named, Parcel, view
+from agentrl.weights.route import SLOTS, Offer, Receiver, Sender
+
+CONNECT_S = 60.0
+TRANSFER_S = 600.0
+
+
+class CollectiveSender(Sender):
+    """See the module. `host`: the address under which the engine's machines reach this one."""
+
+    def __init__(self, slot_bytes: int, receivers: int, host: str) -> None:
+        super().__init__(slot_bytes, receivers)
+        self._host = host
+        self._slots: list[Tensor] = []
+        self._works: list[Any] = [None] * SLOTS
+        self._pool: ThreadPoolExecutor | None = None
+        self._joining: Future[Any] | None = None
+        self._store: Any = None
+        self._group: Any = None
+
+    def open(self) -> Offer:
+        try:
+            self._store = TCPStore(
+                self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S)
+            )
+        except RuntimeError as problem:
+            raise ConfigError(f"weights.route = collective: cannot listen on {self._host}: {problem}") from problem
+        self._slots = [torch.empty(self.slot_bytes, dtype=torch.uint8) for _ in range(SLOTS)]
+        # Joining waits for all the others, who are told of the group only when this call has returned.
+        self._pool = ThreadPoolExecutor(1, "weights-collective")
+        self._joining = self._pool.submit(_join, self._store, 0, self.receivers + 1, self._host)
+        return Offer("collective", self.slot_bytes, self.receivers, (self._host, str(self._store.port)))
+
+    def attached(self) -> None:
+        assert self._joining is not None
+        try:
+            self._group = self._joining.result(CONNECT_S)
+        except (RuntimeError, TimeoutError) as problem:
+            raise ConfigError(f"weights.route = collective: the engine did not join: {problem}") from problem
+
+    def slot(self, number: int) -> Tensor:
+        self._wait(number)
+        return self._slots[number]
+
+    def ship(self, parcel: Parcel) -> Parcel:
+        self._works[parcel.slot] = _broadcast(self._group, self._slots[parcel.slot][: parcel.nbytes])
+        return parcel
+
+    def close(self) -> None:
+        self._works = [None] * SLOTS
+        self._slots, self._group, self._store = [], None, None
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+    def _wait(self, number: int) -> None:
+        work, self._works[number] = self._works[number], None
+        if work is not None:
+            _finish(work, "a process of the engine is gone")
+
+
+class CollectiveReceiver(Receiver):
+    """See the module."""
+
+    def open(self) -> None:
+        host, port = self.offer.where
+        try:
+            mine = _address_towards(host, int(port))
+            store: Any = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=CONNECT_S))
+            self._group = _join(store, 1 + self.index, self.offer.receivers + 1, mine)
+        except (RuntimeError, OSError) as problem:
+            raise ConfigError(
+                f"weights.route = collective: the engine does not reach the trainer at {host}:{port}: {problem}"
+            ) from problem
+        self._keep = store
+        self._slot = torch.empty(self.offer.slot_bytes, dtype=torch.uint8)
+
+    def receive(self, parcel: Parcel) -> list[Named]:
+        flat = self._slot[: parcel.nbytes]
+        _finish(_broadcast(self._group, flat), "the trainer is gone")
+        return [(entry.name, view(flat, entry)) for entry in parcel.entries]
+
+    def close(self) -> None:
+        self._group = self._keep = None
+        self._slot = torch.empty(0, dtype=torch.uint8)
+
+
+def _join(store: Any, rank: int, world: int, address: str) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    # The address, not the host name: that may resolve to one which does not route.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=TRANSFER_S)
+    return dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, world, options)  # type: ignore[attr-defined]
+
+
+def _broadcast(group: Any, flat: Tensor) -> Any:
+    options = dist.BroadcastOptions()  # type: ignore[attr-defined]
+    options.rootRank = 0
+    return group.broadcast([flat], options)
+
+
+def _finish(work: Any, guess: str) -> None:
+    try:
+        work.wait()
+    except RuntimeError as problem:
+        raise EngineError(f"weights.route = collective: the broadcast failed ({guess}): {problem}") from problem
+
+
+def _address_towards(host: str, port: int) -> str:
+    """The address of this machine that traffic to `host` leaves by; connecting UDP sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])

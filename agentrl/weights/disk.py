@@ -1,0 +1,73 @@
+"""Route `disk`: buckets as safetensors files in a folder that both sides see. The slowest and the last resort."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from agentrl.errors import ConfigError
+from agentrl.weights.parcel import Named, Parcel, view
+from agentrl.weights.route import Offer, Receiver, Sender
+
+TOKEN = "token"
+
+
+class DiskSender(Sender):
+    """See the module. `parent`: the shared folder, in which the sender makes one of its own."""
+
+    def __init__(self, slot_bytes: int, receivers: int, parent: Path) -> None:
+        super().__init__(slot_bytes, receivers)
+        self._parent = parent
+        self._folder: Path | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def open(self) -> Offer:
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="agentrl-weights-", dir=self._parent))
+            token = os.urandom(16).hex()
+            (self._folder / TOKEN).write_text(token)
+        except OSError as problem:
+            raise ConfigError(f"weights.route = disk: cannot write to weights.folder {self._parent}: {problem}") from problem
+        self._buffer = torch.empty(self.slot_bytes, dtype=torch.uint8)
+        return Offer("disk", self.slot_bytes, self.receivers, (str(self._folder), token))
+
+    def slot(self, number: int) -> Tensor:
+        return self._buffer  # a slot is free as soon as its file is written
+
+    def ship(self, parcel: Parcel) -> Parcel:
+        assert self._folder is not None
+        file = self._folder / f"bucket{parcel.slot}.safetensors"
+        save_file({entry.source: view(self._buffer, entry) for entry in parcel.entries}, file)
+        return Parcel(parcel.slot, parcel.nbytes, parcel.entries, str(file))
+
+    def close(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class DiskReceiver(Receiver):
+    """See the module."""
+
+    def open(self) -> None:
+        folder, token = self.offer.where
+        note = Path(folder) / TOKEN
+        if not note.is_file() or note.read_text() != token:
+            raise ConfigError(
+                f"weights.route = disk: the engine does not see the trainer's folder {folder}; "
+                "set weights.folder to one that all machines share"
+            )
+
+    def receive(self, parcel: Parcel) -> list[Named]:
+        with safe_open(parcel.file, framework="pt") as file:
+            return [(entry.name, file.get_tensor(entry.source)) for entry in parcel.entries]
+
+    def close(self) -> None:
+        return None

@@ -1,0 +1,58 @@
+"""Route `memory`: trainer and engine are one process; the buckets are plain memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import weakref
+
+import torch
+from torch import Tensor
+
+from agentrl.errors import ConfigError
+from agentrl.weights.parcel import Named, Parcel, view
+from agentrl.weights.route import SLOTS, Offer, Receiver, Sender
+
+_numbers = itertools.count()
+_open: weakref.WeakValueDictionary[str, MemorySender] = weakref.WeakValueDictionary()
+"""The senders of this process. Another process has none of them, and so cannot mistake a copy for their slots."""
+
+
+class MemorySender(Sender):
+    """See the module."""
+
+    def __init__(self, slot_bytes: int, receivers: int) -> None:
+        super().__init__(slot_bytes, receivers)
+        self._slots: list[Tensor] = []
+        self._key = f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
+
+    def open(self) -> Offer:
+        self._slots = [torch.empty(self.slot_bytes, dtype=torch.uint8) for _ in range(SLOTS)]
+        _open[self._key] = self
+        return Offer("memory", self.slot_bytes, self.receivers, (self._key,))
+
+    def slot(self, number: int) -> Tensor:
+        return self._slots[number]
+
+    def ship(self, parcel: Parcel) -> Parcel:
+        return parcel
+
+    def close(self) -> None:
+        _open.pop(self._key, None)
+        self._slots.clear()
+
+
+class MemoryReceiver(Receiver):
+    """See the module."""
+
+    def open(self) -> None:
+        if self.offer.where[0] not in _open:
+            raise ConfigError("weights.route = memory: the engine's weights are in another process than the trainer")
+
+    def receive(self, parcel: Parcel) -> list[Named]:
+        flat = _open[self.offer.where[0]].slot(parcel.slot)
+        return [(entry.name, view(flat, entry)) for entry in parcel.entries]
+
+    def close(self) -> None:
+        return None

@@ -1,0 +1,97 @@
+"""Route `shared`: both processes map the same memory, so a bucket is written once and read where it lies.
+
+The segments lose their names as soon as every receiver has mapped them: nothing is left behind by a
+process that is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from agentrl.errors import ConfigError
+from agentrl.weights.parcel import Named, Parcel, view
+from agentrl.weights.route import SLOTS, Offer, Receiver, Sender
+
+FOLDER = Path("/dev/shm")
+TOKEN_BYTES = 16
+
+
+class SharedSender(Sender):
+    """See the module."""
+
+    def __init__(self, slot_bytes: int, receivers: int) -> None:
+        super().__init__(max(slot_bytes, TOKEN_BYTES), receivers)
+        self._files: list[Path] = []
+        self._slots: list[Tensor] = []
+        self._open = False
+
+    def open(self) -> Offer:
+        if not FOLDER.is_dir():
+            raise ConfigError(f"weights.route = shared: this machine has no {FOLDER}")
+        token = os.urandom(TOKEN_BYTES)
+        for _ in range(SLOTS):
+            self._make(token)
+        return Offer("shared", self.slot_bytes, self.receivers, (token.hex(), *map(str, self._files)))
+
+    def _make(self, token: bytes) -> None:
+        descriptor, name = tempfile.mkstemp(prefix="agentrl-weights-", dir=FOLDER)
+        self._files.append(Path(name))
+        try:
+            # Memory that is not there shows now, as an error; later it would be a SIGBUS.
+            os.posix_fallocate(descriptor, 0, self.slot_bytes)
+        except OSError as problem:
+            self.close()
+            raise ConfigError(
+                f"weights.route = shared: no room in {FOLDER} for {SLOTS} buckets of {self.slot_bytes >> 20} MiB "
+                f"({problem.strerror}); lower weights.bucket_mib"
+            ) from problem
+        finally:
+            os.close(descriptor)
+        slot = torch.from_file(name, shared=True, size=self.slot_bytes, dtype=torch.uint8)
+        slot[:TOKEN_BYTES] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
+        self._slots.append(slot)
+
+    def attached(self) -> None:
+        self._unlink()
+
+    def slot(self, number: int) -> Tensor:
+        return self._slots[number]
+
+    def ship(self, parcel: Parcel) -> Parcel:
+        return parcel
+
+    def close(self) -> None:
+        self._unlink()
+        self._slots.clear()
+
+    def _unlink(self) -> None:
+        for file in self._files:
+            file.unlink(missing_ok=True)
+        self._files.clear()
+
+
+class SharedReceiver(Receiver):
+    """See the module."""
+
+    def open(self) -> None:
+        token, *files = self.offer.where
+        self._slots: list[Tensor] = []
+        for name in files:
+            # A file of this name that another machine made would not hold the token.
+            if not Path(name).is_file() or Path(name).stat().st_size != self.offer.slot_bytes:
+                raise ConfigError("weights.route = shared: the engine and the trainer do not share memory (two machines?)")
+            slot = torch.from_file(name, shared=True, size=self.offer.slot_bytes, dtype=torch.uint8)
+            if bytes(slot[:TOKEN_BYTES].tolist()).hex() != token:
+                raise ConfigError("weights.route = shared: the engine reads other memory than the trainer writes")
+            self._slots.append(slot)
+
+    def receive(self, parcel: Parcel) -> list[Named]:
+        return [(entry.name, view(self._slots[parcel.slot], entry)) for entry in parcel.entries]
+
+    def close(self) -> None:
+        self._slots = []

@@ -1,0 +1,54 @@
+"""A trained actor, and how far an engine's logprobs are from its own."""
+
+from __future__ import annotations
+
+from train_batches import make_batch, trajectories
+
+from agentrl.batch import collate
+from agentrl.cluster.group import WorkerGroup
+from agentrl.cluster.launch import launch
+from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig
+from agentrl.rollout.engine import Engine, Sampling
+from agentrl.train.actor import Actor
+from agentrl.trajectory import TokenLedger
+
+PROMPT = list(range(20, 40))
+
+
+def trained(
+    tiny: str,
+    group: WorkerGroup[Actor] | None = None,
+    steps: int = 3,
+    model: ModelConfig | None = None,
+    backend: str = "inline",
+    ranks: int = 1,
+) -> WorkerGroup[Actor]:
+    """Actors (new ones, or those of `group`) after some large updates."""
+    seed = 0
+    if group is None:
+        group = launch(Actor, backend=backend, world_size=ranks, num_cpus=0.25)  # type: ignore[arg-type]
+        group.run(Actor.init_model, tiny, model or ModelConfig(), OptimConfig(lr=1e-2))
+    else:
+        seed = 50
+    for step in range(steps):
+        group.run(Actor.update, make_batch(8, seed=seed + step), AlgorithmConfig(), step=step)
+    return group
+
+
+async def ledger_of(engine: Engine, version: int, tokens: int = 40) -> TokenLedger:
+    """What the engine samples after a prompt, as an episode's ledger. Its tokens must carry `version`."""
+    out = await engine.generate(PROMPT, Sampling(max_tokens=tokens, seed=5), "one")
+    assert set(out.versions) == {version}
+    ledger = TokenLedger()
+    ledger.append_context(PROMPT, 0)
+    ledger.append_sampled(out.token_ids, out.logprobs, out.versions, 0)
+    return ledger
+
+
+def gap(actors: WorkerGroup[Actor], ledger: TokenLedger) -> float:
+    """Largest difference of the engine's and the trainer's logprobs of the same tokens."""
+    [episode] = trajectories(1)
+    episode.ledgers = [ledger]
+    batch = collate([episode])
+    found = actors.run(Actor.compute_logprob, batch)["logprobs"].values()
+    return float((found - batch["logprobs"].values()).abs().max())

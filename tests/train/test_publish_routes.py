@@ -1,0 +1,196 @@
+"""The routes that weights take: each is proved by the logprobs of the same tokens, with wrong weights as the control."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from publish_parts import gap, ledger_of, trained
+from torch import Tensor
+
+from agentrl.backends.embedded import EmbeddedEngine
+from agentrl.config.schema import LoraSection, ModelConfig, WeightsConfig
+from agentrl.errors import ConfigError, EngineError
+from agentrl.train.actor import Actor
+from agentrl.train.publish import Publisher
+from agentrl.weights import memory, routes, shared
+from agentrl.weights.parcel import Parcel, Stream, fill, view
+from agentrl.weights.route import Silent
+from agentrl.weights.target import Adapter
+
+SMALL_BUCKETS = WeightsConfig(bucket_mib=1)
+LORA = ModelConfig(lora=LoraSection(rank=4, alpha=8.0))
+
+
+@pytest.mark.parametrize("route", ["auto", "memory", "shared", "collective", "disk"])
+def test_each_route_brings_the_weights_and_only_it_does(tiny: str, tmp_path: Path, route: str) -> None:
+    """Into the embedded engine, twice: the second publish goes over slots that were used before."""
+
+    async def run() -> None:
+        actors = trained(tiny)
+        engine = EmbeddedEngine(tiny)
+        await engine.start()
+        cfg = WeightsConfig(route=route, bucket_mib=1, folder=str(tmp_path))  # type: ignore[arg-type]
+        publisher = Publisher(actors, engine, cfg)
+        try:
+            stale = await ledger_of(engine, 0)
+            assert gap(actors, stale) > 1e-2  # control: the engine's first weights do not explain the trainer
+            for version in (1, 2):
+                await engine.pause()
+                await publisher.send(version)
+                await engine.resume()
+                assert gap(actors, await ledger_of(engine, version)) < 1e-5
+                if version == 1:
+                    trained(tiny, actors, steps=1)
+                    assert gap(actors, await ledger_of(engine, version)) > 1e-3  # control: one update behind
+            assert publisher.route == (route if route != "auto" else "memory")
+            await publisher.close()
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+    assert not [file for file in tmp_path.iterdir() if file.name.startswith("agentrl-weights")]
+
+
+def test_nothing_is_left_in_shared_memory(tiny: str) -> None:
+    sender = shared.SharedSender(1 << 20, 1)
+    offer = sender.open()
+    names = [Path(name) for name in offer.where[1:]]
+    assert all(name.is_file() for name in names)
+    receiver = routes.open_receiver(offer, 0)
+    sender.attached()
+    assert not any(name.exists() for name in names)  # a kill from here on leaves nothing
+    parcel = sender.send(Stream(iter([("a", torch.arange(8.0))])))
+    assert parcel is not None
+    [(name, found)] = receiver.receive(parcel)
+    assert name == "a" and torch.equal(found, torch.arange(8.0))
+
+
+def test_a_route_that_cannot_serve_says_why(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def send(cfg: WeightsConfig) -> str | None:
+        engine = EmbeddedEngine(tiny)
+        await engine.start()
+        publisher = Publisher(actors, engine, cfg)
+        try:
+            await publisher.send(1)
+        finally:
+            await engine.close()
+        return publisher.route
+
+    actors = trained(tiny, steps=0)
+    with pytest.raises(ConfigError, match=r"weights\.folder .*nowhere"):
+        asyncio.run(send(WeightsConfig(route="disk", folder=str(tmp_path / "nowhere"))))
+    monkeypatch.setattr(shared, "FOLDER", tmp_path / "none")
+    with pytest.raises(ConfigError, match="this machine has no"):
+        asyncio.run(send(WeightsConfig(route="shared")))
+    # what another process would find: no sender of that key, and so no route
+    monkeypatch.setattr(memory, "_open", {})
+    real = memory.MemorySender.open
+    monkeypatch.setattr(memory.MemorySender, "open", lambda self: replace(real(self), where=("other-1-0",)))
+    with pytest.raises(ConfigError, match="in another process"):
+        asyncio.run(send(WeightsConfig(route="memory")))
+    assert asyncio.run(send(WeightsConfig())) == "collective"  # auto goes on to the next
+
+
+def test_another_machines_file_of_the_same_name_is_not_taken(tmp_path: Path) -> None:
+    sender = shared.SharedSender(1 << 12, 1)
+    offer = sender.open()
+    wrong = replace(offer, where=("00" * 16, *offer.where[1:]))
+    with pytest.raises(ConfigError, match="other memory"):
+        routes.open_receiver(wrong, 0)
+    sender.close()
+    with pytest.raises(ConfigError, match="do not share memory"):
+        routes.open_receiver(offer, 0)
+
+
+def test_full_shared_memory_is_an_error_and_no_crash() -> None:
+    sender = shared.SharedSender(1 << 50, 1)
+    with pytest.raises(ConfigError, match=r"no room .* lower weights\.bucket_mib"):
+        sender.open()
+    assert not list(shared.FOLDER.glob("agentrl-weights-*"))
+
+
+def test_a_broken_publish_is_refused_and_the_next_one_heals(tiny: str) -> None:
+    async def run() -> None:
+        actors = trained(tiny)
+        engine = EmbeddedEngine(tiny)
+        await engine.start()
+        publisher = Publisher(actors, engine, SMALL_BUCKETS)
+        await publisher.send(1)
+
+        async def part() -> AsyncIterator[Parcel]:
+            parcel = await actors.arun(Actor.next_bucket, True)
+            assert parcel is not None
+            yield replace(parcel, entries=parcel.entries[:-1])
+
+        with pytest.raises(EngineError, match="were not published"):
+            await engine.receive(2, part())
+        with pytest.raises(EngineError, match="until a publish succeeds"):
+            await ledger_of(engine, 2)
+        await publisher.send(3)
+        assert gap(actors, await ledger_of(engine, 3)) < 1e-5
+        await engine.close()
+
+    asyncio.run(run())
+
+
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=30),
+    room=st.integers(256, 1024),
+    dtypes=st.lists(st.sampled_from([torch.float32, torch.bfloat16, torch.int64]), min_size=30, max_size=30),
+)
+def test_buckets_hold_every_tensor_once_and_in_bounds(sizes: list[int], room: int, dtypes: list[torch.dtype]) -> None:
+    made = [(f"w{i}", torch.arange(n).to(kind)) for i, (n, kind) in enumerate(zip(sizes, dtypes, strict=False))]
+    room = max(room, *(tensor.nbytes for _, tensor in made))
+    stream, silent = Stream(iter(made)), Stream(iter(made))
+    buffer, found = torch.empty(room, dtype=torch.uint8), []
+    quiet = Silent(room, 1)
+    while not stream.done:
+        entries, used = fill(stream, room, buffer)
+        quiet.send(silent)  # ranks without a buffer stay in step
+        assert used <= room and stream.done == silent.done
+        parcel = Parcel.from_wire(Parcel(0, used, tuple(entries)).to_wire())
+        found += [(entry.name, view(buffer, entry).clone()) for entry in parcel.entries]
+    assert [name for name, _ in found] == [name for name, _ in made]
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(found, made, strict=True))
+
+
+def test_the_stream_holds_what_export_writes(tiny: str) -> None:
+    actors = trained(tiny)
+    want: dict[str, Tensor] = {n: t for bucket in actors.run(Actor.export_weights) for n, t in bucket.items()}
+    actors.run(Actor.open_route, "memory", SMALL_BUCKETS, 1)
+    actors.run(Actor.next_bucket, True)  # one that is broken off
+    names: list[str] = []
+    first = True
+    while (parcel := actors.run(Actor.next_bucket, first)) is not None:
+        first = False
+        names += [entry.name for entry in parcel.entries]
+    assert names == list(want)
+
+
+def test_an_adapter_alone_is_published_in_place_of_the_one_before(tiny: str) -> None:
+    async def run() -> None:
+        actors = trained(tiny, model=LORA)
+        engine = EmbeddedEngine(tiny)
+        await engine.start()
+        publisher = Publisher(actors, engine, WeightsConfig(lora="adapter"))
+        assert gap(actors, await ledger_of(engine, 0)) > 1e-3  # control: no adapter
+        for version in (1, 2):
+            await engine.pause()
+            await publisher.send(version)
+            await engine.resume()
+            assert gap(actors, await ledger_of(engine, version)) < 1e-5
+            trained(tiny, actors, steps=1)
+            assert gap(actors, await ledger_of(engine, version)) > 1e-3  # control: the adapter of before
+        wrong = actors.run(Actor.export_adapter)
+        with pytest.raises(EngineError, match="is no linear layer"):
+            await engine.adapt(3, Adapter(4, 8.0, ("x",), {f"z{n}": t for n, t in wrong.tensors.items()}))
+        await engine.close()
+
+    asyncio.run(run())
