@@ -17,8 +17,8 @@ from agentrl.trajectory import Json
 def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
     """`text` as the first declared type that it can be: null, integer, number, boolean, object, array, string.
 
-    A value that is none of its declared types stays the text it was, for the validation of the call to
-    refuse; so does one whose schema declares no type. `root` is where `#/...` references point.
+    A value that is none of them is read as the JSON it is, or stays text, for the validation of the call to
+    refuse. Without a declared type a value is text. `root` is where `#/...` references point.
     """
     declared = set(_types(schema, root, 8))
     for kind, read in _READERS.items():
@@ -27,7 +27,10 @@ def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
                 return read(text)
             except ValueError:
                 continue
-    return text
+    try:
+        return _json(text) if declared else text
+    except ValueError:
+        return text
 
 
 def _types(schema: Json, root: Mapping[str, Any], depth: int) -> Iterator[str]:

@@ -1,9 +1,12 @@
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 if importlib.util.find_spec("vllm") is None:
     if os.environ.get("AGENTRL_REQUIRE_VLLM") == "1":
@@ -18,6 +21,7 @@ from render_tokenizers import build_tokenizer
 from agentrl.backends.vllm_parsers import vllm_parser
 from agentrl.errors import ModelError
 from agentrl.render import make_renderer
+from agentrl.render.parsers import parse_qwen_xml
 from agentrl.render.toolcalls import parse_tool_calls
 from agentrl.trajectory import Message, ToolCall
 
@@ -51,6 +55,29 @@ def test_schemas_reach_a_parser_that_needs_them(tokenizer):
     text = "<tool_call>\n<function=get>\n<parameter=key>\n7\n</parameter>\n</function>\n</tool_call>"
     (call,) = parse(text)[1]
     assert call.arguments == {"key": "7"}
+
+
+KINDS = {
+    "n": {"type": "integer"}, "x": {"type": "number"}, "b": {"type": "boolean"}, "s": {"type": "string"},
+    "l": {"type": "array", "items": {"type": "integer"}}, "o": {"type": "object"}, "e": {"enum": ["low", 3]},
+    "u": {"anyOf": [{"type": "number"}, {"type": "null"}]}, "t": {"type": ["boolean", "string"]}, "free": {},
+}  # fmt: skip
+TYPED = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": KINDS}}}
+texts = st.sampled_from(
+    ["", "7", " 7", "-0", "7.0", "7.5", "1e3", "1_000", "1e999", "inf", "nan", "true", "False", "1", "0", "yes", "null",
+     "NULL", "[1, 2]", '{"a": [1, null]}', "{'a': 1}", "[1e999]", "[NaN]", "3", "low", "\n", "\nx\n", '"quoted"']
+)  # fmt: skip
+plain_text = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="<"), max_size=6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from([*KINDS, "undeclared"]), texts | plain_text, max_size=4))
+def test_untyped_xml_is_read_as_vllm_reads_it(tokenizer, values):
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    text = f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
+    (theirs,) = vllm_parser("qwen3_coder", tokenizer, [TYPED])(text)[1]
+    (ours,) = parse_qwen_xml(text, [TYPED])[1]
+    assert json.dumps(ours.arguments, sort_keys=True) == json.dumps(theirs.arguments, sort_keys=True)
 
 
 def test_an_unknown_name_names_the_nearest(tokenizer):
