@@ -20,7 +20,7 @@ NEEDED = {"gymnasium", "jsonschema", "pydantic", "regex", "tomli-w"}
 # Installed in this order: torch first and exactly, so that nothing after it brings another build of torch.
 PEERS = {
     "trl": [["torch==2.13.0"], ["trl==1.16.0", "transformers==5.19.0", "jmespath"]],
-    "verifiers-latest": [["verifiers==0.4.0"]],
+    "verifiers-latest": [["verifiers==0.4.0", "uv"]],
 }
 
 

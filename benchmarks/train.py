@@ -1,15 +1,17 @@
-"""Benchmarks of the trainer on a CPU: packed against padded, chunked logprobs, publish, overhead of a step.
+"""The trainer on a CPU: a GRPO step against TRL, packed and prefix-shared against padded updates, chunked logprobs
+against full logits, and what a step spends outside the model.
 
-    python benchmarks/train.py [--threads 1] [--quick]
+    python benchmarks/train.py [--only trl|forms|logprobs|overhead] [--quick]
 
-Every figure is a ratio of two things that this run measures one after the other on the same machine; the
-last line is one JSON object. Times are process CPU seconds where one thread computes, so that other
-load on the machine shows less.
+Every figure is a ratio of two things measured in this run; a peer that cannot be had gives null, and the
+reason is printed. TRL lives in a virtual environment of its own (.ci/neighbours.py makes it). Times are processor
+seconds where one thread computes, so that other load shows less; the GRPO step is wall time. One JSON object last.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import platform
@@ -23,20 +25,25 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+sys.path.insert(0, str(Path(__file__).parent / "parts"))
+
+import grpo_step
 import numpy as np
 import torch
+from work import MILLION
 
 from agentrl.batch import collate
 from agentrl.batch.rows import jagged, offsets_of
 from agentrl.cluster.launch import launch
-from agentrl.config.schema import AlgorithmConfig, InitModelConfig, ModelConfig, OptimConfig
+from agentrl.config.schema import AlgorithmConfig, ClusterConfig, EnvConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.train.actor import Actor
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.init_model import init_model
+from agentrl.train.learner import Learner
 from agentrl.train.micro import Pack
 from agentrl.trajectory import Task, TokenLedger, Trajectory
 
-SIZES = InitModelConfig(layers=4, hidden=128, mlp=384, heads=8, kv_heads=2, head_dim=32, context=4096)
+Found = tuple[dict[str, Any], dict[str, Any]]
 
 
 def median(call: Callable[[], Any], repeats: int) -> float:
@@ -112,50 +119,41 @@ def packed_against_padded(folder: str, repeats: int) -> dict[str, float]:
     }
 
 
-def step_overhead(folder: str, repeats: int) -> dict[str, float]:
-    """Share of an actor's update that is neither forward, backward nor optimizer."""
-    actors = launch(Actor, backend="inline", world_size=1)
-    actors.run(Actor.init_model, folder, ModelConfig(), OptimConfig())
-    batch, algorithm = ragged_batch(64), AlgorithmConfig(minibatch=32)
-    spent = {"model": 0.0}
-
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            began = time.process_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                spent["model"] += time.process_time() - began
-
-        return call
-
-    plain = {name: getattr(FsdpEngine, name) for name in ("logprobs", "backward", "step")}
-    for name, function in plain.items():
-        setattr(FsdpEngine, name, timed(function))
-    try:
-        actors.run(Actor.update, batch, algorithm)
-        spent["model"] = 0.0
-        began = time.process_time()
-        for _ in range(repeats):
-            actors.run(Actor.update, batch, algorithm)
-        total = time.process_time() - began
-    finally:
-        for name, function in plain.items():
-            setattr(FsdpEngine, name, function)
-    return {"share_outside_model": 1 - spent["model"] / total}
+def grouped_batch(groups: int, prompt: int, response: int) -> Any:
+    """Groups of 8 rows that share a prompt; one response each, all of one length."""
+    rng = np.random.default_rng(0)
+    found = []
+    for group in range(groups):
+        head = rng.integers(7, 400, size=prompt).tolist()
+        for member in range(8):
+            ledger = TokenLedger()
+            ledger.append_context(head, 0)
+            ledger.append_sampled(rng.integers(7, 400, size=response).tolist(), [-6.0] * response, [0] * response, 0)
+            task = Task(id=str(group), seed=group)
+            found.append(Trajectory("bench", task, member=member, ledgers=[ledger], reward=float(member % 2)))
+    return collate(found, groups=[index // 8 for index in range(groups * 8)])
 
 
-def publish_against_memcpy(repeats: int) -> dict[str, float]:
-    """Bytes/s of exporting all weights to host buckets (same process) against a plain copy of them."""
-    with tempfile.TemporaryDirectory() as scratch:
-        large = SIZES.model_copy(update={"layers": 12, "hidden": 512, "mlp": 1536})
-        folder = init_model(large, Path(scratch) / "large", 0)
-        engine = FsdpEngine(str(folder), ModelConfig(), 1.0)
-    flat = torch.cat([p.detach().flatten() for _, p in engine.named()])
-    out = torch.empty_like(flat)
-    copy = median(lambda: out.copy_(flat), repeats)
-    export = median(lambda: list(engine.weights(64 << 20)), repeats)
-    return {"publish_mib": flat.nbytes / 2**20, "publish_over_memcpy": copy / export}
+def shared_against_packed(folder: str, repeats: int) -> dict[str, float]:
+    """A whole GRPO update of two groups with and without prefix sharing: prompts of 1024 and 256, responses of 256."""
+    found = {}
+    for prompt in (1024, 256):
+        batch = grouped_batch(2, prompt, 256)
+        seconds = {}
+        for mode in ("off", "on"):
+            config = TrainConfig(
+                env=EnvConfig(id="key_value"), algorithm=AlgorithmConfig(minibatch=16), cluster=ClusterConfig(backend="inline"),
+                optim=OptimConfig(micro_tokens=16384, prefix_sharing=mode),
+            )
+            actors = launch(Actor, backend="inline", world_size=1)
+            actors.run(Actor.init_model, folder, config.model, config.optim)
+            learner = Learner(config, actors)
+            seconds[mode] = median(lambda learner=learner, batch=batch: asyncio.run(learner.step(batch, 0)), repeats)
+            actors.close()
+        tokens = int(offsets_of(batch["token_ids"])[-1])
+        found[f"packed_{prompt}_tokens_per_cpu_second"] = tokens / seconds["off"]
+        found[f"shared_over_packed_{prompt}"] = seconds["off"] / seconds["on"]
+    return found
 
 
 LOGPROBS = """
@@ -196,35 +194,56 @@ def chunked_logprobs(quick: bool) -> dict[str, float]:
     }
 
 
+def trl(quick: bool) -> Found:
+    """Seconds of a TRL step over ours; aim 5."""
+    return grpo_step.against_trl(2 if quick else 4)
+
+
+def forms(quick: bool) -> Found:
+    """Forward and backward by the form of the batch."""
+    repeats = 2 if quick else 4
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = str(init_model(MILLION, Path(scratch) / "model", 0))
+        found = {**packed_against_padded(folder, repeats), **shared_against_packed(folder, repeats)}
+    return split(found)
+
+
+def logprobs(quick: bool) -> Found:
+    """Time and memory of chunked log-probabilities over those of full logits."""
+    return split(chunked_logprobs(quick))
+
+
+def overhead(quick: bool) -> Found:
+    """Share of a step outside the model; aim under 0.05."""
+    return grpo_step.overhead(2 if quick else 5)
+
+
+def split(found: dict[str, float]) -> Found:
+    """Ratios, and the figures that are none."""
+    ratios = {name: round(value, 4) for name, value in found.items() if "_over_" in name}
+    return ratios, {name: round(value, 1) for name, value in found.items() if name not in ratios}
+
+
+PARTS: dict[str, Callable[[bool], Found]] = {"trl": trl, "forms": forms, "logprobs": logprobs, "overhead": overhead}
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="fewer repeats, smaller vocabulary")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    repeats = 2 if args.quick else 5
-    ratios: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = str(init_model(SIZES, Path(scratch) / "model", 0))
-        for part in (
-            lambda: packed_against_padded(folder, repeats),
-            lambda: step_overhead(folder, repeats),
-            lambda: publish_against_memcpy(repeats),
-            lambda: chunked_logprobs(args.quick),
-        ):
-            found = part()
-            for name, value in found.items():
-                print(f"{name:34s} {value:10.3f}", flush=True)
-            ratios.update(found)
-    result = {
-        "benchmark": "train",
-        "ratios": {name: round(value, 4) for name, value in ratios.items()},
-        "machine": {"cpus": os.cpu_count(), "arch": platform.machine(), "threads": args.threads},
-        "torch": torch.__version__,
-    }
-    print(json.dumps(result))
+    ratios: dict[str, Any] = {}
+    details: dict[str, Any] = {}
+    for name in args.only or PARTS:
+        print(f"-- {name}", flush=True)
+        found, details[name] = PARTS[name](args.quick)
+        for key, value in found.items():
+            print(f"{key:44s} {'null' if value is None else f'{value:10.3f}'}", flush=True)
+        ratios |= found
+    machine = {"cpus": os.cpu_count(), "arch": platform.machine(), "threads": args.threads}
+    print(json.dumps({"benchmark": "train", "ratios": ratios, **details, "machine": machine, "torch": torch.__version__}))
     return 0
 
 

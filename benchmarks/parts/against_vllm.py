@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from work import CONTEXT, Forced, collector
+
 from agentrl.backends.vllm import VllmEngine
 from agentrl.backends.vllm_actor import CPU_ENVIRONMENT, ENVIRONMENT
 from agentrl.config import RolloutConfig
@@ -25,7 +27,6 @@ from agentrl.rollout.episode import Policy
 from agentrl.train.init_model import init_model
 from agentrl.train.pretrained import load_tokenizer
 from agentrl.trajectory import Trajectory
-from work import CONTEXT, Forced, collector
 
 TURNS, TOKENS = 3, 42
 
@@ -41,7 +42,7 @@ class RawVllm:
             "max_num_batched_tokens": CONTEXT, "distributed_executor_backend": "uni",
         }
         command = [sys.executable, str(Path(__file__).with_name("raw_vllm.py")), json.dumps(options)]
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
         self._process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT, **CPU_ENVIRONMENT}, text=True,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log)
 
@@ -85,9 +86,9 @@ def work_of(trajectory: Trajectory) -> dict[str, Any]:
     return {"opening": spans[0], "answers": spans[1:TURNS]}
 
 
-async def one_round(collector: Collector) -> tuple[float, list[Trajectory]]:
-    """Tokens a second of one update's groups, the caches emptied before."""
-    await collector.publish([])
+async def one_round(collector: Collector, weights: dict[str, Any]) -> tuple[float, list[Trajectory]]:
+    """Tokens a second of one update's groups; a publish before it empties the caches, as it does in training."""
+    await collector.publish([weights])
     began = time.perf_counter()
     groups = await collector.collect()
     seconds = time.perf_counter() - began
@@ -97,29 +98,24 @@ async def one_round(collector: Collector) -> tuple[float, list[Trajectory]]:
     return sum(t.sampled_tokens for t in found) / seconds, found
 
 
-class Kept(VllmEngine):
-    """The vLLM engine, publishing its own weights again: the pause, the emptied caches, and no transfer."""
-
-    async def publish(self, version: int, weights: Any) -> None:
-        await self._all("begin_update")
-        await self._all("end_update", version)
-
-
 async def compare(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str, Any]:
     """Both engines live from start to end; what is not measured waits."""
+    from transformers import AutoModelForCausalLM
+
     config = RolloutConfig(groups=at_once // 8, group_size=8, max_episodes=at_once, max_turns=TURNS,
                            max_turn_tokens=TOKENS, max_episode_tokens=CONTEXT)
     with tempfile.TemporaryDirectory() as scratch:
         folder = str(init_model(sizes, Path(scratch) / "model", 0))
+        weights = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
         raw = RawVllm(folder)
-        engine = Kept(folder, max_model_len=CONTEXT)
+        engine = VllmEngine(folder, max_model_len=CONTEXT)
         try:
             raw.wait("READY")
             await engine.start()
             driver = collector(Policy(engine, Forced(make_renderer(load_tokenizer(folder)))), config)
             through, bare = [], []
             for number in range(rounds + 1):
-                rate, found = await one_round(driver)
+                rate, found = await one_round(driver, weights)
                 bare_rate = raw.round([work_of(t) for t in found])
                 if number:  # the first round warms both up
                     through.append(rate)

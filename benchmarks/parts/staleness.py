@@ -14,6 +14,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from work import Forced, collector, tasks
+
 from agentrl.backends.embedded import EmbeddedEngine
 from agentrl.batch import collate
 from agentrl.catalog import EnvRef
@@ -28,7 +30,6 @@ from agentrl.train.init_model import init_model
 from agentrl.train.learner import Learner
 from agentrl.train.pretrained import load_tokenizer
 from agentrl.trajectory import Group
-from work import Forced, collector, tasks
 
 MEDIAN_S, SIGMA = 0.1, 1.0
 

@@ -15,19 +15,25 @@ from typing import Any
 TURNS = (("get", '{"key": "a"}'), ("add", '{"x": 1}'))
 
 
-def completion(request: dict[str, Any]) -> bytes:
+def completion(request: dict[str, Any]) -> tuple[str, bytes]:
+    """Content type and body: a completion, or the same as a stream of one event where that is asked for."""
     answered = sum(message["role"] == "tool" for message in request["messages"])
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    if answered < len(TURNS):
+    more = answered < len(TURNS)
+    message: dict[str, Any] = {"role": "assistant", "content": "" if more else "1"}
+    if more:
         name, arguments = TURNS[answered]
-        function = {"name": name, "arguments": arguments}
-        message["tool_calls"] = [{"id": f"c{answered}", "type": "function", "function": function}]
-    else:
-        message["content"] = "1"
-    choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if answered < len(TURNS) else "stop"}
+        offered = [tool["function"]["name"] for tool in request.get("tools", [])]
+        full = next((known for known in offered if known.endswith(name)), name)  # a peer may put its own prefix before it
+        call = {"id": f"c{answered}", "type": "function", "function": {"name": full, "arguments": arguments}}
+        message["tool_calls"] = [{"index": 0, **call} if request.get("stream") else call]
     usage = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}
-    row = {"id": "x", "object": "chat.completion", "created": 0, "model": "stub", "choices": [choice], "usage": usage}
-    return json.dumps(row).encode()
+    row: dict[str, Any] = {"id": "x", "created": 0, "model": "stub", "usage": usage}
+    choice = {"index": 0, "finish_reason": "tool_calls" if more else "stop"}
+    if not request.get("stream"):
+        row |= {"object": "chat.completion", "choices": [{**choice, "message": message}]}
+        return "application/json", json.dumps(row).encode()
+    row |= {"object": "chat.completion.chunk", "choices": [{**choice, "delta": message}]}
+    return "text/event-stream", f"data: {json.dumps(row)}\n\ndata: [DONE]\n\n".encode()
 
 
 async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -36,9 +42,9 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
             fields = dict(line.lower().split(": ", 1) for line in head.splitlines()[1:] if ": " in line)
             body = await reader.readexactly(int(fields.get("content-length", 0)))
-            answer = completion(json.loads(body)) if body else b'{"object": "list", "data": []}'
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer))
-            writer.write(answer)
+            kind, answer = completion(json.loads(body)) if body else ("application/json", b'{"object": "list", "data": []}')
+            head = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(answer)}\r\n\r\n"
+            writer.write(head.encode() + answer)
             await writer.drain()
     except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
         writer.close()

