@@ -43,6 +43,7 @@ class VllmEngine(Engine):
         enforce_eager: bool = True,
         dtype: str = "float32",
         startup_timeout: float = 300.0,
+        call_timeout: float = 300.0,
         max_respawns: int = 0,
     ) -> None:
         """`tensor_parallel`: GPUs (or CPU processes) a replica. `kv_cache_mib`: KV cache a worker process.
