@@ -47,7 +47,8 @@ class VllmEngine(Engine):
         max_respawns: int = 0,
     ) -> None:
         """`tensor_parallel`: GPUs (or CPU processes) a replica. `kv_cache_mib`: KV cache a worker process.
-        `startup_timeout`: seconds until a replica must answer. `max_respawns`: dead replicas replaced in all;
+        `startup_timeout`: seconds until a replica must be up. `call_timeout`: seconds until it
+        must answer a call that is not `generate`; else it counts as dead. `max_respawns`: dead replicas replaced in all;
         above 0 the newest weights are kept in Ray's object store for them."""
         self._path = model_path
         options: dict[str, Any] = {
