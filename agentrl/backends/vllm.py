@@ -72,7 +72,7 @@ class VllmEngine(Engine):
         self._keep_weights = max_respawns > 0
         self._replicas = Replicas(
             options, replicas, gpus=tensor_parallel, startup_timeout=startup_timeout,
-            max_respawns=max_respawns, catch_up=self._catch_up,
+            call_timeout=call_timeout, max_respawns=max_respawns, catch_up=self._catch_up,
         )  # fmt: skip
         self._expected: Expected | None = None
         self._numbers = itertools.count()
