@@ -41,7 +41,7 @@ def make_engine(name: str, model: str, config: TrainConfig) -> Engine:
         return VllmEngine(
             model, replicas=v.replicas, tensor_parallel=v.tensor_parallel, kv_cache_mib=v.kv_cache_mib,
             max_model_len=v.max_model_len, enforce_eager=v.enforce_eager, dtype=config.model.dtype,
-            max_respawns=v.max_respawns,
+            max_respawns=v.max_respawns, call_timeout=v.call_timeout,
         )
     from agentrl.backends.embedded import EmbeddedEngine
 
