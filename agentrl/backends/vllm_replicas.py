@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -44,15 +44,18 @@ class Replicas:
     """Starts `count` replicas, sends each episode where its prefix cache is, and replaces those that die."""
 
     def __init__(
-        self, options: dict[str, Any], count: int, *, gpus: int, startup_timeout: float, max_respawns: int,
-        catch_up: Callable[[Replica], Awaitable[None]],
+        self, options: dict[str, Any], count: int, *, gpus: int, startup_timeout: float,
+        call_timeout: float, max_respawns: int, catch_up: Callable[[Replica], Awaitable[None]],
+        places: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """`options`: for vLLM. `gpus`: of a replica, where there are any. `max_respawns`: how many replicas
-        are replaced in all. `catch_up` brings a new replica to the weights of the day and then calls `join`."""
+        """`options`: for vLLM. `gpus`: of a replica, where there are any. `call_timeout`: seconds after which a
+        replica that does not answer a call (other than `start` and `generate`) counts as dead. `max_respawns`:
+        how many replicas are replaced in all. `catch_up` brings a new replica to the weights of the day and then
+        calls `join`. `places`: Ray's options of each replica, where a pool says where it runs."""
         self._options, self._count, self._gpus = options, count, gpus
-        self._startup_timeout = startup_timeout
+        self._startup_timeout, self._call_timeout = startup_timeout, call_timeout
         self._max_respawns, self._respawns = max_respawns, 0
-        self._catch_up = catch_up
+        self._catch_up, self._places = catch_up, places
         self._replicas: list[Replica] = []
         self._started = False
         self._coming: set[asyncio.Task[None]] = set()
@@ -119,7 +122,7 @@ class Replicas:
         """Call a method of every live replica. One that turns out dead is left out. EngineError where one
         fails, or where none lives and none comes."""
         replicas = self.alive()
-        calls = [self.ask(replica, method, *args) for replica in replicas]
+        calls = [self.control(replica, method, *args) for replica in replicas]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, ReplicaDeadError):
@@ -142,10 +145,17 @@ class Replicas:
         except RayError as problem:
             raise EngineError(f"{replica.name}: {problem}") from problem
 
+    async def control(self, replica: Replica, method: str, *args: Any) -> Any:
+        """`ask` for a call that is answered soon: a replica that hangs is killed, so that its requests move."""
+        try:
+            return await asyncio.wait_for(self.ask(replica, method, *args), self._call_timeout)
+        except TimeoutError:
+            raise self._died(replica, f"no answer to {method} within {self._call_timeout:g} s") from None
+
     async def counters(self) -> list[EngineStats]:
         """Of every replica, the dead ones (as they last were, nothing running) among them."""
         alive = self.alive()
-        parts = await asyncio.gather(*(self.ask(replica, "stats") for replica in alive), return_exceptions=True)
+        parts = await asyncio.gather(*(self.control(replica, "stats") for replica in alive), return_exceptions=True)
         for replica, part in zip(alive, parts, strict=True):
             if isinstance(part, EngineStats):
                 replica.seen = part
@@ -162,11 +172,10 @@ class Replicas:
     def _spawn(self, number: int) -> Replica:
         gpu = torch.cuda.is_available()
         environment = ENVIRONMENT if gpu else {**ENVIRONMENT, **CPU_ENVIRONMENT}
+        anywhere = {"num_cpus": 0, "num_gpus": self._gpus if gpu else 0}
+        place = self._places[number] if self._places else anywhere
         actor = ray.remote(VllmActor).options(
-            num_cpus=0,
-            num_gpus=self._gpus if gpu else 0,
-            max_concurrency=4096,
-            runtime_env={"env_vars": environment},
+            max_concurrency=4096, runtime_env={"env_vars": environment}, **place
         )
         return Replica(number, actor.remote(self._options))
 
@@ -180,6 +189,7 @@ class Replicas:
         """Record a death once, however many requests hear of it, and start another while that is allowed."""
         if replica.cause is None:
             replica.cause = f"{replica.name} died: {cause}"
+            ray.kill(replica.actor)  # the process may outlive the engine inside it
             if self._started and self._respawns < self._max_respawns:
                 self._respawns += 1
                 log.warning("%s; starting it again (%d of max_respawns = %d)", replica.cause, self._respawns,
@@ -193,13 +203,11 @@ class Replicas:
         return ReplicaDeadError(replica.cause)
 
     async def _respawn(self, dead: Replica) -> None:
-        ray.kill(dead.actor)  # the actor may outlive the engine inside it
         fresh = self._spawn(dead.number)
         try:
             await self._boot(fresh)
             await self._catch_up(fresh)
         except EngineError as problem:
-            ray.kill(fresh.actor)
             self._died(fresh, str(problem))
         except asyncio.CancelledError:
             ray.kill(fresh.actor)

@@ -25,7 +25,7 @@ class Actor:
     """One replica's process: a log of calls, the weights it has, and where it dies."""
 
     def __init__(self, number, die_at=None):
-        self.number, self.die_at = number, die_at
+        self.number, self.die_at, self.hang_at = number, die_at, None
         self.calls, self.version, self.loaded, self.dead = [], 0, [], False
         self.open = asyncio.Event()
         self.open.set()
@@ -40,6 +40,8 @@ class Actor:
             self.dead = True
             raise RayActorError()
         self.calls.append(name)
+        if name == self.hang_at:
+            await asyncio.sleep(3600)
         if name == "start" and self.hold is not None:
             await self.hold.wait()
         elif name == "pause":
@@ -53,7 +55,8 @@ class Actor:
             self.version = args[0]
         elif name == "generate":
             await asyncio.sleep(0.01)
-            await self.open.wait()
+            while not self.open.is_set() and not self.dead:
+                await asyncio.sleep(0.001)
             if self.dead:
                 raise RayActorError()
             return Generation([1, 2], [-1.0, -1.0], [self.version] * 2, "length")
@@ -221,3 +224,19 @@ async def test_closing_ends_what_is_just_starting(model_folder, spawned):
     assert len(spawned) == 3 and not spawned[2].dead
     await engine.close()
     assert spawned[2].dead
+
+
+async def test_a_replica_that_hangs_is_replaced_and_its_requests_move(model_folder, model, spawned, caplog):
+    engine = await started(model_folder, replicas=2, max_respawns=1, call_timeout=0.1)
+    spawned[0].open.clear()
+    spawned[0].hang_at = "pause"
+    stuck = asyncio.ensure_future(engine.generate([5], SHORT, "a"))
+    await asyncio.sleep(0.02)
+    assert engine.homes["a"] == 0
+    await engine.pause()
+    await engine.publish(1, [parameters(model)])
+    await engine.resume()
+    assert (await asyncio.wait_for(stuck, 5)).versions == [1, 1]
+    assert "no answer to pause within 0.1 s" in caplog.text
+    await settle(engine, 2)
+    await engine.close()
