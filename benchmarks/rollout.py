@@ -22,6 +22,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent / "parts"))
 
+from agentrl.run.garbage import collect_rarely
+
 Found = tuple[dict[str, Any], dict[str, Any]]
 
 
@@ -66,6 +68,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     args = parser.parse_args()
+    collect_rarely()  # as in every run
 
     import torch
 

@@ -36,6 +36,7 @@ from agentrl.batch import collate
 from agentrl.batch.rows import jagged, offsets_of
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, EnvConfig, ModelConfig, OptimConfig, TrainConfig
+from agentrl.run.garbage import collect_rarely
 from agentrl.train.actor import Actor
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.init_model import init_model
@@ -233,6 +234,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="fewer repeats, smaller vocabulary")
     args = parser.parse_args()
+    collect_rarely()  # as in every run
     torch.set_num_threads(args.threads)
     ratios: dict[str, Any] = {}
     details: dict[str, Any] = {}

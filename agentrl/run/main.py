@@ -17,6 +17,7 @@ from agentrl.loop import evaluate_now, train_loop
 from agentrl.run.curve import draw_curve
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
+from agentrl.run.garbage import collect_rarely
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.recorder import Recorder
 from agentrl.run.session import Session, model_folder, open_session
@@ -44,6 +45,7 @@ def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_
     Raises UserError for what the user can mend. The summary is written in every case.
     """
     _quiet()
+    collect_rarely()
     _log_to(folder)
     outcome = Outcome(only_warm_start=only_warm_start)
     with Display() as display, Recorder(folder, display) as recorder:
