@@ -266,7 +266,6 @@ class VllmConfig(Frozen):
     replicas: PositiveInt = 1
     max_respawns: Annotated[int, Field(ge=0)] = 3
     call_timeout: Positive = 300.0
-    call_timeout: Positive = 300.0
     tensor_parallel: PositiveInt = 1
     kv_cache_mib: PositiveInt = 256
     max_model_len: PositiveInt = 4096
