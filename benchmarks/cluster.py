@@ -1,7 +1,8 @@
 """Worker groups: dispatch of a large batch, fan-out latency, controller time, prefix-shared updates.
 
 All ratios are measured in this one run. The last line is one JSON object. `--only` picks parts; 64 workers
-take about 25 GiB and minutes to start, so fan-out stops at 8 without `--workers 64`.
+take some 10 GiB (with the bare actors beside them) and minutes to start, so fan-out stops at 8 without
+`--workers 64`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from tensordict import TensorDict
 sys.path.insert(0, str(Path(__file__).parent / "parts"))
 os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])
 
-from bench_workers import Bare, Taker
+from bench_workers import Taker
+from light_workers import Bare, Idle
 
 from agentrl.batch.rows import build, jagged, select
 from agentrl.cluster.future import Pending
@@ -105,25 +107,32 @@ def dispatch(megabytes: int, workers: int) -> dict[str, float]:
 
 
 def fan_out(counts: list[int]) -> dict[str, float]:
-    """An empty call to n workers against the same on bare Ray actors, medians of 50, in milliseconds."""
+    """An empty call to n workers against the same on bare Ray actors, medians of 50, in milliseconds.
+
+    The two take turns in one loop. Neither imports torch; the actors are started a few at a time.
+    """
     import ray
 
     out: dict[str, float] = {}
     for count in counts:
-        actors = [ray.remote(Bare).options(num_cpus=0.01).remote() for _ in range(count)]
-        with launch(Taker, world_size=count, num_cpus=0.01, name=f"fan{count}", startup_timeout=900) as group:
+        actors: list[Any] = []
+        while len(actors) < count:
+            actors += [ray.remote(Bare).options(num_cpus=0.01).remote() for _ in range(min(8, count - len(actors)))]
+            ray.get([actor.nothing.remote() for actor in actors])
+        with launch(Idle, world_size=count, num_cpus=0.01, name=f"fan{count}", startup_timeout=900) as group:
             def bare(actors: list[Any] = actors) -> None:
                 ray.get([actor.nothing.remote() for actor in actors])
 
             times: dict[str, list[float]] = {"bare": [], "group": []}
             for _ in range(60):
                 times["bare"].append(best(bare, 1))
-                times["group"].append(best(lambda group=group: group.run(Taker.nothing), 1))
+                times["group"].append(best(lambda group=group: group.run(Idle.nothing), 1))
         for actor in actors:
             ray.kill(actor)
         middle = {name: statistics.median(values[10:]) * 1e3 for name, values in times.items()}
         out |= {f"{name}_ms_{count}": value for name, value in middle.items()}
         out[f"group_over_bare_{count}"] = middle["group"] / middle["bare"]
+        print(f"fan_out {count}", middle, flush=True)
     return out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,23 @@ import torch
 from agentrl.backends.parameters import Arrivals, Expected, expected_parameters
 from agentrl.backends.vllm_actor import ReplicaDeadError
 from agentrl.backends.vllm_replicas import Replica, Replicas
-from agentrl.errors import DependencyError, EngineError
+from agentrl.backends.vllm_routes import VllmRoutes
+from agentrl.errors import ConfigError, DependencyError, EngineError
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, WeightBuckets
+from agentrl.weights.parcel import Parcel
+from agentrl.weights.route import Offer
+from agentrl.weights.target import Adapter, WeightTarget
 
 _BUCKET_BYTES = 256 << 20
 
 # One bucket as published: its bytes in Ray's object store, and what lies where in them.
 Bucket = tuple[Any, list[Any]]
+Loader = Callable[[Expected, Arrivals, list[Bucket]], Awaitable[None]]
+
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
-class VllmEngine(Engine):
+class VllmEngine(Engine, WeightTarget):
     """Routes each episode to one replica, so that its turns find their prefix cache there.
 
     Where a replica dies, its episodes go on at another (their prefix is computed there anew) and a new one is
@@ -45,11 +52,14 @@ class VllmEngine(Engine):
         startup_timeout: float = 300.0,
         call_timeout: float = 300.0,
         max_respawns: int = 0,
+        lora_rank: int | None = None,
+        places: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """`tensor_parallel`: GPUs (or CPU processes) a replica. `kv_cache_mib`: KV cache a worker process.
         `startup_timeout`: seconds until a replica must be up. `call_timeout`: seconds until it
         must answer a call that is not `generate`; else it counts as dead. `max_respawns`: dead replicas replaced in all;
-        above 0 the newest weights are kept in Ray's object store for them."""
+        above 0 the newest weights are kept in Ray's object store for them. `lora_rank`: room for adapters of
+        this rank (see `adapt`). `places`: Ray's options of each replica's actor, where a pool says where it runs."""
         self._path = model_path
         options: dict[str, Any] = {
             "model": model_path,
@@ -68,11 +78,14 @@ class VllmEngine(Engine):
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(max_model_len, 4096),
             }
+        if lora_rank is not None:
+            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _lora_room(lora_rank)}
+        self._lora_rank = lora_rank
         self._context = max_model_len
         self._keep_weights = max_respawns > 0
         self._replicas = Replicas(
             options, replicas, gpus=tensor_parallel, startup_timeout=startup_timeout,
-            call_timeout=call_timeout, max_respawns=max_respawns, catch_up=self._catch_up,
+            call_timeout=call_timeout, max_respawns=max_respawns, places=places, catch_up=self._catch_up,
         )  # fmt: skip
         self._expected: Expected | None = None
         self._numbers = itertools.count()
@@ -82,6 +95,8 @@ class VllmEngine(Engine):
         self._paused = False
         self._version = 0
         self._newest: list[Bucket] = []
+        self._routes = VllmRoutes(self._replicas, tensor_parallel, self._keep_weights)
+        self._adapter: Adapter | None = None
 
     async def start(self) -> None:
         """Start the replicas. Raises DependencyError without vLLM, EngineError where one does not come up."""
@@ -125,27 +140,56 @@ class VllmEngine(Engine):
             await self._replicas.all("resume")
 
     async def publish(self, version: int, weights: WeightBuckets) -> None:
+        async def load(expected: Expected, arrivals: Arrivals, kept: list[Bucket]) -> None:
+            for data, entries in self._buckets(weights, arrivals):
+                stored = ray.put(data)
+                await self._replicas.all("load", stored, entries)
+                if self._keep_weights:
+                    kept.append((stored, entries))
+
+        async with self._turnstile:
+            await self._update(version, load)
+
+    def members(self) -> tuple[str, ...]:
+        return self._routes.members()
+
+    async def attach(self, offer: Offer) -> None:
+        async with self._turnstile:
+            await self._routes.attach(offer)
+
+    async def receive(self, version: int, parcels: AsyncIterator[Parcel]) -> None:
+        async def load(expected: Expected, arrivals: Arrivals, kept: list[Bucket]) -> None:
+            async for parcel in parcels:
+                bucket = await self._routes.load(parcel, expected, arrivals)
+                if bucket is not None:
+                    kept.append(bucket)
+
+        async with self._turnstile:
+            self._routes.check()
+            await self._update(version, load)
+
+    async def adapt(self, version: int, adapter: Adapter) -> None:
+        if self._lora_rank is None:
+            raise EngineError("the engine was started without room for an adapter (lora_rank)")
+        async with self._turnstile:
+            await self._replicas.all("adapt", version, adapter)
+            self._adapter, self._version = adapter, version
+
+    async def _update(self, version: int, load: Loader) -> None:
+        """Pause, let `load` bring all weights, resume. It adds to its list what a later replica would need."""
         if self._expected is None:
             raise EngineError("the engine is not started or already closed")
-        async with self._turnstile:
-            await self._publish(version, weights, self._expected)
-
-    async def _publish(self, version: int, weights: WeightBuckets, expected: Expected) -> None:
         self._unfit = f"weights version {version} were published in part"
         self._newest = []
-        arrivals = Arrivals(expected)
-        sent: list[Bucket] = []
+        arrivals = Arrivals(self._expected)
+        kept: list[Bucket] = []
         complete = False
         if not self._paused:
             # A scheduler step in the middle of an update would end the engine's process.
             await self._replicas.all("pause")
         await self._replicas.all("begin_update")
         try:
-            for data, entries in self._buckets(weights, arrivals):
-                stored = ray.put(data)
-                await self._replicas.all("load", stored, entries)
-                if self._keep_weights:
-                    sent.append((stored, entries))
+            await load(self._expected, arrivals, kept)
             arrivals.complete()
             complete = True
         except EngineError as problem:
@@ -155,19 +199,21 @@ class VllmEngine(Engine):
             await self._replicas.all("end_update", version if complete else None)
             if not self._paused:
                 await self._replicas.all("resume")
-        self._unfit, self._version, self._newest = None, version, sent
+        self._unfit, self._version, self._newest = None, version, kept
 
     async def _catch_up(self, replica: Replica) -> None:
         """Give a new replica the weights of the day, then let it take requests."""
         async with self._turnstile:
-            await self._replicas.ask(replica, "pause")
+            await self._replicas.control(replica, "pause")
             if self._newest:
-                await self._replicas.ask(replica, "begin_update")
+                await self._replicas.control(replica, "begin_update")
                 for stored, entries in self._newest:
-                    await self._replicas.ask(replica, "load", stored, entries)
-                await self._replicas.ask(replica, "end_update", self._version)
+                    await self._replicas.control(replica, "load", stored, entries)
+                await self._replicas.control(replica, "end_update", self._version)
+            if self._adapter is not None:
+                await self._replicas.control(replica, "adapt", self._version, self._adapter)
             if not self._paused:
-                await self._replicas.ask(replica, "resume")
+                await self._replicas.control(replica, "resume")
             self._replicas.join(replica)
 
     async def abort(self, request_key: str) -> None:
@@ -188,6 +234,7 @@ class VllmEngine(Engine):
 
     async def close(self) -> None:
         await self._replicas.close()
+        self._routes.close()
         self._newest = []
 
     @property
@@ -249,3 +296,10 @@ class VllmEngine(Engine):
             offset += -(-flat.nbytes // 16) * 16
         return data, entries
 
+
+def _lora_room(rank: int) -> int:
+    """The least rank that vLLM has kernels for and that holds this one."""
+    for room in _LORA_RANKS:
+        if rank <= room:
+            return room
+    raise ConfigError(f"model.lora.rank = {rank}: vLLM takes adapters up to rank {_LORA_RANKS[-1]}")

@@ -49,12 +49,13 @@ def with_trees(batch: TensorDict, mode: Mode) -> TensorDict:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Rows of each rank, the columns `together` and `prefix` of all rows, and plain tokens of the slowest
-    rank for each token it computes (1.0 where nothing is shared)."""
+    """Rows of each rank, the columns `together` and `prefix` of all rows, the tokens that the slowest rank
+    computes (`load`), and how many times that it would compute without sharing (1.0: nothing is shared)."""
 
     ranks: list[np.ndarray]
     together: np.ndarray
     prefix: np.ndarray
+    load: float
     ratio: float
 
 
@@ -74,15 +75,15 @@ def settled(
     apart = np.full(len(tokens), -1, dtype=np.int64) if keep is None else keep
     plain, plain_load = _spread(tokens, ranks, apart, nothing, keep)
     if trees is None:
-        return Settled(plain, apart, nothing, 1.0)
+        return Settled(plain, apart, nothing, plain_load, 1.0)
     together, prefix = _used(*trees)
     shared, shared_load = _spread(tokens, ranks, together, prefix, keep)
     ratio = plain_load / max(shared_load, 1.0)
     if ratio <= ALWAYS or ratio < share_from:
-        return Settled(plain, apart, nothing, 1.0)
+        return Settled(plain, apart, nothing, plain_load, 1.0)
     if keep is not None:
         together = np.where(together >= 0, together, together.max() + 1 + keep)
-    return Settled(shared, together, prefix, ratio)
+    return Settled(shared, together, prefix, shared_load, ratio)
 
 
 def _used(tree: np.ndarray, prefix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

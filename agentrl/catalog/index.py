@@ -19,7 +19,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.catalog.shelf import Declared, load_class, load_tools, read_declarations
+from agentrl.catalog.shelf import Declared, here, load_class, load_tools, read_declarations
 from agentrl.config.schema import Choice, ToolsConfig, TrainConfig
 from agentrl.errors import CatalogError
 
@@ -69,8 +69,8 @@ class EnvRef:
 
     `params` are the keyword arguments of its class, `seed` what its first reset uses where it is given
     none. `source` is filled in when the reference is pickled, so that a worker whose working directory
-    is another one still finds the same file. `tools`: sets and MCP servers beside the environment's own.
-    `wrappers`: by name, innermost first.
+    is another one still finds the same file, or its copy where the shelves were shipped to the worker.
+    `tools`: sets and MCP servers beside the environment's own. `wrappers`: by name, innermost first.
     """
 
     id: str
@@ -92,11 +92,20 @@ class EnvRef:
     @cached_property
     def entry(self) -> EnvEntry:
         """The catalog's entry, looked up once. Raises CatalogError for an unknown id, naming near ones."""
-        if self.source is not None and Path(self.source).is_file():
-            for entry in _entries_of(Path(self.source)):
+        path = None if self.source is None else here(self.source)
+        if path is None:
+            return find_env(self.id)
+        if path.is_file():
+            for entry in _entries_of(path):
                 if self.id in (entry.id, entry.name):
                     return entry
-        return find_env(self.id)
+        try:
+            return find_env(self.id)
+        except CatalogError as problem:
+            raise CatalogError(
+                f"{problem}\nits file was {self.source}, which is not on this machine; only what lies in envs/ of the "
+                "working directory or of AGENTRL_PATH travels to other machines"
+            ) from None
 
     @cached_property
     def _class(self) -> type[ToolEnv]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import sys
 import types
 from dataclasses import dataclass
@@ -17,6 +18,19 @@ from pathlib import Path
 
 from agentrl.errors import CatalogError
 from agentrl.tool import Tool
+
+SHIPPED = "AGENTRL_SHIPPED"
+"""Set on the workers of a cluster: the driver's folders whose shelves were copied to AGENTRL_PATH, in order."""
+
+
+def here(path: str) -> Path:
+    """Where a file that the driver names lies in this process: in the shipped copy of its shelf, where there
+    is one, else under the very path."""
+    copies = os.environ.get("AGENTRL_PATH", "").split(os.pathsep)
+    for root, copy in zip(os.environ.get(SHIPPED, "").split(os.pathsep), copies, strict=False):
+        if root and Path(path).is_relative_to(root):
+            return Path(copy).resolve() / Path(path).relative_to(root)
+    return Path(path)
 
 
 @dataclass(frozen=True, slots=True)

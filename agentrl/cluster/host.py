@@ -1,22 +1,21 @@
 """The process side of a worker group: a host holds role objects and runs their methods when told.
 
 Several roles may share one host (colocation): they take turns, because a host runs one call at a time.
+A host imports torch and tensordict only with its first batch, so that workers without any stay small.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tensordict import TensorDict
 
-from agentrl.batch.rows import concat, select
-from agentrl.batch.wire import Wire, from_wire, to_wire
 from agentrl.cluster.rendezvous import Rendezvous, listen
 from agentrl.cluster.shipment import Recipe
 from agentrl.cluster.worker import Worker, WorkerContext
@@ -113,6 +112,8 @@ def unpack_arguments(common: bytes | Packed) -> Any:
 
 def cook(recipe: Recipe, pieces: Sequence[Any]) -> Any:
     """The argument that a recipe describes, in storage of its own."""
+    from agentrl.batch.rows import concat, select
+
     first = recipe.takes[0]
     if len(recipe.takes) == 1:
         value = pick_rows(pieces[first.piece], first.rows)
@@ -123,6 +124,11 @@ def cook(recipe: Recipe, pieces: Sequence[Any]) -> Any:
 
 def pick_rows(piece: Any, rows: np.ndarray | None) -> Any:
     """Rows of a wire form or of a batch; all of it where `rows` is None."""
+    from tensordict import TensorDict
+
+    from agentrl.batch.rows import select
+    from agentrl.batch.wire import Wire, from_wire
+
     if isinstance(piece, TensorDict):
         return select(piece, np.arange(len(piece)) if rows is None else rows)
     return from_wire(piece, rows) if isinstance(piece, Wire) else piece
@@ -130,9 +136,19 @@ def pick_rows(piece: Any, rows: np.ndarray | None) -> Any:
 
 def wire(value: Any) -> Any:
     """Batches in wire form; everything else as it is."""
+    if "tensordict" not in sys.modules:
+        return value
+    from tensordict import TensorDict
+
+    from agentrl.batch.wire import to_wire
+
     return to_wire(value) if isinstance(value, TensorDict) else value
 
 
 def unwire(value: Any) -> Any:
     """Inverse of `wire`; what arrives in shared memory is copied."""
+    if "agentrl.batch.wire" not in sys.modules:
+        return value
+    from agentrl.batch.wire import Wire, from_wire
+
     return from_wire(value) if isinstance(value, Wire) else value

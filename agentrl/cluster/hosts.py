@@ -23,19 +23,13 @@ class Hosts:
     """`len(options)` host processes and the roles that they hold.
 
     `options[rank]` are Ray's actor options of that rank (CPUs, GPUs, placement). `timeout` (seconds)
-    bounds every start; `release` gives back the place that was held for them.
+    bounds every start; `on_end`, where set, is called once when they end.
     """
 
-    def __init__(
-        self,
-        name: str,
-        options: list[dict[str, Any]],
-        timeout: float,
-        release: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, name: str, options: list[dict[str, Any]], timeout: float) -> None:
         self.name, self.timeout = name, timeout
         self._options = options
-        self._release = release
+        self.on_end: Callable[[], None] | None = None
         self.handles: list[Any] = []
         self.nodes: list[tuple[str, int, str]] = []
         self.lost: dict[int, str] = {}
@@ -97,14 +91,14 @@ class Hosts:
             self.end()
 
     def end(self) -> None:
-        """End all processes and give their place back; idempotent. A busy one is killed after a moment."""
+        """End all processes; idempotent. A busy one is killed after a moment."""
         if self.handles and ray.is_initialized():
             leaving = [handle.__ray_terminate__.remote() for handle in self.handles]
             ray.wait(leaving, num_returns=len(leaving), timeout=GRACE)
         self.kill()
-        if self._release is not None and ray.is_initialized():
-            self._release()
-        self._release = None
+        if self.on_end is not None and ray.is_initialized():
+            self.on_end()
+        self.on_end = None
 
     def kill(self) -> None:
         """End all processes; idempotent."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -18,6 +18,8 @@ from agentrl.cluster.pool import Node, need, place, pools_of_roles, table
 from agentrl.cluster.worker import Worker
 from agentrl.config.schema import ClusterConfig, PoolConfig
 from agentrl.errors import AgentrlError, ResourceError
+
+W = TypeVar("W", bound=Worker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,30 +91,74 @@ def reserve(pools: Mapping[str, PoolConfig], timeout: float) -> dict[str, Reserv
     return held
 
 
+class Pools:
+    """The places of a run's roles: all pools that they name are reserved together, then filled role by role.
+
+    Raises ConfigError for an unknown pool, and ResourceError with the table where they do not fit.
+    """
+
+    def __init__(self, cluster: ClusterConfig, roles: Sequence[str], call_timeout: float | None = None) -> None:
+        self._timeout, self._call_timeout = cluster.startup_timeout, call_timeout
+        found = pools_of_roles(cluster, roles)
+        self._pool_of = {role: name for role, (name, _) in found.items()}
+        self._held = reserve(dict(found.values()), cluster.startup_timeout)
+        self._hosts: dict[str, Hosts] = {}
+
+    def __contains__(self, role: str) -> bool:
+        return role in self._pool_of
+
+    def slots(self, role: str) -> int:
+        """Processes of a role that has a pool."""
+        return self._held[self._pool_of[role]].slots
+
+    def launch(self, role: str, cls: type[W], mesh: Mapping[str, int] | None = None) -> WorkerGroup[W]:
+        """A group in the role's pool; the processes of a pool start with its first role and are shared.
+
+        Raises ResourceError where they do not start in time.
+        """
+        name = self._pool_of[role]
+        held = self._held[name]
+        if name not in self._hosts or not self._hosts[name].handles:
+            self._hosts[name] = Hosts(name, held.options(), self._timeout)
+        grid = Mesh.of(mesh, held.slots)
+        self._hosts[name].create(role, cls, grid)
+        return WorkerGroup(cls, role, grid, RayBackend(role, cls, self._hosts[name], self._call_timeout))
+
+    def beside(self, role: str) -> list[dict[str, Any]]:
+        """Ray's options for processes of the role's own making, one a slot of its pool. Where other roles
+        use the pool's processes, these lie on the same nodes and take none of their slots."""
+        held = self._held[self._pool_of[role]]
+        shared = sum(name == held.name for name in self._pool_of.values()) > 1
+        nothing = {"num_cpus": 0.0, "num_gpus": 0.0} if shared else {}
+        return [{**options, **nothing} for options in held.options()]
+
+    def release_with_groups(self) -> None:
+        """Let each pool's place go with the last group in it, for a caller that does not keep the Pools."""
+        for name, hosts in self._hosts.items():
+            hosts.on_end = self._held[name].release
+
+    def close(self) -> None:
+        """End what still runs in the pools and give the places back; idempotent."""
+        for hosts in self._hosts.values():
+            hosts.end()
+        if ray.is_initialized():
+            for held in self._held.values():
+                held.release()
+        self._hosts, self._held = {}, {}
+
+
 def launch_in_pools(
     cluster: ClusterConfig,
     classes: Mapping[str, type[Worker]],
     meshes: Mapping[str, Mapping[str, int]],
     call_timeout: float | None,
 ) -> dict[str, WorkerGroup[Any]]:
-    """Start roles that have a pool; roles of one pool share its processes. See `roles.launch_roles`."""
-    by_role = pools_of_roles(cluster, list(classes))
-    held = reserve(dict(by_role.values()), cluster.startup_timeout)
-    hosts: dict[str, Hosts] = {}
-    groups: dict[str, WorkerGroup[Any]] = {}
+    """Start roles that have a pool, each pool's place given back with its last role. See `roles.launch_roles`."""
+    pools = Pools(cluster, list(classes), call_timeout)
     try:
-        for role, cls in classes.items():
-            name = by_role[role][0]
-            if name not in hosts:
-                hosts[name] = Hosts(name, held[name].options(), cluster.startup_timeout, held[name].release)
-            mesh = Mesh.of(meshes.get(role), held[name].slots)
-            hosts[name].create(role, cls, mesh)
-            groups[role] = WorkerGroup(cls, role, mesh, RayBackend(role, cls, hosts[name], call_timeout))
+        groups = {role: pools.launch(role, cls, meshes.get(role)) for role, cls in classes.items()}
     except AgentrlError:
-        for name, one in held.items():
-            if name in hosts:
-                hosts[name].end()
-            else:
-                one.release()
+        pools.close()
         raise
+    pools.release_with_groups()
     return groups

@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl.cluster.guard import guard_network
 from agentrl.cluster.machine import ray_folder, usable_cpus
-from agentrl.cluster.shipping import shelf_roots, stage_shelves
+from agentrl.cluster.shipping import shelf_roots, shipped_env
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import ResourceError
 
@@ -89,7 +89,7 @@ def _local(object_store_bytes: int | None) -> dict[str, Any]:
 
 def _join(address: str, staged: Path) -> dict[str, Any]:
     """Ray packs and uploads the staged folder while it connects; the copy may go afterwards."""
-    env = {**worker_env(), "AGENTRL_PATH": stage_shelves(staged)}
+    env = {**worker_env(), **shipped_env(staged)}
     return {"address": address, "runtime_env": {"env_vars": env, "working_dir": str(staged)}}
 
 

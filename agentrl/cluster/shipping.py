@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+from agentrl.catalog.shelf import SHIPPED
+
 SHELVES = ("envs", "tools", "rewards", "configs")
 
 
@@ -15,18 +17,26 @@ def shelf_roots() -> list[Path]:
     return [Path.cwd(), *(Path(item).resolve() for item in given if item)]
 
 
+def shipped_roots() -> list[tuple[str, Path]]:
+    """Folders of the user that hold a shelf, each under the name that its copy gets."""
+    numbered = [(f"shelf{number}", root) for number, root in enumerate(shelf_roots())]
+    return [(name, root) for name, root in numbered if any((root / shelf).is_dir() for shelf in SHELVES)]
+
+
 def stage_shelves(into: Path) -> str:
     """Copy every shelf of the user below `into`, one folder a root; returns AGENTRL_PATH relative to it.
 
     Ray sends that folder to the workers as their working directory.
     """
-    names: list[str] = []
-    for number, root in enumerate(shelf_roots()):
-        found = [root / shelf for shelf in SHELVES if (root / shelf).is_dir()]
-        if not found:
-            continue
-        names.append(f"shelf{number}")
-        for shelf in found:
-            target = into / names[-1] / shelf.name
-            shutil.copytree(shelf, target, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", ".git"))
-    return os.pathsep.join(names)
+    for name, root in shipped_roots():
+        for shelf in (root / shelf for shelf in SHELVES if (root / shelf).is_dir()):
+            ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".git")
+            shutil.copytree(shelf, into / name / shelf.name, ignore=ignored)
+    return os.pathsep.join(name for name, _ in shipped_roots())
+
+
+def shipped_env(staged: Path) -> dict[str, str]:
+    """Stage the shelves; what the workers' environment says about them: where the copies are, and of which
+    folders of the driver, so that an `EnvRef` finds the copy of its file and never the driver's path."""
+    path = stage_shelves(staged)
+    return {"AGENTRL_PATH": path, SHIPPED: os.pathsep.join(str(root) for _, root in shipped_roots())}

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from typing import TYPE_CHECKING
 
 from agentrl.config import TrainConfig
-from agentrl.errors import DependencyError
+from agentrl.errors import ConfigError, DependencyError
 from agentrl.rollout.engine import Engine
 from agentrl.train.pretrained import model_context
+
+if TYPE_CHECKING:
+    from agentrl.backends.litellm import LiteLlmEngine, Transcript
+    from agentrl.cluster.placement import Pools
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +36,9 @@ def resolve_engine(name: str) -> str:
     return "vllm" if installed and torch.cuda.is_available() else "embedded"
 
 
-def make_engine(name: str, model: str, config: TrainConfig) -> Engine:
-    """The engine, not started. `name` is what `resolve_engine` gave, `model` a folder or hub name."""
+def make_engine(name: str, model: str, config: TrainConfig, pools: Pools | None = None) -> Engine:
+    """The engine, not started. `name` is what `resolve_engine` gave, `model` a folder or hub name; with
+    `pools`, vLLM's replicas run where the role "rollout" is placed."""
     rollout = config.rollout
     if name == "vllm":
         from agentrl.backends.vllm import VllmEngine
@@ -41,7 +47,7 @@ def make_engine(name: str, model: str, config: TrainConfig) -> Engine:
         return VllmEngine(
             model, replicas=v.replicas, tensor_parallel=v.tensor_parallel, kv_cache_mib=v.kv_cache_mib,
             max_model_len=v.max_model_len, enforce_eager=v.enforce_eager, dtype=config.model.dtype,
-            max_respawns=v.max_respawns, call_timeout=v.call_timeout,
+            max_respawns=v.max_respawns, call_timeout=v.call_timeout, lora_rank=_adapter_rank(config),
         )
     from agentrl.backends.embedded import EmbeddedEngine
 
@@ -49,3 +55,50 @@ def make_engine(name: str, model: str, config: TrainConfig) -> Engine:
     # more tokens in all than any one prompt of it.
     return EmbeddedEngine(model, dtype=config.model.dtype, max_slots=rollout.max_episodes,
                           max_context=min(rollout.max_episode_tokens, model_context(model)))
+
+
+API = "api:"
+"""What the name of an API model begins with, where a model is asked for."""
+
+
+def api_name(model: str | None) -> str | None:
+    """The model in litellm's form, where `model` is `api:NAME`; None for a folder or hub name."""
+    return model.removeprefix(API) if model is not None and model.startswith(API) else None
+
+
+def refuse_api(model: str | None, what: str = "trained") -> None:
+    """Raises ConfigError for an API model: it gives no token ids and takes no weights."""
+    name = api_name(model)
+    if name is not None:
+        raise ConfigError(
+            f"model.path: {API}{name} is an API model: it gives no token ids and takes no weights, so it cannot be {what}. "
+            f"It can be evaluated: agentrl eval ENV --model {API}{name}"
+        )
+
+
+def check_api(config: TrainConfig) -> None:
+    """Raise a UserError for what asking an API model cannot do, before anything is asked."""
+    name = api_name(config.model.path)
+    if not name:
+        raise ConfigError("--model api:NAME: NAME is missing; litellm's form, for example api:openai/gpt-4.1-mini")
+    if config.rollout.top_k:
+        raise ConfigError("rollout.top_k: API models take no top_k")
+    if importlib.util.find_spec("litellm") is None:
+        raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
+
+
+def make_api_engine(config: TrainConfig, transcript: Transcript) -> LiteLlmEngine:
+    """The engine of `api:NAME`, asked as the config's `api` section says; its `renderer` is the one to use."""
+    from agentrl.backends.litellm import LiteLlmEngine
+
+    api, name = config.api, api_name(config.model.path)
+    assert name is not None
+    return LiteLlmEngine(
+        name, concurrency=api.concurrency, timeout=api.timeout, retries=api.retries, max_wait=api.max_wait,
+        usd_per_million=api.usd_per_million, options={"api_base": api.base} if api.base else {}, transcript=transcript,
+    )
+
+
+def _adapter_rank(config: TrainConfig) -> int | None:
+    """The rank of adapters that the engine gets beside its weights; None where they are merged."""
+    return config.model.lora.rank if config.model.lora is not None and config.weights.lora == "adapter" else None

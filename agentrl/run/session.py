@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from agentrl.catalog import EnvRef, find_reward
 from agentrl.cluster.group import WorkerGroup
-from agentrl.cluster.roles import launch_roles
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config import TrainConfig
 from agentrl.errors import ConfigError
@@ -16,13 +15,18 @@ from agentrl.reward import Scorer, compile_spec, load_spec, make_context
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
+from agentrl.run.checkpoint import Saver
 from agentrl.run.display import Display
 from agentrl.run.engines import make_engine, resolve_engine
 from agentrl.run.folder import RunFolder
+from agentrl.run.places import check_places, open_pools, start_actors
+from agentrl.run.policy import check_rollout, longest, make_policy
 from agentrl.train.actor import Actor
+from agentrl.train.columns import check_columns
 from agentrl.train.init_model import init_model
-from agentrl.train.learner import Learner, check_learner, mesh_of
-from agentrl.train.pretrained import load_tokenizer, model_context
+from agentrl.train.learner import Learner, check_learner
+from agentrl.train.pretrained import load_tokenizer
+from agentrl.train.publish import Publisher, check_weights
 
 log = logging.getLogger(__name__)
 
@@ -40,23 +44,16 @@ def check(config: TrainConfig) -> None:
     """Everything that can be wrong before a folder is made or a process started, with a UserError each."""
     env = EnvRef.of(config)
     env.build().close()
-    build_scorer(config, env)
+    scorer = build_scorer(config, env)
+    check_rollout(config, env)
     check_learner(config)
-    _check_pools(config)
+    check_columns(config.algorithm.advantage, scorer)
+    check_weights(config)
     if (config.model.path is None) == (config.model.init is None):
         raise ConfigError("model: set one of model.path (a folder or hub name) and [model.init] (build a tiny one)")
     if config.model.path is not None:
         load_tokenizer(config.model.path)
-    resolve_engine(config.engine)
-
-
-def _check_pools(config: TrainConfig) -> None:
-    """The training roles share the actor's processes, so only the actor's pool can be chosen."""
-    roles = config.cluster.roles
-    other = next((role for role, pool in roles.items() if pool != roles.get("actor")), None)
-    if other is not None:
-        raise ConfigError(f"cluster.roles.{other}: training roles share the actor's processes; set cluster.roles.actor, "
-                          "and the same pool or none for the others")
+    check_places(config, resolve_engine(config.engine))
 
 
 @dataclass(slots=True)
@@ -75,18 +72,24 @@ class Session:
     learner: Learner
     collector: Collector
     engine_name: str
+    saver: Saver
+    publisher: Publisher
 
     async def publish(self) -> None:
         """Weights of the actors to the engine, under the ledger's version."""
-        buckets = await self.actors.arun(Actor.export_weights)
-        await self.collector.publish(buckets)
+        await self.collector.exchange(self.publisher.send)
 
     async def close(self) -> None:
-        """Stop episodes, engine and workers, in this order."""
+        """Stop episodes, engine and workers, in this order. A checkpoint that is being written is lost."""
+        await self.saver.close()
         await self.collector.close()
         await self.engine.close()
+        if self.policy.writer is not None:
+            await self.policy.writer.engine.close()
         self.learner.close()
         self.actors.close()
+        if self.learner.pools is not None:
+            self.learner.pools.close()
         if self.config.cluster.backend == "ray" or self.engine_name == "vllm":
             stop_ray()
 
@@ -114,23 +117,31 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
     renderer = make_renderer(tokenizer)
     env = EnvRef.of(config)
     scorer = build_scorer(config, env)
-    actors = launch_roles(config.cluster, {"actor": Actor}, {"actor": mesh_of(config)}, config.cluster.call_timeout)["actor"]
-    engine = make_engine(engine_name, path, config)
+    pools = open_pools(config, engine_name)
+    actors = start_actors(config, pools)
+    engine = make_engine(engine_name, path, config, pools)
     try:
         await actors.arun(Actor.init_model, path, config.model, config.optim, config.steps)
         await engine.start()
     except BaseException:
         await engine.close()
         actors.close()
+        if pools is not None:
+            pools.close()
         raise
     rollout = config.rollout
-    policy = Policy(engine, renderer, rollout.temperature, rollout.top_p, rollout.top_k)
-    context = model_context(path)
-    collector = Collector(env, policy, scorer, rollout, context=context, seed=config.seed)
+    policy = make_policy(config, engine, renderer)
+    if policy.writer is not None:
+        await policy.writer.engine.start()
+    context = longest(config, engine_name, path)
+    collector = Collector(env, policy, scorer, rollout, context=context, seed=config.seed,
+                          greedy=config.algorithm.advantage.name == "remax")
     limits = Limits.of(rollout, context)
-    learner = Learner(config, actors)
+    learner = Learner(config, actors, pools)
+    saver = Saver(config, folder, learner, collector, display.say)
     return Session(
-        config, folder, display, env, scorer, policy, limits, engine, actors, learner, collector, engine_name
+        config, folder, display, env, scorer, policy, limits, engine, actors, learner, collector, engine_name, saver,
+        Publisher(actors, engine, config.weights),
     )
 
 

@@ -25,10 +25,3 @@ class Taker(Worker):
 
     def take(self, batch: TensorDict) -> dict[str, float]:
         return {"tokens": float(lengths(batch).sum())}
-
-
-class Bare:
-    """A Ray actor without agentrl around it."""
-
-    def nothing(self) -> None:
-        return None

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from agentrl.batch import lengths, select
 from agentrl.batch.rows import is_ragged
+from agentrl.catalog import EnvRef
 from agentrl.cluster.dispatch import AllToAll, Broadcast, Direct, RankZero, Shard, Strategy
 from agentrl.cluster.worker import Worker
 from agentrl.errors import ModelError
@@ -48,6 +49,7 @@ class Plain(Worker):
         "remember": Broadcast(),
         "read": RankZero(),
         "fail_rows": Shard(),
+        "built": Broadcast(),
     }
 
     def where(self, add: int) -> tuple[int, int, int]:
@@ -131,6 +133,12 @@ class Plain(Worker):
             if (Path(root) / name).is_file():
                 return (Path(root) / name).read_text()
         raise FileNotFoundError(name)
+
+    def built(self, ref: EnvRef) -> tuple[str, str]:
+        """The prompt of an environment that is built here, and the file that it came from."""
+        env = ref.build()
+        messages, _ = env.reset(seed=0)
+        return str(messages[0].content), str(ref.entry.path)
 
     def remember(self, value: int = 0) -> int:
         self.kept = value or self.__dict__.get("kept", 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import ClassVar
 
 import pytest
@@ -175,3 +177,9 @@ def test_mesh():
         Mesh.of({"dp": 3}, 4)
     with pytest.raises(DispatchError, match="no mesh axis 'pp'"):
         mesh.size("pp")
+
+
+def test_a_worker_without_batches_imports_no_torch():
+    program = "import sys, agentrl.cluster.host, agentrl.cluster.worker, agentrl.cluster.strategy; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not {"torch", "tensordict", "ray"} & set(done.stdout.split())

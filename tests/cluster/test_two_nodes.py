@@ -1,4 +1,4 @@
-"""Two Ray nodes on one machine: pools per node, the shelf on the workers, a run over both."""
+"""Two Ray nodes on one machine: pools per node, the shelf on the workers, a run over both, replicas in a pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import json, os, sys
+import asyncio, json, os, pickle, sys
 from pathlib import Path
 from ray.cluster_utils import Cluster
 
@@ -19,7 +19,9 @@ cluster.add_node(num_cpus=2, object_store_memory=128 << 20)
 
 from cluster_batches import ragged_batch
 from cluster_workers import Plain, Summing
-from agentrl.cluster.placement import cluster_nodes
+from agentrl.backends import vllm_replicas
+from agentrl.catalog import EnvRef
+from agentrl.cluster.placement import Pools, cluster_nodes
 from agentrl.cluster.roles import launch_roles
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config.schema import ClusterConfig, PoolConfig
@@ -43,13 +45,67 @@ out["sum"] = actor.run_all(Summing.total, 1.0)
 out["order"] = reference.run(Plain.double, reference.put(ragged_batch([3, 0, 5])))["id"].tolist()
 out["pids"] = len(set(reference.run_all(Plain.pid)))
 out["shelf"] = reference.run(Plain.read, "rewards/mine.json")
+ref = pickle.loads(pickle.dumps(EnvRef("hello", {"word": "hi"})))
+assert ref.source == str(Path("envs/hello/env.py").resolve())
+Path("envs/hello/env.py").write_text("raise OSError('the driver\'s file, as another machine would not have it')")
+out["built"] = reference.run_all(Plain.built, ref)
+Path("envs").rename("elsewhere")
+out["gone"] = reference.run_all(Plain.built, EnvRef("hello", source=ref.source))
 reference.close(); actor.close()
 again = launch_roles(config(nodes=2), {"actor": Plain})  # the place was given back
 out["again"] = again["actor"].run(Plain.where, 1)
 again["actor"].close()
+
+class Replica:  # where a vLLM engine would start
+    def __init__(self, options): ...
+    def start(self): return os.getpid()
+    def node(self): return __import__("ray").get_runtime_context().get_node_id()
+
+def split(sampling):
+    pools = {"train": PoolConfig(), "value": PoolConfig(), "sample": PoolConfig(per_node=sampling)}
+    roles = {"actor": "train", "reference": "train", "critic": "value", "rollout": "sample"}
+    return ClusterConfig(address=cluster.address, startup_timeout=90.0, pools=pools, roles=roles)
+
+async def replicas(places):
+    vllm_replicas.VllmActor = Replica
+    started = vllm_replicas.Replicas({}, 2, gpus=0, startup_timeout=90.0, call_timeout=30.0, max_respawns=0,
+                                     catch_up=None, places=places)
+    await started.start()
+    return [await started.ask(one, "node") for one in started.alive()]
+
+roles = ["actor", "reference", "critic", "rollout"]
+try:
+    Pools(split(3), roles)
+except ResourceError as error:
+    out["too many replicas"] = str(error)
+pools = Pools(split(2), roles)
+groups = {role: pools.launch(role, Plain) for role in ("actor", "reference", "critic")}
+out["processes"] = {role: group.run(Plain.pid) for role, group in groups.items()}
+out["sampling"] = asyncio.run(replicas(pools.beside("rollout")))
+out["training"] = [group.backend.hosts.nodes[0][2] for group in groups.values()]
+pools.close()
+pools = Pools(split(2), roles)  # every place was given back
+pools.close()
 stop_ray()
 cluster.shutdown()
 print("RESULT " + json.dumps(out))
+"""
+
+ENVIRONMENT = """
+from agentrl.env import Message, Task, ToolEnv
+
+class Hello(ToolEnv):
+    id = "My/Hello-v0"
+
+    def __init__(self, *, word="hello", **base):
+        super().__init__(**base)
+        self.word = word
+
+    def make_task(self, rng_seed, split):
+        return Task(f"{split}/{rng_seed}", rng_seed, split)
+
+    def prompt(self, task):
+        return [Message("user", self.word)]
 """
 
 
@@ -57,6 +113,8 @@ print("RESULT " + json.dumps(out))
 def test_two_ray_nodes_on_one_machine(tmp_path: Path):
     (tmp_path / "rewards").mkdir()
     (tmp_path / "rewards" / "mine.json").write_text("a spec")
+    (tmp_path / "envs" / "hello").mkdir(parents=True)
+    (tmp_path / "envs" / "hello" / "env.py").write_text(ENVIRONMENT)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280
@@ -70,3 +128,9 @@ def test_two_ray_nodes_on_one_machine(tmp_path: Path):
     assert "do not fit the cluster" in out["refused"] and "pool train" in out["refused"]
     assert out["sum"] == [3.0, 3.0] and out["order"] == [0, 1, 2] and out["again"] == [0, 2, 1]
     assert out["shelf"] == "a spec"
+    for (word, file), expected in zip(out["built"] + out["gone"], ["hi", "hi", "hello", "hello"], strict=True):
+        assert word == expected and file.endswith("envs/hello/env.py") and not file.startswith(str(tmp_path))
+    assert "pool sample" in out["too many replicas"] and "CPU slots" in out["too many replicas"]
+    pids, places = out["processes"], set(out["training"])
+    assert pids["actor"] == pids["reference"] != pids["critic"]
+    assert len(places) == 1 and len(set(out["sampling"])) == 1 and not places & set(out["sampling"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -270,3 +270,30 @@ def test_picks_do_not_depend_on_the_order_of_rows(tiny: str, picks: Picks) -> No
     assert share == pytest.approx(0.25, abs=0.08)
     noise = token_noise(batch, 0)
     assert noise.min() >= 0 and noise.max() < 1 and noise.mean() == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_role_with_a_pool_is_started_there_and_the_others_beside_the_actor(tiny: str) -> None:
+    """The learner and its roles with a pool of two processes for the critic; the rest is inline."""
+
+    class TwoForTheCritic:
+        asked: ClassVar[list[Any]] = []
+
+        def __contains__(self, role: str) -> bool:
+            return role == "critic"
+
+        def slots(self, role: str) -> int:
+            return 2
+
+        def launch(self, role: str, cls: Any, mesh: dict[str, int]) -> Any:
+            self.asked.append((role, mesh))
+            return launch(cls, backend="inline")
+
+    config = config_of(critic=CriticConfig(), algorithm=AlgorithmConfig(advantage=Choice(name="gae"), kl=KlConfig(coef=0.1)))
+    actors = launch(Actor, backend="inline")
+    actors.run(Actor.init_model, tiny, config.model, config.optim)
+    pools = TwoForTheCritic()
+    learner = Learner(config, actors, pools)  # type: ignore[arg-type]
+    asyncio.run(learner.open(tiny))
+    assert pools.asked == [("critic", {"dp": 2, "sp": 1})] and learner.references is not None
+    metrics = asyncio.run(learner.step(own_logprobs(learner), 0))
+    assert "critic/loss" in metrics and metrics["prefix_ratio_possible"] >= 1.0

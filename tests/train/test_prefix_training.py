@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from agentrl.batch import collate
 from agentrl.batch.rows import jagged, offsets_of
-from agentrl.batch.sharing import with_trees
+from agentrl.batch.sharing import settled, with_trees
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.cluster.runtime import start_ray, stop_ray
-from agentrl.config.schema import AlgorithmConfig, ClusterConfig, CriticConfig, KlConfig, ModelConfig, OptimConfig
+from agentrl.config.schema import (
+    AlgorithmConfig,
+    ClusterConfig,
+    CriticConfig,
+    EnvConfig,
+    KlConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
+from agentrl.train.learner import Learner
+from agentrl.train.plan import shuffled
 from agentrl.train.reference import Reference
 from agentrl.trajectory import Task, TokenLedger, Trajectory
 
@@ -92,10 +106,10 @@ def test_the_critic_is_the_same_with_shared_prefixes(tiny: str) -> None:
     batch = groups_of((3, 4))
     algorithm = ALGORITHM.model_copy(update={"minibatch": 4})
     found = []
-    for given in (batch, with_trees(batch, "on")):
+    for rows in (batch, with_trees(batch, "on")):
         critic = start(Critic, tiny)
-        metrics = critic.run(Critic.update, given, algorithm)
-        found.append((metrics, critic.run(Critic.compute_values, given)["values"].values()))
+        metrics = critic.run(Critic.update, rows, algorithm)
+        found.append((metrics, critic.run(Critic.compute_values, rows)["values"].values()))
     agree(found[0][0], found[1][0])
     assert found[0][1].abs().max() > 0 and torch.allclose(found[0][1], found[1][1], atol=1e-5)
 
@@ -110,6 +124,60 @@ def test_auto_shares_where_it_wins_and_not_where_it_does_not(tiny: str) -> None:
             ratios[prompt, mode] = metrics["prefix_ratio"]
     assert ratios[200, "auto"] == ratios[200, "on"] > 1.5 and ratios[200, "off"] == 1.0
     assert 1.0 < ratios[20, "on"] < 1.5 and ratios[20, "auto"] == 1.0
+
+
+def test_prefix_sharing_by_the_config_gives_the_same_step(tiny: str) -> None:
+    """Each choice of optim.prefix_sharing, with a reference: only the ratio of computed tokens differs."""
+    found = {}
+    for mode in ("off", "auto", "on"):
+        algorithm = AlgorithmConfig(minibatch=16, groups="kept", kl=KlConfig(coef=0.1))
+        optim = OptimConfig(prefix_sharing=mode)
+        cluster = ClusterConfig(backend="inline")
+        config = TrainConfig(env=EnvConfig(id="none"), cluster=cluster, algorithm=algorithm, optim=optim)
+        learner = Learner(config, start(Actor, tiny))
+        asyncio.run(learner.open(tiny))
+        found[mode] = asyncio.run(learner.step(groups_of((4, 4), 60), 0))
+    ratios = {mode: metrics.pop("prefix_ratio") for mode, metrics in found.items()}
+    possible = {mode: metrics.pop("prefix_ratio_possible") for mode, metrics in found.items()}
+    assert ratios["off"] == possible["off"] == 1.0 and ratios["auto"] == ratios["on"] == possible["on"] > 2
+    for mode in ("auto", "on"):
+        assert found[mode] == pytest.approx(found["off"], rel=1e-5, abs=1e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=40), st.integers(1, 12),
+       st.integers(1, 5), st.booleans(), st.sampled_from([1.0, 1.5]))
+def test_groups_are_kept_or_split_and_trees_stay_together(
+    rows: list[tuple[int, int]], size: int, ranks: int, kept: bool, share_from: float
+) -> None:
+    """Every row in one minibatch of at most `size` rows and on one rank; kept groups whole in both."""
+    lengths, groups = np.asarray([5 + n for n, _ in rows]), np.asarray([g for _, g in rows])
+    keep = groups if kept else None
+    parts = shuffled(len(rows), size, 0, 0, keep)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(rows)))
+    assert all(len(part) <= size for part in parts)
+    if not kept:
+        assert len(parts) == -(-len(rows) // size)
+    for part in parts:
+        trees = (groups[part], np.full(len(part), 4))
+        found = settled(lengths[part], ranks, trees, share_from, None if keep is None else keep[part])
+        assert sorted(np.concatenate(found.ranks).tolist()) == list(range(len(part)))
+        computed = [
+            lengths[part][mine].sum()
+            - sum(4 * (np.sum(found.together[mine] == tree) - 1) for tree in set(found.together[mine][found.prefix[mine] > 0]))
+            for mine in found.ranks
+        ]
+        # Parts of one tree that land on one rank may meet in a micro-batch: then even less is computed.
+        assert max(computed) <= found.load
+        plain = settled(lengths[part], ranks, None, 1.0, None if keep is None else keep[part])
+        assert found.ratio == 1.0 or found.load * share_from <= plain.load
+        for number in set(groups[part].tolist()):
+            homes = {r for r, mine in enumerate(found.ranks) if number in groups[part][mine]}
+            members = int((groups == number).sum())
+            if kept:
+                assert len(homes) == 1
+                if members <= size:
+                    assert sum(number in groups[p] for p in parts) == 1
 
 
 @pytest.fixture(scope="module")
