@@ -4,7 +4,7 @@
     batch     <- make_batch(groups)           one row a ledger                       (batch/)
     metrics   <- learner.step(batch)          advantages, then critic and actor      (algorithm/, train/)
     version+1 <- collector.trained(groups)    the ledger counts the update           (rollout/ledger)
-    engine    <- actors.export_weights()      published under the new version        (backends/)
+    engine    <- session.publish()            weights under the new version          (train/publish, weights/)
 
 One loop for every staleness bound: with `rollout.max_staleness = 0` nothing runs while the actors
 update; above it the collector's episodes go on meanwhile.

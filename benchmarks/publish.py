@@ -129,7 +129,7 @@ def other_process(mib: int) -> Iterator[Connection]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=1024)
-    parser.add_argument("--bucket-mib", type=int, default=WeightsConfig().bucket_mib)
+    parser.add_argument("--bucket-mib", type=float, default=WeightsConfig().bucket_mib)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--route", choices=ORDER, action="append")
     args = parser.parse_args()

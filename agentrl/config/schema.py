@@ -282,7 +282,7 @@ class WeightsConfig(Frozen):
     """
 
     route: Literal["auto", "memory", "shared", "collective", "disk"] = "auto"
-    bucket_mib: PositiveInt = 64
+    bucket_mib: Positive = 64.0
     folder: str | None = None
     lora: Literal["merged", "adapter"] = "merged"
 

