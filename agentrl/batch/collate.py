@@ -9,6 +9,8 @@ import torch
 from tensordict import TensorDict
 
 from agentrl.batch.rows import build, jagged
+from agentrl.reward import credit
+from agentrl.reward.score import Score
 from agentrl.trajectory import TokenLedger, Trajectory
 
 TOKEN_COLUMNS = ("token_ids", "sampled", "logprobs", "versions", "turns", "rewards")
@@ -71,29 +73,20 @@ def number_groups(trajectories: Sequence[Trajectory]) -> list[int]:
 def token_rewards(trajectory: Trajectory) -> list[np.ndarray]:
     """Rewards by token, one float32 array a ledger; over all ledgers they sum to `trajectory.reward`.
 
-    A turn's reward lies on the turn's last sampled token; where that token is not a sampled one, on the
-    last sampled token before it. What the turns leave of the episode's reward lies on the trajectory's
-    last sampled token. A trajectory that sampled nothing has no token to hold a reward: all zeros.
+    The turns' rewards and what they leave of the episode's lie where `reward.credit.token_rewards` puts
+    them. Ledgers without turns (transcripts) carry the whole reward on the last sampled token. A trajectory
+    that sampled nothing has no token to hold a reward: all zeros. Unscored: NaN in place of the rest.
     """
-    placed = [np.zeros(len(ledger), dtype=np.float64) for ledger in trajectory.ledgers]
-    spots = [(i, np.flatnonzero(ledger.sampled)) for i, ledger in enumerate(trajectory.ledgers)]
-    spots = [(i, where) for i, where in spots if len(where)]
-    if not spots:
-        return [array.astype(np.float32) for array in placed]
-    last_ledger, last = spots[-1][0], int(spots[-1][1][-1])
-    rest = float("nan") if trajectory.reward is None else trajectory.reward
-    by_ledger = dict(spots)
-    for turn in trajectory.turns:
-        where = by_ledger.get(turn.ledger)
-        if turn.reward is None or where is None:
-            continue
-        before = where[where <= turn.end]
-        if len(before) == 0:
-            continue
-        placed[turn.ledger][int(before[-1])] += turn.reward
-        rest -= turn.reward
-    placed[last_ledger][last] += rest
-    return [array.astype(np.float32) for array in placed]
+    total = float("nan") if trajectory.reward is None else trajectory.reward
+    turns = {turn.index: turn.reward for turn in trajectory.turns if turn.reward is not None}
+    spots = [np.flatnonzero(ledger.sampled) for ledger in trajectory.ledgers]
+    if any(turn.ledger >= 0 and turn.end >= 0 for turn in trajectory.turns):
+        return credit.token_rewards(trajectory, Score(total, turns))
+    placed = [np.zeros(len(ledger), dtype=np.float32) for ledger in trajectory.ledgers]
+    last = max((i for i, where in enumerate(spots) if len(where)), default=None)
+    if last is not None:
+        placed[last][spots[last][-1]] = total
+    return placed
 
 
 def _batch(

@@ -83,9 +83,9 @@ async def _train(
             await _attempt(config, folder, display, recorder, outcome, interrupt)
             return
         except WorkerDiedError as error:
-            outcome.restarts += 1
-            if outcome.restarts > config.cluster.max_restarts:
+            if outcome.restarts >= config.cluster.max_restarts:
                 raise
+            outcome.restarts += 1
             display.say(f"{error}; restarting from the newest checkpoint "
                         f"({outcome.restarts} of {config.cluster.max_restarts})")
 

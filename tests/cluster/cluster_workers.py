@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from agentrl.batch import lengths, select
-from agentrl.batch.rows import is_ragged
+from agentrl.batch.rows import is_ragged, jagged
 from agentrl.catalog import EnvRef
 from agentrl.cluster.dispatch import AllToAll, Broadcast, Direct, RankZero, Shard, Strategy
 from agentrl.cluster.worker import Worker
@@ -50,6 +50,7 @@ class Plain(Worker):
         "read": RankZero(),
         "fail_rows": Shard(),
         "built": Broadcast(),
+        "grow": Shard(),
     }
 
     def where(self, add: int) -> tuple[int, int, int]:
@@ -139,6 +140,13 @@ class Plain(Worker):
         env = ref.build()
         messages, _ = env.reset(seed=0)
         return str(messages[0].content), str(ref.entry.path)
+
+    def grow(self, batch: TensorDict) -> TensorDict:
+        """A million tokens (8 MB) a row."""
+        rows = len(batch)
+        offsets = torch.arange(rows + 1) * 1_000_000
+        tokens = jagged(torch.full((rows * 1_000_000,), 3), offsets)
+        return TensorDict({"id": batch["id"], "token_ids": tokens}, batch_size=[rows])
 
     def remember(self, value: int = 0) -> int:
         self.kept = value or self.__dict__.get("kept", 0)

@@ -84,6 +84,23 @@ def test_futures_go_from_group_to_group(four, pair):
     assert torch.equal(same["twice"].values(), batch["token_ids"].values() * 2)
 
 
+def resident() -> int:
+    """Bytes of memory that this process has mapped in, shared memory (Ray's object store) included."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) * 1024
+
+
+def test_bytes_of_a_chained_future_never_reach_the_driver(four, pair):
+    """64 MB go from four workers to two and on to the same two; the driver sees counts."""
+    before = resident()
+    made = four.submit(Plain.grow, ragged_batch([1] * 8))
+    assert pair.run(Plain.count, made.value)["rows"] == 8
+    assert pair.run(Plain.items, pair.submit(Plain.grow, ragged_batch([1] * 3)).value) == [1_000_000] * 3
+    assert resident() - before < 16 << 20
+    whole = made.result()  # the measure would see them
+    assert resident() - before > 64 << 20 and len(whole) == 8
+
+
 async def test_awaited_calls(four):
     out = await four.arun(Plain.double, ragged_batch([1, 2, 3]))
     assert out["id"].tolist() == [0, 1, 2]

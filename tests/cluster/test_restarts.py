@@ -1,0 +1,59 @@
+"""A dead worker restarts the run from its newest checkpoint, up to cluster.max_restarts times.
+
+The whole run with a killed process is tests/e2e/test_train.py; here each attempt dies by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from agentrl.config.schema import ClusterConfig, EnvConfig, TrainConfig
+from agentrl.errors import WorkerDiedError, WorkerError
+from agentrl.run import main
+
+
+class Heard:
+    """A display that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, limit: int, deaths: int, error: type[Exception] = WorkerDiedError) -> Any:
+    """(attempts, what was said, the outcome, the error) of a run whose first `deaths` attempts end in `error`."""
+    attempts: list[int] = []
+
+    async def attempt(*_: Any) -> None:
+        attempts.append(len(attempts))
+        if len(attempts) <= deaths:
+            raise error("group 'actor': worker process gone: rank 1")
+
+    monkeypatch.setattr(main, "_attempt", attempt)
+    config = TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(max_restarts=limit))
+    display, outcome, failed = Heard(), main.Outcome(), None
+    try:
+        asyncio.run(main._train(config, None, display, None, outcome))  # type: ignore[arg-type]
+    except Exception as problem:
+        failed = problem
+    return len(attempts), display.lines, outcome, failed
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_the_limit_bounds_how_often_a_run_starts_again(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    attempts, lines, outcome, failed = trained(monkeypatch, limit, deaths=99)
+    assert attempts == limit + 1 and isinstance(failed, WorkerDiedError)
+    assert outcome.restarts == limit and len(lines) == limit
+    assert all("rank 1" in line and f"of {limit})" in line for line in lines)
+
+
+def test_a_run_that_lives_again_goes_on_and_other_errors_do_not_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts, _, outcome, failed = trained(monkeypatch, 2, deaths=2)
+    assert attempts == 3 and failed is None and outcome.restarts == 2
+    attempts, _, outcome, failed = trained(monkeypatch, 2, deaths=1, error=WorkerError)
+    assert attempts == 1 and isinstance(failed, WorkerError) and outcome.restarts == 0
