@@ -3,6 +3,8 @@
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from agentrl.env import Message, Task, ToolEnv
+
 VOCAB = 400
 
 
@@ -56,3 +58,45 @@ def forward_logprobs(model, prompt, sampled, *, temperature=1.0, weights=None):
     logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     logp = torch.log_softmax(logits / temperature, dim=-1)
     return logp.gather(1, torch.tensor(sampled).unsqueeze(1)).squeeze(1)
+
+
+@torch.inference_mode()
+def ledger_error(model, weights, ledger, *, shift=0):
+    """Largest logprob difference of a ledger's sampled tokens to a forward pass over its ids under the weights of
+    their version (as a control: of the version `shift` later, around)."""
+    ids, sampled, versions = torch.tensor(ledger.ids()), torch.tensor(ledger.sampled), torch.tensor(ledger.versions)
+    error = torch.zeros(len(ids))
+    for version in set(versions[sampled].tolist()):
+        model.load_state_dict(weights[(version + shift) % len(weights)], strict=False)
+        logp = model(ids.unsqueeze(0), use_cache=False).logits[0].float().log_softmax(-1)
+        own = (logp[:-1].gather(1, ids[1:].unsqueeze(1)).squeeze(1) - torch.tensor(ledger.logprobs)[1:]).abs()
+        here = (sampled & (versions == version))[1:]
+        error[1:][here] = own[here]
+    return error.max().item()
+
+
+class Chat(ToolEnv):
+    """A user who answers whatever is said and never ends: episodes of a random model have as many turns as allowed."""
+
+    id = "tests/Chat-v0"
+
+    def make_task(self, rng_seed, split):
+        return Task(f"{split}/{rng_seed}", rng_seed, split)
+
+    def prompt(self, task):
+        return [Message("user", f"Count from {task.seed % 100}.")]
+
+    async def user_reply(self, message):
+        return [Message("user", f"Go on after {len(message.content)}.")]
+
+    @classmethod
+    def build(cls):
+        """What an EnvRef of it would do."""
+        return cls()
+
+
+CHAT_REWARD = {
+    "agentrl_reward": 1,
+    "name": "chat",
+    "root": {"use": "text.contains", "args": {"expect": ["7"], "where": "all"}},
+}

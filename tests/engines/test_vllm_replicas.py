@@ -9,17 +9,15 @@ import signal
 import psutil
 import pytest
 import pytest_asyncio
-import torch
 from contract import off, prompt_of, until
-from engine_models import changed, load, parameters
+from engine_models import CHAT_REWARD, Chat, changed, ledger_error, load, parameters
 
 from agentrl.backends.vllm import VllmEngine
-from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig
 from agentrl.config.schema import InitModelConfig
 from agentrl.errors import EngineError
 from agentrl.render import make_renderer
-from agentrl.reward import compile_spec, load_spec
+from agentrl.reward import compile_spec
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Sampling
 from agentrl.rollout.episode import Policy
@@ -55,34 +53,17 @@ async def engine(folder):
     await engine.close()
 
 
-def worst(model, weights, ledger, *, shift=0):
-    """Largest logprob difference of a ledger's sampled tokens to a forward pass under the weights of their
-    version (or, as a control, of the version `shift` later, around)."""
-    ids, sampled, versions = torch.tensor(ledger.ids()), torch.tensor(ledger.sampled), torch.tensor(ledger.versions)
-    difference = torch.zeros(len(ids))
-    for version in set(versions[sampled].tolist()):
-        with torch.inference_mode():
-            model.load_state_dict(weights[(version + shift) % len(weights)], strict=False)
-            logp = model(ids.unsqueeze(0), use_cache=False).logits[0].float().log_softmax(-1)
-        own = (logp[:-1].gather(1, ids[1:].unsqueeze(1)).squeeze(1) - torch.tensor(ledger.logprobs)[1:]).abs()
-        here = (sampled & (versions == version))[1:]
-        difference[1:][here] = own[here]
-    return difference.max().item()
-
-
 async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
     """A whole rollout run, one-step-off, in which a replica is killed: its episodes go on at the other with the
     same ids, no group is lost or trained twice, and the replica comes back with the newest weights."""
     caplog.set_level(logging.WARNING, logger="agentrl.backends")
     weights = [parameters(model)] + [changed(model, seed=i) for i in range(1, UPDATES + 1)]
-    env = EnvRef("key_value")
     config = RolloutConfig(
-        groups=GROUPS, group_size=MEMBERS, max_staleness=1, max_turns=3, max_turn_tokens=150, retries=0,
+        groups=GROUPS, group_size=MEMBERS, max_staleness=1, max_turns=6, max_turn_tokens=60, retries=0,
         max_episode_tokens=2000,
     )  # fmt: skip
     policy = Policy(engine, make_renderer(packaged_tokenizer(2048)))
-    scorer = compile_spec(load_spec(env.default_reward()))
-    collector = Collector(env, policy, scorer, config, context=2048, seed=0)
+    collector = Collector(Chat, policy, compile_spec(CHAT_REWARD), config, context=2048, seed=0)
     victim, survivor = engine.pids
     trained, moved = [], set()
     for update in range(UPDATES):
@@ -110,11 +91,12 @@ async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
     members = [trajectory for group in trained for trajectory in group.trajectories]
     assert len({trajectory.seed for trajectory in members}) == len(members) == UPDATES * GROUPS * MEMBERS
     assert all(t.reward is not None and not t.stop.infrastructure for t in members)
+    assert all(len(t.turns) == 6 for t in members)
     assert moved & {f"g{group.index}.m{t.member}.a0" for group in trained for t in group.trajectories}
     # ids kept: each token has the probability that its version gives it after exactly the ids before it
     ledgers = [ledger for trajectory in members for ledger in trajectory.ledgers]
-    assert max(worst(model, weights, ledger) for ledger in ledgers) < 1e-3
-    assert min(worst(model, weights, ledger, shift=1) for ledger in ledgers) > 0.05
+    assert max(ledger_error(model, weights, ledger) for ledger in ledgers) < 1e-3
+    assert min(ledger_error(model, weights, ledger, shift=1) for ledger in ledgers) > 0.05
     assert f"vLLM replica 0 (pid {victim}) died" in caplog.text and "1 of max_respawns = 1" in caplog.text
 
     async def back():
