@@ -29,13 +29,14 @@ def plain_tokenizers(full: Tokenizer, control: frozenset[str]) -> dict[Place, To
     spec["added_tokens"] = [entry for entry in spec["added_tokens"] if entry["content"] not in control]
     spec["post_processor"] = spec["truncation"] = spec["padding"] = None
     spec["model"]["vocab"] = _unspellable(spec["model"], control)
-    made: dict[str, Tokenizer] = {}
+    made: dict[str, Tokenizer] = {}  # a large vocabulary takes a second to build: once for places that do not differ
     result: dict[Place, Tokenizer] = {}
     for place in Place:
-        text = json.dumps({
-            **spec, "normalizer": _placed(spec["normalizer"], place), "pre_tokenizer": _placed(spec["pre_tokenizer"], place)
-        })  # fmt: skip
-        result[place] = made[text] = made.get(text) or Tokenizer.from_str(text)
+        parts = {name: _placed(spec[name], place) for name in ("normalizer", "pre_tokenizer")}
+        key = json.dumps(parts)
+        if key not in made:
+            made[key] = Tokenizer.from_str(json.dumps({**spec, **parts}))
+        result[place] = made[key]
     return result
 
 
