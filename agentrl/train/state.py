@@ -20,10 +20,16 @@ META = "meta.json"
 
 
 def save_state(engine: BaseEngine, folder: Path, meta: dict[str, Any]) -> None:
-    """Write model, optimizer, every rank's RNG and `meta` (JSON) into `folder`. All ranks call it."""
+    """Write model, optimizer, every rank's RNG and `meta` (JSON) into `folder`. All ranks call it.
+
+    Raises CheckpointError where a rank could not write.
+    """
     _write_small(folder, meta)
     _, alone = _place()
-    save({"state": engine.state()}, checkpoint_id=folder, no_dist=alone)
+    try:
+        save({"state": engine.state()}, checkpoint_id=folder, no_dist=alone)
+    except CheckpointException as error:
+        raise _failed(folder, error) from error
     if not alone:
         dist.barrier()
 
@@ -38,14 +44,14 @@ class BackgroundSave:
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
         self._writing: Future[Any] | None = None
+        self._folder = Path()
 
     def begin(self, engine: BaseEngine, folder: Path, meta: dict[str, Any]) -> None:
         """Copy the state and start to write it; returns when the copy is whole. All ranks call it.
 
-        Waits for an earlier save first, and raises what that one failed with.
+        Waits for an earlier save first. Raises CheckpointError for what that one failed with.
         """
-        if self._writing is not None:
-            self._take().result()
+        self._finish()
         _, alone = _place()
         if not alone and self._group is None:
             self._group = dist.new_group(backend="gloo")
@@ -54,24 +60,32 @@ class BackgroundSave:
             {"state": engine.state()}, checkpoint_id=folder, process_group=self._group, no_dist=alone
         )
         assert isinstance(copied, Future)  # only a stager that copies in the background answers otherwise
-        self._writing = copied
+        self._writing, self._folder = copied, folder
 
     def done(self) -> bool:
         """Whether nothing is being written any more. On rank 0 that is so when all ranks have written.
 
-        Raises what the save failed with, once.
+        Raises CheckpointError for what the save failed with, once.
         """
-        if self._writing is None:
-            return True
-        if not self._writing.done():
+        if self._writing is not None and not self._writing.done():
             return False
-        self._take().result()
+        self._finish()
         return True
 
-    def _take(self) -> Future[Any]:
-        assert self._writing is not None
+    def _finish(self) -> None:
+        if self._writing is None:
+            return
         writing, self._writing = self._writing, None
-        return writing
+        try:
+            writing.result()
+        except CheckpointException as error:
+            raise _failed(self._folder, error) from error
+
+
+def _failed(folder: Path, error: CheckpointException) -> CheckpointError:
+    """An ordinary exception in place of torch's, which is none (it passes every `except Exception`)."""
+    rank, (reason, _) = next(iter(error.failures.items()))
+    return CheckpointError(f"{folder}: rank {rank} could not write its part: {type(reason).__name__}: {reason}")
 
 
 def _write_small(folder: Path, meta: dict[str, Any]) -> None:

@@ -70,6 +70,13 @@ class SlowLearner(Learner):
         return await super().saved() and self.slow < 0
 
 
+class Ledger(GroupLedger):
+    """In a collector's place: its version, and what a checkpoint holds of it."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 0)
+
+
 class Bench:
     """A run without a loop: a learner, a ledger and a saver."""
 
@@ -79,9 +86,9 @@ class Bench:
         path = root / "run"
         self.folder = RunFolder(path) if path.exists() else RunFolder.create(self.config)
         self.learner = SlowLearner(self.config, started(tiny))
-        self.ledger = GroupLedger(1, 0)
+        self.ledger = Ledger()
         self.said: list[str] = []
-        self.saver = Saver(self.config, self.folder, self.learner, self.ledger, self.said.append)
+        self.saver = Saver(self.config, self.folder, self.learner, self.ledger, self.said.append)  # type: ignore[arg-type]
 
     async def save(self, step: int, success: float | None = None, reward: float | None = None) -> None:
         self.ledger.version = step
