@@ -110,11 +110,12 @@ def shuffled(
     rng = np.random.default_rng([seed, step])
     if groups is None:
         return np.array_split(rng.permutation(rows), -(-rows // size))
+    order = np.argsort(groups, kind="stable")
+    members = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
     parts: list[list[int]] = [[]]
-    for number in rng.permutation(np.unique(groups)):
-        members = np.flatnonzero(groups == number).tolist()
-        for start in range(0, len(members), size):
-            piece = members[start : start + size]
+    for number in rng.permutation(len(members)):
+        for start in range(0, len(members[number]), size):
+            piece = members[number][start : start + size].tolist()
             if parts[-1] and len(parts[-1]) + len(piece) > size:
                 parts.append([])
             parts[-1] += piece

@@ -64,6 +64,30 @@ def test_groups_stay_together_as_far_as_the_cap_allows(lengths, ranks, groups):
 
 
 @settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(-1, 4)), min_size=1, max_size=50), st.integers(1, 5))
+def test_a_prefix_counts_once_a_micro_batch_and_the_cap_holds_for_what_is_computed(rows, ranks):
+    """Groups 0..4 share their first 40 tokens; number -1 is no group."""
+    lengths = [40 + own for own, _ in rows]
+    numbers = [number for _, number in rows]
+    prefix = [40 if number >= 0 else 0 for number in numbers]
+    cap, loads = 220, {}
+    made = plan(lengths, ranks, cap, groups=numbers, prefix=prefix)
+    assert sorted(row for rank in made.rows for micro in rank for row in micro) == list(range(len(rows)))
+    assert {len(rank) for rank in made.rows} == {made.micros}
+    for at, rank in enumerate(made.rows):
+        for step, micro in enumerate(rank):
+            spared = sum(40 * (sum(numbers[row] == number for row in micro) - 1) for number in {numbers[r] for r in micro} - {-1})
+            loads[at, step] = sum(lengths[row] for row in micro) - spared
+            assert loads[at, step] <= cap
+    slowest = sum(max(loads[at, step] for at in range(ranks)) for step in range(made.micros))
+    assert slowest <= made.cost + 1e-9  # parts of a group that meet again cost even less than planned
+    for number in set(numbers) - {-1}:
+        members = [row for row in range(len(rows)) if numbers[row] == number]
+        if 40 + sum(lengths[row] - 40 for row in members) <= cap:
+            assert sum(any(row in micro for row in members) for rank in made.rows for micro in rank) == 1
+
+
+@settings(max_examples=100, deadline=None)
 @given(sizes, st.integers(1, 9), st.permutations(range(9)))
 def test_rerowing_is_optimal_for_given_bins(lengths, ranks, shuffle):
     """Sorting bins by cost and cutting is never worse than any other order of the same bins."""
