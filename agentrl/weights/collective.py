@@ -21,8 +21,8 @@ from agentrl.errors import ConfigError, EngineError
 from agentrl.weights.parcel import Named, Parcel, view
 from agentrl.weights.route import SLOTS, Offer, Receiver, Sender
 
-CONNECT_S = 60.0
-TRANSFER_S = 600.0
+TIMEOUT_S = 120.0
+"""For joining and for one bucket. A receiver is told of a bucket when it is full, so nothing waits for the trainer to gather."""
 
 
 class CollectiveSender(Sender):
@@ -41,7 +41,7 @@ class CollectiveSender(Sender):
     def open(self) -> Offer:
         try:
             self._store = TCPStore(
-                self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S)
+                self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
             )
         except RuntimeError as problem:
             raise ConfigError(f"weights.route = collective: cannot listen on {self._host}: {problem}") from problem
@@ -54,8 +54,10 @@ class CollectiveSender(Sender):
     def attached(self) -> None:
         assert self._joining is not None
         try:
-            self._group = self._joining.result(CONNECT_S)
-        except (RuntimeError, TimeoutError) as problem:
+            self._group = self._joining.result(TIMEOUT_S)
+        except TimeoutError as problem:
+            raise ConfigError(f"weights.route = collective: the engine did not join in {TIMEOUT_S:g} s") from problem
+        except RuntimeError as problem:
             raise ConfigError(f"weights.route = collective: the engine did not join: {problem}") from problem
 
     def slot(self, number: int) -> Tensor:
@@ -86,7 +88,7 @@ class CollectiveReceiver(Receiver):
         host, port = self.offer.where
         try:
             mine = _address_towards(host, int(port))
-            store: Any = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=CONNECT_S))
+            store: Any = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
             self._group = _join(store, 1 + self.index, self.offer.receivers + 1, mine)
         except (RuntimeError, OSError) as problem:
             raise ConfigError(
@@ -109,7 +111,7 @@ def _join(store: Any, rank: int, world: int, address: str) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # The address, not the host name: that may resolve to one which does not route.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # type: ignore[attr-defined]
-    options._timeout = timedelta(seconds=TRANSFER_S)
+    options._timeout = timedelta(seconds=TIMEOUT_S)
     return dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, world, options)  # type: ignore[attr-defined]
 
 

@@ -15,14 +15,14 @@ from publish_parts import gap, ledger_of, trained
 from torch import Tensor
 
 from agentrl.backends.embedded import EmbeddedEngine
-from agentrl.config.schema import LoraSection, ModelConfig, WeightsConfig
+from agentrl.config.schema import EnvConfig, LoraSection, ModelConfig, SftConfig, TrainConfig, WeightsConfig
 from agentrl.errors import ConfigError, EngineError
 from agentrl.train.actor import Actor
-from agentrl.train.publish import Publisher
+from agentrl.train.publish import Publisher, check_weights
 from agentrl.weights import memory, routes, shared
 from agentrl.weights.parcel import Parcel, Stream, fill, view
-from agentrl.weights.route import Silent
-from agentrl.weights.target import Adapter
+from agentrl.weights.route import Offer, Silent
+from agentrl.weights.target import Adapter, MembersChangedError
 
 SMALL = 0.01
 SMALL_BUCKETS = WeightsConfig(bucket_mib=SMALL)
@@ -139,6 +139,54 @@ def test_a_broken_publish_is_refused_and_the_next_one_heals(tiny: str) -> None:
         await engine.close()
 
     asyncio.run(run())
+
+
+class Replaceable(EmbeddedEngine):
+    """An engine one of whose processes was replaced: the route it had does not reach the new one."""
+
+    name, attached = "a", ""
+
+    def members(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    async def attach(self, offer: Offer) -> None:
+        await super().attach(offer)
+        self.attached = self.name
+
+    async def receive(self, version: int, parcels: AsyncIterator[Parcel]) -> None:
+        if self.name == "a" and version == 1:
+            self.name = "b"  # just between attaching and the first bucket
+        if self.attached != self.name:
+            raise MembersChangedError("replaced")
+        await super().receive(version, parcels)
+
+
+def test_a_replaced_process_is_attached_anew(tiny: str) -> None:
+    async def run() -> None:
+        actors = trained(tiny)
+        engine = Replaceable(tiny)
+        await engine.start()
+        publisher = Publisher(actors, engine, SMALL_BUCKETS)
+        for version, name in ((1, "b"), (2, "b"), (3, "c")):
+            if name == "c":
+                engine.name = "c"
+            await publisher.send(version)
+            assert engine.attached == name
+            assert gap(actors, await ledger_of(engine, version)) < 1e-5
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_what_weights_lora_cannot_be(tiny: str) -> None:
+    base = TrainConfig(env=EnvConfig(id="none"), weights=WeightsConfig(lora="adapter"))
+    with pytest.raises(ConfigError, match=r"needs \[model\.lora\]"):
+        check_weights(base)
+    check_weights(base.model_copy(update={"model": LORA}))
+    with pytest.raises(ConfigError, match=r"does not work with \[sft\]"):
+        check_weights(base.model_copy(update={"model": LORA, "sft": SftConfig()}))
+    with pytest.raises(ConfigError, match="has no adapter"):
+        trained(tiny, steps=0).run(Actor.export_adapter)
 
 
 @given(
