@@ -25,6 +25,11 @@ ALWAYS = 1.0
 """The ratio from which `on` shares: wherever it does not cost tokens."""
 
 
+def resolved(mode: Mode) -> Mode:
+    """What "auto" is on this machine: with a GPU "off", as it was measured to win on CPUs only."""
+    return "off" if mode == "auto" and torch.cuda.is_available() else mode
+
+
 def with_trees(batch: TensorDict, mode: Mode) -> TensorDict:
     """The batch with row columns `tree` int64 (the number of its tree, -1 alone) and `tree_prefix` int64
     (tokens that the tree shares), and the batch-wide `share_from` (the ratio from which sharing is used).

@@ -191,7 +191,7 @@ class OptimConfig(Frozen):
     """Optimizer and micro-batching. `micro_tokens` is a hard cap per micro-batch.
 
     `prefix_sharing`: rows of a group that begin with the same tokens compute them once ("on"), only where
-    that saves a third of the slowest rank's tokens ("auto"), or never ("off"). Results are the same.
+    that saves a third of the slowest rank's tokens ("auto"; on CPUs only), or never ("off"). Results are the same.
     """
 
     lr: Positive = 1e-3

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from agentrl.algorithm import AdvantageInput, advantages, kl_estimate
 from agentrl.algorithm.anchors import anchors_of
 from agentrl.batch.rows import jagged, offsets_of
-from agentrl.batch.sharing import token_ratio, with_trees
+from agentrl.batch.sharing import resolved, token_ratio, with_trees
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.cluster.worker import Worker
@@ -121,7 +121,7 @@ class Learner:
         """One training step on what `collate` made. Returns the metrics of all roles."""
         algorithm, seed = self.config.algorithm, self.config.seed
         temperature = self.config.rollout.temperature
-        batch = with_trees(batch.copy(), self.config.optim.prefix_sharing)
+        batch = with_trees(batch.copy(), resolved(self.config.optim.prefix_sharing))
         judged: dict[str, float] = {}
         if self.judges is not None and self.config.reward_model is not None:
             scores = await self.judges.arun(RewardModel.compute_scores, batch)

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from agentrl.batch import collate
 from agentrl.batch.rows import jagged, offsets_of
-from agentrl.batch.sharing import settled, with_trees
+from agentrl.batch.sharing import resolved, settled, with_trees
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.cluster.runtime import start_ray, stop_ray
@@ -142,6 +142,12 @@ def test_prefix_sharing_by_the_config_gives_the_same_step(tiny: str) -> None:
     assert ratios["off"] == possible["off"] == 1.0 and ratios["auto"] == ratios["on"] == possible["on"] > 2
     for mode in ("auto", "on"):
         assert found[mode] == pytest.approx(found["off"], rel=1e-5, abs=1e-5)
+
+
+def test_auto_is_off_where_a_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpu, auto in ((True, "off"), (False, "auto")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        assert [resolved(mode) for mode in ("off", "auto", "on")] == ["off", auto, "on"]
 
 
 @settings(max_examples=100, deadline=None)
