@@ -52,6 +52,9 @@ class ModelConfig(Frozen):
     `activation_checkpointing` computes activations anew in the backward pass; `replicas` shards within
     actors / replicas ranks and replicates across (HSDP); `sequence_parallel` ranks share the tokens of each
     micro-batch (Ulysses); `cpu_offload` keeps weights and optimizer in host memory (GPUs only).
+
+    `tool_parser`: what reads the model's tool calls, by name: "hermes", "qwen_xml", "llama_json", "mistral", or
+    "vllm:NAME" for one of vLLM's own; "auto" is the one that fits the chat template.
     """
 
     path: str | None = None
