@@ -59,6 +59,7 @@ class ModelConfig(Frozen):
 
     path: str | None = None
     init: InitModelConfig | None = None
+    tool_parser: str = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     activation_checkpointing: bool = False
     replicas: PositiveInt = 1
