@@ -11,8 +11,18 @@ from hypothesis import strategies as st
 
 from agentrl.cluster.pool import Node, need, place, pools_of_roles
 from agentrl.cluster.roles import launch_roles
-from agentrl.config.schema import ClusterConfig, PoolConfig
+from agentrl.config.schema import (
+    ClusterConfig,
+    CriticConfig,
+    EnvConfig,
+    KlConfig,
+    ModelConfig,
+    PoolConfig,
+    TrainConfig,
+    VllmConfig,
+)
 from agentrl.errors import ConfigError, ResourceError
+from agentrl.run.places import check_places, roles_of
 
 NODES = [Node("a", 4, 2), Node("b", 4, 0)]
 
@@ -92,3 +102,44 @@ def test_a_place_is_found_exactly_where_one_exists(pools, offers):
     else:
         with pytest.raises(ResourceError):
             place(named, nodes)
+
+
+def run_of(pools, roles, replicas=1, backend="ray", **sections):
+    cluster = ClusterConfig(pools=pools, roles=roles, backend=backend)
+    return TrainConfig(env=EnvConfig(id="none"), cluster=cluster, vllm=VllmConfig(replicas=replicas), **sections)
+
+
+def test_each_role_of_a_run_may_have_a_pool_of_its_own():
+    config = run_of(
+        {"train": PoolConfig(), "judge": PoolConfig(per_node=3), "sample": PoolConfig(nodes=2, per_node=2)},
+        {"actor": "train", "reference": "train", "critic": "judge", "reward_model": "judge", "rollout": "sample"},
+        replicas=4, critic=CriticConfig(),
+    )  # fmt: skip
+    check_places(config, "vllm")
+    assert roles_of(config, "vllm") == ["actor", "rollout", "critic"]  # the others are not in this run
+    penalty = config.algorithm.model_copy(update={"kl": KlConfig(coef=0.1)})
+    assert "reference" in roles_of(config.model_copy(update={"algorithm": penalty}), "embedded")
+
+
+@pytest.mark.parametrize(
+    ("roles", "pool", "engine", "message"),
+    [
+        ({"rollout": "p"}, PoolConfig(), "embedded", 'embedded engine samples in the driver; set engine = "vllm"'),
+        ({"rollout": "p"}, PoolConfig(per_node=2), "vllm", r"p has 2 processes .* vllm.replicas = 1.*set vllm.replicas = 2"),
+        ({"actor": "p"}, PoolConfig(nodes=3), "embedded", r"p has 3 processes .* cluster.actors = 1.*set cluster.actors = 3"),
+        ({"actor": "p", "rollout": "p"}, PoolConfig(gpus=1.0), "vllm", "cannot share the GPUs of actor"),
+        ({"rollout": "p"}, PoolConfig(gpus=2.0), "vllm", "gpus = 2, but a replica uses vllm.tensor_parallel = 1"),
+        ({"critic": "q"}, PoolConfig(), "embedded", "names the pool 'q'"),
+    ],
+)  # fmt: skip
+def test_a_place_that_does_not_suit_its_role_is_refused(roles, pool, engine, message):
+    with pytest.raises(ConfigError, match=message):
+        check_places(run_of({"p": pool}, roles), engine)
+
+
+def test_pools_are_left_aside_inline_and_must_divide_for_sequence_parallel():
+    check_places(run_of({"p": PoolConfig(nodes=3)}, {"actor": "p"}, backend="inline"), "embedded")
+    shared = ModelConfig(sequence_parallel=2)
+    config = run_of({"p": PoolConfig(per_node=3)}, {"critic": "p"}, critic=CriticConfig(), model=shared)
+    with pytest.raises(ConfigError, match="sequence_parallel = 2 does not divide a pool of processes = 3"):
+        check_places(config, "embedded")

@@ -67,9 +67,10 @@ def test_inline_and_ray_give_the_same_numbers(done: Path, tmp_path: Path) -> Non
 
 
 def test_two_ranks_learn_the_same(done: Path, tmp_path: Path) -> None:
-    """Same batch, same loss and gradient norm: the first update of 1 and 2 ranks, in fp32."""
+    """Same batch, same loss and gradient norm: the first update of 1 and 2 ranks (in a pool), in fp32."""
     warm = f"model.path={done / 'warm_start'}"
-    config = [arg for arg in small(tmp_path, "two", "cluster.actors=2", "steps=1") if not arg.startswith("sft.")]
+    pool = ["cluster.pools.train.per_node=2", "cluster.pools.train.cpus=0.5", "cluster.roles.actor=train"]
+    config = [arg for arg in small(tmp_path, "two", "cluster.actors=2", "steps=1", *pool) if not arg.startswith("sft.")]
     text = (Path(config[0])).read_text()
     head, _, rest = text.partition("[model.init]")
     plain = tmp_path / "plain.toml"
