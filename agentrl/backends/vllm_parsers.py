@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import DependencyError, ModelError
-from agentrl.render.parsers import Parsed, Parser
+from agentrl.render.parsers import ForTools, Parsed, Parser
 from agentrl.render.toolcalls import call_from_json, malformed, strict_json
 from agentrl.trajectory import ToolCall
 
@@ -50,6 +50,13 @@ def vllm_parser(
         return (content or "").strip(), calls
 
     return parse
+
+
+def vllm_parser_for_tools(name: str, tokenizer: PreTrainedTokenizerBase) -> ForTools:
+    """The same, made for the tools of each episode. Raises at once what `vllm_parser` raises."""
+    parser = ForTools(lambda tools: vllm_parser(name, tokenizer, tools))
+    parser.bind(())
+    return parser
 
 
 def _call(item: Any, call_id: str) -> ToolCall:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from agentrl.errors import ModelError
 from agentrl.render.base import Renderer
 from agentrl.render.chatml import CHATML_TEMPLATE, ChatML
-from agentrl.render.parsers import Parser
+from agentrl.render.parsers import ForTools, Parser
 from agentrl.render.template import TemplateRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def make_renderer(tokenizer: PreTrainedTokenizerBase, parser: Parser | None = None) -> Renderer:
+def make_renderer(tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools | None = None) -> Renderer:
     """The renderer for a tokenizer. Raises ModelError where none fits.
 
     `parser` reads tool calls instead of the parser that the chat template's own syntax suggests.

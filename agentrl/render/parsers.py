@@ -6,8 +6,10 @@ be read is kept verbatim in a call with `error` set.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from agentrl.render.schema_values import typed_value
@@ -17,6 +19,25 @@ from agentrl.trajectory import Json, ToolCall
 Parsed = tuple[str, tuple[ToolCall, ...]]
 Parser = Callable[[str], Parsed]
 
+
+class ForTools:
+    """A parser that reads calls by the schemas of the tools on offer; `make` gives the one for some tools."""
+
+    def __init__(self, make: Callable[[Sequence[Mapping[str, Any]]], Parser]) -> None:
+        self._make = make
+        self._made: dict[str, Parser] = {}
+
+    def bind(self, tools: Sequence[Mapping[str, Any]]) -> Parser:
+        """The parser for these tools, made once for equal ones: some read a whole vocabulary for it."""
+        key = json.dumps(tools, sort_keys=True, default=str)
+        if key not in self._made:
+            if len(self._made) >= _TOOL_LISTS_REMEMBERED:
+                del self._made[next(iter(self._made))]
+            self._made[key] = self._make(tools)
+        return self._made[key]
+
+
+_TOOL_LISTS_REMEMBERED = 64
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _MISTRAL = "[TOOL_CALLS]"
@@ -95,9 +116,11 @@ def parse_mistral(text: str) -> Parsed:
     return prose.strip(), tuple(calls)
 
 
-PARSERS: dict[str, Parser] = {
+QWEN_XML = ForTools(lambda tools: partial(parse_qwen_xml, tools=tools))
+
+PARSERS: dict[str, Parser | ForTools] = {
     "hermes": parse_tool_calls,
-    "qwen_xml": parse_qwen_xml,
+    "qwen_xml": QWEN_XML,
     "llama_json": parse_llama_json,
     "mistral": parse_mistral,
 }

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from agentrl.errors import ModelError, RenderError
 from agentrl.render.base import Renderer
 from agentrl.render.chatml import split_reasoning
-from agentrl.render.parsers import PARSERS, Parser, parse_qwen_xml, parser_for
+from agentrl.render.parsers import PARSERS, ForTools, Parser, parser_for
 from agentrl.render.pieces import Place
 from agentrl.render.text import Codec, Markup
 from agentrl.trajectory import Json, Message, ToolCall
@@ -45,9 +45,9 @@ _TOOL = {
 class TemplateRenderer(Renderer):
     """Renders through the tokenizer's own chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, parser: Parser | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools | None = None) -> None:
         """`parser` replaces the one chosen by the template's syntax. Raises ModelError where the template
-        does not append, or its turns have no end token."""
+        does not append, its turns have no end token, or the parser cannot read the calls that it writes."""
         self._tokenizer = tokenizer
         self._codec = Codec(tokenizer)
         self._control = sorted(self._codec.control, key=len, reverse=True)
@@ -58,17 +58,20 @@ class TemplateRenderer(Renderer):
         self._kept: dict[tuple[str, ...], bool] = {}
         self._verify([Message("assistant", "Answer one"), Message("user", "More")])
         self.syntax, self._no_tools = self._find_parser(custom=parser is not None)
-        self._parse_calls = parser or PARSERS[self.syntax]
+        self._parser = parser or PARSERS[self.syntax]
+        self._parse_calls = self._bound(())
+        if parser is not None and not self._no_tools:
+            self._check_parser()
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         return (self._codec.added[self._stop],)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateRenderer:
-        if self._parse_calls is not parse_qwen_xml:
+        if not isinstance(self._parser, ForTools):
             return self
         bound = copy(self)
-        bound._parse_calls = lambda text: parse_qwen_xml(text, tools)
+        bound._parse_calls = self._bound(tools)
         return bound
 
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -216,6 +219,18 @@ class TemplateRenderer(Renderer):
         except (RenderError, ModelError) as problem:
             return "hermes", f"the chat template cannot be used with tools: {problem}"
         return parser or "custom", ""
+
+    def _bound(self, tools: Sequence[Mapping[str, Any]]) -> Parser:
+        return self._parser.bind(tools) if isinstance(self._parser, ForTools) else self._parser
+
+    def _check_parser(self) -> None:
+        ids = self.assistant(Message("assistant", "", (_CALL,)))
+        found = self.with_tools([_TOOL]).parse(ids, "stop").tool_calls
+        if [(call.name, call.arguments) for call in found] != [(_CALL.name, _CALL.arguments)]:
+            raise ModelError(
+                "the tool-call parser does not read what the chat template writes for a call: "
+                f"{self._codec.decode(ids)!r}"
+            )
 
     def _verify(self, rounds: Sequence[Message]) -> None:
         """Replay a conversation by appending and compare it with the template's rendering of the whole."""

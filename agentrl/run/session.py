@@ -10,7 +10,6 @@ from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config import TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.render import make_renderer
 from agentrl.reward import Scorer, compile_spec, load_spec, make_context
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Engine
@@ -21,6 +20,7 @@ from agentrl.run.engines import make_engine, resolve_engine
 from agentrl.run.folder import RunFolder
 from agentrl.run.places import check_places, open_pools, start_actors
 from agentrl.run.policy import check_rollout, longest, make_policy
+from agentrl.run.tool_parser import renderer_of
 from agentrl.train.actor import Actor
 from agentrl.train.columns import check_columns
 from agentrl.train.init_model import init_model
@@ -114,7 +114,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
     if config.cluster.backend == "ray" or engine_name == "vllm":
         start_ray(config.cluster)
     tokenizer = load_tokenizer(path)
-    renderer = make_renderer(tokenizer)
+    renderer = renderer_of(config.model, tokenizer)
     env = EnvRef.of(config)
     scorer = build_scorer(config, env)
     pools = open_pools(config, engine_name)
