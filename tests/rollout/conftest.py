@@ -18,11 +18,16 @@ from agentrl.train.tokenizer import packaged_tokenizer
 class FaultyEngine(Engine):
     """Answers at once with short random text; waits, fails or hangs as told.
 
-    A stand-in only for faults: no real engine can be made to fail in one request of ten.
+    `stuck`: episodes whose keys begin so never get an answer. `keys`: every episode that asked. A stand-in only
+    for faults: no real engine can be made to fail in one request of ten.
     """
 
-    def __init__(self, stop: int, *, fail: float = 0.0, hang: float = 0.0, max_delay: float = 0.0, seed: int = 0):
-        self.stop, self.fail, self.hang, self.max_delay = stop, fail, hang, max_delay
+    def __init__(
+        self, stop: int, *, fail: float = 0.0, hang: float = 0.0, max_delay: float = 0.0, seed: int = 0,
+        stuck: tuple[str, ...] = (),
+    ):
+        self.stop, self.fail, self.hang, self.max_delay, self.stuck = stop, fail, hang, max_delay, stuck
+        self.keys: list[str] = []
         self.random = random.Random(seed)
         self.version = 0
         self.running = 0
@@ -35,8 +40,11 @@ class FaultyEngine(Engine):
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
         fate, delay = self.random.random(), self.random.random() * self.max_delay
         self.running += 1
+        self.keys.append(request_key)
         try:
             await self.open.wait()
+            if self.stuck and request_key.startswith(self.stuck):
+                await asyncio.sleep(3600)
             if fate < self.fail:
                 raise EngineError("the replica went away")
             if fate < self.fail + self.hang:

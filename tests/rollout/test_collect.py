@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from agentrl.errors import StalledError
 from agentrl.render.base import Renderer
 from agentrl.reward import Scorer, compile_spec, load_spec
 from agentrl.rollout.collect import Collector
+from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import Policy
 from agentrl.trajectory import Group, StopReason
 
@@ -50,22 +53,30 @@ def fingerprint(batches: list[list[Group]]) -> list[Any]:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.4]), st.sampled_from([0.0, 0.004]), st.integers(0, 2**30),
-    st.integers(0, 1),
+    st.integers(0, 1), st.sampled_from([1.0, 1.5, 3.0]), st.sampled_from([1.0, 1.3, 2.0]),
 )
-def test_invariants_under_failures_and_delays(
-    renderer: Renderer, eta: int, fail: float, delay: float, seed: int, retries: int
+def test_invariants_under_failures_delays_and_oversampling(
+    renderer: Renderer, eta: int, fail: float, delay: float, seed: int, retries: int, groups_more: float,
+    members_more: float,
 ) -> None:
     async def scenario() -> None:
         engine = FaultyEngine(renderer.stop_token_ids[0], fail=fail, max_delay=delay, seed=seed)
-        collect = collector(renderer, engine, max_staleness=eta, retries=retries)
+        collect = collector(renderer, engine, max_staleness=eta, retries=retries, oversample=groups_more,
+                            oversample_members=members_more)
         seen: set[int] = set()
         for update in range(4):
             groups = await collect.collect()
             assert len(groups) == 2
+            counts = collect.ledger.counts()
+            assert sum(counts.values()) == collect.ledger.dispatched
+            assert counts["cancelled"] == 0 or groups_more > 1
+            assert collect.progress.cancelled == 0 or members_more > 1
             for group in groups:
                 assert group.index not in seen
                 seen.add(group.index)
-                assert len(group.scored()) >= 2
+                assert 2 <= len(group.scored()) <= 3
+                assert len({member.member for member in group.trajectories}) == len(group.trajectories)
+                assert all(member.stop is not StopReason.CANCELLED for member in group.trajectories)
                 for member in group.scored():
                     versions = member.ledgers[0].versions[member.ledgers[0].sampled]
                     assert update - int(versions.min()) <= eta
@@ -78,6 +89,52 @@ def test_invariants_under_failures_and_delays(
         assert engine.running == 0, "a cancelled episode left its request behind"
 
     asyncio.run(scenario())
+
+
+class Timed(FaultyEngine):
+    """One token a tick of the test's own clock, so that a test says what happens between two updates."""
+
+    def __init__(self, stop: int, lengths: dict[str, int]) -> None:
+        super().__init__(stop)
+        self.lengths, self.tick, self.turn = lengths, 0, asyncio.Condition()
+
+    async def advance(self) -> None:
+        async with self.turn:
+            self.tick += 1
+            self.turn.notify_all()
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        length = next((n for prefix, n in self.lengths.items() if request_key.startswith(prefix)), 0)
+        versions = []
+        for _ in range(length):
+            async with self.turn:
+                now = self.tick
+                await self.turn.wait_for(lambda now=now: self.tick > now)  # type: ignore[misc]
+            versions.append(self.version)
+        return Generation([260] * length + [self.stop], [-1.0] * (length + 1), [*versions, self.version], "stop")
+
+
+def test_an_episode_goes_on_over_three_updates_and_each_token_has_its_version(renderer: Renderer) -> None:
+    async def scenario() -> Group:
+        engine = Timed(renderer.stop_token_ids[0], {"g0.": 4})
+        collect = collector(renderer, engine, max_staleness=3)
+        for version in range(4):
+            if version == 3:
+                await engine.advance()  # group 0 is now waited for: this update is the last that may train it
+            groups = await collect.collect()
+            assert (0 in [group.index for group in groups]) == (version == 3)
+            collect.trained(groups)
+            if version < 3:
+                await engine.advance()
+            await collect.publish([])
+        await collect.close()
+        return next(group for group in groups if group.index == 0)
+
+    for member in asyncio.run(scenario()).trajectories:
+        [ledger] = member.ledgers
+        assert ledger.versions[ledger.sampled].tolist() == [0, 1, 2, 3, 3]
 
 
 def test_without_staleness_the_batches_are_those_of_a_plain_loop(renderer: Renderer) -> None:
@@ -140,18 +197,86 @@ def test_the_watchdog_names_what_it_waits_for(renderer: Renderer) -> None:
         asyncio.run(scenario())
 
 
-def test_complete_groups_survive_a_resume_and_none_is_skipped(renderer: Renderer) -> None:
-    async def scenario() -> None:
+LENGTH = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.tokens", "id": "n", "args": {"max": 4}}}
+
+
+def test_groups_without_variance_are_replaced_and_only_those(renderer: Renderer) -> None:
+    async def scenario(filtering: bool) -> tuple[list[list[Group]], dict[str, int]]:
+        config = RolloutConfig(groups=3, group_size=2, filter_zero_variance=filtering)
+        policy = Policy(FaultyEngine(renderer.stop_token_ids[0]), renderer)
+        collect = Collector(ENV, policy, compile_spec(LENGTH), config, context=2048, seed=0)
+        return await run(collect, 4), collect.ledger.counts()
+
+    kept, counts = asyncio.run(scenario(True))
+    everything, none = asyncio.run(scenario(False))
+    assert counts["filtered"] > 0 and none["filtered"] == 0
+    assert [len(groups) for groups in kept] == [3] * 4
+
+    def varied(group: Group) -> bool:
+        return len({member.reward for member in group.trajectories}) > 1
+
+    assert all(varied(group) for groups in kept for group in groups)
+    dropped = {group.index for groups in everything for group in groups if not varied(group)}
+    assert dropped and not dropped & {group.index for groups in kept for group in groups}
+
+
+@pytest.mark.parametrize(("stuck", "survives"), [(("g0.m0.",), True), (("g0.m0.", "g0.m1."), False)])
+def test_a_group_lives_with_min_survivors_and_not_with_one_fewer(
+    renderer: Renderer, stuck: tuple[str, ...], survives: bool
+) -> None:
+    async def scenario() -> tuple[list[Group], dict[str, int]]:
+        engine = FaultyEngine(renderer.stop_token_ids[0], stuck=stuck)
+        collect = collector(renderer, engine, turn_timeout=0.1, retries=0, groups=1, min_survivors=2)
+        groups = await collect.collect()
+        await collect.close()
+        return groups, collect.ledger.counts()
+
+    [group], counts = asyncio.run(scenario())
+    assert (group.index == 0) is survives and counts["failed"] == (0 if survives else 1)
+    assert len(group.trajectories) == 3 and len(group.scored()) == (2 if survives else 3)
+
+
+def test_groups_that_are_too_old_after_a_resume_are_replaced_at_once(renderer: Renderer) -> None:
+    async def scenario() -> list[int]:
         stop = renderer.stop_token_ids[0]
         first = collector(renderer, FaultyEngine(stop), max_staleness=1)
         groups = await first.collect()
+        while first.ledger.counts()["complete"] < 4:
+            await asyncio.sleep(0.01)
         first.trained(groups)
-        state = first.ledger.to_json()
+        state = json.loads(json.dumps(first.to_json()))
         await first.close()
-        again = collector(renderer, FaultyEngine(stop), max_staleness=1)
-        again.ledger.load_json(state)
+        # The config was changed between the two: what was sampled one version ago may not be trained any more.
+        again = collector(renderer, FaultyEngine(stop), max_staleness=0, stall_timeout=2.0)
+        again.load_json(state)
+        groups = await again.collect()
+        await again.close()
+        return [group.index for group in groups]
+
+    assert asyncio.run(scenario()) == [4, 5]
+
+
+def test_complete_groups_survive_a_resume_and_none_is_skipped(renderer: Renderer) -> None:
+    async def scenario() -> None:
+        stop = renderer.stop_token_ids[0]
+        first = collector(renderer, FaultyEngine(stop, stuck=("g2.",)), max_staleness=1)
+        groups = await first.collect()
+        while first.ledger.counts()["complete"] < 3:
+            await asyncio.sleep(0.01)
+        first.trained(groups)
+        # Group 3 is complete and untrained, group 2 still runs.
+        state = json.loads(json.dumps(first.to_json()))
+        waiting = state["complete"]
+        await first.close()
+        engine = FaultyEngine(stop)
+        again = collector(renderer, engine, max_staleness=1)
+        again.load_json(state)
         batches = await run(again, 3)
-        indexes = [group.index for groups in batches for group in groups]
-        assert sorted(indexes) == [2, 3, 4, 5, 6, 7]
+        assert sorted(group.index for groups in batches for group in groups) == [2, 3, 4, 5, 6, 7]
+        assert [row["index"] for row in waiting] == [3]
+        assert not [key for key in engine.keys if key.startswith("g3.")], "a complete group was run again"
+        assert [key for key in engine.keys if key.startswith("g2.")], "the one that ran was forgotten"
+        [replayed] = [group for groups in batches for group in groups if group.index == 3]
+        assert [member.to_json() for member in replayed.trajectories] == waiting[0]["trajectories"]
 
     asyncio.run(scenario())

@@ -20,9 +20,9 @@ def group_of(index: int, versions: list[int]) -> Group:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(1, 4), st.integers(0, 3), st.data())
-def test_random_schedules_keep_the_invariants(batch: int, eta: int, data: st.DataObject) -> None:
-    ledger = GroupLedger(batch, eta)
+@given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 3), st.data())
+def test_random_schedules_keep_the_invariants(batch: int, eta: int, spare: int, data: st.DataObject) -> None:
+    ledger = GroupLedger(batch, eta, spare)
     born: dict[int, int] = {}
     trained: list[int] = []
     for _ in range(data.draw(st.integers(1, 60))):
@@ -33,7 +33,7 @@ def test_random_schedules_keep_the_invariants(batch: int, eta: int, data: st.Dat
             ledger.drop(index, GroupState.STALE)
             born.pop(index)
         assert sum(ledger.counts().values()) == ledger.dispatched
-        assert ledger.slots_taken() <= (ledger.version + eta + 1) * batch
+        assert ledger.slots_taken() <= (ledger.version + eta + 1) * batch + spare
         running = [e.index for e in ledger._entries.values() if e.state is GroupState.RUNNING]
         if running:
             index = data.draw(st.sampled_from(running))
@@ -45,16 +45,24 @@ def test_random_schedules_keep_the_invariants(batch: int, eta: int, data: st.Dat
             else:
                 ledger.drop(index, GroupState(fate))
         ready = ledger.ready()
-        if ready is not None and not ledger.must_wait_for():
+        if ready is not None:
             assert len(ready) == batch
+            given_up = ledger.surplus(ready)
+            running = {e.index for e in ledger._entries.values() if e.state is GroupState.RUNNING}
+            assert len(running & set(given_up)) <= spare
+            assert not set(given_up) & {group.index for group in ready}
+            for index in given_up:
+                ledger.drop(index, GroupState.CANCELLED)
             for group in ready:
                 oldest = min(int(v) for t in group.trajectories for x in t.ledgers for v in x.versions if v >= 0)
                 assert ledger.version - oldest <= eta
                 assert group.index not in trained
             trained += [group.index for group in ready]
             ledger.train(ready)
+            if spare:
+                assert not ledger.too_old(), "what an update would push over the bound left with it"
         # The ledger can be written down and read back at any moment; running groups become pending.
-        copy = GroupLedger(batch, eta)
+        copy = GroupLedger(batch, eta, spare)
         copy.load_json(json.loads(json.dumps(ledger.to_json())))
         assert copy.dispatched == ledger.dispatched
         assert sum(copy.counts().values()) == copy.dispatched
@@ -85,6 +93,34 @@ def test_a_group_that_would_go_stale_is_waited_for() -> None:
     assert ledger.admit() == 2
     ledger.complete(group_of(2, [1]))
     assert ledger.must_wait_for() == [0]  # born at 0: this update is the last that may train it
+    assert ledger.ready() is None
+
+
+def test_with_spare_slots_the_last_groups_of_an_update_are_given_up() -> None:
+    ledger = GroupLedger(2, 0, spare=1)
+    assert [ledger.admit() for _ in range(4)] == [0, 1, 2, None]
+    ledger.complete(group_of(2, [0]))
+    assert ledger.ready() is None
+    ledger.complete(group_of(0, [0]))
+    chosen = ledger.ready()
+    assert [group.index for group in chosen] == [0, 2] and ledger.surplus(chosen) == [1]
+    ledger.drop(1, GroupState.CANCELLED)
+    ledger.train(chosen)
+    assert ledger.counts() == {"pending": 0, "running": 0, "complete": 0, "trained": 2, "filtered": 0, "stale": 0,
+                               "failed": 0, "cancelled": 1}
+    assert [ledger.admit() for _ in range(4)] == [3, 4, 5, None]
+
+
+def test_spare_groups_of_an_asynchronous_run_are_kept_while_they_may_still_be_trained() -> None:
+    ledger = GroupLedger(1, 1, spare=1)
+    assert [ledger.admit() for _ in range(4)] == [0, 1, 2, None]
+    ledger.complete(group_of(1, [0]))
+    chosen = ledger.ready()
+    assert ledger.surplus(chosen) == []
+    ledger.train(chosen)
+    assert ledger.must_wait_for() == [0, 2] and ledger.ready() is None  # two, and one spare slot
+    ledger.complete(group_of(2, [0]))
+    assert ledger.surplus(ledger.ready()) == [0]
 
 
 def test_filtered_groups_are_replaced() -> None:

@@ -1,0 +1,95 @@
+"""A real HTTP server on loopback that speaks the OpenAI chat API: an API model, a judge and a simulated user in one."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Answer = dict[str, Any] | str | None
+"""A message, its text, or None: the socket is closed without an answer. {"status": 429, "headers": {...}, "sleep": s}
+is an error."""
+
+
+class Loopback:
+    """`answer` gets the request's body and its number, from 0. Use as a context manager."""
+
+    def __init__(self, answer: Callable[[dict[str, Any], int], Answer], usage: bool = True) -> None:
+        self.answer, self.usage = answer, usage
+        self.requests: list[dict[str, Any]] = []
+        self.times: list[float] = []
+        self._lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                outer.handle(self)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+
+    def __enter__(self) -> Loopback:
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+    def handle(self, handler: BaseHTTPRequestHandler) -> None:
+        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        with self._lock:
+            number = len(self.requests)
+            self.requests.append(body)
+            self.times.append(time.monotonic())
+        answer = self.answer(body, number)
+        if answer is None:
+            handler.close_connection = True
+            return
+        status, headers = 200, {}
+        if isinstance(answer, dict) and "status" in answer:
+            status, headers = answer["status"], answer.get("headers", {})
+            time.sleep(answer.get("sleep", 0.0))
+            reply: dict[str, Any] = {"error": {"message": "not now", "type": "x", "code": status}}
+        else:
+            message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+            reply = completion(message, body, self.usage)
+        data = json.dumps(reply).encode()
+        try:
+            handler.send_response(status)
+            for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data)), **headers}.items():
+                handler.send_header(name, value)
+            handler.end_headers()
+            handler.wfile.write(data)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the client gave up waiting
+
+
+def completion(message: dict[str, Any], body: dict[str, Any], usage: bool) -> dict[str, Any]:
+    reply = {
+        "id": "x", "object": "chat.completion", "created": 1, "model": body["model"],
+        "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else "stop"}],
+    }
+    if usage:
+        counts = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+        reply["usage"] = counts
+    return reply
+
+
+def solve(body: dict[str, Any], number: int) -> Answer:
+    """Plays key_value right: reads every key that the prompt asks for, one call a turn, and reports the sum."""
+    question = next(m["content"] for m in body["messages"] if m["role"] == "user")
+    keys = [word.strip(".,:?`'\"") for word in question.split()]
+    keys = [key for key in dict.fromkeys(keys) if len(key) == 1 and key.islower()]
+    results = [int(m["content"]) for m in body["messages"] if m["role"] == "tool" and m["content"].lstrip("-").isdigit()]
+    if len(results) < len(keys):
+        arguments = json.dumps({"key": keys[len(results)]})
+        call = {"id": f"c{number}", "type": "function", "function": {"name": "get", "arguments": arguments}}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+    return str(sum(results))

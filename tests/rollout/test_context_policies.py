@@ -1,0 +1,264 @@
+"""Conversations that outgrow their context: what the model saw, token by token, and each sampled token once."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agentrl.batch import collate
+from agentrl.catalog import EnvRef
+from agentrl.config import Choice, TrainConfig
+from agentrl.env import Message, Task, ToolCall, ToolEnv
+from agentrl.env.wrappers import Compaction, keep_recent
+from agentrl.errors import ConfigError
+from agentrl.render.base import Renderer
+from agentrl.render.chatml import ChatML
+from agentrl.reward import compile_spec
+from agentrl.rollout.context.base import Moment, Stop
+from agentrl.rollout.context.compact import ASK, HEAD, Compact
+from agentrl.rollout.context.truncate import Truncate
+from agentrl.rollout.engine import Generation, Sampling
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.pieces import make_context
+from agentrl.run.policy import check_rollout, make_policy
+from agentrl.tool import tool
+from agentrl.train.tokenizer import packaged_tokenizer
+from agentrl.trajectory import StopReason, Trajectory
+
+from .conftest import FaultyEngine
+
+TURNS = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.turns", "id": "n", "args": {"max": 100}}}
+TOKENIZER = packaged_tokenizer(4096)
+
+
+class Endless(ToolEnv):
+    """Reads as many words as it is asked for; answers every text; never ends by itself."""
+
+    id = "tests/Endless-v0"
+
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        return Task(f"{split}/{rng_seed}", rng_seed, split)
+
+    def prompt(self, task: Task) -> list[Message]:
+        return [Message("system", "read."), Message("user", "read everything, then say what it was about")]
+
+    async def user_reply(self, message: Message) -> list[Message] | None:
+        return [Message("user", "go on")]
+
+    @tool
+    async def read(self, n: int) -> str:
+        """n words"""
+        return " ".join(f"w{i}" for i in range(n))
+
+
+class Forgetful(ChatML):
+    """A template that never shows a finished turn as it was sampled."""
+
+    def keeps(self, message: Message, following: Sequence[Message]) -> bool:
+        return False
+
+
+class Improviser(FaultyEngine):
+    """Samples random turns (calls, text, cut-off text) and keeps every call with its answer."""
+
+    def __init__(self, renderer: Renderer, seed: int, words: int = 12) -> None:
+        super().__init__(renderer.stop_token_ids[0])
+        self.renderer, self.rng, self.words = renderer, random.Random(seed), words
+        self.calls: list[tuple[list[int], list[int]]] = []
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        await asyncio.sleep(0)
+        turn = Message("assistant", " ".join(f"a{self.rng.randrange(99)}" for _ in range(self.rng.randint(0, 6))))
+        if self.rng.random() < 0.7:
+            turn = Message("assistant", tool_calls=(ToolCall("read", {"n": self.rng.randint(0, self.words)}),))
+        ids = self.renderer.assistant(turn)[: sampling.max_tokens]
+        self.calls.append((list(token_ids), ids))
+        finish = "stop" if ids and ids[-1] == self.stop else "length"
+        return Generation(ids, [-0.5] * len(ids), [0] * len(ids), finish)  # type: ignore[arg-type]
+
+
+def play(
+    renderer: Renderer, context: Any, *, seed: int = 0, turns: int = 40, room: int = 400, budget: int = 20_000,
+    turn_tokens: int = 24, words: int = 12, env: ToolEnv | None = None, writer: Policy | None = None,
+) -> tuple[Trajectory, Improviser]:
+    engine = Improviser(renderer, seed, words)
+    limits = Limits(turns, turn_tokens, budget, 10.0, 60.0, room)
+    policy = Policy(engine, renderer, context=context, writer=writer)
+    spec = EpisodeSpec(1, "train", 0, 0, "k")
+    return asyncio.run(run_episode(env or Endless(), policy, spec, limits, compile_spec(TURNS))), engine
+
+
+def replayed(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
+    """What the ledgers say the engine was asked and answered: (all before a sampled run, the run), in order."""
+    found = []
+    for ledger in trajectory.ledgers:
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], ledger.sampled.astype(int), [0]])))
+        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+            ids = ledger.token_ids.tolist()
+            found.append((ids[:start], ids[start:stop]))
+    return found
+
+
+POLICIES = st.one_of(
+    st.just(Stop()),
+    st.builds(Truncate, tokens=st.one_of(st.none(), st.integers(60, 400)), keep=st.integers(0, 3)),
+    st.builds(Compact, tokens=st.one_of(st.none(), st.integers(60, 600)), keep=st.integers(0, 3),
+              summary_tokens=st.integers(1, 40), prompt=st.sampled_from(["sum up", ASK])),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(POLICIES, st.booleans(), st.integers(0, 2**30), st.integers(100, 1200), st.integers(100, 6000), st.integers(0, 150))
+def test_the_ledgers_are_the_engine_calls_and_every_sampled_token_is_trained_once(
+    policy: Any, forgetful: bool, seed: int, room: int, budget: int, words: int
+) -> None:
+    renderer = (Forgetful if forgetful else ChatML)(TOKENIZER)
+    trajectory, engine = play(renderer, policy, seed=seed, room=room, budget=budget, words=words)
+    assert replayed(trajectory) == [(prompt, ids) for prompt, ids in engine.calls if ids]
+    assert all(len(prompt) + len(ids) <= room for prompt, ids in engine.calls)
+    assert trajectory.tokens <= budget
+    # Nothing lies in a ledger that the model did not see, and every ledger taught something.
+    assert all(ledger.sampled[-1] for ledger in trajectory.ledgers)
+    batch = collate([trajectory])
+    assert int(batch["sampled"].values().sum()) == sum(len(ids) for _, ids in engine.calls)
+    assert float(batch["rewards"].values().sum()) == pytest.approx(trajectory.reward)
+    # The record is the environment's: a summary is no turn of it, and no message is lost or changed.
+    assert [turn.index for turn in trajectory.turns] == list(range(len(trajectory.turns)))
+    spoken = [message for message in trajectory.messages if message.role == "assistant"]
+    assert spoken == [turn.message for turn in trajectory.turns]
+    for turn in trajectory.turns:
+        ledger = trajectory.ledgers[turn.ledger]
+        assert ledger.sampled[turn.end] and ledger.turns[turn.end] == turn.index
+    if trajectory.stop not in (StopReason.MAX_TURNS, StopReason.MAX_TOKENS):
+        assert trajectory.stop is StopReason.CONTEXT_FULL
+
+
+def test_stop_ends_where_the_context_is_full_and_the_others_go_on(renderer: Renderer) -> None:
+    stopped, _ = play(renderer, Stop())
+    assert stopped.stop is StopReason.CONTEXT_FULL and stopped.truncated and len(stopped.turns) < 20
+    for policy in (Truncate(), Compact(summary_tokens=16, prompt="sum up")):
+        plain, _ = play(renderer, Stop(), words=60, turns=25, room=1200)
+        assert plain.stop is StopReason.CONTEXT_FULL
+        trajectory, _ = play(renderer, policy, words=60, turns=25, room=1200)
+        assert trajectory.stop is StopReason.MAX_TURNS and len(trajectory.ledgers) > 1
+
+
+def test_truncate_leaves_a_marker_for_old_output_and_the_newest_whole(renderer: Renderer) -> None:
+    trajectory, _ = play(renderer, Truncate(keep=2), words=60)
+    first = trajectory.rewrites[0]
+    assert first["added"] and all(message["role"] == "tool" for message in first["added"])
+    shown = TOKENIZER.decode(trajectory.ledgers[1].token_ids.tolist())
+    assert "characters left out]" in shown
+    outputs = [message.content for message in trajectory.messages if message.role == "tool"]
+    assert all("left out" not in output for output in outputs), "the record was changed"
+    turns = [turn for turn in trajectory.turns if turn.index < first["turn"]]
+    for result in [result for turn in turns[-2:] for result in turn.results]:
+        assert result.content in shown
+    old = [result.content for turn in turns[:-2] for result in turn.results if len(result.content) > 40]
+    assert old and all(content not in shown.replace(outputs[-1], "") for content in old if content not in outputs[-2:])
+
+
+def test_a_summary_is_sampled_in_the_old_ledger_and_context_in_the_new_one(renderer: Renderer) -> None:
+    trajectory, engine = play(renderer, Compact(summary_tokens=16, prompt="sum up"), seed=4)
+    old, new, first = *trajectory.ledgers[:2], trajectory.rewrites[0]
+    text = first["added"][0]["content"]
+    asked, answer = next((p, ids) for p, ids in engine.calls if "sum up" in TOKENIZER.decode(p))
+    assert text == HEAD + renderer.parse(answer, "stop" if answer[-1] == engine.stop else "length").content
+    assert old.ids() == asked + answer and old.sampled[len(asked) :].all()
+    begins = int(np.flatnonzero(new.sampled)[0])
+    assert text in TOKENIZER.decode(new.token_ids[:begins].tolist())
+    # Its tokens count to the turn that it makes possible, not to the one before.
+    assert old.turns[-1] == first["turn"] == trajectory.turns[first["turn"]].index
+    # A later summary takes the place of this one.
+    last = TOKENIZER.decode(trajectory.ledgers[-1].token_ids.tolist())
+    assert last.count(HEAD.strip()) == 1 and len(trajectory.rewrites) > 1
+    assert all("sum up" not in message.content for message in trajectory.messages)
+
+
+def test_another_model_may_write_the_summary_and_then_nothing_of_it_is_trained(renderer: Renderer) -> None:
+    scribe = Improviser(renderer, 9)
+    trajectory, engine = play(renderer, Compact(summary_tokens=16, prompt="sum up"), seed=4, writer=Policy(scribe, renderer))
+    assert scribe.calls and len(trajectory.rewrites) == len(scribe.calls)
+    assert replayed(trajectory) == [(prompt, ids) for prompt, ids in engine.calls if ids]
+    assert "sum up" in TOKENIZER.decode(scribe.calls[0][0])
+
+
+def test_a_writer_that_fails_is_an_outage_and_no_reward(renderer: Renderer) -> None:
+    broken = FaultyEngine(renderer.stop_token_ids[0], fail=1.0)
+    trajectory, _ = play(renderer, Compact(summary_tokens=16, prompt="sum up"), writer=Policy(broken, renderer))
+    assert trajectory.stop is StopReason.ENGINE_ERROR and trajectory.reward is None
+
+
+def test_a_forgetful_template_does_not_undo_the_compaction_of_a_wrapper() -> None:
+    """It starts again from what was shown last, not from the whole record."""
+    renderer = Forgetful(TOKENIZER)
+    env = Compaction(Endless(), 120, keep_recent(2), count=lambda text: len(text) // 3)
+    trajectory, engine = play(renderer, Stop(), env=env, turns=30, room=2000)
+    assert trajectory.stop is StopReason.MAX_TURNS
+    noted = [i for i, (prompt, _) in enumerate(engine.calls) if "earlier turns were left out" in TOKENIZER.decode(prompt)]
+    assert noted and noted == list(range(noted[0], 30)), "a turn after the compaction saw everything again"
+
+
+def test_the_last_turn_is_not_followed_by_a_summary(renderer: Renderer) -> None:
+    trajectory, engine = play(renderer, Compact(tokens=50, summary_tokens=8, prompt="sum up", keep=0), turns=1)
+    assert len(engine.calls) == 1 and trajectory.rewrites == []
+
+
+async def test_below_the_threshold_nothing_is_rewritten() -> None:
+    async def ask(instruction: Message, tokens: int) -> str:
+        raise AssertionError("asked")
+
+    messages = [Message("user", "x"), Message("assistant", "y"), Message("tool", "z" * 99)] * 3
+    moment = Moment(messages, 1, tokens=100, turn_tokens=20, context=120, ask=ask)
+    assert await Truncate(keep=1).rewrite(moment) is None
+    assert await Compact(summary_tokens=1, prompt="", tokens=121).rewrite(Moment(messages, 1, 99, 20, 120, ask)) is None
+    longer = Moment(messages, 1, tokens=101, turn_tokens=20, context=120, ask=ask)
+    rewritten = await Truncate(keep=1).rewrite(longer)
+    assert [m.content for m in rewritten or [] if m.role == "tool"] == ["[99 characters left out]"] * 2 + ["z" * 99]
+    assert await Truncate(keep=1, tokens=200).rewrite(moment) is None
+    assert await Truncate(keep=1, tokens=119).rewrite(moment) is not None
+
+
+def config(**rollout: Any) -> TrainConfig:
+    env = {"id": "key_value", "wrappers": rollout.pop("wrappers", [])}
+    return TrainConfig.model_validate({"env": env, "rollout": rollout})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        ({"context": {"name": "trunkate"}}, "did you mean 'truncate'"),
+        ({"context": {"name": "truncate", "args": {"kep": 1}}}, "did you mean 'keep'"),
+        ({"context": {"name": "compact", "args": {"summary_tokens": 0}}}, "greater than or equal to 1"),
+        ({"summary_model": "openai/x"}, 'only rollout.context.name = "compact"'),
+        ({"context": {"name": "truncate"}, "wrappers": [{"name": "keep_recent", "args": {"tokens": 9, "turns": 1}}]},
+         "keep one of them"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_before_the_run(rollout: dict[str, Any], said: str) -> None:
+    made = config(**rollout)
+    with pytest.raises(ConfigError) as caught:
+        check_rollout(made, EnvRef.of(made))
+    assert said in str(caught.value)
+
+
+def test_the_config_chooses_the_policy_and_who_writes(renderer: Renderer) -> None:
+    engine = FaultyEngine(renderer.stop_token_ids[0])
+    plain = make_policy(config(), engine, renderer)
+    assert isinstance(plain.context, Stop) and plain.writer is None
+    args = {"name": "compact", "args": {"summary_tokens": 7}}
+    own = make_policy(config(context=args), engine, renderer, temperature=0.5)
+    assert own.context == Compact(summary_tokens=7) and own.writer is None and own.temperature == 0.5
+    if importlib.util.find_spec("litellm") is None:
+        pytest.skip("an API model writes the summary through litellm, which is not installed")
+    other = make_policy(config(context=args, summary_model="openai/scribe"), engine, renderer)
+    assert other.writer is not None and other.writer.temperature == 0.0
+    assert make_context(Choice(name="truncate", args={"keep": 5})) == Truncate(keep=5)

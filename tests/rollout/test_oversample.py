@@ -1,0 +1,79 @@
+"""Oversampling: the slowest are cancelled, which is no failure, no reward, and never in a batch."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from agentrl.render.base import Renderer
+from agentrl.rollout.collect import Collector
+from agentrl.trajectory import Group
+
+from .conftest import FaultyEngine
+from .test_collect import collector
+
+
+def played(renderer: Renderer, stuck: tuple[str, ...], updates: int = 2, **rollout: Any) -> tuple[Any, Collector, FaultyEngine]:
+    async def scenario() -> tuple[list[list[Group]], Collector, FaultyEngine]:
+        engine = FaultyEngine(renderer.stop_token_ids[0], stuck=stuck)
+        collect = collector(renderer, engine, stall_timeout=3.0, **rollout)
+        batches = []
+        for _ in range(updates):
+            groups = await collect.collect()
+            batches.append(groups)
+            collect.trained(groups)
+            await collect.publish([])
+        for _ in range(20):
+            await asyncio.sleep(0)
+        # Counted before the end: what was given up has let go of the engine already.
+        assert engine.running == 3 * collect.ledger.counts()["running"]
+        await collect.close()
+        assert engine.running == 0
+        return batches, collect, engine
+
+    return asyncio.run(scenario())
+
+
+def test_a_group_that_hangs_is_cancelled_and_the_update_goes_on_without_it(renderer: Renderer) -> None:
+    batches, collect, engine = played(renderer, ("g1.",), oversample=1.5)
+    assert [[group.index for group in groups] for groups in batches] == [[0, 2], [3, 4]]
+    counts = collect.ledger.counts()
+    # Group 5 was the spare one of the second update: complete or not, it was one too many.
+    assert counts["cancelled"] == 2 and counts["trained"] == 4 and counts["failed"] == counts["stale"] == 0
+    assert sum(counts.values()) == collect.ledger.dispatched == 6
+    assert "g1.m0.a0" in engine.keys and "g1.m0.a1" not in engine.keys, "a cancelled episode is not retried"
+
+
+def test_cancelled_groups_do_not_count_as_dropped(renderer: Renderer) -> None:
+    """Replaced groups end a run after a while (StalledError); cancelled ones are no sign of trouble."""
+    _, collect, _ = played(renderer, (), updates=5, oversample=8.0)
+    assert collect.ledger.counts()["cancelled"] == 5 * 14 and collect._replaced == 0
+
+
+def test_a_stale_bound_gives_up_no_more_than_the_spare_groups(renderer: Renderer) -> None:
+    batches, collect, _ = played(renderer, ("g0.",), updates=3, max_staleness=1, oversample=1.5)
+    assert 0 not in [group.index for groups in batches for group in groups]
+    assert collect.ledger.counts()["cancelled"] >= 1
+
+
+def test_a_member_that_hangs_is_cancelled_once_its_group_has_enough(renderer: Renderer) -> None:
+    batches, collect, _ = played(renderer, ("g0.m1.",), updates=1, oversample_members=1.3)
+    group = batches[0][0]
+    assert group.index == 0 and [member.member for member in group.trajectories] == [0, 2, 3]
+    assert all(member.reward is not None for member in group.trajectories)
+    assert collect.metrics()["members_cancelled"] == 2  # that one, and the fourth of the other group
+    assert collect.ledger.counts()["cancelled"] == 0
+
+
+def test_a_spare_member_takes_the_place_of_one_that_failed(renderer: Renderer) -> None:
+    batches, _, _ = played(renderer, ("g0.m1.",), updates=1, oversample_members=1.3, turn_timeout=0.1, retries=0)
+    assert len(batches[0][0].scored()) == 3
+    without, _, _ = played(renderer, ("g0.m1.",), updates=1, turn_timeout=0.1, retries=0)
+    assert len(without[0][0].scored()) == 2
+
+
+def test_it_is_off_by_default(renderer: Renderer) -> None:
+    batches, collect, engine = played(renderer, ())
+    assert len(set(engine.keys)) == 12 and collect.ledger.counts()["cancelled"] == 0
+    assert collect.metrics()["members_cancelled"] == 0
+    assert [[group.index for group in groups] for groups in batches] == [[0, 1], [2, 3]]

@@ -1,0 +1,214 @@
+"""Which task a group gets: middle success is preferred, stages advance, and a resume goes on exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.catalog import EnvRef
+from agentrl.config import Choice, RolloutConfig, TrainConfig
+from agentrl.errors import ConfigError
+from agentrl.render.base import Renderer
+from agentrl.reward import compile_spec
+from agentrl.rollout.collect import Collector
+from agentrl.rollout.episode import Policy
+from agentrl.rollout.pieces import make_sampler
+from agentrl.rollout.sampler.base import Outcome, TaskChoice, TaskSampler
+from agentrl.rollout.sampler.source import TaskSource
+from agentrl.rollout.seeds import derive
+from agentrl.run.policy import check_rollout
+from agentrl.trajectory import Group
+
+from .conftest import FaultyEngine
+
+ENV = EnvRef("key_value")
+# Full marks for episodes of four tokens and more: some members of most groups.
+LENGTH = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.tokens", "id": "n", "args": {"max": 4}}}
+BUCKETS = Choice(name="success_weighted", args={"buckets": [{"calls": 2}, {"calls": 4}, {"calls": [6, 8]}]})
+STAGES = Choice(name="staged", args={"stages": [{"calls": 2}, {"calls": [2, 4]}, {"calls": 6}], "threshold": 0.3,
+                                     "window": 3, "review": 0.25})  # fmt: skip
+UNIFORM = Choice(name="uniform")
+
+
+def outcomes(bucket: str, *successes: float) -> list[Outcome]:
+    return [Outcome(index, bucket, success) for index, success in enumerate(successes)]
+
+
+def shares(sampler: TaskSampler, draws: int = 3000) -> dict[str, float]:
+    counts = Counter(sampler.choose(7, index).bucket for index in range(draws))
+    return {bucket: count / draws for bucket, count in counts.items()}
+
+
+def test_uniform_gives_the_seeds_that_the_platform_always_gave() -> None:
+    assert [make_sampler(UNIFORM).choose(5, i) for i in range(3)] == [TaskChoice(derive(5, "task", i)) for i in range(3)]
+
+
+def test_weights_are_the_variance_of_the_reward() -> None:
+    """By hand: no evidence p = .5, weight 1. All right over 18 groups without decay: p = 19/20, weight 4 x .95 x .05 =
+    .19. Never right: p = 1/20, the same. With floor .5 both are lifted to it."""
+    sampler = make_sampler(Choice(name="success_weighted", args={**BUCKETS.args, "decay": 1.0, "floor": 0.01}))
+    sampler.observe(outcomes("calls=2", *[1.0] * 18) + outcomes("calls=[6, 8]", *[0.0] * 18))
+    found = shares(sampler)
+    assert found["calls=4"] == pytest.approx(1 / 1.38, abs=0.03)
+    assert found["calls=2"] == pytest.approx(0.19 / 1.38, abs=0.03)
+    assert sampler.metrics()["calls=2/success"] == pytest.approx(0.95)
+    lifted = make_sampler(Choice(name="success_weighted", args={**BUCKETS.args, "decay": 1.0, "floor": 0.5}))
+    lifted.observe(outcomes("calls=2", *[1.0] * 18))
+    assert shares(lifted)["calls=2"] == pytest.approx(0.5 / 2.5, abs=0.03)
+
+
+def test_old_outcomes_fade() -> None:
+    sampler = make_sampler(BUCKETS)
+    sampler.observe(outcomes("calls=2", *[0.0] * 50, *[1.0] * 50))
+    assert sampler.metrics()["calls=2/success"] > 0.9
+
+
+def test_a_pool_draws_its_tasks_by_their_numbers() -> None:
+    sampler = make_sampler(Choice(name="success_weighted", args={"pool": 4}))
+    sampler.observe(outcomes("0", *[1.0] * 30))
+    seeds = Counter(sampler.choose(7, index).seed for index in range(2000))
+    assert set(seeds) == {0, 1, 2, 3} and seeds[0] < min(seeds[1], seeds[2], seeds[3]) / 2
+
+
+def test_stages_advance_when_the_last_groups_were_good_enough_and_never_go_back() -> None:
+    sampler = make_sampler(STAGES)
+    assert shares(sampler) == {"0": 1.0}
+    sampler.observe(outcomes("0", 0.0, 0.9))
+    assert sampler.metrics()["stage"] == 0  # good enough, but two groups are no window of three
+    sampler.observe(outcomes("0", 0.0))
+    assert sampler.metrics()["stage"] == 1
+    sampler.observe(outcomes("0", 1.0, 1.0, 1.0))  # late ones of the stage before say nothing about this one
+    sampler.observe(outcomes("1", 0.2, 0.2, 0.2))
+    assert sampler.metrics() == {"stage": 1.0, "stage_success": pytest.approx(0.2)}
+    found = shares(sampler)
+    assert found["0"] == pytest.approx(0.25, abs=0.03) and found["1"] == pytest.approx(0.75, abs=0.03)
+    sampler.observe(outcomes("1", 0.9, 0.9, 0.9) + outcomes("2", 0.0, 0.0, 0.0))
+    assert sampler.metrics()["stage"] == 2
+    assert {sampler.choose(1, i).bucket for i in range(200)} == {"0", "1", "2"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([BUCKETS, STAGES]), st.lists(st.floats(0, 1), max_size=30), st.randoms(use_true_random=False))
+def test_neither_arrival_order_nor_a_resume_changes_what_is_drawn(choice: Choice, successes: list[float], rng: Any) -> None:
+    def source() -> TaskSource:
+        return TaskSource(ENV, make_sampler(choice), choice.name, 3)
+
+    straight, shuffled = source(), source()
+    for start in range(0, len(successes), 5):
+        part = list(enumerate(successes))[start : start + 5]
+        for one, order in ((straight, part), (shuffled, rng.sample(part, len(part)))):
+            drawn = [one.draw(index) for index, _ in part]
+            assert drawn == [straight.sampler.choose(3, index) for index, _ in part]
+            for index, success in order:
+                one.finished(index, success)
+        # At any moment, here with outcomes that the sampler does not know yet.
+        kept = json.loads(json.dumps(shuffled.to_json()))
+        shuffled = source()
+        shuffled.load_json(kept)
+        straight.update()
+        shuffled.update()
+    assert straight.to_json() == shuffled.to_json()
+    assert [straight.draw(i) for i in range(100, 120)] == [shuffled.draw(i) for i in range(100, 120)]
+
+
+def collector(renderer: Renderer, sampler: Choice, *, delay: float = 0.0, seed: int = 0, **rollout: Any) -> Collector:
+    engine = FaultyEngine(renderer.stop_token_ids[0], max_delay=delay, seed=seed)
+    config = RolloutConfig(**{"groups": 3, "group_size": 2, "max_turns": 2, "sampler": sampler, **rollout})
+    return Collector(ENV, Policy(engine, renderer), compile_spec(LENGTH), config, context=2048, seed=0)
+
+
+async def steps(collect: Collector, updates: int) -> list[Group]:
+    found = []
+    for _ in range(updates):
+        groups = await collect.collect()
+        found += groups
+        collect.trained(groups)
+        await collect.publish([])
+    return found
+
+
+def tasks(groups: list[Group]) -> list[Any]:
+    return [(group.index, group.task_seed, len(group.trajectories[0].task.gold["calls"])) for group in groups]
+
+
+@pytest.mark.parametrize("sampler", [BUCKETS, STAGES], ids=lambda choice: choice.name)
+def test_k_updates_a_resume_and_k_more_are_2k(renderer: Renderer, sampler: Choice) -> None:
+    """With groups filtered and replaced in between, and with other delays: what comes first does not matter."""
+
+    async def whole() -> tuple[list[Group], dict[str, float]]:
+        collect = collector(renderer, sampler, filter_zero_variance=True)
+        groups = await steps(collect, 8)
+        await collect.close()
+        return groups, collect.metrics()
+
+    async def broken() -> tuple[list[Group], dict[str, float]]:
+        first = collector(renderer, sampler, delay=0.004, seed=1, filter_zero_variance=True)
+        groups = await steps(first, 4)
+        state = json.loads(json.dumps(first.to_json()))
+        await first.close()
+        again = collector(renderer, sampler, delay=0.004, seed=2, filter_zero_variance=True)
+        again.load_json(state)
+        await again.publish([])
+        groups += await steps(again, 4)
+        await again.close()
+        return groups, again.metrics()
+
+    (straight, numbers), (resumed, same) = asyncio.run(whole()), asyncio.run(broken())
+    assert tasks(straight) == tasks(resumed) and numbers == same
+    assert len({calls for *_, calls in tasks(straight)}) > 1, "one kind of task only: nothing was sampled"
+
+
+def test_a_group_that_ran_at_the_checkpoint_gets_its_task_again(renderer: Renderer) -> None:
+    async def scenario() -> tuple[list[Any], list[Any]]:
+        first = collector(renderer, STAGES, max_staleness=1)
+        first.policy.engine.stuck = ("g1.", "g4.")  # type: ignore[attr-defined]
+        await steps(first, 1)
+        drawn = [(index, choice.seed) for index, choice in first.tasks._drawn.items()]
+        state = json.loads(json.dumps(first.to_json()))
+        await first.close()
+        again = collector(renderer, STAGES, max_staleness=1)
+        again.load_json(state)
+        await again.policy.engine.pause()
+        await again.policy.engine.publish(1, [])
+        await again.policy.engine.resume()
+        again.tasks.sampler.observe(outcomes("0", 1.0, 1.0, 1.0))  # it would choose otherwise by now
+        groups = await steps(again, 2)
+        await again.close()
+        return drawn, [(index, seed) for index, seed, _ in tasks(groups)]
+
+    drawn, ran = asyncio.run(scenario())
+    assert {index for index, _ in drawn} >= {1, 4} and set(drawn) <= set(ran)
+
+
+def test_another_sampler_does_not_take_up_a_checkpoint(renderer: Renderer) -> None:
+    state = collector(renderer, BUCKETS).to_json()
+    with pytest.raises(ConfigError, match="written with 'success_weighted', but the config names 'uniform'"):
+        collector(renderer, UNIFORM).load_json(state)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "said"),
+    [
+        ("weigthed", {}, "did you mean"),
+        ("staged", {}, "'stages' is required"),
+        ("staged", {"stages": []}, "stages is empty"),
+        ("staged", {"stages": [{"calls": 2}], "treshold": 0.5}, "did you mean 'threshold'"),
+        ("staged", {"stages": [{"calls": 2}], "threshold": 1.5}, "less than or equal to 1"),
+        ("staged", {"stages": [{"calls": 2}, {"calls": 99}]}, "env.params = {'calls': 99}"),
+        ("staged", {"stages": [{"cals": 2}]}, "cals"),
+        ("success_weighted", {}, "set one of args.buckets"),
+        ("success_weighted", {"pool": 3, "buckets": [{"calls": 2}]}, "set one of args.buckets"),
+        ("success_weighted", {"buckets": [{"calls": 2}, {"calls": 2}]}, "the same"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_run(name: str, args: dict[str, Any], said: str) -> None:
+    config = TrainConfig.model_validate({"env": {"id": "key_value"}, "rollout": {"sampler": {"name": name, "args": args}}})
+    with pytest.raises(ConfigError) as caught:
+        check_rollout(config, EnvRef.of(config))
+    assert said in str(caught.value)
