@@ -188,12 +188,13 @@ class Replicas:
     def _died(self, replica: Replica, cause: str) -> ReplicaDeadError:
         """Record a death once, however many requests hear of it, and start another while that is allowed."""
         if replica.cause is None:
-            replica.cause = f"{replica.name} died: {cause}"
+            told = " ".join(cause.split())  # Ray writes a paragraph
+            replica.cause = f"{replica.name} died: {told[:400]}"
             ray.kill(replica.actor)  # the process may outlive the engine inside it
             if self._started and self._respawns < self._max_respawns:
                 self._respawns += 1
-                log.warning("%s; starting it again (%d of max_respawns = %d)", replica.cause, self._respawns,
-                            self._max_respawns)  # fmt: skip
+                log.warning("%s; its %d requests move, and it is started again (%d of max_respawns = %d)",
+                            replica.cause, replica.in_flight, self._respawns, self._max_respawns)  # fmt: skip
                 task = asyncio.create_task(self._respawn(replica), name=f"respawn {replica.name}")
                 self._coming.add(task)
                 task.add_done_callback(self._coming.discard)
