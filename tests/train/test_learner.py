@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from conftest import SMALL
 from train_batches import make_batch, trajectories
 
 from agentrl.algorithm.anchors import anchors_of
@@ -29,6 +30,7 @@ from agentrl.config.schema import (
 from agentrl.errors import ConfigError
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
+from agentrl.train.init_model import init_model
 from agentrl.train.learner import Learner, check_learner, steered, with_advantages
 from agentrl.train.picks import token_noise, with_picks
 from agentrl.train.plan import placed
@@ -77,6 +79,17 @@ def test_values_are_at_the_sampled_tokens_and_start_at_zero(tiny: str) -> None:
     critics.run(Critic.init_model, tiny, ModelConfig(), OptimConfig(), CriticConfig())
     batch = make_batch(5)
     assert not critics.run(Critic.compute_values, batch)["values"].values().any()
+
+
+def test_a_critic_of_another_model(tiny: str, tmp_path: Path) -> None:
+    other = str(init_model(SMALL.model_copy(update={"hidden": 16}), tmp_path / "other", seed=1))
+    sizes = []
+    for path in (None, other):
+        learner = opened(tiny, config_of(algorithm=GAE, critic=CriticConfig(path=path)))
+        assert asyncio.run(learner.step(own_logprobs(learner), 0))["grad_norm"] > 0
+        learner.critics.run(Critic.save, str(tmp_path / "c"))  # type: ignore[union-attr]
+        sizes.append(sum(file.stat().st_size for file in (tmp_path / "c").glob("*.distcp")))
+    assert sizes[1] < sizes[0]
 
 
 def test_critic_warm_up_leaves_the_policy(tiny: str) -> None:
@@ -220,7 +233,7 @@ def test_every_key_of_the_critic_changes_its_values(tiny: str) -> None:
         ({"critic": CriticConfig()}, "has no use for it"),
         ({"algorithm": AlgorithmConfig(kl=KlConfig(target=1.0))}, "must be above 0"),
         ({"algorithm": AlgorithmConfig(correction=Choice(name="masked"))}, "recompute"),
-        ({"algorithm": AlgorithmConfig(advantage=Choice(name="remax"))}, "column"),
+        ({"algorithm": AlgorithmConfig(advantage=Choice(name="multi_reward"))}, "terms"),
         ({"algorithm": AlgorithmConfig(loss=Choice(name="ppo_clop"))}, "ppo_clip"),
     ],
 )

@@ -1,0 +1,39 @@
+"""Configs of the shelf: each passes the checks of a run; DAPO's overlong shaping is the paper's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentrl.catalog import EnvRef
+from agentrl.config import load_config
+from agentrl.run.session import build_scorer, check
+from agentrl.trajectory import Message, Task, TokenLedger, Trajectory, Turn
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_a_config_of_the_shelf_can_run(path: Path) -> None:
+    check(load_config(path))
+
+
+def answered(text: str, tokens: int) -> Trajectory:
+    ledger = TokenLedger()
+    ledger.append_context([5], 0)
+    ledger.append_sampled([6] * tokens, [-1.0] * tokens, [0] * tokens, 0)
+    message = Message("assistant", text)
+    turn = Turn(0, message, ledger=0, end=tokens, sampled_tokens=tokens)
+    return Trajectory("KeyValue-v0", Task("t", 0, gold={"answer": "7"}), messages=[message], turns=[turn], ledgers=[ledger])
+
+
+@pytest.mark.parametrize(("tokens", "penalty"), [(3, 0.0), (96, 0.0), (104, -0.25), (112, -0.5), (128, -1.0), (500, -1.0)])
+def test_overlong_answers_are_punished_softly(tokens: int, penalty: float) -> None:
+    """(L_max - L_cache - length) / L_cache between the two, L_max = 128, L_cache = 32 (DAPO, equation 13)."""
+    config = load_config(ROOT / "configs" / "dapo.toml")
+    scorer = build_scorer(config, EnvRef.of(config))
+    assert scorer.range[1] == 1.0
+    assert scorer.score(answered("7", tokens)).value == pytest.approx(1 + penalty)
+    assert scorer.score(answered("8", tokens)).value == pytest.approx(penalty)
