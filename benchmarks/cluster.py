@@ -12,6 +12,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -29,13 +30,16 @@ from bench_workers import Taker
 from light_workers import Bare, Idle
 
 from agentrl.batch.rows import build, jagged, select
+from agentrl.batch.sharing import with_trees
 from agentrl.cluster.future import Pending
 from agentrl.cluster.group import Backend, WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.cluster.shipment import Shipment
-from agentrl.config.schema import ClusterConfig
+from agentrl.config.schema import AlgorithmConfig, ClusterConfig, InitModelConfig, ModelConfig, OptimConfig
+from agentrl.train.actor import Actor
+from agentrl.train.init_model import init_model
 
 MIB = 1 << 20
 TOKEN_BYTES = 8 + 1 + 4 + 4 + 4 + 4
@@ -166,69 +170,50 @@ class _Done(Pending):
 
 
 def scale(rows: int) -> dict[str, float]:
-    """Controller CPU time of one sharded step for 8 to 1024 simulated workers."""
+    """Controller CPU time of one step's calls for 8 to 1024 simulated workers: a pass over all rows, and an
+    update of four minibatches (shuffled, each balanced over the ranks), in groups of 8 that begin alike."""
     batch = make_batch(rows, 20)
+    sampled = batch["sampled"]
+    batch["group"] = torch.arange(rows) // 8
+    batch["advantages"] = jagged(torch.ones(len(sampled.values())), sampled.offsets())
+    algorithm = AlgorithmConfig(minibatch=-(-rows // 4))
     out: dict[str, float] = {}
     for workers in (8, 32, 128, 512, 1024):
-        group = WorkerGroup(Taker, "simulated", Mesh.of(None, workers), Simulated())
+        passes = WorkerGroup(Taker, "simulated", Mesh.of(None, workers), Simulated())
+        updates = WorkerGroup(Actor, "simulated", Mesh.of(None, workers), Simulated())
         begun = time.process_time()
-        group.run(Taker.take, batch)
+        passes.run(Taker.take, batch)
+        updates.run(Actor.update, with_trees(batch, "auto"), algorithm)
         out[f"controller_s_{workers}"] = time.process_time() - begun
     out["growth_8_to_1024"] = out["controller_s_1024"] / out["controller_s_8"]
     return out
 
 
 def prefix(prompt: int, members: int, response: int, times: int) -> dict[str, float]:
-    """Forward and backward of one group, prompt computed once against packed `members` times."""
-    from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
-    from transformers.masking_utils import AttentionMaskInterface
-
-    from agentrl.batch import pack
-    from agentrl.batch.prefix import share
-    from agentrl.batch.prefix_attention import branches, shared_attention
-    from agentrl.train.attention import PACKED, packed_rows, register
-
-    def shared(module: Any, q: Any, k: Any, v: Any, mask: Any, *, layout: Any, scaling: Any = None, **_: Any) -> Any:
-        return shared_attention(*(x[0].transpose(0, 1) for x in (q, k, v)), layout, scaling)[None], None
-
-    register()
-    AttentionInterface.register("shared_prefix", shared)
-    AttentionMaskInterface.register("shared_prefix", lambda *_, **__: None)
-    config = Qwen3Config(vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
-                         num_attention_heads=8, num_key_value_heads=4, head_dim=32)
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config)
+    """An update on one group (forward, backward, optimizer step), its prompt computed once against packed
+    `members` times; and how far the logprobs of the two lie apart."""
     rng = np.random.default_rng(1)
-    head = rng.integers(0, 512, prompt)
-    texts = [np.concatenate((head, rng.integers(0, 512, response))) for _ in range(members)]
+    head = rng.integers(7, 390, prompt)
+    texts = [np.concatenate((head, rng.integers(7, 390, response))) for _ in range(members)]
     offsets = torch.arange(members + 1) * (prompt + response)
-    batch = build({"token_ids": jagged(torch.from_numpy(np.concatenate(texts)), offsets),
+    flat = torch.from_numpy(np.concatenate(texts))
+    sampled = torch.arange(len(flat)) % (prompt + response) >= prompt
+    columns = {"sampled": sampled, "logprobs": -6.0 * sampled, "advantages": 1.0 * sampled}
+    batch = build({"token_ids": jagged(flat, offsets), **{n: jagged(v, offsets) for n, v in columns.items()},
                    "group": torch.zeros(members, dtype=torch.int64)}, members)
-    plain, made = pack(batch, range(members)), share(batch, range(members))
-    targets = (plain["position_ids"] >= prompt).nonzero().squeeze(1)
-
-    def step(ids: torch.Tensor, positions: torch.Tensor, at: torch.Tensor, **how: Any) -> torch.Tensor:
-        hidden = model.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **how)
-        logits = model.lm_head(hidden.last_hidden_state[0][at])
-        logprobs = logits.log_softmax(-1).gather(1, plain["token_ids"][targets][:, None])
-        model.zero_grad()
-        logprobs.mean().backward()
-        return logprobs.detach()
-
-    def packed() -> torch.Tensor:
-        model.set_attn_implementation(PACKED)
-        rows = packed_rows(plain["cu_seqlens"].to(torch.int64))
-        return step(plain["token_ids"], plain["position_ids"], targets - 1, packed=rows)
-
-    def once() -> torch.Tensor:
-        model.set_attn_implementation("shared_prefix")
-        made = share(batch, range(members))
-        return step(made.token_ids, made.position_ids, made.at[targets - 1], layout=branches(made.spans))
-
-    difference = float((packed() - once()).abs().max())
-    slow, fast = best(packed, times), best(once, times)
-    return {"packed_s": slow, "shared_s": fast, "packed_over_shared": slow / fast, "token_ratio": made.ratio,
-            "logprob_difference": difference}
+    shared = with_trees(batch, "on")
+    model = InitModelConfig(layers=4, hidden=256, mlp=768, heads=8, kv_heads=4, head_dim=32)
+    with tempfile.TemporaryDirectory() as folder:
+        actor = launch(Actor, backend="inline")
+        path = str(init_model(model, Path(folder) / "model", seed=0))
+        actor.run(Actor.init_model, path, ModelConfig(), OptimConfig(lr=1e-6, micro_tokens=1 << 16))
+    found = [actor.run(Actor.compute_logprob, rows)["logprobs"].values() for rows in (batch, shared)]
+    algorithm = AlgorithmConfig(minibatch=members)
+    slow = best(lambda: actor.run(Actor.update, batch, algorithm), times)
+    ratio = actor.run(Actor.update, shared, algorithm)["prefix_ratio"]
+    fast = best(lambda: actor.run(Actor.update, shared, algorithm), times)
+    return {"packed_s": slow, "shared_s": fast, "packed_over_shared": slow / fast, "token_ratio": ratio,
+            "logprob_difference": float((found[0] - found[1]).abs().max())}
 
 
 def main() -> None:

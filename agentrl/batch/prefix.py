@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from agentrl.batch.rows import Rows, columns, is_ragged, offsets_of, ragged_column, row_index
+from agentrl.batch.rows import Rows, offsets_of, row_index
 
 WORTH = 1.5
 """From this ratio of plain to shared tokens on, sharing is faster than packing; forward and backward on a
@@ -158,22 +158,6 @@ def share(batch: TensorDict, rows: Rows, trees: Sequence[Tree] | None = None) ->
     )
 
 
-def worth_sharing(batch: TensorDict, rows: Rows) -> SharedPack | None:
-    """The shared layout where it wins (ratio of at least `WORTH`), else None."""
-    index = row_index(rows)
-    if len(index) < 2 or "group" not in batch.keys():  # noqa: SIM118 (a TensorDict iterates over rows)
-        return None
-    column = ragged_column(batch)
-    assert column is not None
-    counts = np.diff(offsets_of(column).numpy())[index]
-    trees = find_trees(batch, index)
-    saved = sum((len(tree.rows) - 1) * tree.prefix for tree in trees)
-    plain = int(counts.sum())
-    if plain < WORTH * (plain - saved):
-        return None
-    return share(batch, index, trees)
-
-
 def visible(spans: torch.Tensor) -> torch.Tensor:
     """Who sees whom: bool [U, U], row = query. For tests and small inputs; it is quadratic."""
     size = int(spans[-1, 3])
@@ -182,11 +166,3 @@ def visible(spans: torch.Tensor) -> torch.Tensor:
         mask[start:stop, first:last] = True
         mask[start:stop, start:stop] = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
     return mask
-
-
-def shared_columns(batch: TensorDict, rows: Rows) -> dict[str, torch.Tensor]:
-    """The ragged columns of `rows` in plain order [T], beside a SharedPack's `at`."""
-    from agentrl.batch.pack import pack
-
-    packed = pack(batch, rows)
-    return {name: packed.get(name) for name, value in columns(batch) if is_ragged(value)}

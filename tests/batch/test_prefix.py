@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.batch.pack import pack
-from agentrl.batch.prefix import Tree, find_trees, share, visible, worth_sharing
+from agentrl.batch.prefix import Tree, find_trees, share, visible
 from agentrl.batch.prefix_attention import branches, shared_attention
 from agentrl.batch.rows import build, jagged
+from agentrl.batch.sharing import token_ratio, with_trees
 
 SHORT = 2
 
@@ -82,15 +83,14 @@ def test_attention_equals_the_dense_mask(rows):
     assert torch.allclose(out, dense.transpose(0, 1), atol=1e-5)
 
 
-def test_worth_sharing_counts_tokens():
+def test_what_could_be_shared_counts_tokens():
     prompt = list(range(1, 41))
     batch = group_batch([prompt + [50 + i] * 10 for i in range(4)], [0] * 4)
-    made = worth_sharing(batch, range(4))
-    assert made is not None and made.ratio == 200 / 80
-    assert worth_sharing(batch, [0]) is None
-    assert (
-        worth_sharing(group_batch([prompt[:20] + [50 + i] * 60 for i in range(4)], [0] * 4), range(4)) is None
-    )
+    found = with_trees(batch, "auto")
+    assert token_ratio(found) == 200 / 80 and found["tree"].tolist() == [0] * 4
+    assert token_ratio(batch) == 1.0 and with_trees(batch, "off") is batch
+    apart = group_batch([prompt + [50 + i] * 10 for i in range(4)], [0, 1, 2, 3])
+    assert with_trees(apart, "on") is apart
 
 
 @pytest.mark.slow
