@@ -92,7 +92,8 @@ def record(
     reward = sum(t.reward for t in scored if t.reward is not None) / len(scored)
     values: dict[str, Any] = {
         "success": success, "reward": reward, "scored": len(scored), "unscored": len(members) - len(scored),
-        "tokens": tokens, "turns": sum(len(t.turns) for t in members) / len(members), **update,
+        "tokens": tokens, "turns": sum(len(t.turns) for t in members) / len(members),
+        "rewrites": sum(len(t.rewrites) for t in members) / len(members), **update,
         **session.collector.metrics(),
         **{f"groups/{state}": count for state, count in session.collector.ledger.counts().items()},
         **{f"time/{name}": seconds for name, seconds in clock.laps.items()},

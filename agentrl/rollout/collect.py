@@ -23,6 +23,7 @@ from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode, sc
 from agentrl.rollout.evaluate import full_marks
 from agentrl.rollout.ledger import GroupLedger, GroupState
 from agentrl.rollout.pieces import make_sampler
+from agentrl.rollout.sampler.base import TaskChoice
 from agentrl.rollout.sampler.source import TaskSource
 from agentrl.rollout.seeds import derive
 from agentrl.trajectory import Group, Trajectory
@@ -136,7 +137,7 @@ class Collector:
 
     def _admit(self) -> None:
         while (index := self.ledger.admit()) is not None:
-            task = asyncio.create_task(self._run_group(index), name=f"group {index}")
+            task = asyncio.create_task(self._run_group(index, self.tasks.draw(index)), name=f"group {index}")
             task.add_done_callback(lambda _: self._changed.set())
             self._tasks[index] = task
 
@@ -160,8 +161,7 @@ class Collector:
         if not task.cancelled() and task.exception() is not None:
             log.error("%s broke while it was cancelled", task.get_name(), exc_info=task.exception())
 
-    async def _run_group(self, index: int) -> None:
-        choice = self.tasks.draw(index)
+    async def _run_group(self, index: int, choice: TaskChoice) -> None:
         group = await self._group(index, choice.seed, self.tasks.env_of(choice))
         if self.scorer.compares:
             await score_group(group.trajectories, self.scorer)

@@ -136,6 +136,7 @@ class _Episode:
         self.limits = limits
         self.ledgers = [TokenLedger()]
         self.shown: list[Message] = []
+        self.fork, self.suffix = False, list[int]()
         self.rewrites: list[dict[str, Json]] = []
         self.record: Trajectory | None = None
         self.engine_s = 0.0
@@ -159,6 +160,7 @@ class _Episode:
             room, reason = self._room()
             if room <= 0:
                 return reason
+            self._extend(turn)
             prompt_tokens = len(self.ledger)
             generation = await self._generate(room, turn)
             message = renderer.parse(generation.token_ids, generation.finish)
@@ -182,7 +184,7 @@ class _Episode:
         self, generation: Generation, message: Message, observation: Sequence[Message],
         history: Sequence[Message] | None,
     ) -> None:
-        """Put what the environment answered into the ledger, and `message`'s turn is over.
+        """Make the next prompt of what the environment answered; it goes into the ledger when the model sees it.
 
         Where the conversation is rewritten (by the environment's `history`, by the context policy, or by a chat
         template that drops old reasoning), another ledger begins with it as context. What was sampled before
@@ -205,9 +207,14 @@ class _Episode:
             known = {id(message) for message in before}
             added = [{"role": m.role, "content": m.content} for m in self.shown if id(m) not in known]
             self.rewrites.append({"turn": turn, "ledger": len(self.ledgers), "tokens": len(ids), "added": added})
-        if fork:
+        self.fork, self.suffix = fork, ids
+
+    def _extend(self, turn: int) -> None:
+        """The next prompt, into the ledger or a new one."""
+        if self.fork:
             self.ledgers.append(TokenLedger())
-        self.ledger.append_context(ids, turn)
+        self.ledger.append_context(self.suffix, turn)
+        self.fork, self.suffix = False, []
 
     async def _ask(
         self, generation: Generation, message: Message, observation: Sequence[Message], instruction: Message,
@@ -231,9 +238,8 @@ class _Episode:
                 break
         if room < 1:
             return None
-        if fork:
-            self.ledgers.append(TokenLedger())
-        self.ledger.append_context(ids, turn)
+        self.fork, self.suffix = fork, ids
+        self._extend(turn)
         answer = await self._generate(room, turn, "summary")
         return renderer.parse(answer.token_ids, answer.finish).content
 
@@ -261,7 +267,8 @@ class _Episode:
 
     def _room(self) -> tuple[int, StopReason]:
         """Tokens that the next turn may sample, and why the episode ends where none are left."""
-        episode, context = self._budget(), self.limits.context - len(self.ledger)
+        episode = self._budget() - len(self.suffix)
+        context = self.limits.context - len(self.suffix) - (0 if self.fork else len(self.ledger))
         reason = StopReason.MAX_TOKENS if episode <= context else StopReason.CONTEXT_FULL
         return min(self.limits.max_turn_tokens, episode, context), reason
 
@@ -313,8 +320,6 @@ class _Episode:
         else:
             await self.env.aend(stop, error)
             trajectory = self.record
-        while len(self.ledgers) > 1 and not self.ledger.sampled.any():
-            self.ledgers.pop()  # begun for a turn that never came
         trajectory.ledgers = [ledger for ledger in self.ledgers if len(ledger)]
         trajectory.rewrites = self.rewrites
         trajectory.seed, trajectory.member = self.spec.seed, self.spec.member

@@ -19,6 +19,7 @@ from agentrl.reward import Scorer, compile_spec, load_spec
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import Policy
+from agentrl.rollout.ledger import GroupState
 from agentrl.trajectory import Group, StopReason
 
 from .conftest import FaultyEngine
@@ -53,16 +54,19 @@ def fingerprint(batches: list[list[Group]]) -> list[Any]:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.4]), st.sampled_from([0.0, 0.004]), st.integers(0, 2**30),
-    st.integers(0, 1), st.sampled_from([1.0, 1.5, 3.0]), st.sampled_from([1.0, 1.3, 2.0]),
+    st.integers(0, 1), st.sampled_from([1.0, 1.5, 3.0]), st.sampled_from([1.0, 1.3, 2.0]), st.integers(0, 4),
 )
-def test_invariants_under_failures_delays_and_oversampling(
+def test_invariants_under_failures_delays_oversampling_and_a_resume(
     renderer: Renderer, eta: int, fail: float, delay: float, seed: int, retries: int, groups_more: float,
-    members_more: float,
+    members_more: float, killed_at: int,
 ) -> None:
-    async def scenario() -> None:
+    def start() -> tuple[FaultyEngine, Collector]:
         engine = FaultyEngine(renderer.stop_token_ids[0], fail=fail, max_delay=delay, seed=seed)
-        collect = collector(renderer, engine, max_staleness=eta, retries=retries, oversample=groups_more,
-                            oversample_members=members_more)
+        return engine, collector(renderer, engine, max_staleness=eta, retries=retries, oversample=groups_more,
+                                 oversample_members=members_more)  # fmt: skip
+
+    async def scenario() -> None:
+        engine, collect = start()
         seen: set[int] = set()
         for update in range(4):
             groups = await collect.collect()
@@ -83,8 +87,18 @@ def test_invariants_under_failures_delays_and_oversampling(
                 for member in group.trajectories:
                     assert (member.reward is None) == member.stop.infrastructure
             collect.trained(groups)
+            if update == killed_at:
+                state = json.loads(json.dumps(collect.to_json()))
+                await collect.close()
+                assert engine.running == 0
+                engine, collect = start()
+                collect.load_json(state)
             await collect.publish([])
             assert sum(collect.ledger.counts().values()) == collect.ledger.dispatched
+        counts = collect.ledger.counts()
+        assert counts["trained"] == len(seen) == 8
+        assert set(collect.tasks._drawn) == {e.index for e in collect.ledger._entries.values()
+                                             if e.state is GroupState.RUNNING} | set(collect.ledger._again)  # fmt: skip
         await collect.close()
         assert engine.running == 0, "a cancelled episode left its request behind"
 
@@ -249,6 +263,7 @@ def test_groups_that_are_too_old_after_a_resume_are_replaced_at_once(renderer: R
         # The config was changed between the two: what was sampled one version ago may not be trained any more.
         again = collector(renderer, FaultyEngine(stop), max_staleness=0, stall_timeout=2.0)
         again.load_json(state)
+        await again.publish([])
         groups = await again.collect()
         await again.close()
         return [group.index for group in groups]
@@ -271,6 +286,7 @@ def test_complete_groups_survive_a_resume_and_none_is_skipped(renderer: Renderer
         engine = FaultyEngine(stop)
         again = collector(renderer, engine, max_staleness=1)
         again.load_json(state)
+        await again.publish([])
         batches = await run(again, 3)
         assert sorted(group.index for groups in batches for group in groups) == [2, 3, 4, 5, 6, 7]
         assert [row["index"] for row in waiting] == [3]
