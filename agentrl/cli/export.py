@@ -7,6 +7,7 @@ import argparse
 EPILOG = """examples:
   agentrl export runs/quickstart models/mine              the newest checkpoint
   agentrl export runs/quickstart models/step20 --step 20  that of one step
+  agentrl export runs/quickstart models/best --best       the best by held-out evaluation
 
 The folder holds config, weights and tokenizer; plain transformers and vLLM load it.
 """
@@ -22,7 +23,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("run_folder", help="a run folder", metavar="RUN")
     parser.add_argument("out", help="where to write the model; must not exist, or be empty", metavar="OUT")
-    parser.add_argument("--step", type=int, default=None, help="which checkpoint (default: the newest)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, default=None, help="which checkpoint (default: the newest)")
+    which.add_argument("--best", action="store_true", help="the checkpoint that was evaluated best")
     parser.set_defaults(run=run)
 
 
@@ -30,6 +33,6 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0; a missing run or checkpoint, or a folder in the way, is a UserError."""
     from agentrl.train.export import export_run
 
-    step = export_run(args.run_folder, args.out, args.step)
+    step = export_run(args.run_folder, args.out, args.step, best=args.best)
     print(f"wrote the model of step {step} to {args.out}")
     return 0

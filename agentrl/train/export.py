@@ -14,8 +14,9 @@ from agentrl.train.optim import adamw
 from agentrl.train.state import load_state
 
 
-def export_run(run: str | Path, out: str | Path, step: int | None = None) -> int:
-    """Write the checkpoint of `step` (the newest by default) of a run folder to `out`; returns its step.
+def export_run(run: str | Path, out: str | Path, step: int | None = None, *, best: bool = False) -> int:
+    """Write the checkpoint of `step` (the newest by default, with `best` the one that was evaluated best) of
+    a run folder to `out`; returns its step.
 
     Raises CheckpointError where there is no such checkpoint, ModelError where `out` is in use.
     """
@@ -25,6 +26,11 @@ def export_run(run: str | Path, out: str | Path, step: int | None = None) -> int
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError(f"{target}: in the way; give a path that does not exist")
     checkpoints = Checkpoints(folder / "checkpoints", keep=1)
+    if best:
+        top = checkpoints.best()
+        if top is None:
+            raise CheckpointError(f"{folder}: no checkpoint was evaluated (eval.every is 0, or no evaluation came yet)")
+        step = top[0]
     chosen = checkpoints.newest() if step is None else checkpoints.at(step)
     if chosen is None:
         raise CheckpointError(f"{folder}: the run has no checkpoint yet")

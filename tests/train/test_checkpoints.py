@@ -85,6 +85,26 @@ def test_the_same_step_again_replaces(tmp_path: Path) -> None:
     assert (tmp_path / "step_000005" / "other").is_file()
 
 
+def test_a_torn_manifest_never_counts(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=3, keep_best=1)
+    for step in (1, 2):
+        write(checkpoints, step)
+    checkpoints.rate(1, 0.5)
+    assert checkpoints.best() == (1, 0.5)
+    (tmp_path / "step_000001" / MANIFEST).write_text('{"step": 1, "fi')
+    assert checkpoints.best() is None and checkpoints.newest() == tmp_path / "step_000002"
+    with pytest.raises(CheckpointError):
+        checkpoints.rate(1, 0.9)
+
+
+def test_equal_scores_keep_the_newer(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1, keep_best=1)
+    for step, score in ((1, 0.5), (2, 0.5), (3, 0.1)):
+        with checkpoints.writing(step, score) as folder:
+            (folder / "x").write_text("x")
+    assert names(tmp_path) == ["step_000002", "step_000003"]
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -51,6 +51,20 @@ def test_export_is_the_model_of_that_step(run_folder: Path, tmp_path: Path, step
     assert not all(torch.equal(found[name], other[name]) for name in other)
 
 
+def test_the_best_is_the_one_that_was_evaluated_best(run_folder: Path, tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["export", str(run_folder), str(tmp_path / "best"), "--best"])
+    with pytest.raises(CheckpointError, match="no checkpoint was evaluated"):
+        args.run(args)
+    checkpoints = Checkpoints(run_folder / "checkpoints", keep=2, keep_best=1)
+    checkpoints.rate(2, 0.25)
+    checkpoints.rate(1, 0.75)
+    assert args.run(args) == 0
+    found, direct = weights(tmp_path / "best"), weights(run_folder / "direct1")
+    assert all(torch.equal(found[name], direct[name]) for name in direct)
+
+
 def test_command_and_errors(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
