@@ -11,6 +11,7 @@ from agentrl.rollout.episode import Policy
 from agentrl.rollout.pieces import make_context, make_sampler
 from agentrl.rollout.sampler.base import TaskChoice
 from agentrl.rollout.sampler.source import TaskSource
+from agentrl.run.engines import API, make_api_engine
 from agentrl.train.pretrained import model_context
 
 
@@ -43,12 +44,14 @@ def make_policy(config: TrainConfig, engine: Engine, renderer: Renderer, tempera
 
 
 def make_writer(config: TrainConfig) -> Policy | None:
-    """The API model that writes summaries, greedily; None where the policy itself does."""
-    if config.rollout.summary_model is None:
+    """The API model that writes summaries, greedily and asked as `api` says; None where the policy itself does."""
+    name = config.rollout.summary_model
+    if name is None:
         return None
-    from agentrl.backends.litellm import LiteLlmEngine
+    from agentrl.backends.litellm import Transcript
 
-    engine = LiteLlmEngine(config.rollout.summary_model)
+    asked = config.model_copy(update={"model": config.model.model_copy(update={"path": API + name})})
+    engine = make_api_engine(asked, Transcript())
     return Policy(engine, engine.renderer, temperature=0.0)
 
 
