@@ -202,7 +202,7 @@ def prefix(prompt: int, members: int, response: int, times: int) -> dict[str, fl
     batch = build({"token_ids": jagged(flat, offsets), **{n: jagged(v, offsets) for n, v in columns.items()},
                    "group": torch.zeros(members, dtype=torch.int64)}, members)
     shared = with_trees(batch, "on")
-    model = InitModelConfig(layers=4, hidden=256, mlp=768, heads=8, kv_heads=4, head_dim=32)
+    model = InitModelConfig(layers=4, hidden=256, mlp=768, heads=8, kv_heads=4, head_dim=32, init_std=0.2)
     with tempfile.TemporaryDirectory() as folder:
         actor = launch(Actor, backend="inline")
         path = str(init_model(model, Path(folder) / "model", seed=0))

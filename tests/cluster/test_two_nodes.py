@@ -58,8 +58,8 @@ again["actor"].close()
 
 class Replica:  # where a vLLM engine would start
     def __init__(self, options): ...
-    def start(self): return os.getpid()
-    def node(self): return __import__("ray").get_runtime_context().get_node_id()
+    async def start(self): return os.getpid()
+    async def node(self): return __import__("ray").get_runtime_context().get_node_id()
 
 def split(sampling):
     pools = {"train": PoolConfig(), "value": PoolConfig(), "sample": PoolConfig(per_node=sampling)}
