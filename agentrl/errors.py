@@ -44,6 +44,10 @@ class CheckpointError(UserError):
     """A checkpoint is missing, incomplete or does not fit the run."""
 
 
+class ReplayError(UserError):
+    """A replay asks for something else than what was recorded: names episode, call, expected and got."""
+
+
 class ToolError(AgentrlError):
     """A tool refuses its arguments or its task; the message goes to the model as the tool's answer."""
 

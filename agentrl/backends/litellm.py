@@ -3,40 +3,66 @@
 An API takes and gives messages, not token ids. To run in the same episode loop, `ApiRenderer` gives every
 message a number and `LiteLlmEngine` reads the conversation back from the numbers: one id stands for one
 message, nothing else. Such ledgers hold no tokens and no probabilities, so nothing can be trained on them:
-`publish` refuses. Budgets in tokens count messages here; bound such runs by turns.
+`publish` refuses. Budgets in tokens count messages here; bound such runs by turns. The provider's own count of
+tokens, and what they cost, come back as `Generation.usage`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import Mapping, Sequence
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from agentrl.backends.openai_chat import unique_ids, write_message
 from agentrl.errors import DependencyError, EngineError, RenderError, UserError
 from agentrl.render.base import Renderer
 from agentrl.render.toolcalls import call_from_json, malformed, strict_json
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, WeightBuckets
+from agentrl.reward.judge.client import _litellm as load_litellm
+from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Usage, WeightBuckets
 from agentrl.trajectory import Json, Message, ToolCall
 
 
 class Transcript:
-    """Numbers for messages: what the renderer and the engine of one API model share."""
+    """Numbers for messages: what the renderer and the engine of one API model share. Equal messages have one number.
 
-    def __init__(self) -> None:
-        self._entries: list[dict[str, Json]] = []
+    `on_new` hears of every new one; `entries` are known from the start, under their numbers.
+    """
+
+    def __init__(
+        self, entries: Mapping[int, dict[str, Json]] | None = None,
+        on_new: Callable[[int, Json], None] = lambda number, entry: None,
+    ) -> None:
+        self._entries: dict[int, dict[str, Json]] = dict(entries or {})
+        self._numbers = {_text(entry): number for number, entry in self._entries.items()}
+        self._next = max(self._entries, default=-1) + 1
+        self.on_new = on_new
 
     def add(self, entry: dict[str, Json]) -> int:
-        self._entries.append(entry)
-        return len(self._entries) - 1
+        """The number of the entry."""
+        text = _text(entry)
+        number = self._numbers.get(text)
+        if number is None:
+            number = self._numbers[text] = self._next
+            self._next += 1
+            self._entries[number] = entry
+            self.on_new(number, entry)
+        return number
 
     def get(self, number: int) -> dict[str, Json]:
         """Raises EngineError for an id that this transcript did not give."""
-        if not 0 <= number < len(self._entries):
+        if number not in self._entries:
             raise EngineError(f"{number} is no message of this API model's transcript")
         return self._entries[number]
+
+
+def _text(entry: Json) -> str:
+    return json.dumps(entry, sort_keys=True, ensure_ascii=False)
 
 
 class ApiRenderer(Renderer):
@@ -78,24 +104,30 @@ class LiteLlmEngine(Engine):
         concurrency: int = 32,
         timeout: float = 120.0,
         retries: int = 3,
+        backoff: float = 0.5,
+        max_wait: float = 60.0,
+        usd_per_million: tuple[float, float] | None = None,
         options: Mapping[str, Any] | None = None,
+        transcript: Transcript | None = None,
     ) -> None:
-        """`model` in litellm's form, such as `openai/gpt-5-mini`. `timeout` in seconds a call; `options` go
-        to litellm as they are (`api_base`, `api_key`, ...). Raises DependencyError without the extra."""
+        """`model` in litellm's form, such as `openai/gpt-5-mini`. `options` go to litellm as they are (`api_base`,
+        `api_key`, ...). Times in seconds: `timeout` bounds one attempt; between attempts it waits what the server's
+        Retry-After says, else `backoff` doubled each time; where it is to wait longer than `max_wait`, it gives up.
+        `usd_per_million`: (prompt, sampled) prices instead of litellm's. Raises DependencyError without the extra."""
         if importlib.util.find_spec("litellm") is None:
             raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
         self._model, self._options = model, dict(options or {})
-        self._timeout, self._retries = timeout, retries
+        self._timeout, self._retries, self._backoff, self._max_wait = timeout, retries, backoff, max_wait
+        self._prices = usd_per_million
         self._gate = asyncio.Semaphore(concurrency)
-        self._transcript = Transcript()
+        self._transcript = transcript or Transcript()
         self._running: dict[str, set[asyncio.Task[Any]]] = {}
-        self._prompt_tokens = self._sampled_tokens = 0
+        self._prompt_tokens = self._sampled_tokens = self._attempts = 0
         self.renderer = ApiRenderer(self._transcript)
 
     async def start(self) -> None:
-        import litellm
-
-        litellm.suppress_debug_info = True
+        # litellm takes seconds to import; other engines start meanwhile.
+        litellm = await asyncio.to_thread(load_litellm)
         litellm.telemetry = False
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
@@ -139,7 +171,8 @@ class LiteLlmEngine(Engine):
     async def stats(self) -> EngineStats:
         running = sum(len(tasks) for tasks in self._running.values())
         return EngineStats(
-            running=running, prompt_tokens=self._prompt_tokens, sampled_tokens=self._sampled_tokens
+            running=running, prompt_tokens=self._prompt_tokens, sampled_tokens=self._sampled_tokens,
+            extra={"attempts": self._attempts},
         )
 
     async def close(self) -> None:
@@ -149,33 +182,82 @@ class LiteLlmEngine(Engine):
     async def _ask(
         self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], sampling: Sampling
     ) -> Any:
-        import litellm
-
+        """The answer of the first attempt that gets one. Raises EngineError: its first word is the error's class."""
         options = {**self._options, **({"tools": tools} if tools else {})}
         if sampling.top_p < 1:
             options["top_p"] = sampling.top_p
-        async with self._gate:
+        for attempt in range(self._retries + 1):
             try:
-                return await litellm.acompletion(
-                    model=self._model,
-                    messages=messages,
-                    temperature=sampling.temperature,
-                    max_tokens=sampling.max_tokens,
-                    timeout=self._timeout,
-                    num_retries=self._retries,
-                    **options,
-                )
-            except Exception as problem:  # litellm's errors have no common base of their own
-                raise EngineError(f"{self._model}: {type(problem).__name__}: {problem}") from problem
+                async with self._gate:
+                    self._attempts += 1
+                    return await load_litellm().acompletion(
+                        model=self._model, messages=messages, temperature=sampling.temperature,
+                        max_tokens=sampling.max_tokens, timeout=self._timeout, num_retries=0, max_retries=0, **options,
+                    )
+            except Exception as problem:  # what litellm raises has no common base of its own
+                wait = self._wait(problem, attempt)
+                if wait is None:
+                    text = " ".join(str(problem).split())[:300]
+                    raise EngineError(
+                        f"{type(problem).__name__}: {self._model}: {text} ({attempt + 1} attempts)"
+                    ) from problem
+                await asyncio.sleep(wait)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _wait(self, problem: Exception, attempt: int) -> float | None:
+        """Seconds until the next attempt; None where there is none, or it would not help."""
+        import openai  # litellm's own dependency: its errors are openai's
+
+        passing = (openai.RateLimitError, openai.APIConnectionError, openai.InternalServerError)
+        if attempt == self._retries or not isinstance(problem, passing):
+            return None
+        wait = self._backoff * 2**attempt * random.uniform(0.75, 1.25)
+        if isinstance(problem, openai.APIStatusError):
+            wait = max(wait, retry_after(problem.response.headers) or 0.0)
+        return wait if wait <= self._max_wait else None
 
     def _read(self, answer: Any, turn: int) -> Generation:
+        if not answer.choices:
+            raise EngineError(f"NoAnswer: {self._model}: the response has no choices")
         choice = answer.choices[0]
         calls = tuple(_call(item, index) for index, item in enumerate(choice.message.tool_calls or []))
         message = unique_ids(Message("assistant", choice.message.content or "", calls), turn)
         number = self._transcript.add({"message": write_message(message), "turn": asdict(message)})
-        self._prompt_tokens += answer.usage.prompt_tokens
-        self._sampled_tokens += answer.usage.completion_tokens
-        return Generation([number], [0.0], [0], "length" if choice.finish_reason == "length" else "stop")
+        usage = Usage(answer.usage.prompt_tokens or 0, answer.usage.completion_tokens or 0, self._usd(answer))
+        self._prompt_tokens += usage.prompt_tokens
+        self._sampled_tokens += usage.sampled_tokens
+        finish: Finish = "length" if choice.finish_reason == "length" else "stop"
+        return Generation([number], [0.0], [0], finish, usage)
+
+    def _usd(self, answer: Any) -> float | None:
+        """What the call cost; None where nobody knows the price, or the provider counted nothing."""
+        usage = answer.usage
+        if not usage.prompt_tokens:
+            return None
+        if self._prices is not None:
+            prompt, sampled = self._prices
+            return float(usage.prompt_tokens * prompt + usage.completion_tokens * sampled) / 1e6
+        litellm = load_litellm()
+        names = (self._model, self._model.partition("/")[2])
+        known = next((name for name in names if "input_cost_per_token" in litellm.model_cost.get(name, {})), None)
+        # litellm's own sum knows the cheaper prices of cached prompt tokens.
+        return None if known is None else float(litellm.completion_cost(answer, model=known))
+
+
+def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> float | None:
+    """Seconds that a Retry-After header (RFC 9110, section 10.2.3: seconds or a date) asks to wait; None without one."""
+    text = headers.get("retry-after")
+    if text is None:
+        return None
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        pass
+    try:
+        until = parsedate_to_datetime(text)
+    except ValueError:
+        return None
+    return max(0.0, (until - (now or datetime.now(UTC))).total_seconds())
 
 
 def _call(item: Any, index: int) -> ToolCall:

@@ -13,7 +13,8 @@ from agentrl.trajectory import Json, Message, ToolCall
 
 _KNOWN = {
     "model", "messages", "tools", "tool_choice", "temperature", "top_p", "max_tokens", "max_completion_tokens",
-    "seed", "stream", "stream_options", "n", "user", "parallel_tool_calls", "store", "metadata",
+    "seed", "stream", "stream_options", "n", "user", "parallel_tool_calls", "store", "metadata", "stop", "logprobs",
+    "top_logprobs",
 }  # fmt: skip
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -46,6 +47,22 @@ def read_sampling(body: Mapping[str, Json], default: Sampling, stops: tuple[int,
         if body.get(name) is not None:
             changes[name] = body[name]
     return replace(default, **changes)
+
+
+def read_stops(body: Mapping[str, Json]) -> tuple[str, ...]:
+    """The request's stop strings. Raises RequestError where they are none."""
+    stop = body.get("stop")
+    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or len(stops) > 4 or not all(isinstance(text, str) and text for text in stops):
+        raise RequestError("stop: expected a string or up to 4 of them, none empty")
+    return tuple(stops)
+
+
+def wants_logprobs(body: Mapping[str, Json]) -> bool:
+    """Whether the request asks for log probabilities. Raises RequestError for those of other tokens."""
+    if body.get("top_logprobs"):
+        raise RequestError("top_logprobs: only 0 is supported; the engine tells the log probability of the sampled token alone")
+    return bool(body.get("logprobs"))
 
 
 def unique_ids(message: Message, turn: int) -> Message:

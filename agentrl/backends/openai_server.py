@@ -5,6 +5,9 @@ framework over it, is rolled out unchanged, and its tokens are recorded for trai
         client = openai.AsyncOpenAI(base_url=server.url("episode-1"), api_key="unused")
         ...                                   # the agent runs
         ledgers = server.take("episode-1").ledgers
+
+A streaming request gets its turn as a stream, but whole, when it is sampled: the engine protocol answers with whole
+turns, and tool calls can only be read from one.
 """
 
 from __future__ import annotations
@@ -15,15 +18,15 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from agentrl.backends.openai_chat import RequestError, read_sampling, write_message
-from agentrl.backends.openai_session import Session
+from agentrl.backends.openai_chat import RequestError, read_sampling, read_stops, wants_logprobs, write_message
+from agentrl.backends.openai_session import Session, StopStrings
 from agentrl.errors import AgentrlError, DependencyError, EngineError, RenderError, ResourceError
 from agentrl.render.base import Renderer
-from agentrl.rollout.engine import Engine, Sampling
+from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.trajectory import Json
 
 if TYPE_CHECKING:
@@ -43,15 +46,18 @@ class OpenAiServer:
         sampling: Sampling | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """`sampling`: defaults for what a request leaves open; its `max_tokens` is also the upper limit.
-        `port` 0 takes a free one. Raises DependencyError without the extra 'server'."""
+        `port` 0 takes a free one. `decode`: the tokenizer's; without it a request for `logprobs` or with `stop`
+        strings is refused. Raises DependencyError without the extra 'server'."""
         for package in ("starlette", "uvicorn"):
             if importlib.util.find_spec(package) is None:
                 raise DependencyError(f"the server needs {package}: pip install 'agentrl[server]'")
         self._engine, self._renderer, self._model = engine, renderer, model
         self._sampling = sampling or Sampling(max_tokens=1024)
         self._host, self._port = host, port
+        self._decode = decode
         self._sessions: dict[str, Session] = {}
         self._server: Any = None
         self._task: asyncio.Task[None] | None = None
@@ -122,30 +128,41 @@ class OpenAiServer:
         except (EngineError, AgentrlError) as problem:
             return JSONResponse(_error(str(problem), "server_error"), status_code=503)
         if body.get("stream"):
-            return StreamingResponse(_stream(answer), media_type="text/event-stream")
+            options = body.get("stream_options") or {}
+            return StreamingResponse(_stream(answer, bool(options.get("include_usage"))), media_type="text/event-stream")
         return JSONResponse(answer)
 
     async def _answer(self, session: Session, body: dict[str, Json]) -> dict[str, Json]:
         sampling = read_sampling(body, self._sampling, self._renderer.stop_token_ids)
         tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
-        message, generation, prompt = await session.complete(
-            self._engine, self._renderer, body.get("messages") or [], tools, sampling
+        texts, logprobs = read_stops(body), wants_logprobs(body)
+        stops = StopStrings(texts, self._decoder("stop")) if texts else None
+        decode = self._decoder("logprobs") if logprobs else None
+        answer = await session.complete(
+            self._engine, self._renderer, body.get("messages") or [], tools, sampling, stops
         )
-        row = write_message(message)
-        finish = {"stop": "tool_calls" if "tool_calls" in row else "stop"}.get(generation.finish, "length")
-        sampled = len(generation.token_ids)
+        row = write_message(answer.message)
+        ended = answer.stopped or answer.generation.finish == "stop"
+        finish = ("tool_calls" if "tool_calls" in row else "stop") if ended else "length"
+        sampled = len(answer.generation.token_ids)
+        table = None if decode is None else _logprobs(answer.generation, decode)
         return {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion",
             "created": int(time.time()),
             "model": self._model,
-            "choices": [{"index": 0, "message": row, "finish_reason": finish, "logprobs": None}],
+            "choices": [{"index": 0, "message": row, "finish_reason": finish, "logprobs": table}],
             "usage": {
-                "prompt_tokens": prompt,
+                "prompt_tokens": answer.prompt_tokens,
                 "completion_tokens": sampled,
-                "total_tokens": prompt + sampled,
+                "total_tokens": answer.prompt_tokens + sampled,
             },
         }
+
+    def _decoder(self, field: str) -> Callable[[Sequence[int]], str]:
+        if self._decode is None:
+            raise RequestError(f"{field}: not supported by this server: it was made without a tokenizer (decode=...)")
+        return self._decode
 
     async def _models(self, request: Request) -> Response:
         from starlette.responses import JSONResponse
@@ -164,14 +181,28 @@ def _error(message: str, kind: str) -> dict[str, Json]:
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
-async def _stream(answer: dict[str, Json]) -> AsyncIterator[str]:
-    """The finished turn as a stream of two chunks: clients that stream work, though nothing comes early."""
+def _logprobs(generation: Generation, decode: Callable[[Sequence[int]], str]) -> dict[str, Json]:
+    """One entry a sampled token, special ones included: log pi under the distribution that was sampled from."""
+    content = []
+    for token_id, logprob in zip(generation.token_ids, generation.logprobs, strict=True):
+        token = decode([token_id])
+        # A part of a character has no text of its own.
+        raw = None if "\ufffd" in token else list(token.encode())
+        content.append({"token": token, "logprob": logprob, "bytes": raw, "top_logprobs": []})
+    return {"content": content, "refusal": None}
+
+
+async def _stream(answer: dict[str, Json], usage: bool) -> AsyncIterator[str]:
+    """The finished turn as a stream of two chunks (three with usage): clients that stream work, though nothing comes
+    early."""
     choice = answer["choices"][0]
     delta = dict(choice["message"])
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
     head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    for part, finish in ((delta, None), ({}, choice["finish_reason"])):
-        chunk = {**head, "choices": [{"index": 0, "delta": part, "finish_reason": finish}]}
+    for part, finish, table in ((delta, None, choice["logprobs"]), ({}, choice["finish_reason"], None)):
+        chunk = {**head, "choices": [{"index": 0, "delta": part, "finish_reason": finish, "logprobs": table}]}
         yield f"data: {json.dumps(chunk)}\n\n"
+    if usage:
+        yield f"data: {json.dumps({**head, 'choices': [], 'usage': answer['usage']})}\n\n"
     yield "data: [DONE]\n\n"

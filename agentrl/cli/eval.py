@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from pathlib import Path
+
+from agentrl.cli.rollout import add_options, check_request, read_request, say_interrupted
 
 EPILOG = """examples:
   agentrl eval key_value --model runs/quickstart/warm_start
   agentrl eval key_value --model runs/quickstart/final -n 200 -k 4 env.params.calls='[4, 8]'
   agentrl eval key_value --model runs/quickstart/final eval.temperature=0 engine=vllm
+  agentrl eval key_value --model api:openai/gpt-4.1-mini -n 50 --max-concurrent 8
+  agentrl eval key_value --model api:openai/my-model api.base=http://127.0.0.1:8000/v1      a server of your own
 
-The folder --out holds trajectories.jsonl and report.json; the same command again runs only what is missing.
+The folder --out holds trajectories.jsonl and report.json; the same command again runs only what is missing. API keys
+are read from the environment variables that litellm names, such as OPENAI_API_KEY.
 """
 
 
@@ -21,33 +25,22 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "eval", help="evaluate a model on an environment", epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("env", help="an environment's id or short name")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values of the config's sections")
-    parser.add_argument("--model", required=True, help="a model folder or hub name")
-    parser.add_argument("-n", "--tasks", type=int, default=100, help="held-out tasks (default 100)")
-    parser.add_argument("-k", "--samples", type=int, default=1, help="episodes a task (default 1)")
-    parser.add_argument("--split", default="heldout", help="which tasks (default heldout)")
-    parser.add_argument("--out", help="folder of the results (default evals/ENV)")
+    add_options(parser, tasks=100, split="heldout", folder="evals")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate; returns the exit code."""
-    from agentrl.config.load import config_from
-    from agentrl.errors import ConfigError
-
-    if args.tasks < 1 or args.samples < 1:
-        raise ConfigError("-n and -k must be at least 1")
-    config = config_from({"name": "eval", "env": {"id": args.env}, "model": {"path": args.model}}, args.overrides)
+    config, request = read_request(args, "eval")
+    check_request(config, request)
     from agentrl.run.display import Display
-    from agentrl.run.eval import EvalRequest, print_report, run_eval
-    from agentrl.run.session import check
+    from agentrl.run.eval import run_eval
+    from agentrl.run.report import print_report
 
-    check(config)
-    out = Path(args.out or f"evals/{args.env.replace('/', '_')}")
-    request = EvalRequest(args.model, args.tasks, args.samples, args.split, out)
     with Display() as display:
-        report = asyncio.run(run_eval(config, request, display))
+        report, outcome = asyncio.run(run_eval(config, request, display))
+        if report is None:
+            return say_interrupted(display.say, request, len(outcome.episodes))
         print_report(report, display.console)
-        display.say(f"report and trajectories: {out}")
+        display.say(f"report and trajectories: {request.out}")
     return 0

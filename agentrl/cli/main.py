@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from agentrl import __version__
 from agentrl.errors import AgentrlError, UserError
 
-COMMANDS = ("train", "eval", "init_model", "sft", "env", "reward", "export", "doctor")
+COMMANDS = ("train", "eval", "rollout", "init_model", "sft", "env", "reward", "export", "doctor")
 
 EPILOG = """examples:
   agentrl train configs/quickstart.toml              learn the key-value task on a laptop

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from agentrl.catalog import EnvRef
 from agentrl.reward import Scorer
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.record import in_episode
 from agentrl.rollout.seeds import derive
+from agentrl.rollout.stage import Stage
 from agentrl.trajectory import Trajectory
 
 
@@ -29,23 +31,33 @@ class Evaluation:
 async def run_tasks(
     env: EnvRef, policy: Policy, scorer: Scorer, limits: Limits, pairs: Sequence[tuple[int, int]], *, seed: int,
     max_episodes: int, split: str = "heldout", on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
+    stage: Stage | None = None,
 ) -> list[Trajectory]:
     """One episode for each (task index, member), at most `max_episodes` at once, in the order of `pairs`.
 
     Tasks are numbered within a split and are the same in every run; `seed` only moves the sampling.
-    `on_episode` is called as each episode ends.
+    `on_episode` is called as each episode ends. `stage`: a `Recorder` or `Replayer`; live without one.
+    Raises the first error that is not an outcome of an episode, such as ReplayError.
     """
     slots = asyncio.Semaphore(max_episodes)
+    theatre = stage or Stage()
 
     async def one(index: int, member: int) -> Trajectory:
         spec = EpisodeSpec(index, split, derive(seed, split, index, member), member, key=f"{split}{index}.m{member}")
         async with slots:
-            trajectory = await run_episode(env.build(), policy, spec, limits, scorer)
+            with in_episode(spec.key):
+                trajectory = theatre.ready(spec.key)
+                if trajectory is None:
+                    trajectory = await run_episode(theatre.env(env, spec.key), policy, spec, limits, scorer)
+                theatre.ended(spec.key, trajectory)
         on_episode(trajectory)
         return trajectory
 
-    async with asyncio.TaskGroup() as group:
-        running = [group.create_task(one(index, member)) for index, member in pairs]
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(one(index, member)) for index, member in pairs]
+    except BaseExceptionGroup as several:
+        raise several.exceptions[0] from None
     return [task.result() for task in running]
 
 

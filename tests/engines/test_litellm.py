@@ -2,7 +2,8 @@
 
 import pytest
 from test_openai_server import Scripted, call
-from test_openai_server import renderer as renderer  # the fixture
+from test_openai_server import renderer as renderer  # the fixtures
+from test_openai_server import tokenizer as tokenizer
 
 from agentrl.backends.litellm import LiteLlmEngine
 from agentrl.backends.openai_server import OpenAiServer

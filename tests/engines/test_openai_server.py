@@ -24,8 +24,13 @@ from render_tokenizers import build_tokenizer
 
 
 @pytest.fixture(scope="module")
-def renderer():
-    return make_renderer(build_tokenizer(CONTROL_TOKENS, CHATML_TEMPLATE))
+def tokenizer():
+    return build_tokenizer(CONTROL_TOKENS, CHATML_TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def renderer(tokenizer):
+    return make_renderer(tokenizer)
 
 
 class Scripted(Engine):
@@ -157,6 +162,42 @@ async def test_real_engine_logprobs_are_recorded(model_folder, renderer):
         assert (expected[mask] - torch.from_numpy(ledger.logprobs)[mask]).abs().max() < 1e-4
 
 
+async def test_a_stop_string_ends_the_turn_and_the_record_keeps_what_was_sampled(tokenizer, renderer):
+    said = Message("assistant", "Thought: look.\nObservation: made up\nAnswer: 9")
+    engine = Scripted(renderer, [said, Message("assistant", "Answer: 7")])
+    first = [{"role": "user", "content": "q"}]
+    async with OpenAiServer(engine, renderer, decode=tokenizer.decode) as server, client_of(server) as client:
+        create = client.chat.completions.create
+        answer = (await create(model="policy", messages=first, stop=["Observation:", "nowhere"])).choices[0]
+        assert answer.message.content == "Thought: look.\n" and answer.finish_reason == "stop"
+        follow = [*first, answer.message.model_dump(exclude_none=True), {"role": "user", "content": "Observation: 7"}]
+        last = await create(model="policy", messages=follow, stop="never said", logprobs=True)
+        (ledger,) = server.take("s").ledgers
+    whole = renderer.assistant(said)
+    sampled = ledger.token_ids[ledger.sampled & (ledger.turns == 0)].tolist()
+    assert sampled == whole[: len(sampled)] and len(sampled) < len(whole)
+    assert "Observation:" in tokenizer.decode(sampled) and "Observation:" not in tokenizer.decode(sampled[:-1])
+    # the next prompt is what the model sampled, closed, and goes on from there: nothing of the rest is in it
+    assert engine.prompts[1] == [*engine.prompts[0], *sampled, *renderer.extend("length", [Message("user", "Observation: 7")])]
+    assert last.choices[0].message.content == "Answer: 7"
+    table = last.choices[0].logprobs.content
+    assert "".join(entry.token for entry in table) == tokenizer.decode(renderer.assistant(Message("assistant", "Answer: 7")))
+    assert {entry.logprob for entry in table} == {-0.5} and table[0].bytes == list(table[0].token.encode())
+    assert last.usage.completion_tokens == len(table)
+
+
+async def test_usage_and_logprobs_come_with_a_stream_too(tokenizer, renderer):
+    engine = Scripted(renderer, [Message("assistant", "yes")])
+    async with OpenAiServer(engine, renderer, decode=tokenizer.decode) as server, client_of(server) as client:
+        rows = [{"role": "user", "content": "q"}]
+        stream = await client.chat.completions.create(
+            model="policy", messages=rows, stream=True, stream_options={"include_usage": True}, logprobs=True
+        )
+        chunks = [chunk async for chunk in stream]
+    assert len(chunks[0].choices[0].logprobs.content) == chunks[-1].usage.completion_tokens > 0
+    assert chunks[-1].choices == [] and chunks[-2].choices[0].finish_reason == "stop"
+
+
 async def test_what_cannot_be_done_is_refused_by_name(renderer):
     engine = Scripted(renderer, [EngineError("the replica died")])
     rows = [{"role": "user", "content": "q"}]
@@ -165,8 +206,11 @@ async def test_what_cannot_be_done_is_refused_by_name(renderer):
         create = client.chat.completions.create
         for options, reason in [
             ({"n": 2}, "n: only 1"),
-            ({"logprobs": True}, "not supported: logprobs"),
-            ({"stop": ["x"]}, "not supported: stop"),
+            ({"logprobs": True}, "logprobs: not supported by this server: it was made without a tokenizer"),
+            ({"logprobs": True, "top_logprobs": 3}, "top_logprobs: only 0"),
+            ({"stop": ["x"]}, "stop: not supported by this server"),
+            ({"stop": [""]}, "stop: expected a string"),
+            ({"frequency_penalty": 1.0}, "not supported: frequency_penalty"),
             ({"tool_choice": "required"}, "tool_choice"),
         ]:
             with pytest.raises(openai.BadRequestError, match=reason):

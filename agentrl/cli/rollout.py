@@ -1,0 +1,131 @@
+"""`agentrl rollout`: episodes of a model, as trajectories; and what it shares with `agentrl eval`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentrl.config import TrainConfig
+    from agentrl.run.rollout import RolloutRequest
+
+EPILOG = """examples:
+  agentrl rollout key_value --model runs/quickstart/final -n 100 -k 8
+  agentrl rollout key_value --model api:openai/gpt-4.1-mini --split heldout rollout.max_turns=8
+  agentrl rollout key_value --model runs/quickstart/final --record records/one      write down every answer
+  agentrl rollout --replay records/one --out again       play it again: no model, no tools, no judge
+
+The folder --out holds trajectories.jsonl, one episode a line. Ctrl-C keeps what is done; the same command again
+runs only what is missing.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "rollout", help="write trajectories of a model on an environment", epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(parser, tasks=16, split="train", folder="rollouts")
+    parser.set_defaults(run=run)
+
+
+def add_options(parser: argparse.ArgumentParser, *, tasks: int, split: str, folder: str) -> None:
+    """What to run, on what, and where to; None where the user left an option open."""
+    parser.add_argument("env", nargs="?", help="an environment's id or short name")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values of the config's sections")
+    parser.add_argument("--model", help="a model folder or hub name, or api:NAME for an API model (litellm's names)")
+    parser.add_argument("-n", "--tasks", type=int, help=f"tasks (default {tasks})")
+    parser.add_argument("-k", "--samples", type=int, help="episodes a task (default 1)")
+    parser.add_argument("--seed", type=int, help="moves the sampling, not the tasks (default 0)")
+    parser.add_argument("--split", help=f"which tasks (default {split})")
+    parser.add_argument("--max-concurrent", type=int, metavar="N", help="episodes at once (default 256)")
+    parser.add_argument("--out", help=f"folder of the results (default {folder}/ENV)")
+    parser.add_argument("--record", metavar="DIR", help="also write down every answer of model, environment and judge")
+    parser.add_argument("--replay", metavar="DIR", help="play from such a record; what is not given is taken from it")
+    parser.set_defaults(defaults={"tasks": tasks, "samples": 1, "split": split, "folder": folder})
+
+
+def read_request(args: argparse.Namespace, purpose: Literal["eval", "rollout"]) -> tuple[TrainConfig, RolloutRequest]:
+    """The config and the request that the options ask for. Raises ConfigError, or ReplayError for a bad --replay."""
+    from agentrl.config.load import config_from
+    from agentrl.run.rollout import RolloutRequest
+
+    if args.env is not None and "=" in args.env:  # with --replay the environment may be left out
+        args.env, args.overrides = None, [args.env, *args.overrides]
+    base, known = _base(args, purpose)
+    overrides = list(args.overrides)
+    if args.seed is not None:
+        overrides.append(f"seed={args.seed}")
+    if args.max_concurrent is not None:
+        overrides.append(f"rollout.max_episodes={args.max_concurrent}")
+    config = config_from(base, overrides)
+    given = {name: value for name in ("tasks", "samples", "split") if (value := vars(args)[name]) is not None}
+    values = {**known, **given}
+    if values["tasks"] < 1 or values["samples"] < 1:
+        raise ConfigError("-n and -k must be at least 1")
+    replay, record = (None if path is None else Path(path) for path in (args.replay, args.record))
+    name = config.env.id.replace("/", "_")
+    out = Path(args.out or (f"{args.defaults['folder']}/{name}" if replay is None else replay / "replayed"))
+    return config, RolloutRequest(purpose, values["model"], values["tasks"], values["samples"], values["split"], out,
+                                  record, replay)
+
+
+def _base(args: argparse.Namespace, purpose: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The config table to begin with, and the request's values where none are given."""
+    if args.replay is None:
+        if args.env is None:
+            raise ConfigError(f"an environment is needed, for example: agentrl {purpose} key_value --model runs/quickstart/final")
+        if args.model is None:
+            raise ConfigError("--model is needed: a model folder or hub name, or api:NAME")
+        return ({"name": purpose, "env": {"id": args.env}, "model": {"path": args.model}},
+                {**args.defaults, "model": args.model})
+    if args.record is not None:
+        raise ConfigError("--record and --replay: a replay is a record already; give one of them")
+    from agentrl.run.recordings import RecordFolder
+
+    manifest = RecordFolder(Path(args.replay)).manifest()
+    table = manifest["config"]
+    if manifest["purpose"] != purpose:  # the two commands take their temperature from different keys
+        temperature = table["eval" if manifest["purpose"] == "eval" else "rollout"]["temperature"]
+        table["eval" if purpose == "eval" else "rollout"]["temperature"] = temperature
+    if args.env is not None:
+        table["env"]["id"] = args.env
+    return table, manifest if args.model is None else {**manifest, "model": args.model}
+
+
+def check_request(config: TrainConfig, request: RolloutRequest) -> None:
+    """Raise a UserError for what is wrong before a folder is made. A replay is checked call by call instead."""
+    if request.replay is None:
+        from agentrl.run.scene import check_scene
+
+        check_scene(config)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Roll out; returns the exit code."""
+    config, request = read_request(args, "rollout")
+    check_request(config, request)
+    from agentrl.run.display import Display
+    from agentrl.run.rollout import run_rollout
+
+    with Display() as display:
+        outcome = asyncio.run(run_rollout(config, request, display))
+        if outcome.interrupted:
+            return say_interrupted(display.say, request, len(outcome.episodes))
+        unscored = sum(trajectory.reward is None for trajectory in outcome.episodes.values())
+        note = f" ({unscored} of them unscored: the same command runs those again)" if unscored else ""
+        display.say(f"{len(request.pairs)} episodes{note}: {request.out / 'trajectories.jsonl'}")
+        if request.record is not None:
+            display.say(f"record: {request.record} (agentrl {request.purpose} --replay {request.record})")
+    return 0
+
+
+def say_interrupted(say: Any, request: RolloutRequest, done: int) -> int:
+    """What is left after Ctrl-C; returns the exit code."""
+    say(f"interrupted: {done} of {len(request.pairs)} episodes are in {request.out}; the same command goes on")
+    return 130

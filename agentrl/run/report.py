@@ -1,0 +1,122 @@
+"""What an evaluation says: success with intervals, reward terms, how episodes end, and what they cost.
+
+What nobody knows is null, never 0: the price of an unknown model, tokens that a provider did not count, the latency
+of an episode that was never answered.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from agentrl.rollout.evaluate import full_marks
+from agentrl.rollout.passk import mean_with_interval, pass_at_k, pass_hat_k
+from agentrl.trajectory import Trajectory, Turn
+
+
+def make_report(trajectories: Sequence[Trajectory], samples: int, full: float) -> dict[str, Any]:
+    """pass@k and pass^k with 95 % intervals over tasks, reward terms, stop reasons, error classes, tokens, latency
+    in seconds and cost in US dollars; per episode where not said otherwise."""
+    by_task: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        by_task[trajectory.task.id].append(trajectory)
+    counts = [(len(scored), sum(full_marks(t, full) for t in scored))
+              for members in by_task.values() if (scored := [t for t in members if t.reward is not None])]
+    report: dict[str, Any] = {"tasks": len(by_task), "episodes": len(trajectories),
+                              "unscored": sum(t.reward is None for t in trajectories)}
+    for k in range(1, samples + 1):
+        usable = [(n, c) for n, c in counts if n >= k]
+        report[f"pass@{k}"] = _interval([pass_at_k(n, c, k) for n, c in usable])
+        report[f"pass^{k}"] = _interval([pass_hat_k(n, c, k) for n, c in usable])
+    names = sorted({name for t in trajectories for name in t.metrics})
+    report["metrics"] = {name: _mean(t.metrics.get(name) for t in trajectories) for name in names}
+    report["reward"] = _mean(t.reward for t in trajectories)
+    report["stops"] = dict(Counter(t.stop.value for t in trajectories))
+    report["errors"] = dict(Counter(error_class(t) for t in trajectories if t.error))
+    report["tool_errors"] = dict(Counter(r.error for t in trajectories for _, _, r in t.calls() if r and r.error))
+    return {**report, **_effort(trajectories)}
+
+
+def error_class(trajectory: Trajectory) -> str:
+    """The stop reason and the first words of the error: what it has in common with others of its kind."""
+    return f"{trajectory.stop.value}: {(trajectory.error or '').split(':')[0]}"
+
+
+def _effort(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    turns = [turn for t in trajectories for turn in t.turns]
+    priced = [turn.usd for turn in turns if turn.usd is not None]
+    episodes = [seconds for t in trajectories if t.reward is not None and (seconds := t.timings.get("episode_s")) is not None]
+    return {
+        "turns": _mean(float(len(t.turns)) for t in trajectories),
+        "tokens": _mean(_tokens(t, lambda turn: turn.sampled_tokens) for t in trajectories),
+        "prompt_tokens": _mean(_tokens(t, lambda turn: turn.prompt_tokens) for t in trajectories),
+        "seconds": _mean(t.timings.get("episode_s") for t in trajectories),
+        "turn_seconds": _percentiles([seconds for turn in turns if (seconds := _sampling_s(turn)) is not None]),
+        "episode_seconds": _percentiles(episodes),
+        "usd": _mean(_usd(t) for t in trajectories),
+        "usd_total": sum(priced) if priced else None,
+        "unpriced_turns": len(turns) - len(priced),
+    }
+
+
+def _tokens(trajectory: Trajectory, count: Any) -> float | None:
+    """Sum over the turns; None where a turn was not counted (a prompt is never empty)."""
+    if any(turn.prompt_tokens == 0 for turn in trajectory.turns) or not trajectory.turns:
+        return None
+    return float(sum(count(turn) for turn in trajectory.turns))
+
+
+def _usd(trajectory: Trajectory) -> float | None:
+    prices = [turn.usd for turn in trajectory.turns]
+    return sum(price for price in prices if price is not None) if prices and None not in prices else None
+
+
+def _sampling_s(turn: Turn) -> float | None:
+    """Seconds that the model took for a turn; None for one that it never finished."""
+    return turn.seconds - sum(result.seconds for result in turn.results) if turn.ledger >= 0 else None
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    if not values:
+        return {"p50": None, "p95": None}
+    middle, high = np.percentile(np.asarray(values), [50, 95])
+    return {"p50": float(middle), "p95": float(high)}
+
+
+def _interval(values: list[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    mean, low, high = mean_with_interval(values)
+    return {"mean": mean, "low": low, "high": high}
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """The report as a table; "-" stands for what nobody knows."""
+    table = Table("", "value", "95 % interval", title=f"{report['episodes']} episodes of {report['tasks']} tasks")
+    for key, value in report.items():
+        if isinstance(value, dict) and "mean" in value:
+            table.add_row(key, f"{value['mean']:.3f}", f"{value['low']:.3f} to {value['high']:.3f}")
+        elif isinstance(value, dict):
+            for name, inner in value.items():
+                table.add_row(f"{key} / {name}", _short(inner), "")
+        elif key not in ("tasks", "episodes"):
+            table.add_row(key, _short(value), "")
+    console.print(table)
+
+
+def _short(value: float | None) -> str:
+    if value is None:
+        return "-"
+    digits = 3 if abs(value) >= 0.01 or value == 0 else 6
+    return f"{value:,.{digits}f}".rstrip("0").rstrip(".")

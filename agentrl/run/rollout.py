@@ -1,0 +1,164 @@
+"""Episodes of a model on an environment's tasks, into a folder: resumable, recorded or replayed.
+
+    trajectories.jsonl   one episode a line, in the order of tasks once all are there
+    eval.json            what was asked for (rollout.json for `agentrl rollout`): another run does not go on there
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from agentrl.catalog import EnvRef
+from agentrl.config import TrainConfig
+from agentrl.errors import ConfigError
+from agentrl.rollout.episode import Limits
+from agentrl.rollout.evaluate import full_marks, run_tasks
+from agentrl.run.display import Display
+from agentrl.run.folder import atomic_write
+from agentrl.run.interrupt import Interrupt
+from agentrl.run.recordings import RecordFolder
+from agentrl.run.scene import Scene, open_live, open_replay
+from agentrl.trajectory import Trajectory
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """What to run: `tasks` tasks of a split, `samples` episodes each, written to `out`.
+
+    `record`: also write down every answer there; `replay`: play from such a folder instead of live.
+    """
+
+    purpose: Literal["eval", "rollout"]
+    model: str
+    tasks: int
+    samples: int
+    split: str
+    out: Path
+    record: Path | None = None
+    replay: Path | None = None
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """(task, member) of every episode, in order."""
+        return [(task, member) for task in range(self.tasks) for member in range(self.samples)]
+
+    def temperature(self, config: TrainConfig) -> float:
+        """Of the sampling: an evaluation has its own."""
+        return config.eval.temperature if self.purpose == "eval" else config.rollout.temperature
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The episodes that are there, by (task, member), and full marks of the reward spec."""
+
+    full: float
+    episodes: dict[Pair, Trajectory] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+async def run_rollout(config: TrainConfig, request: RolloutRequest, display: Display) -> Outcome:
+    """Run what is missing. Ctrl-C ends it early: what is done is kept, and the same command goes on.
+
+    Raises ConfigError where `out` or `record` holds something else, ReplayError where a replay diverges.
+    """
+    scene = _open(config, request)
+    outcome = Outcome(scene.scorer.range[1], _resume(config, request))
+    missing = [pair for pair in request.pairs if pair not in outcome.episodes]
+    display.phase(request.purpose, len(request.pairs), first=len(request.pairs) - len(missing))
+    if missing:
+        interrupt = Interrupt(display.say)
+        interrupt.install()
+        try:
+            await _play(config, request, scene, missing, outcome, display)
+        except asyncio.CancelledError:
+            if not interrupt.requested:
+                raise
+            outcome.interrupted = True
+        finally:
+            await scene.close()
+    else:
+        scene.stage.close()
+    _sort(request, outcome)
+    return outcome
+
+
+def _open(config: TrainConfig, request: RolloutRequest) -> Scene:
+    temperature = request.temperature(config)
+    if request.replay is not None:
+        return open_replay(config, temperature, RecordFolder(request.replay))
+    record = None if request.record is None else RecordFolder(request.record, asked(request))
+    return open_live(config, temperature, record)
+
+
+def asked(request: RolloutRequest) -> dict[str, Any]:
+    """The request as a record's manifest keeps it; `agentrl.cli.rollout` reads it back."""
+    return {"purpose": request.purpose, "model": request.model, "tasks": request.tasks, "samples": request.samples,
+            "split": request.split}
+
+
+async def _play(
+    config: TrainConfig, request: RolloutRequest, scene: Scene, missing: list[Pair], outcome: Outcome, display: Display
+) -> None:
+    rollout, wanted = config.rollout, set(request.pairs)
+    await scene.start(config)
+    with (request.out / "trajectories.jsonl").open("a") as file:
+
+        def keep(trajectory: Trajectory) -> None:
+            file.write(json.dumps(trajectory.to_json()) + "\n")
+            file.flush()
+            outcome.episodes[trajectory.task.seed, trajectory.member] = trajectory
+            there = [episode for pair, episode in outcome.episodes.items() if pair in wanted]
+            scored = [episode for episode in there if episode.reward is not None]
+            success = sum(full_marks(episode, outcome.full) for episode in scored) / len(scored) if scored else None
+            display.step(len(there), {"success": success, "unscored": len(there) - len(scored)})
+
+        await run_tasks(EnvRef.of(config), scene.policy, scene.scorer, Limits.of(rollout, scene.context), missing,
+                        seed=config.seed, max_episodes=rollout.max_episodes, split=request.split, on_episode=keep,
+                        stage=scene.stage)
+
+
+def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajectory]:
+    """The scored episodes that are there; an outage is run again, and so is what a record lacks."""
+    request.out.mkdir(parents=True, exist_ok=True)
+    note, path = request.out / f"{request.purpose}.json", request.out / "trajectories.jsonl"
+    what = _what(config, request)
+    if request.replay is not None:  # a replay is always whole, and quick
+        path.unlink(missing_ok=True)
+    elif note.exists() and json.loads(note.read_text()) != what:
+        kind = "an evaluation" if request.purpose == "eval" else "a rollout"
+        raise ConfigError(f"{request.out}: it holds {kind} of something else ({note}); use another --out")
+    elif path.exists() and not note.exists():
+        raise ConfigError(f"{request.out}: it holds trajectories of something else; use another --out")
+    atomic_write(note, json.dumps(what, indent=2) + "\n")
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    there = [Trajectory.from_json(json.loads(line)) for line in lines]
+    scored = {(t.task.seed, t.member): t for t in there if t.reward is not None}
+    if request.record is not None:
+        ended = RecordFolder(request.record).ended()
+        scored = {(n, m): t for (n, m), t in scored.items() if f"{request.split}{n}.m{m}" in ended}
+    atomic_write(path, "".join(json.dumps(t.to_json()) + "\n" for t in scored.values()))
+    return scored
+
+
+def _what(config: TrainConfig, request: RolloutRequest) -> dict[str, Any]:
+    """All that an episode depends on, as JSON."""
+    rollout = config.rollout
+    limits = {"max_turns": rollout.max_turns, "max_turn_tokens": rollout.max_turn_tokens,
+              "max_episode_tokens": rollout.max_episode_tokens}
+    what = {"env": config.env.model_dump(), "model": request.model, "split": request.split, "seed": config.seed,
+            "temperature": request.temperature(config), "top_p": rollout.top_p, "top_k": rollout.top_k, **limits,
+            "context": rollout.context.model_dump(), "tools": config.tools.sets}
+    plain: dict[str, Any] = json.loads(json.dumps(what))
+    return plain
+
+
+def _sort(request: RolloutRequest, outcome: Outcome) -> None:
+    """Write the file anew in the order of tasks, so that equal runs leave equal files."""
+    rows = [json.dumps(outcome.episodes[pair].to_json()) + "\n" for pair in sorted(outcome.episodes)]
+    atomic_write(request.out / "trajectories.jsonl", "".join(rows))

@@ -1,0 +1,151 @@
+"""`agentrl eval --model api:NAME` against real HTTP servers on loopback, healthy and not."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.backends.litellm import LiteLlmEngine, retry_after
+from agentrl.cli.main import main
+from agentrl.errors import EngineError
+from agentrl.rollout.engine import Sampling
+from agentrl.trajectory import Message
+from tests.rollout.loopback import Loopback, solve
+
+TASKS = ["env.params.set_share=0", "env.params.calls=[2,4]", "rollout.max_turns=8"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+
+
+def evaluate(server: Loopback, *more: str, model: str = "api:openai/test", code: int = 0) -> dict[str, Any]:
+    assert main(["eval", "key_value", "--model", model, f"api.base={server.url}", "--out", "out", *TASKS, *more]) == code
+    report = Path("out/report.json")
+    return json.loads(report.read_text()) if report.exists() else {}
+
+
+def test_an_api_model_is_evaluated_with_tokens_latency_and_a_price(capsys: pytest.CaptureFixture[str]) -> None:
+    with Loopback(solve) as server:
+        report = evaluate(server, "-n", "3", "-k", "2", "api.usd_per_million=[10, 20]")
+        asked = len(server.requests)
+        assert report["pass@1"]["mean"] == report["pass^2"]["mean"] == 1.0
+        assert report["unscored"] == 0 and report["stops"] == {"done": 6} and report["metrics"]["calls"] == 1.0
+        turns = report["turns"] * 6
+        assert turns == pytest.approx(asked)
+        assert report["tokens"] == pytest.approx(10 * report["turns"])
+        assert report["prompt_tokens"] == pytest.approx(100 * report["turns"])
+        assert report["usd_total"] == pytest.approx(asked * (100 * 10 + 10 * 20) / 1e6)
+        assert report["unpriced_turns"] == 0
+        assert 0 < report["turn_seconds"]["p50"] <= report["turn_seconds"]["p95"] <= report["episode_seconds"]["p95"]
+        table = capsys.readouterr().out
+        assert "turn_seconds / p95" in table and "usd_total" in table and "pass^2" in table
+        evaluate(server, "-n", "3", "-k", "2", "api.usd_per_million=[10, 20]")
+        assert len(server.requests) == asked  # nothing was missing
+        assert evaluate(server, "-n", "4", "-k", "2")["tasks"] == 4
+        assert len(server.requests) > asked
+        evaluate(server, "-n", "3", "--seed", "5", code=2)
+
+
+def test_what_nobody_knows_is_null(capsys: pytest.CaptureFixture[str]) -> None:
+    with Loopback(solve, usage=False) as server:
+        report = evaluate(server, "-n", "1", "api.usd_per_million=[10, 20]")
+    assert report["pass@1"]["mean"] == 1.0
+    assert report["tokens"] is report["prompt_tokens"] is report["usd"] is report["usd_total"] is None
+    assert report["unpriced_turns"] == report["turns"]
+
+
+def test_a_known_model_has_litellms_price() -> None:
+    with Loopback(solve) as server:
+        report = evaluate(server, "-n", "1", model="api:openai/gpt-4.1-mini-2025-04-14")
+    assert report["usd_total"] == pytest.approx(report["turns"] * (100 * 0.4 + 10 * 1.6) / 1e6)
+
+
+def test_an_outage_is_null_never_zero_and_is_run_again() -> None:
+    down = {"status": 503}
+    with Loopback(lambda body, number: down) as server:
+        report = evaluate(server, "-n", "2", "api.retries=0")
+    assert report["unscored"] == 2 and report["pass@1"] is None and report["reward"] is None and report["usd_total"] is None
+    assert report["stops"] == {"engine_error": 2}
+    assert list(report["errors"].values()) == [2] and next(iter(report["errors"])).startswith("engine_error: ")
+    rows = [json.loads(line) for line in Path("out/trajectories.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in rows] == [None, None]
+    with Loopback(solve) as server:
+        # Another address, the same evaluation: what was out is asked again.
+        report = evaluate(server, "-n", "2")
+    assert report["unscored"] == 0 and report["pass@1"]["mean"] == 1.0
+
+
+def engine(server: Loopback, **options: Any) -> LiteLlmEngine:
+    return LiteLlmEngine("openai/test", options={"api_base": server.url, "api_key": "none"}, **{"backoff": 0.01, **options})
+
+
+async def ask(asked: LiteLlmEngine) -> str:
+    await asked.start()
+    prompt = asked.renderer.start([Message("user", "q")], [])
+    generation = await asked.generate(prompt, Sampling(max_tokens=8), "e")
+    return asked.renderer.parse(generation.token_ids, generation.finish).content
+
+
+async def test_a_full_queue_is_waited_for_as_long_as_it_says() -> None:
+    busy = {"status": 429, "headers": {"Retry-After": "0.6"}}
+    with Loopback(lambda body, number: busy if number < 2 else "yes") as server:
+        assert await ask(engine(server)) == "yes"
+        waits = [later - earlier for earlier, later in zip(server.times, server.times[1:], strict=False)]
+        assert len(waits) == 2 and min(waits) >= 0.6
+        server.times.clear()
+    full = {"status": 429, "headers": {"Retry-After": "3600"}}
+    refused = pytest.raises(EngineError, match=r"^RateLimitError: openai/test: .*\(1 attempts\)")
+    with Loopback(lambda body, number: full) as server, refused:
+        await ask(engine(server))
+
+
+async def test_attempts_are_bounded_and_what_no_retry_helps_is_asked_once() -> None:
+    for status, attempts in ((500, 3), (400, 1), (401, 1), (404, 1)):
+        with Loopback(lambda body, number, status=status: {"status": status}) as server:
+            with pytest.raises(EngineError, match=rf"\({attempts} attempts\)"):
+                await ask(engine(server, retries=2))
+            assert len(server.requests) == attempts
+    late = pytest.raises(EngineError, match=r"^Timeout.*\(2 attempts\)")
+    with Loopback(lambda body, number: {"status": 200, "sleep": 2.0}) as server, late:
+        await ask(engine(server, retries=1, timeout=0.2))
+    with Loopback(lambda body, number: None if number == 0 else "back") as server:
+        assert await ask(engine(server)) == "back"
+
+
+def test_retry_after_is_seconds_or_a_date() -> None:
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    assert retry_after({"retry-after": "2.5"}) == 2.5
+    assert retry_after({"retry-after": "Thu, 01 Jan 2026 00:00:07 GMT"}, now) == 7.0
+    assert retry_after({"retry-after": "soon"}) is None
+    assert retry_after({}) is None
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["train", "quickstart", "model.path=api:openai/x"], ["API model", "cannot be trained", "agentrl eval"]),
+        (["eval", "key_value", "--model", "api:"], ["NAME is missing"]),
+        (["eval", "key_value", "--model", "api:openai/x", "rollout.top_k=5"], ["rollout.top_k", "no top_k"]),
+        (["rollout", "key_valeu", "--model", "api:openai/x"], ["key_valeu", "key_value"]),
+        (["rollout", "key_value"], ["--model is needed"]),
+        (["rollout"], ["an environment is needed"]),
+        (["rollout", "key_value", "--model", "api:openai/x", "-n", "0"], ["at least 1"]),
+        (["rollout", "--replay", "nowhere"], ["nowhere", "expected a folder that --record wrote"]),
+        (["rollout", "--replay", "nowhere", "--record", "x"], ["give one of them"]),
+    ],
+)
+def test_a_mistake_is_named_and_leaves_nothing_behind(
+    args: list[str], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == 2
+    message = capsys.readouterr().err
+    for part in expected:
+        assert part in message
+    assert "Traceback" not in message and not list(tmp_path.iterdir())
