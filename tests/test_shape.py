@@ -94,7 +94,7 @@ def test_importing_agentrl_loads_nothing_heavy_and_changes_no_environment_variab
     assert json.loads(out.stdout) == {"heavy": [], "changed": False}
 
 
-@pytest.mark.parametrize("command", ["train", "env", "reward", "init-model", "sft", "export", "doctor", "eval"])
+@pytest.mark.parametrize("command", ["train", "env", "reward", "init-model", "sft", "export", "doctor", "eval", "rollout"])
 def test_every_command_has_help_with_examples_and_loads_no_torch(command: str) -> None:
     code = (
         "import sys\nfrom agentrl.cli.main import build_parser\n"
