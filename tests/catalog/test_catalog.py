@@ -186,3 +186,23 @@ def test_gymnasium_make_by_module_and_by_id(here: Path) -> None:
     assert register_gymnasium() == []
     gymnasium.registry.pop("My/Hello-v0")
     gymnasium.registry.pop("Hello-v0")
+
+
+def test_a_reference_finds_the_shipped_copy_of_its_file_and_not_the_drivers(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a worker of a joined cluster: AGENTRL_PATH holds copies of the driver's shelves (AGENTRL_SHIPPED)."""
+    copy = shelf(tmp_path / "copy")
+    (copy / "envs" / "hello" / "words.py").write_text('GREETING = "the copy"\n')
+    ref = pickle.loads(pickle.dumps(EnvRef("hello")))
+    monkeypatch.chdir(tmp_path)
+    assert ref.entry.path == here / "envs" / "hello" / "env.py"
+    monkeypatch.setenv("AGENTRL_PATH", os.pathsep.join([str(tmp_path / "other"), "copy"]))
+    monkeypatch.setenv("AGENTRL_SHIPPED", os.pathsep.join(["/somewhere", str(here)]))
+    assert pickle.loads(pickle.dumps(ref)).build().reset(seed=0)[0][0].content == "the copy"
+
+
+def test_a_file_that_is_not_on_this_machine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CatalogError, match=r"its file was /elsewhere/env.py, which is not on this machine"):
+        EnvRef("nowhere", source="/elsewhere/env.py").build()
