@@ -37,6 +37,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """argparse takes no positional arguments behind an option, but `train FILE --overwrite a.b=c` is natural."""
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
+    if rest and "env" in args and "overrides" in args and args.env is None and "=" not in rest[0] and rest[0][0] != "-":
+        args.env = rest.pop(0)
     if not rest:
         return args
     if "overrides" not in args or any(text.startswith("-") or "=" not in text for text in rest):

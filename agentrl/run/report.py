@@ -6,9 +6,10 @@ of an episode that was never answered.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def make_report(trajectories: Sequence[Trajectory], samples: int, full: float) -
 
 def error_class(trajectory: Trajectory) -> str:
     """The stop reason and the first words of the error: what it has in common with others of its kind."""
-    return f"{trajectory.stop.value}: {(trajectory.error or '').split(':')[0]}"
+    return f"{trajectory.stop.value}: {re.split('[:(]', trajectory.error or '')[0].strip()}"
 
 
 def _effort(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def _effort(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     }
 
 
-def _tokens(trajectory: Trajectory, count: Any) -> float | None:
+def _tokens(trajectory: Trajectory, count: Callable[[Turn], int]) -> float | None:
     """Sum over the turns; None where a turn was not counted (a prompt is never empty)."""
     if any(turn.prompt_tokens == 0 for turn in trajectory.turns) or not trajectory.turns:
         return None

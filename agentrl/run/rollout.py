@@ -124,7 +124,8 @@ async def _play(
 
 
 def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajectory]:
-    """The scored episodes that are there; an outage is run again, and so is what a record lacks."""
+    """The scored episodes that are there; an outage is run again. Raises ConfigError where `out` holds something else,
+    or episodes that the record lacks."""
     request.out.mkdir(parents=True, exist_ok=True)
     note, path = request.out / f"{request.purpose}.json", request.out / "trajectories.jsonl"
     what = _what(config, request)
@@ -135,13 +136,15 @@ def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajecto
         raise ConfigError(f"{request.out}: it holds {kind} of something else ({note}); use another --out")
     elif path.exists() and not note.exists():
         raise ConfigError(f"{request.out}: it holds trajectories of something else; use another --out")
-    atomic_write(note, json.dumps(what, indent=2) + "\n")
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     there = [Trajectory.from_json(json.loads(line)) for line in lines]
     scored = {(t.task.seed, t.member): t for t in there if t.reward is not None}
     if request.record is not None:
         ended = RecordFolder(request.record).ended()
-        scored = {(n, m): t for (n, m), t in scored.items() if f"{request.split}{n}.m{m}" in ended}
+        if lacking := [pair for pair in scored if "{}{}.m{}".format(request.split, *pair) not in ended]:
+            raise ConfigError(f"{request.out}: {len(lacking)} of its episodes are not in the record {request.record}; use "
+                              "another --out, so that the record is whole")
+    atomic_write(note, json.dumps(what, indent=2) + "\n")
     atomic_write(path, "".join(json.dumps(t.to_json()) + "\n" for t in scored.values()))
     return scored
 

@@ -16,7 +16,7 @@ from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.run.checkpoint import Saver
 from agentrl.run.display import Display
-from agentrl.run.engines import make_engine, resolve_engine
+from agentrl.run.engines import make_engine, refuse_api, resolve_engine
 from agentrl.run.folder import RunFolder
 from agentrl.run.places import check_places, open_pools, start_actors
 from agentrl.run.policy import check_rollout, longest, make_policy
@@ -42,6 +42,7 @@ def build_scorer(config: TrainConfig, env: EnvRef) -> Scorer:
 
 def check(config: TrainConfig) -> None:
     """Everything that can be wrong before a folder is made or a process started, with a UserError each."""
+    refuse_api(config.model.path)
     env = EnvRef.of(config)
     env.build().close()
     scorer = build_scorer(config, env)

@@ -136,6 +136,7 @@ def test_retry_after_is_seconds_or_a_date() -> None:
         (["rollout", "key_valeu", "--model", "api:openai/x"], ["key_valeu", "key_value"]),
         (["rollout", "key_value"], ["--model is needed"]),
         (["rollout"], ["an environment is needed"]),
+        (["rollout", "--model", "api:openai/x", "key_valeu", "rollout.max_turns=2"], ["key_valeu", "key_value"]),
         (["rollout", "key_value", "--model", "api:openai/x", "-n", "0"], ["at least 1"]),
         (["rollout", "--replay", "nowhere"], ["nowhere", "expected a folder that --record wrote"]),
         (["rollout", "--replay", "nowhere", "--record", "x"], ["give one of them"]),
