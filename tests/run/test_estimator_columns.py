@@ -23,10 +23,13 @@ from agentrl.train.columns import with_columns
 from agentrl.train.learner import with_advantages
 from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
 
-TOKENS: dict[str, Any] = {"use": "cost.tokens", "id": "short", "args": {"max": 120}}
-SPEC = {"agentrl_reward": 1, "name": "two", "root": {"op": "sum", "of": [
-    TOKENS, {"use": "calls.none", "id": "idle", "weight": 0.5}, {"use": "cost.turns", "id": "turns", "args": {"max": 4}}]}}
-COMPARING = {"agentrl_reward": 1, "name": "ranks", "root": {"use": "group.rank", "of": TOKENS}}
+# What an untrained model says holds some letters and not others, so rewards differ within a group.
+EARLY: dict[str, Any] = {"use": "text.contains", "id": "early",
+                         "args": {"expect": list("abcdefghij"), "where": "all", "credit": "partial"}}
+LATE: dict[str, Any] = {"use": "text.contains", "id": "late", "weight": 0.5,
+                         "args": {"expect": list("klmnopqrst"), "where": "all", "credit": "partial"}}
+SPEC = {"agentrl_reward": 1, "name": "two", "root": {"op": "sum", "of": [EARLY, LATE]}}
+COMPARING = {"agentrl_reward": 1, "name": "ranks", "root": {"use": "group.rank", "args": {"of": EARLY}}}
 
 
 def config(out: Path, advantage: dict[str, Any], spec: dict[str, Any] = SPEC, **more: Any) -> TrainConfig:
@@ -69,6 +72,7 @@ def test_remax_takes_the_greedy_reward_of_each_task_off(tmp_path: Path) -> None:
     assert all(len(group.trajectories) == 3 for group in groups)  # it is no member
     assert len(batch) == 6 and metrics["grad_norm"] > 0
     expected = [t.reward - group.baseline.reward for group in groups for t in group.trajectories]  # type: ignore[union-attr, operator]
+    assert len(set(expected)) > 2
     out, _ = with_advantages(batch, cfg.algorithm, 0.0)
     for row, value in enumerate(expected):
         sampled = batch["sampled"][row]
@@ -78,14 +82,14 @@ def test_remax_takes_the_greedy_reward_of_each_task_off(tmp_path: Path) -> None:
 
 
 def test_multi_reward_reads_the_terms_by_their_ids(tmp_path: Path) -> None:
-    args = {"terms": ["short", "turns"], "weights": [1.0, 0.25], "whitened": False}
+    args = {"terms": ["early", "late"], "weights": [1.0, 0.25], "whitened": False}
     cfg = config(tmp_path, {"name": "multi_reward", "args": args})
     groups, batch, metrics, _ = one_update(cfg)
     members = [t for group in groups for t in group.trajectories]
-    assert batch["terms"].tolist() == pytest.approx(np.array([[t.metrics["short"], t.metrics["turns"]] for t in members]))
+    assert batch["terms"].tolist() == pytest.approx(np.array([[t.metrics["early"], t.metrics["late"]] for t in members]))
     assert metrics["grad_norm"] > 0 and all(group.baseline is None for group in groups)
     out, _ = with_advantages(batch, cfg.algorithm, 0.0)
-    terms = np.array([[t.metrics["short"], t.metrics["turns"]] for t in members]).reshape(2, 3, 2)
+    terms = np.array([[t.metrics["early"], t.metrics["late"]] for t in members]).reshape(2, 3, 2)
     scaled = (terms - terms.mean(1, keepdims=True)) / (terms.std(1, ddof=1, keepdims=True) + 1e-6)
     expected = (scaled * np.array([1.0, 0.25])).sum(2).reshape(6)
     for row in range(6):
@@ -110,12 +114,12 @@ def test_a_greedy_episode_that_fails_is_no_zero() -> None:
     assert all(math.isnan(value) for value in terms.flatten().tolist())  # unknown, not 0
 
 
-KL = {"algorithm": {"advantage": {"name": "multi_reward", "args": {"terms": ["short"]}},
+KL = {"algorithm": {"advantage": {"name": "multi_reward", "args": {"terms": ["early"]}},
                     "kl": {"coef": 0.1, "where": "reward"}}}
 
 
 @pytest.mark.parametrize(("advantage", "more", "message"), [
-    ({"name": "multi_reward", "args": {"terms": ["shirt"]}}, {}, "did you mean 'short'"),
+    ({"name": "multi_reward", "args": {"terms": ["earl"]}}, {}, "did you mean 'early'"),
     ({"name": "multi_reward"}, {}, "argument 'terms' is required"),
     ({"name": "remax"}, {"reward_model": {"path": "x"}}, "reward_model"),
     ({"name": "remax"}, {"spec": COMPARING}, "compares the members"),
