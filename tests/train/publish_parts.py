@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from train_batches import make_batch, trajectories
 
 from agentrl.batch import collate
+from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig
@@ -15,6 +21,26 @@ from agentrl.trajectory import TokenLedger
 PROMPT = list(range(20, 40))
 
 
+def is_whole(part: nn.Module) -> bool:
+    """Whether a part's own parameters, not those of parts further in, are gathered."""
+    inner = {id(p) for m in part.modules() if isinstance(m, FSDPModule) and m is not part for p in m.parameters()}
+    return any(not isinstance(p, DTensor) for p in part.parameters() if id(p) not in inner)
+
+
+class Counting(Actor):
+    """An actor that tells how much of a model a publish holds at once."""
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {"most_whole": Broadcast()}
+
+    def most_whole(self) -> tuple[int, int]:
+        """The largest number of FSDP parts that were whole at the same time while the weights went by; all parts."""
+        parts = [part for part in self._ready().module.modules() if isinstance(part, FSDPModule)]
+        most = 0
+        for _ in self._ready().tensors():
+            most = max(most, sum(is_whole(part) for part in parts))
+        return most, len(parts)
+
+
 def trained(
     tiny: str,
     group: WorkerGroup[Actor] | None = None,
@@ -22,11 +48,12 @@ def trained(
     model: ModelConfig | None = None,
     backend: str = "inline",
     ranks: int = 1,
+    cls: type[Actor] = Actor,
 ) -> WorkerGroup[Actor]:
     """Actors (new ones, or those of `group`) after some large updates."""
     seed = 0
     if group is None:
-        group = launch(Actor, backend=backend, world_size=ranks, num_cpus=0.25)  # type: ignore[arg-type]
+        group = launch(cls, backend=backend, world_size=ranks, num_cpus=0.25)  # type: ignore[arg-type]
         group.run(Actor.init_model, tiny, model or ModelConfig(), OptimConfig(lr=1e-2))
     else:
         seed = 50
@@ -47,8 +74,9 @@ async def ledger_of(engine: Engine, version: int, tokens: int = 40) -> TokenLedg
 
 def gap(actors: WorkerGroup[Actor], ledger: TokenLedger) -> float:
     """Largest difference of the engine's and the trainer's logprobs of the same tokens."""
-    [episode] = trajectories(1)
-    episode.ledgers = [ledger]
-    batch = collate([episode])
+    episodes = trajectories(2)  # one for each of two ranks
+    for episode in episodes:
+        episode.ledgers = [ledger]
+    batch = collate(episodes)
     found = actors.run(Actor.compute_logprob, batch)["logprobs"].values()
     return float((found - batch["logprobs"].values()).abs().max())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from publish_parts import gap, ledger_of, trained
+from publish_parts import Counting, gap, ledger_of, trained
 from transformers import AutoModelForCausalLM
 
 from agentrl.backends.vllm import VllmEngine
@@ -32,9 +32,13 @@ if importlib.util.find_spec("vllm") is None:
 
 @pytest.fixture(scope="module")
 def ray_up() -> Iterator[None]:
-    start_ray(ClusterConfig())
-    yield
-    stop_ray()
+    """A Ray whose workers can import the modules next to this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        stop_ray()
+        start_ray(ClusterConfig())
+        yield
+        stop_ray()
 
 
 def plain_gap(folder: Path, ledger: TokenLedger) -> float:
@@ -61,7 +65,8 @@ async def publish(actors: WorkerGroup[Actor], engine: VllmEngine, cfg: WeightsCo
 
 
 async def test_fsdp_ranks_into_tensor_parallel_workers(ray_up: None, tiny: str, tmp_path: Path) -> None:
-    actors = trained(tiny, backend="ray", ranks=2)
+    actors = trained(tiny, backend="ray", ranks=2, cls=Counting)
+    assert actors.run(Counting.most_whole) == (1, 3)  # of two layers and the rest
     actors.run(Actor.export_hf, str(tmp_path / "export"))
     # max_respawns: the driver keeps a copy of what comes, so it is a third receiver
     engine = VllmEngine(
