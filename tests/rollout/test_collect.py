@@ -293,6 +293,6 @@ def test_complete_groups_survive_a_resume_and_none_is_skipped(renderer: Renderer
         assert not [key for key in engine.keys if key.startswith("g3.")], "a complete group was run again"
         assert [key for key in engine.keys if key.startswith("g2.")], "the one that ran was forgotten"
         [replayed] = [group for groups in batches for group in groups if group.index == 3]
-        assert [member.to_json() for member in replayed.trajectories] == waiting[0]["trajectories"]
+        assert json.loads(json.dumps([m.to_json() for m in replayed.trajectories])) == waiting[0]["trajectories"]
 
     asyncio.run(scenario())
