@@ -145,14 +145,11 @@ def trees_of(batch: TensorDict, rows: Rows) -> list[Tree]:
     return found if any(tree.prefix for tree in found) else []
 
 
-def planned_columns(batch: TensorDict, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """On a worker: `groups` and `prefix` of `plan` for these rows; empty where all rows are free."""
+def planned_columns(batch: TensorDict, rows: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """On a worker: `groups` and `prefix` of `plan` for these rows; None where all rows are free."""
     if "together" not in set(batch.keys()):
-        return {}
-    return {
-        "groups": np.asarray(batch.get("together"))[rows],
-        "prefix": np.asarray(batch.get("prefix"))[rows],
-    }
+        return None, None
+    return np.asarray(batch.get("together"))[rows], np.asarray(batch.get("prefix"))[rows]
 
 
 def token_ratio(batch: TensorDict) -> float:

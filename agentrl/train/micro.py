@@ -31,8 +31,11 @@ def split(
     tokens = lengths(batch).numpy()
     longest = engine.reduce(torch.tensor([int(tokens.max()) if len(tokens) else 0]), "max")
     check_cap(longest.numpy(), cap)
-    plans = [plan(tokens[rows], 1, cap, **planned_columns(batch, rows)) for rows in parts]
-    bins = [[part[rows].tolist() for rows in made.rows[0]] for part, made in zip(parts, plans, strict=True)]
+    bins: list[list[list[int]]] = []
+    for part in parts:
+        groups, prefix = planned_columns(batch, part)
+        made = plan(tokens[part], 1, cap, groups=groups, prefix=prefix)
+        bins.append([part[micro].tolist() for micro in made.rows[0]])
     counts = engine.reduce(torch.tensor([len(micros) for micros in bins], dtype=torch.int64), "max")
     return [micros + [[]] * (int(most) - len(micros)) for micros, most in zip(bins, counts, strict=True)]
 
