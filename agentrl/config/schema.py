@@ -337,7 +337,7 @@ class JudgeConfig(Frozen):
     cache: str | None = None
     calls: PositiveInt | None = 10_000
     usd: Positive | None = None
-    usd_per_million: tuple[float, float] | None = None
+    usd_per_million: Annotated[tuple[float, float], Field(strict=False)] | None = None
     concurrency: PositiveInt = 8
     timeout: Positive = 60.0
     retries: Annotated[int, Field(ge=0)] = 3

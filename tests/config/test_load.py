@@ -76,6 +76,14 @@ def test_the_resolved_config_reads_back_equal(file: Path, tmp_path: Path) -> Non
     assert load_config(again) == config
 
 
+@pytest.mark.parametrize("key", ["reward.judge.usd_per_million", "api.usd_per_million"])
+def test_prices_are_a_pair(file: Path, key: str) -> None:
+    config = load_config(file, [f"{key}=[0.4, 1.6]"])
+    assert (0.4, 1.6) in (config.reward.judge.usd_per_million, config.api.usd_per_million)
+    with pytest.raises(ConfigError, match=key):
+        load_config(file, [f"{key}=[0.4]"])
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
 def test_every_packaged_config_is_valid(path: Path) -> None:
     assert load_config(path).name
