@@ -67,8 +67,13 @@ async def run_rollout(config: TrainConfig, request: RolloutRequest, display: Dis
 
     Raises ConfigError where `out` or `record` holds something else, ReplayError where a replay diverges.
     """
-    scene = _open(config, request)
-    outcome = Outcome(scene.scorer.range[1], _resume(config, request))
+    if request.replay is None:
+        done = _resume(config, request)
+        scene = _open(config, request)
+    else:
+        scene = _open(config, request)  # first: a record that is none leaves no folder
+        done = _resume(config, request)
+    outcome = Outcome(scene.scorer.range[1], done)
     missing = [pair for pair in request.pairs if pair not in outcome.episodes]
     display.phase(request.purpose, len(request.pairs), first=len(request.pairs) - len(missing))
     if missing:
@@ -105,18 +110,21 @@ def asked(request: RolloutRequest) -> dict[str, Any]:
 async def _play(
     config: TrainConfig, request: RolloutRequest, scene: Scene, missing: list[Pair], outcome: Outcome, display: Display
 ) -> None:
-    rollout, wanted = config.rollout, set(request.pairs)
+    rollout, done = config.rollout, len(request.pairs) - len(missing)
+    there = [outcome.episodes[pair] for pair in request.pairs if pair in outcome.episodes]
+    scored, full = done, sum(full_marks(trajectory, outcome.full) for trajectory in there)
     await scene.start(config)
     with (request.out / "trajectories.jsonl").open("a") as file:
 
         def keep(trajectory: Trajectory) -> None:
+            nonlocal done, scored, full
             file.write(json.dumps(trajectory.to_json()) + "\n")
             file.flush()
             outcome.episodes[trajectory.task.seed, trajectory.member] = trajectory
-            there = [episode for pair, episode in outcome.episodes.items() if pair in wanted]
-            scored = [episode for episode in there if episode.reward is not None]
-            success = sum(full_marks(episode, outcome.full) for episode in scored) / len(scored) if scored else None
-            display.step(len(there), {"success": success, "unscored": len(there) - len(scored)})
+            done += 1
+            scored += trajectory.reward is not None
+            full += full_marks(trajectory, outcome.full)
+            display.step(done, {"success": full / scored if scored else None, "unscored": done - scored})
 
         await run_tasks(EnvRef.of(config), scene.policy, scene.scorer, Limits.of(rollout, scene.context), missing,
                         seed=config.seed, max_episodes=rollout.max_episodes, split=request.split, on_episode=keep,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -80,6 +83,26 @@ def test_an_outage_is_null_never_zero_and_is_run_again() -> None:
         # Another address, the same evaluation: what was out is asked again.
         report = evaluate(server, "-n", "2")
     assert report["unscored"] == 0 and report["pass@1"]["mean"] == 1.0
+
+
+def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(body: dict[str, Any], number: int) -> Any:
+        if number == 9:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+        return solve(body, number)
+
+    with Loopback(answer) as server:
+        args = ["rollout", "key_value", "--model", "api:openai/test", "-n", "8", "--out", "out", "--max-concurrent", "1",
+                f"api.base={server.url}", *TASKS]
+        assert main(args) == 130
+        kept = Path("out/trajectories.jsonl").read_text().splitlines()
+        assert 0 < len(kept) < 8 and all(json.loads(line)["reward"] == 1.0 for line in kept)
+        assert f"interrupted: {len(kept)} of 8 episodes are in out; the same command goes on" in capsys.readouterr().out
+        assert main(args) == 0
+    rows = [json.loads(line) for line in Path("out/trajectories.jsonl").read_text().splitlines()]
+    assert [row["task"]["seed"] for row in rows] == list(range(8))
+    assert [json.dumps(row) for row in rows if json.dumps(row) in kept] == kept
 
 
 def engine(server: Loopback, **options: Any) -> LiteLlmEngine:
