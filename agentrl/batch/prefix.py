@@ -18,8 +18,8 @@ from tensordict import TensorDict
 from agentrl.batch.rows import Rows, offsets_of, row_index
 
 WORTH = 1.5
-"""From this ratio of plain to shared tokens on, sharing is faster than packing; forward and backward on a
-CPU gain 1.65x at a ratio of 1.8 and 3.1x at 3.3 (benchmarks/cluster.py)."""
+"""From this ratio of plain to computed tokens on, sharing is faster than packing: an update on a CPU gains
+1.7x at a ratio of 1.8 and 3.0x at 3.3 (benchmarks/cluster.py --only prefix)."""
 
 SHORTEST = 16
 """Shorter common prefixes are not worth a tree."""
