@@ -1,6 +1,6 @@
 """Seconds a turn of verifiers 0.3.1 with an instant model, three-turn tool episodes. Run by rollout.py.
 
-    python peer_verifiers.py in_process|http AT_ONCE ROLLOUTS
+    python peer_verifiers.py in_process|http AT_ONCE ROLLOUTS ROUNDS
 
 "in_process": the client's `get_response` returns a finished response, which spares verifiers all conversion
 and transport; "http": its own client against an instant server in another process.
@@ -48,7 +48,7 @@ class Instant(OpenAIChatCompletionsClient):
         return Response(id="x", created=0, model=model, usage=usage, message=message)
 
 
-async def main(kind: str, at_once: int, rollouts: int) -> None:
+async def main(kind: str, at_once: int, rollouts: int, rounds: int) -> None:
     rows = [{"prompt": [{"role": "system", "content": "get each key, add its value, report the total."},
                         {"role": "user", "content": f"report {number}"}], "answer": "1"} for number in range(rollouts)]
     env = vf.ToolEnv(dataset=Dataset.from_list(rows), tools=[get, add], rubric=vf.Rubric(funcs=[right]), max_turns=8)
@@ -61,23 +61,25 @@ async def main(kind: str, at_once: int, rollouts: int) -> None:
     config = ClientConfig(api_base_url=url, api_key_var="NO_KEY")
     client = OpenAIChatCompletionsClient(config) if kind == "http" else Instant(config)
 
-    async def play(inputs: Dataset) -> float:
-        began = time.perf_counter()
+    async def play(inputs: Dataset) -> tuple[float, float]:
+        wall, processor = time.perf_counter(), time.process_time()
         found = await env.generate(inputs, client=client, model="stub", max_concurrent=at_once,
                                    on_start=lambda *_: None, on_progress=lambda *_: None)
-        spent = time.perf_counter() - began
+        spent = time.perf_counter() - wall, time.process_time() - processor
         assert [row["reward"] for row in found["outputs"]] == [1.0] * len(inputs), found["outputs"][0]
         return spent
 
     data = env.get_dataset()
     await play(data.select(range(min(8, rollouts))))
-    spent = await play(data)
+    spent = [await play(data) for _ in range(rounds)]
     if server is not None:
         server.stdin.close()
         server.wait()
-    print(json.dumps({"version": vf.__version__, "seconds_per_turn": spent / rollouts / (len(CALLS) + 1)}))
+    turns = rollouts * (len(CALLS) + 1)
+    print(json.dumps({"version": vf.__version__, "seconds_per_turn": min(wall for wall, _ in spent) / turns,
+                      "cpu_seconds_per_turn": min(processor for _, processor in spent) / turns}))
 
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))

@@ -7,7 +7,6 @@ to token ids and back, token ledgers, the reward spec.
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 
 from peers import ask, ratio
@@ -26,8 +25,8 @@ TURNS = [
 ]
 
 
-async def agentrl_turn(at_once: int, episodes: int, repeats: int) -> float:
-    """Median wall seconds a turn."""
+async def agentrl_turn(at_once: int, episodes: int, repeats: int) -> tuple[float, float]:
+    """Wall and processor seconds a turn, the least of several rounds: other load only ever adds."""
     renderer = make_renderer(packaged_tokenizer(CONTEXT))
     policy = Policy(Instant([renderer.assistant(turn) for turn in TURNS]), renderer)
     config = RolloutConfig(groups=episodes // 8, group_size=8, max_episodes=at_once, max_turns=8, max_turn_tokens=64,
@@ -35,37 +34,46 @@ async def agentrl_turn(at_once: int, episodes: int, repeats: int) -> float:
     driver = collector(policy, config)
     found = []
     for _ in range(repeats + 1):
-        began = time.perf_counter()
+        wall, processor = time.perf_counter(), time.process_time()
         groups = await driver.collect()
-        found.append((time.perf_counter() - began) / episodes / len(TURNS))
+        found.append((time.perf_counter() - wall, time.process_time() - processor))
         members = [t for group in groups for t in group.trajectories]
         assert all(t.stop is StopReason.DONE and len(t.turns) == len(TURNS) for t in members)
         driver.trained(groups)
         await driver.publish([])
-    return statistics.median(found[1:])
+    turns = episodes * len(TURNS)
+    return min(wall for wall, _ in found[1:]) / turns, min(cpu for _, cpu in found[1:]) / turns
 
 
-def run(quick: bool) -> tuple[dict[str, float | None], dict[str, float | None]]:
-    """Ratios against both versions of verifiers, and milliseconds a turn."""
-    spent: dict[str, float | None] = {}
+Pair = tuple[float | None, float | None]
+
+
+def run(quick: bool) -> tuple[dict[str, float | None], dict[str, list[float | None]]]:
+    """Ratios of wall and of processor time against both versions of verifiers; milliseconds a turn of each."""
+    spent: dict[str, Pair] = {}
+    repeats = 3 if quick else 5
     for at_once in (64, 1024):
-        spent[f"agentrl_{at_once}"] = asyncio.run(agentrl_turn(at_once, max(512, at_once), 3))
+        episodes = max(512, at_once)
+        spent[f"agentrl_{at_once}"] = asyncio.run(agentrl_turn(at_once, episodes, repeats))
         for kind in ("in_process", "http"):
-            spent[f"verifiers_0.3.1_{kind}_{at_once}"] = _peer("verifiers", "peer_verifiers.py", kind, at_once,
-                                                               256 if quick else max(512, at_once))
-    spent["verifiers_0.4.0_8"] = _peer("verifiers-latest", "peer_verifiers_latest.py", 8, 8 if quick else 16)
-    spent["agentrl_8"] = asyncio.run(agentrl_turn(8, 128, 3))
-    ratios = {}
-    for name, value in spent.items():
+            rounds = (256, 1) if quick else (episodes, 3 if kind == "in_process" else 2)
+            spent[f"verifiers_0.3.1_{kind}_{at_once}"] = _peer("verifiers", "peer_verifiers.py", kind, at_once, *rounds)
+    spent["verifiers_0.4.0_8"] = _peer("verifiers-latest", "peer_verifiers_latest.py", 8, 8)
+    spent["agentrl_8"] = asyncio.run(agentrl_turn(8, 128, repeats))
+    ratios: dict[str, float | None] = {}
+    for name, (wall, processor) in spent.items():
         if name.startswith("verifiers"):
-            at_once = name.rpartition("_")[2]
-            ratios[f"turn_over_{name}"] = ratio(spent[f"agentrl_{at_once}"], value)
-    return ratios, {name: None if value is None else round(value * 1e3, 4) for name, value in spent.items()}
+            ours = spent[f"agentrl_{name.rpartition('_')[2]}"]
+            ratios[f"turn_over_{name}"] = ratio(ours[0], wall)
+            if processor is not None:
+                ratios[f"turn_cpu_over_{name}"] = ratio(ours[1], processor)
+    return ratios, {name: [x and round(x * 1e3, 4) for x in pair] for name, pair in spent.items()}
 
 
-def _peer(name: str, script: str, *args: object) -> float | None:
+def _peer(name: str, script: str, *args: object) -> Pair:
     try:
-        return float(ask(name, script, *args, NO_KEY="none")["seconds_per_turn"])
+        found = ask(name, script, *args, NO_KEY="none")
     except RuntimeError as problem:
         print(f"no figure of {name} {args}: {problem}", flush=True)
-        return None
+        return None, None
+    return found["seconds_per_turn"], found.get("cpu_seconds_per_turn")
