@@ -19,7 +19,7 @@ def group_of(index: int, versions: list[int]) -> Group:
     return Group(index, index, [trajectory])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 3), st.data())
 def test_random_schedules_keep_the_invariants(batch: int, eta: int, spare: int, data: st.DataObject) -> None:
     ledger = GroupLedger(batch, eta, spare)
