@@ -213,7 +213,9 @@ class LiteLlmEngine(Engine):
             return None
         wait = self._backoff * 2**attempt * random.uniform(0.75, 1.25)
         if isinstance(problem, openai.APIStatusError):
-            wait = max(wait, retry_after(problem.response.headers) or 0.0)
+            # litellm makes a response of its own; the server's headers it keeps beside it, where there were any.
+            headers = vars(problem).get("litellm_response_headers") or problem.response.headers
+            wait = max(wait, retry_after(headers) or 0.0)
         return wait if wait <= self._max_wait else None
 
     def _read(self, answer: Any, turn: int) -> Generation:

@@ -39,7 +39,7 @@ def test_an_api_model_is_evaluated_with_tokens_latency_and_a_price(capsys: pytes
         report = evaluate(server, "-n", "3", "-k", "2", "api.usd_per_million=[10, 20]")
         asked = len(server.requests)
         assert report["pass@1"]["mean"] == report["pass^2"]["mean"] == 1.0
-        assert report["unscored"] == 0 and report["stops"] == {"done": 6} and report["metrics"]["calls"] == 1.0
+        assert report["unscored"] == 0 and report["stops"] == {"done": 6} and report["metrics"]["success"] == 1.0
         turns = report["turns"] * 6
         assert turns == pytest.approx(asked)
         assert report["tokens"] == pytest.approx(10 * report["turns"])
