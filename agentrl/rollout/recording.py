@@ -72,6 +72,7 @@ class RecordingEnv(ToolWrapper):
         super().__init__(env)
         self._writer, self._episode, self._key, self._cut = writer, episode, key, cut
         self._messages: list[Message] = []
+        self._given = Given()
         self._schemas: list[dict[str, Json]] = []
         self._tools: list[dict[str, Json]] = []
 
@@ -81,6 +82,7 @@ class RecordingEnv(ToolWrapper):
         self._writer.begin(self._episode)
         self._cut.discard(self._episode)
         self._messages, self._schemas, self._tools = [], [], []
+        self._given = Given()
         ask = {**self._key, "seed": seed, "split": (options or {}).get("split")}
         try:
             observation, info = await self.env.areset(seed=seed, options=options)
@@ -88,8 +90,9 @@ class RecordingEnv(ToolWrapper):
             self._fault("reset", ask, fault, {"env_id": self.env.id})
             raise
         record = self.trajectory
+        self._given.extend(observation)
         answer = {"env_id": record.env_id, "task": asdict(record.task), "observation": _rows(observation),
-                  "info": _info(info), **self._changes()}
+                  "info": self._plain(info), **self._changes()}
         self._add("reset", ask, answer)
         return observation, info
 
@@ -102,8 +105,9 @@ class RecordingEnv(ToolWrapper):
             self._fault("step", ask, fault, {"turn": self._turn(turns), **self._changes()})
             raise
         observation, _, terminated, truncated, info = result
+        self._given.extend([self.trajectory.turns[-1].message, *observation])
         answer = {"observation": _rows(observation), "terminated": terminated, "truncated": truncated,
-                  "info": _info(info), "turn": self._turn(turns), **self._changes()}
+                  "info": self._plain(info), "turn": self._turn(turns), **self._changes()}
         self._add("step", ask, answer)
         return result
 
@@ -111,6 +115,17 @@ class RecordingEnv(ToolWrapper):
         reward = await self.env.aend(stop, error)
         self._add("end", {"stop": stop.value, "error": error}, {"state": self.trajectory.state})
         return reward
+
+    def _plain(self, info: Mapping[str, Any]) -> Json:
+        """`info` as JSON. Raises ReplayError for what JSON cannot hold."""
+        plain = {key: value for key, value in info.items() if key != "history"}
+        for key, value in plain.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as problem:
+                raise ReplayError(f"{self.id}: info[{key!r}] cannot be recorded: {problem}") from None
+        history = info.get("history")
+        return plain if history is None else {**plain, "history": self._given.write(history)}
 
     def _turn(self, before: int) -> Json:
         turns: list[Turn] = self.trajectory.turns
@@ -142,6 +157,42 @@ class RecordingEnv(ToolWrapper):
 
     def _add(self, kind: str, ask: Json, answer: Json) -> None:
         self._writer.add(self._episode, kind, self._writer.number(self._episode, kind), ask, answer)
+
+
+class Given:
+    """The message objects that an environment gave the loop, in order. The loop tells a rewritten history's new
+    messages from the old ones by identity, so a record must, too."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+        self._places: dict[int, int] = {}
+
+    def extend(self, messages: Sequence[Message]) -> None:
+        """Count messages as given."""
+        for message in messages:
+            self._places[id(message)] = len(self._messages)
+            self._messages.append(message)
+
+    def write(self, history: Sequence[Message]) -> list[Json]:
+        """A history as JSON: the number of an old message, or a new one whole."""
+        rows: list[Json] = []
+        for message in history:
+            place = self._places.get(id(message))
+            rows.append(asdict(message) if place is None else place)
+            if place is None:
+                self.extend([message])
+        return rows
+
+    def read(self, rows: Sequence[Json], message: Callable[[Mapping[str, Json]], Message]) -> list[Message]:
+        """Inverse of `write`."""
+        history: list[Message] = []
+        for row in rows:
+            if isinstance(row, int):
+                history.append(self._messages[row])
+            else:
+                self.extend([new := message(row)])
+                history.append(new)
+        return history
 
 
 class RecordingEngine(Engine):
@@ -249,14 +300,3 @@ def twin_task(options: Mapping[str, Any] | None) -> Json:
 
 def _rows(messages: Sequence[Message]) -> list[Json]:
     return [asdict(message) for message in messages]
-
-
-def _info(info: Mapping[str, Any]) -> Json:
-    """`info` as JSON; a rewritten history is messages. Raises ReplayError for what JSON cannot hold."""
-    plain = {key: _rows(value) if key == "history" else value for key, value in info.items()}
-    for key, value in plain.items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as problem:
-            raise ReplayError(f"the environment's info[{key!r}] cannot be recorded: {problem}") from None
-    return plain
