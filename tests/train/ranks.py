@@ -174,6 +174,8 @@ def saving_for_ever(tiny: str, root: Path) -> Body:
     def body(context: WorkerContext) -> None:
         actor = Actor(context)
         actor.init_model(tiny, ModelConfig(), OptimConfig())
+        critic = Critic(context)  # in the same processes, as in a run: two saves at once
+        critic.init_model(tiny, ModelConfig(), OptimConfig(), CriticConfig())
         checkpoints = Checkpoints(root, keep=2)
         batch, algorithm = collate(trajectories(8)), AlgorithmConfig(minibatch=8)
         batch["advantages"] = batch["logprobs"].clone()
@@ -187,15 +189,26 @@ def saving_for_ever(tiny: str, root: Path) -> Body:
                 (root.parent / f"weights_{step}.pt.new").rename(root.parent / f"weights_{step}.pt")
             if context.world_size > 1:
                 dist.barrier()
-            actor.begin_save(str(root / f".writing_step_{step:06d}" / "actor"))
+            aside = root / f".writing_step_{step:06d}"
+            actor.begin_save(str(aside / "actor"))
+            critic.begin_save(str(aside / "critic"))
             tell(root, context, f"began {step}")
-            while not actor.saved():  # training goes on meanwhile
+            while not together(actor.saved() and critic.saved()):  # training goes on meanwhile
                 actor.compute_logprob(batch)
             if context.rank == 0:
                 checkpoints.commit(step)
             tell(root, context, f"whole {step}")
 
     return body
+
+
+def together(done: bool) -> bool:
+    """Whether it is done on all ranks: they must leave a loop with collectives in it at the same moment."""
+    if not dist.is_initialized():
+        return done
+    flag = torch.tensor(int(done))
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
 
 
 def tell(root: Path, context: WorkerContext, text: str) -> None:
