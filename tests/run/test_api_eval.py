@@ -12,10 +12,19 @@ from typing import Any
 
 import pytest
 
+from agentrl.backends.embedded import EmbeddedEngine
 from agentrl.backends.litellm import LiteLlmEngine, retry_after
+from agentrl.backends.openai_server import OpenAiServer
 from agentrl.cli.main import main
+from agentrl.config.load import config_from
+from agentrl.config.schema import InitModelConfig
 from agentrl.errors import EngineError
+from agentrl.render import make_renderer
 from agentrl.rollout.engine import Sampling
+from agentrl.run.display import Display
+from agentrl.run.rollout import RolloutRequest, run_rollout
+from agentrl.train.init_model import init_model
+from agentrl.train.pretrained import load_tokenizer
 from agentrl.trajectory import Message
 from tests.rollout.loopback import Loopback, solve
 
@@ -83,6 +92,25 @@ def test_an_outage_is_null_never_zero_and_is_run_again() -> None:
         # Another address, the same evaluation: what was out is asked again.
         report = evaluate(server, "-n", "2")
     assert report["unscored"] == 0 and report["pass@1"]["mean"] == 1.0
+
+
+async def test_our_own_server_over_the_embedded_engine_is_a_peer(tmp_path: Path) -> None:
+    """What litellm counts is what the server's ledgers hold: every sampled token, once."""
+    tiny = InitModelConfig(layers=1, hidden=32, mlp=32, heads=2, kv_heads=1, head_dim=16, context=1024)
+    engine = EmbeddedEngine(str(init_model(tiny, tmp_path / "model", seed=0)))
+    renderer = make_renderer(load_tokenizer(str(tmp_path / "model")))
+    await engine.start()
+    async with OpenAiServer(engine, renderer) as server:
+        table = {"env": {"id": "key_value"}, "model": {"path": "api:openai/policy"}}
+        config = config_from(table, [f"api.base={server.url('s')}", "rollout.max_turn_tokens=12", "rollout.max_turns=3"])
+        request = RolloutRequest("rollout", "api:openai/policy", 3, 2, "heldout", tmp_path / "out")
+        outcome = await run_rollout(config, request, Display())
+        ledgers = server.take("s").ledgers
+    await engine.close()
+    episodes = list(outcome.episodes.values())
+    assert len(episodes) == 6 and all(episode.reward is not None for episode in episodes)
+    counted = sum(turn.sampled_tokens for episode in episodes for turn in episode.turns)
+    assert counted == sum(int(ledger.sampled.sum()) for ledger in ledgers) > 0
 
 
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
