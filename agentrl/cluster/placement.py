@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -20,6 +22,9 @@ from agentrl.config.schema import ClusterConfig, PoolConfig
 from agentrl.errors import AgentrlError, ResourceError
 
 W = TypeVar("W", bound=Worker)
+NODE_LABEL = "ray.io/node-id"
+PATIENCE = 5.0
+"""Seconds that Ray gets to hold places that are free, before the search begins anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,40 +59,62 @@ class Reserved:
 
 def cluster_nodes() -> list[Node]:
     """The living nodes of the connected cluster, with all that they have."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    return [
-        Node(
-            f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})",
-            float(node["Resources"].get("CPU", 0.0)),
-            float(node["Resources"].get("GPU", 0.0)),
-        )
-        for node in alive
-    ]
+    return list(_nodes({}))
+
+
+def _nodes(left: Mapping[str, Mapping[str, float]]) -> dict[Node, str]:
+    """The living nodes and their ids: with what `left` says of a node by its id, else with all that it has."""
+    found: dict[Node, str] = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            has = left.get(node["NodeID"], node["Resources"])
+            name = f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
+            found[Node(name, float(has.get("CPU", 0.0)), float(has.get("GPU", 0.0)))] = node["NodeID"]
+    return found
 
 
 def reserve(pools: Mapping[str, PoolConfig], timeout: float) -> dict[str, Reserved]:
     """Hold places for all pools, or for none.
 
-    Raises ResourceError, with a table of demand against supply, at once where no placement exists and
-    after `timeout` seconds where others use what is needed.
+    Every share of a pool is pinned to the node that the search found for it: left to itself, Ray could put
+    small pools where a large one alone would fit. Raises ResourceError, with a table of demand against
+    supply, at once where no placement exists and after `timeout` seconds where others use what is needed.
     """
     nodes = cluster_nodes()
     place(pools, nodes)
-    held: dict[str, Reserved] = {}
-    for name, pool in sorted(pools.items(), key=lambda item: need(item[1]), reverse=True):
-        cpus, gpus = need(pool)
-        bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
-        strategy = "STRICT_SPREAD" if pool.nodes > 1 else "STRICT_PACK"
-        held[name] = Reserved(name, pool, placement_group([bundle] * pool.nodes, strategy=strategy))
-    late = [name for name, one in held.items() if not one.group.wait(timeout_seconds=timeout)]
-    if late:
+    deadline = time.monotonic() + timeout
+    while True:
+        held = _hold(pools)
+        late = [name for name, one in held.items() if not one.group.wait(timeout_seconds=PATIENCE)]
+        if held and not late:
+            return held
         for one in held.values():
             one.release()
-        free = {key: ray.available_resources().get(key, 0.0) for key in ("CPU", "GPU")}
-        raise ResourceError(
-            f"pools {late} got no place within {timeout:g} s; others use the cluster (free: {free})\n"
-            + table(pools, nodes)
-        )
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(PATIENCE / 10)
+    free = {key: ray.available_resources().get(key, 0.0) for key in ("CPU", "GPU")}
+    raise ResourceError(
+        f"pools {sorted(pools)} got no place within {timeout:g} s; others use the cluster (free: {free})\n"
+        + table(pools, nodes)
+    )
+
+
+def _hold(pools: Mapping[str, PoolConfig]) -> dict[str, Reserved]:
+    """Ask for places on nodes that have them free now; none where there are none."""
+    free = _nodes(available_resources_per_node())
+    try:
+        chosen = place(pools, list(free))
+    except ResourceError:
+        return {}
+    ids = {node.name: number for node, number in free.items()}
+    held: dict[str, Reserved] = {}
+    for name, pool in pools.items():
+        cpus, gpus = need(pool)
+        bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
+        pins = [{NODE_LABEL: ids[node]} for node in chosen[name]]
+        group = placement_group([bundle] * pool.nodes, strategy="PACK", bundle_label_selector=pins)
+        held[name] = Reserved(name, pool, group)
     return held
 
 
