@@ -35,7 +35,7 @@ def vllm(quick: bool) -> Found:
     import against_vllm
     from work import MILLION
 
-    found = against_vllm.run(MILLION, 64, 3 if quick else 7)
+    found = against_vllm.run(MILLION, 64, 3 if quick else 5)
     return {"rollout_over_raw_vllm": round(found["ratio"], 4)}, found
 
 
@@ -57,7 +57,7 @@ def engines(quick: bool) -> Found:
     """Tokens a second of the engines on one model."""
     import engine_rates
 
-    return engine_rates.run(64 if quick else 128, 64 if quick else 128)
+    return engine_rates.run(64, 64 if quick else 128)
 
 
 PARTS: dict[str, Callable[[bool], Found]] = {"vllm": vllm, "turn": turn, "staleness": staleness, "engines": engines}

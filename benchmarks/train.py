@@ -197,12 +197,12 @@ def chunked_logprobs(quick: bool) -> dict[str, float]:
 
 def trl(quick: bool) -> Found:
     """Seconds of a TRL step over ours; aim 5."""
-    return grpo_step.against_trl(2 if quick else 4)
+    return grpo_step.against_trl(2 if quick else 3)
 
 
 def forms(quick: bool) -> Found:
     """Forward and backward by the form of the batch."""
-    repeats = 2 if quick else 4
+    repeats = 2 if quick else 3
     with tempfile.TemporaryDirectory() as scratch:
         folder = str(init_model(MILLION, Path(scratch) / "model", 0))
         found = {**packed_against_padded(folder, repeats), **shared_against_packed(folder, repeats)}
@@ -216,7 +216,7 @@ def logprobs(quick: bool) -> Found:
 
 def overhead(quick: bool) -> Found:
     """Share of a step outside the model; aim under 0.05."""
-    return grpo_step.overhead(2 if quick else 5)
+    return grpo_step.overhead(2 if quick else 3)
 
 
 def split(found: dict[str, float]) -> Found:
