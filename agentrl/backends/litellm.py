@@ -23,7 +23,7 @@ from agentrl.backends.openai_chat import unique_ids, write_message
 from agentrl.errors import DependencyError, EngineError, RenderError, UserError
 from agentrl.render.base import Renderer
 from agentrl.render.toolcalls import call_from_json, malformed, strict_json
-from agentrl.reward.judge.client import _litellm as load_litellm
+from agentrl.reward.judge.load import load_litellm
 from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Usage, WeightBuckets
 from agentrl.trajectory import Json, Message, ToolCall
 

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import importlib
 import json
-import os
 import random
 import threading
 import time
@@ -18,12 +17,11 @@ from typing import Any, NoReturn
 
 import jsonschema
 
-from agentrl.errors import DependencyError
 from agentrl.reward.judge.budget import Budget
 from agentrl.reward.judge.cache import VerdictCache
+from agentrl.reward.judge.load import load_litellm
 from agentrl.trajectory import Json
 
-_IMPORTING = threading.Lock()
 _CHARACTERS_PER_TOKEN = 2  # low on purpose: it bounds a prompt's cost from above
 
 
@@ -136,7 +134,7 @@ class Judge:
         return Verdict(None, error=why)
 
     def _attempt(self, request: VerdictRequest) -> Json:
-        litellm = _litellm()
+        litellm = load_litellm()
         reserved = self._most(litellm, request)
         refusal = self.budget.reserve(reserved)
         if refusal is not None:
@@ -229,22 +227,3 @@ def _verdict(response: Any, request: VerdictRequest) -> Json:
 
 def _no_constant(token: str) -> NoReturn:
     raise ValueError(f"{token} is not JSON")
-
-
-def _litellm() -> Any:
-    """litellm, imported at the first question. Its price table comes from the package, not the network."""
-    name = "LITELLM_LOCAL_MODEL_COST_MAP"
-    with _IMPORTING:  # the variable is set for the import only; two threads must not see each other's
-        before = os.environ.get(name)
-        os.environ[name] = "True"
-        try:
-            litellm = importlib.import_module("litellm")
-        except ImportError as error:
-            raise DependencyError("the judge leaf needs litellm: pip install 'agentrl[litellm]'") from error
-        finally:
-            if before is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = before
-    setattr(litellm, "suppress_debug_info", True)  # noqa: B010 - litellm has no types
-    return litellm
