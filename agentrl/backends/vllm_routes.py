@@ -57,6 +57,7 @@ class VllmRoutes:
         whole = parcel.with_aliases(expected.tied)
         loading = self._replicas.all("receive", whole.to_wire())
         keeping = asyncio.to_thread(self._copy, whole)
+        kept: tuple[Any, list[Any]] | None
         kept, _ = await asyncio.gather(keeping, loading)
         return kept
 
