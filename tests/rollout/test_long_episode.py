@@ -28,6 +28,7 @@ from agentrl.trajectory import StopReason, TokenLedger, Trajectory
 
 from .test_context_policies import TURNS, Endless, replayed
 
+pytestmark = pytest.mark.slow
 CONTEXT = 4096
 
 
