@@ -19,10 +19,12 @@ from render_conversations import TOOLS
 from render_tokenizers import build_tokenizer
 
 from agentrl.backends.vllm_parsers import vllm_parser
-from agentrl.errors import ModelError
+from agentrl.config import ModelConfig
+from agentrl.errors import ModelError, RenderError
 from agentrl.render import make_renderer
 from agentrl.render.parsers import parse_qwen_xml
 from agentrl.render.toolcalls import parse_tool_calls
+from agentrl.run.tool_parser import renderer_of
 from agentrl.trajectory import Message, ToolCall
 
 pytestmark = pytest.mark.slow
@@ -83,3 +85,43 @@ def test_untyped_xml_is_read_as_vllm_reads_it(tokenizer, values):
 def test_an_unknown_name_names_the_nearest(tokenizer):
     with pytest.raises(ModelError, match="did you mean 'hermes'"):
         vllm_parser("hermez", tokenizer)
+
+
+# The shape of a family whose call syntax is none of agentrl's own: calls and answers between control tokens.
+DEEPSEEK_TOOLS = """{{ bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for m in messages %}
+{%- if m.role in ['user', 'system'] %}{{ '<｜User｜>' + m.content + '<｜Assistant｜>' }}
+{%- elif m.role == 'assistant' %}{{ m.content }}
+{%- if m.tool_calls %}<｜tool▁calls▁begin｜>
+{%- for call in m.tool_calls %}{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' + (call.function.arguments | tojson) + '\\n```<｜tool▁call▁end｜>' }}{% endfor %}<｜tool▁calls▁end｜>
+{%- endif %}{{ '<｜end▁of▁sentence｜>' }}
+{%- else %}{{ '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
+{%- endif %}{% endfor %}"""  # noqa: E501
+DEEPSEEK_TOKENS = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>",
+                   *(f"<｜tool▁{part}｜>" for part in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep",
+                                                     "output▁begin", "output▁end"))]  # fmt: skip
+
+
+def test_a_family_that_agentrl_has_no_parser_for_works_by_name():
+    tokenizer = build_tokenizer(DEEPSEEK_TOKENS, DEEPSEEK_TOOLS, bos=DEEPSEEK_TOKENS[0], eos=DEEPSEEK_TOKENS[1])
+    question = [Message("user", "q")]
+    with pytest.raises(RenderError, match="no tool calls that agentrl can parse"):
+        renderer_of(ModelConfig(), tokenizer).start(question, TOOLS)
+    renderer = renderer_of(ModelConfig(tool_parser="vllm:deepseek_v3"), tokenizer).with_tools(TOOLS)
+    calls = (ToolCall("get", {"key": "</s> é"}, id="abcdefghi"), ToolCall("add", {"a": "1", "b": "2"}, id="abcdefghj"))
+    turn = Message("assistant", "", calls)
+    answers = [Message("tool", f"<｜end▁of▁sentence｜>{i}", tool_call_id=c.id, name=c.name) for i, c in enumerate(calls)]
+    ids = renderer.start(question, TOOLS) + renderer.assistant(turn) + renderer.extend("stop", answers)
+    assert ids.count(tokenizer.eos_token_id) == 1
+    parsed = renderer.parse(renderer.assistant(turn), "stop").tool_calls
+    assert [(call.name, call.arguments) for call in parsed] == [(call.name, call.arguments) for call in calls]
+
+
+def test_a_typed_syntax_by_vllm_sees_the_tools(tokenizer):
+    template, tokens, bos, eos, *_ = FAMILIES["qwen3-coder"]
+    renderer = renderer_of(ModelConfig(tool_parser="vllm:qwen3_coder"), build_tokenizer(tokens, template, bos=bos, eos=eos))
+    turn = Message("assistant", "", (ToolCall("f", {"n": 7, "s": "7"}, id="abcdefghi"),))
+    (call,) = renderer.with_tools([TYPED]).parse(renderer.assistant(turn), "stop").tool_calls
+    assert call.arguments == {"n": 7, "s": "7"}
+    with pytest.raises(ModelError, match="did you mean 'qwen3_coder'"):
+        renderer_of(ModelConfig(tool_parser="vllm:qwen3_code"), tokenizer)
