@@ -1,7 +1,7 @@
 """Worker groups: dispatch of a large batch, fan-out latency, controller time, prefix-shared updates.
 
 All ratios are measured in this one run. The last line is one JSON object. `--only` picks parts; 64 workers
-take some 10 GiB (with the bare actors beside them) and minutes to start, so fan-out stops at 8 without
+take some 7 GiB (with the bare actors beside them) and minutes to start, so fan-out stops at 8 without
 `--workers 64`.
 """
 
