@@ -37,11 +37,14 @@ class WeightSource:
 
     def send(self, first: bool) -> Parcel | None:
         """The next bucket; None at the end. `first` starts anew, whatever became of the stream before."""
-        if first or self._stream is None:
+        if first:
             self._abandon()
             self._tensors = self._engine.tensors()
             self._stream = Stream(self._tensors)
+        if self._stream is None:
+            return None
         parcel = self._ready().send(self._stream)
+        # Without a bucket, other ranks are done one call earlier than rank 0: they must not begin anew by themselves.
         if self._stream.done and parcel is None:
             self._abandon()
         return parcel

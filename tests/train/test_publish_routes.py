@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from agentrl.config.schema import EnvConfig, LoraSection, ModelConfig, SftConfig
 from agentrl.errors import ConfigError, EngineError
 from agentrl.train.actor import Actor
 from agentrl.train.publish import Publisher, check_weights
+from agentrl.train.source import WeightSource
 from agentrl.weights import memory, routes, shared
-from agentrl.weights.parcel import Parcel, Stream, fill, view
+from agentrl.weights.parcel import Named, Parcel, Stream, fill, view
 from agentrl.weights.route import Offer, Silent
 from agentrl.weights.target import Adapter, MembersChangedError
 
@@ -139,6 +140,32 @@ def test_a_broken_publish_is_refused_and_the_next_one_heals(tiny: str) -> None:
         await engine.close()
 
     asyncio.run(run())
+
+
+class Gathers:
+    """What a source asks of an engine; every start of the stream is a collective that all ranks must enter."""
+
+    def __init__(self) -> None:
+        self.started = 0
+
+    def largest(self) -> int:
+        return 32
+
+    def tensors(self) -> Iterator[Named]:
+        self.started += 1
+        return iter([(f"w{i}", torch.zeros(8)) for i in range(5)])
+
+
+def test_ranks_start_a_stream_together_and_once() -> None:
+    started = []
+    for rank in (0, 1):
+        engine = Gathers()
+        source = WeightSource(engine, rank, "127.0.0.1")  # type: ignore[arg-type]
+        source.open("memory", WeightsConfig(bucket_mib=0.00001), 1)
+        sent = [source.send(call == 0) for call in range(6)]  # the driver asks until rank 0 has no more
+        assert [parcel is not None for parcel in sent] == ([True] * 5 + [False] if rank == 0 else [False] * 6)
+        started.append(engine.started)
+    assert started == [1, 1]
 
 
 class Replaceable(EmbeddedEngine):

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 from agentrl.backends.vllm import VllmEngine
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.runtime import start_ray, stop_ray
-from agentrl.config.schema import ClusterConfig, LoraSection, ModelConfig, WeightsConfig
+from agentrl.config.schema import ClusterConfig, InitModelConfig, LoraSection, ModelConfig, WeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.train.actor import Actor
+from agentrl.train.init_model import init_model
 from agentrl.train.publish import Publisher
 from agentrl.trajectory import TokenLedger
 
@@ -39,6 +40,13 @@ def ray_up() -> Iterator[None]:
         start_ray(ClusterConfig())
         yield
         stop_ray()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A two-layer model whose heads are as wide as vLLM's CPU attention asks."""
+    sizes = InitModelConfig(layers=2, hidden=32, mlp=64, heads=4, kv_heads=2, head_dim=32, context=512)
+    return str(init_model(sizes, tmp_path_factory.mktemp("models") / "wide", seed=0))
 
 
 def plain_gap(folder: Path, ledger: TokenLedger) -> float:
