@@ -117,10 +117,7 @@ class VllmEngine(Engine, WeightTarget):
             request_id = f"{request_key}#{next(self._numbers)}"
             replica.in_flight += 1
             try:
-                generation: Generation = await self._replicas.ask(
-                    replica, "generate", list(token_ids), sampling, request_key, request_id
-                )
-                return generation
+                return await self._replicas.generate(replica, (list(token_ids), sampling, request_key, request_id))
             except ReplicaDeadError:
                 continue
             except asyncio.CancelledError:

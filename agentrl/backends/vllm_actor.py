@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.backends.adapters import write_adapter
+from agentrl.backends.vllm_outbox import Answers, Request, answered
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import EngineStats, Finish, Generation, Sampling
 from agentrl.weights.parcel import Wire
@@ -107,6 +108,11 @@ class VllmActor:
         if final is None:
             raise EngineError(f"vLLM gave no output for request {request_id}")
         return self._read(final, len(token_ids))
+
+    async def generate_many(self, requests: Sequence[Request]) -> AsyncIterator[Answers]:
+        """`generate` for each, answers as they come (see vllm_outbox.py)."""
+        async for part in answered(self.generate, requests):
+            yield part
 
     async def pause(self) -> None:
         """Stop after the step under way and drop all caches: what runs is computed anew after `resume`."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,8 +15,9 @@ import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from agentrl.backends.vllm_actor import CPU_ENVIRONMENT, ENVIRONMENT, ReplicaDeadError, VllmActor
+from agentrl.backends.vllm_outbox import Outbox, Request
 from agentrl.errors import EngineError
-from agentrl.rollout.engine import EngineStats
+from agentrl.rollout.engine import EngineStats, Generation
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -34,6 +35,10 @@ class Replica:
     in_flight: int = 0
     cause: str | None = None
     seen: EngineStats = field(default_factory=EngineStats)
+    outbox: Outbox = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.outbox = Outbox(self.actor)
 
     @property
     def name(self) -> str:
@@ -134,16 +139,29 @@ class Replicas:
     async def ask(self, replica: Replica, method: str, *args: Any) -> Any:
         """Await a remote call; failures come as EngineError that names the replica, its death as
         ReplicaDeadError."""
-        try:
+        with self._failures(replica):
             return await getattr(replica.actor, method).remote(*args)
+
+    async def generate(self, replica: Replica, request: Request) -> Generation:
+        """`ask` for a turn; those asked for together travel together."""
+        with self._failures(replica):
+            return await replica.outbox.generate(request)
+
+    @contextlib.contextmanager
+    def _failures(self, replica: Replica) -> Iterator[None]:
+        try:
+            yield
         except RayActorError as problem:
             raise self._died(replica, str(problem)) from problem
         except RayTaskError as problem:
-            if isinstance(problem.cause, ReplicaDeadError):
-                raise self._died(replica, str(problem.cause)) from problem
-            raise EngineError(f"{replica.name}: {problem.cause}") from problem
-        except RayError as problem:
-            raise EngineError(f"{replica.name}: {problem}") from problem
+            raise self._failed(replica, problem.cause) from problem
+        except (EngineError, RayError) as problem:
+            raise self._failed(replica, problem) from problem
+
+    def _failed(self, replica: Replica, cause: BaseException) -> EngineError:
+        if isinstance(cause, ReplicaDeadError):
+            return self._died(replica, str(cause))
+        return EngineError(f"{replica.name}: {cause}")
 
     async def control(self, replica: Replica, method: str, *args: Any) -> Any:
         """`ask` for a call that is answered soon: a replica that hangs is killed, so that its requests move."""

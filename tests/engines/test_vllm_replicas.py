@@ -1,4 +1,6 @@
-"""Several vLLM replicas: routing, death in the middle of a run, respawn, death of all; tensor parallel."""
+"""Several vLLM replicas: routing, death in the middle of a run, respawn, death of all.
+
+Tensor parallel is in tests/train/test_publish_vllm.py."""
 
 import asyncio
 import importlib.util
@@ -65,7 +67,7 @@ async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
     policy = Policy(engine, make_renderer(packaged_tokenizer(2048)))
     collector = Collector(Chat, policy, compile_spec(CHAT_REWARD), config, context=2048, seed=0)
     victim, survivor = engine.pids
-    trained, moved = [], set()
+    trained, before = [], {}
     for update in range(UPDATES):
         collecting = asyncio.ensure_future(collector.collect())
         if update == 1:
@@ -76,10 +78,7 @@ async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
             await until(both_busy)
             before = engine.homes
             os.kill(victim, signal.SIGKILL)
-        groups = await asyncio.wait_for(collecting, 120)
-        if update == 1:
-            moved = {key for key, home in engine.homes.items() if before.get(key) == 0 and home == 1}
-        trained += groups
+        trained += (groups := await asyncio.wait_for(collecting, 120))
         collector.trained(groups)
         await collector.publish([weights[update + 1]])
     assert sum(collector.ledger.counts().values()) == collector.ledger.dispatched
@@ -92,6 +91,8 @@ async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
     assert len({trajectory.seed for trajectory in members}) == len(members) == UPDATES * GROUPS * MEMBERS
     assert all(t.reward is not None and not t.stop.infrastructure for t in members)
     assert all(len(t.turns) == 6 for t in members)
+    # asked at the end: this update's own groups may have been complete when the replica died
+    moved = {key for key, home in engine.homes.items() if before.get(key) == 0 and home == 1}
     assert moved & {f"g{group.index}.m{t.member}.a0" for group in trained for t in group.trajectories}
     # ids kept: each token has the probability that its version gives it after exactly the ids before it
     ledgers = [ledger for trajectory in members for ledger in trajectory.ledgers]
@@ -152,17 +153,3 @@ async def test_load_is_shared_and_a_death_beyond_the_limit_is_final(engine, mode
     os.kill(engine.pids[1], signal.SIGKILL)
     with pytest.raises(EngineError, match=rf"replica 1 \(pid {engine.pids[1]}\) died"):
         await engine.generate(prompt_of(9), Sampling(max_tokens=8), "e1")
-
-
-async def test_tensor_parallel(folder, model):
-    model.load_state_dict(load(folder).state_dict())
-    engine = VllmEngine(folder, tensor_parallel=2, kv_cache_mib=32, max_model_len=512)
-    await engine.start()
-    try:
-        for version, weights in [(1, parameters(model)), (2, changed(model, seed=1))]:
-            await engine.publish(version, [weights])
-            generation = await engine.generate(prompt_of(30), Sampling(max_tokens=20, seed=1), "a")
-            distance = off(model, prompt_of(30), generation)
-            assert distance < 1e-3 if version == 1 else distance > 0.05
-    finally:
-        await engine.close()
