@@ -58,11 +58,12 @@ class Runner:
         policy = Policy(engine, Forced(make_renderer(load_tokenizer(folder))))
         self.collector: Collector = collector(policy, self.config.rollout, Ref())  # type: ignore[arg-type]
         self.laps: list[dict[str, float]] = []
+        self.cpu: list[float] = []
         self.tokens = 0
 
     async def step(self) -> None:
         """One update, from the rollout to the published weights."""
-        clock = [time.perf_counter()]
+        clock, processor = [time.perf_counter()], time.process_time()
         groups = await self.collector.collect()
         clock.append(time.perf_counter())
         members = [t for group in groups for t in group.scored()]
@@ -75,6 +76,7 @@ class Runner:
         self.collector.trained(groups)
         await self.collector.publish(await self.actors.arun(Actor.export_weights))
         clock.append(time.perf_counter())
+        self.cpu.append(time.process_time() - processor)
         self.tokens = sum(t.tokens for t in members)
         names = ("rollout", "update", "publish")
         self.laps.append({name: b - a for name, a, b in zip(names, clock, clock[1:], strict=False)})
@@ -92,7 +94,7 @@ async def steps(folder: str, engine: Engine, count: int, warm: int = 1) -> Runne
     try:
         for _ in range(warm + count):
             await runner.step()
-        runner.laps = runner.laps[warm:]
+        runner.laps, runner.cpu = runner.laps[warm:], runner.cpu[warm:]
     finally:
         await runner.close()
     return runner
@@ -119,6 +121,9 @@ def against_trl(count: int) -> tuple[dict[str, float | None], dict[str, Any]]:
             details[name] = found
             ratios[f"trl_over_agentrl_{name}"] = ratio(trl, found["seconds"] if found else None)
             print(f"agentrl, {name}: {found}", flush=True)
+        # With the embedded engine both are one process on one thread: their processor time compares on a busy machine too.
+        ratios["trl_cpu_over_agentrl_embedded"] = ratio(peer and statistics.median(peer["cpu_seconds"]),
+                                                        details["embedded"]["cpu_seconds"])
     return ratios, details
 
 
@@ -148,7 +153,9 @@ def summary(runner: Runner) -> dict[str, Any]:
     """Medians over the measured steps, in seconds."""
     parts = {name: statistics.median(lap[name] for lap in runner.laps) for name in runner.laps[0]}
     whole = statistics.median(sum(lap.values()) for lap in runner.laps)
-    return {"seconds": round(whole, 3), "tokens": runner.tokens, **{k: round(v, 3) for k, v in parts.items()}}
+    processor = statistics.median(runner.cpu)
+    return {"seconds": round(whole, 3), "cpu_seconds": round(processor, 3), "tokens": runner.tokens,
+            **{name: round(value, 3) for name, value in parts.items()}}
 
 
 def retemplate(folder: Path, text: str) -> None:

@@ -61,15 +61,15 @@ def measure(model: str, prompts: str, steps: int, batch: int) -> dict[str, objec
     grpo_trainer.parse_response = forced
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = qwen3_chat_template
-    clock: list[float] = []
+    clock: list[tuple[float, float]] = []
     seen: list[int] = []
 
     class Clock(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            clock.append(time.perf_counter())
+            clock.append((time.perf_counter(), time.process_time()))
 
         def on_step_end(self, args, state, control, **kwargs):
-            clock.append(time.perf_counter())
+            clock.append((time.perf_counter(), time.process_time()))
 
     class Counted(GRPOTrainer):
         generating = 0.0
@@ -99,8 +99,10 @@ def measure(model: str, prompts: str, steps: int, batch: int) -> dict[str, objec
         )
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.train()
-    spans = [end - begin for begin, end in zip(clock[::2], clock[1::2], strict=True)]
-    return {"version": trl.__version__, "seconds": spans[1:], "tokens": seen[-1], "rows": ROWS,
+    steps_clock = list(zip(clock[::2], clock[1::2], strict=True))
+    spans = [end[0] - begin[0] for begin, end in steps_clock]
+    cpu = [end[1] - begin[1] for begin, end in steps_clock]
+    return {"version": trl.__version__, "seconds": spans[1:], "cpu_seconds": cpu[1:], "tokens": seen[-1], "rows": ROWS,
             "generating": Counted.generating / steps, "prompt": rows and len(trainer._tokenize_prompts([rows[0]])[0][0])}
 
 
