@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from agentrl.config.schema import McpServerConfig
 from agentrl.errors import ConfigError, DependencyError, EnvError, ToolError
@@ -84,13 +85,16 @@ class McpSession:
 
     async def _hold(self, ready: asyncio.Future[tuple[Client, list[Any]]]) -> None:
         from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
 
         server = self.server
         target: Any = server.url
         if server.command:
-            target = StdioServerParameters(
+            program = StdioServerParameters(
                 command=server.command[0], args=server.command[1:], env=dict(server.env) or None
             )
+            # Not sys.stderr, which the SDK keeps from its import: a notebook's or a test's has no file descriptor.
+            target = stdio_client(program, errlog=cast(TextIO, sys.__stderr__))
         elif self._build is not None:
             target = self._build()
         try:

@@ -130,6 +130,26 @@ async def test_each_episode_has_its_own_session_over_stdio(stdio: McpServerConfi
     assert one.toolbox.names == ("write", "hang", "quit")
 
 
+IN_A_NOTEBOOK = """
+import asyncio, io, sys
+sys.stderr = io.StringIO()  # as a notebook has it, from the SDK's import on
+from agentrl.config.schema import McpServerConfig
+from agentrl.tool.mcp import McpSource
+
+async def main():
+    session = McpSource("shop", McpServerConfig(command=sys.argv[1:])).session()
+    print(sorted(tool.name for tool in await session.open()))
+    await session.close()
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_whose_stderr_is_no_file_can_start_servers(script: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", IN_A_NOTEBOOK, sys.executable, str(script)], capture_output=True, text=True)
+    assert "count" in done.stdout, done.stderr
+
+
 def test_the_gymnasium_face_works_too(stdio: McpServerConfig) -> None:
     env = env_with(stdio)
     env.reset(seed=0)
