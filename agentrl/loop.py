@@ -70,6 +70,9 @@ async def evaluate_now(session: Session, recorder: Recorder, phase: str) -> Eval
         session.env, policy, session.scorer, session.limits, tasks=config.eval.tasks, seed=config.seed,
         max_episodes=config.rollout.max_episodes,
     )
+    if config.rollout.max_staleness == 0:
+        # A resumed run has not evaluated: its first rollouts must not differ by what an evaluation left in the cache.
+        await session.engine.forget()
     recorder.evaluation(phase, session.collector.ledger.version, result, time.monotonic() - began)
     return result
 

@@ -154,6 +154,10 @@ class EmbeddedEngine(Engine, WeightTarget):
         batcher.reset()
         batcher.version = version
 
+    async def forget(self) -> None:
+        batcher, _ = self._started()
+        batcher.reset()
+
     async def abort(self, request_key: str) -> None:
         batcher, _ = self._started()
         for request in batcher.requests():

@@ -103,6 +103,11 @@ class Engine(ABC):
         refuses to generate until a publish succeeds.
         """
 
+    async def forget(self) -> None:
+        """Drop all caches, where how a token was computed shows in the last digits of what follows. An engine whose
+        scheduling moves those digits anyway has no reason to."""
+        return None
+
     @abstractmethod
     async def abort(self, request_key: str) -> None:
         """End the running requests of an episode; their `generate` returns the partial output."""

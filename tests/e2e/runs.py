@@ -17,7 +17,7 @@ SMALL = [
     f"env.reward={Path(__file__).with_name('short.json')}",
     "sft.max_steps=20", "sft.min_steps=20", "sft.gate_every=20", "sft.gate=0.0", "sft.gate_tasks=4", "steps=4",
     "rollout.groups=3", "rollout.group_size=4", "rollout.max_turns=4", "rollout.max_turn_tokens=24",
-    "algorithm.minibatch=8", "eval.tasks=8", "eval.every=0", "checkpoint.every=2", "trajectories_every=1",
+    "algorithm.minibatch=8", "eval.tasks=8", "eval.every=2", "checkpoint.every=2", "trajectories_every=1",
 ]
 
 

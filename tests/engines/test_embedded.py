@@ -80,6 +80,28 @@ async def test_tight_limits_change_nothing_but_time(model_folder, limits):
     await tight.close()
 
 
+async def test_forgetting_makes_it_as_new(model_folder):
+    """A resumed run has a fresh engine: what went before in the unbroken one must not show in the last digits."""
+
+    async def answers(*, before, forget):
+        engine = EmbeddedEngine(model_folder, device="cpu")
+        await engine.start()
+        if before:
+            await _episodes(engine, 8)
+        if forget:
+            await engine.forget()
+        cached = (await engine.stats()).cached_tokens
+        sampling = [Sampling(max_tokens=16, seed=n) for n in range(4)]
+        out = await asyncio.gather(*(engine.generate(prompt_of(40, seed=0), s, f"x{s.seed}") for s in sampling))
+        hit = (await engine.stats()).cached_tokens - cached
+        await engine.close()
+        return [(o.token_ids, o.logprobs) for o in out], hit
+
+    fresh = await answers(before=False, forget=False)
+    assert await answers(before=True, forget=True) == fresh
+    assert (await answers(before=True, forget=False))[1] > fresh[1]  # the control: it did remember
+
+
 async def test_memory_stays_under_its_limit(model_folder):
     engine = EmbeddedEngine(model_folder, device="cpu", kv_cache_mib=2, max_context=1024)
     await engine.start()
