@@ -40,6 +40,8 @@ async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt)
         clock.lap("rollout_s")
         batch = make_batch(groups, config.algorithm.advantage)
         clock.lap("batch_s")
+        if config.rollout.colocate:
+            await collector.rest()  # until the publish
         update = await session.learner.step(batch, collector.ledger.version)
         clock.lap("update_s")
         collector.trained(groups)

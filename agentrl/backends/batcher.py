@@ -119,6 +119,11 @@ class Batcher:
         self._slots.reset(wipe=self._poisoned)
         self._poisoned = False
 
+    def clear(self) -> None:
+        """As `reset`, and the cache's memory is given back."""
+        self.reset()
+        self._slots.clear()
+
     def _leave(self, request: Request, keep: bool) -> None:
         if request in self.waiting:
             self.waiting.remove(request)

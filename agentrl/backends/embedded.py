@@ -19,7 +19,7 @@ from agentrl.backends.batcher import Batcher, Request
 from agentrl.backends.embedded_model import EmbeddedModel
 from agentrl.backends.slots import Slots
 from agentrl.errors import EngineError, ResourceError
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, WeightBuckets
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, WakeStage, WeightBuckets
 from agentrl.weights.parcel import Parcel
 from agentrl.weights.route import Offer, Receiver
 from agentrl.weights.routes import open_receiver
@@ -56,6 +56,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._wake = asyncio.Event()
         self._paused = False
         self._unfit: str | None = None
+        self._asleep = False
         self._receiver: Receiver | None = None
         self._prompt_tokens = 0
 
@@ -106,7 +107,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._wake.set()
 
     async def publish(self, version: int, weights: WeightBuckets) -> None:
-        batcher, model = self._started()
+        batcher, model = self._awake()
         self._unfit = f"weights version {version} were published in part"
         batcher.reset()
         try:
@@ -128,7 +129,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._receiver = receiver
 
     async def receive(self, version: int, parcels: AsyncIterator[Parcel]) -> None:
-        batcher, model = self._started()
+        batcher, model = self._awake()
         if self._receiver is None:
             raise EngineError("no route for weights is attached")
         self._unfit = f"weights version {version} were published in part"
@@ -149,10 +150,25 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._unfit = None
 
     async def adapt(self, version: int, adapter: Adapter) -> None:
-        batcher, model = self._started()
+        batcher, model = self._awake()
         model.adapt(adapter)
         batcher.reset()
         batcher.version = version
+
+    async def sleep(self) -> None:
+        batcher, model = self._started()
+        if batcher.busy:
+            raise EngineError("the engine cannot sleep while requests are under way")
+        batcher.clear()
+        model.unload()
+        self._asleep, self._unfit = True, "the engine sleeps"
+
+    async def wake(self, stage: WakeStage) -> None:
+        _, model = self._started()
+        if stage == "weights" and self._asleep:
+            model.allocate()
+            self._asleep, self._unfit = False, "the engine woke up and has no weights yet"
+        # The cache grows as requests come, so its stage has nothing to do here.
 
     async def forget(self) -> None:
         batcher, _ = self._started()
@@ -215,6 +231,11 @@ class EmbeddedEngine(Engine, WeightTarget):
         if self._batcher is None or self._model is None:
             raise EngineError("the engine is not started or already closed")
         return self._batcher, self._model
+
+    def _awake(self) -> tuple[Batcher, EmbeddedModel]:
+        if self._asleep:
+            raise EngineError("the engine sleeps; wake its weights before a publish")
+        return self._started()
 
     def _ready(self) -> Batcher:
         batcher, _ = self._started()

@@ -87,6 +87,18 @@ class EmbeddedModel:
         self._base.clear()
         return Writing(dict(self.module.named_parameters(remove_duplicate=False)), Arrivals(self._expected))
 
+    def unload(self) -> None:
+        """Give the parameters' memory back."""
+        self._base.clear()
+        for parameter in self.module.parameters():
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
+
+    def allocate(self) -> None:
+        """Have memory for the parameters again, with nothing in it yet."""
+        names = dict(self.module.named_parameters())
+        for name, shape in self._expected.shapes.items():
+            names[name].data = torch.empty(shape, dtype=self.shape.dtype, device=self.device)
+
     def adapt(self, adapter: Adapter) -> None:
         """Put a low-rank adapter on the weights as last written, in place of the one before. Raises EngineError
         where it does not fit; nothing is changed then."""

@@ -144,6 +144,10 @@ class Slots:
             if wipe:
                 pool.clear()
 
+    def clear(self) -> None:
+        """Forget everything and give the memory back."""
+        self.reset(wipe=True)
+
     def _room(self, length: int) -> Pool | None:
         """A pool with a free slot of that length, the smallest first; None where memory allows none."""
         fitting = [pool for pool in self.pools if pool.capacity >= length]

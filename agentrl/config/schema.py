@@ -126,6 +126,8 @@ class RolloutConfig(Frozen):
 
     `oversample`, `oversample_members`: so many times the groups of an update, or the members of a group, are
     started; the slowest of them are cancelled once enough are back. `sampler`: which task a group gets.
+    `colocate`: the engine gives its memory (weights and cache) back while the actors update, and takes it again in
+    two stages, around the publish; for one device that both use, with `max_staleness` 0.
     `context`: what happens to a conversation that outgrows the model; `summary_model`: an API model (in
     litellm's form) that writes the summaries for it, instead of the policy.
     """
@@ -135,6 +137,7 @@ class RolloutConfig(Frozen):
     oversample: Annotated[float, Field(ge=1.0, le=8.0)] = 1.0
     oversample_members: Annotated[float, Field(ge=1.0, le=8.0)] = 1.0
     max_staleness: Annotated[int, Field(ge=0)] = 0
+    colocate: bool = False
     sampler: Choice = Choice(name="uniform")
     context: Choice = Choice(name="stop")
     summary_model: str | None = None

@@ -100,11 +100,19 @@ class Collector:
         engine = self.policy.engine
         await engine.pause()
         try:
+            await engine.wake("weights")
             await send(self.ledger.version)
+            await engine.wake("cache")
         finally:
             await engine.resume()
         if self.config.max_staleness > 0:
             self._admit()
+
+    async def rest(self) -> None:
+        """Let the engine give its memory back until the next weights come; nothing of this collector may be running."""
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        await self.policy.engine.pause()
+        await self.policy.engine.sleep()
 
     async def close(self) -> None:
         """Cancel what runs and wait until every environment is torn down."""

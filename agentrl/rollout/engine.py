@@ -10,10 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from agentrl.errors import EngineError
+
 if TYPE_CHECKING:
     import torch
 
 Finish = Literal["stop", "length", "abort"]
+WakeStage = Literal["weights", "cache"]
 
 WeightBuckets = Iterable[Mapping[str, "torch.Tensor"]]
 """Full (unsharded) tensors by Hugging Face parameter name, a few at a time. A tied `lm_head.weight` is
@@ -102,6 +105,16 @@ class Engine(ABC):
         Raises EngineError where a parameter is missing, unknown or of another shape; the engine then
         refuses to generate until a publish succeeds.
         """
+
+    async def sleep(self) -> None:
+        """Give back the memory of weights and caches while the trainer uses it. The caller has paused the engine, and
+        nothing runs. Raises EngineError where the engine cannot."""
+        raise EngineError(f"{type(self).__name__} cannot sleep")
+
+    async def wake(self, stage: WakeStage) -> None:
+        """Take memory again, in two stages: "weights" before a publish, "cache" after it, when what the trainer held for
+        the publish is free. Nothing happens where the engine is awake."""
+        return None
 
     async def forget(self) -> None:
         """Drop all caches, where how a token was computed shows in the last digits of what follows. An engine whose

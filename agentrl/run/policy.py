@@ -11,7 +11,7 @@ from agentrl.rollout.episode import Policy
 from agentrl.rollout.pieces import make_context, make_sampler
 from agentrl.rollout.sampler.base import TaskChoice
 from agentrl.rollout.sampler.source import TaskSource
-from agentrl.run.engines import API, make_api_engine
+from agentrl.run.engines import API, make_api_engine, resolve_engine
 from agentrl.train.pretrained import model_context
 
 
@@ -24,6 +24,8 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
             source.env_of(TaskChoice(0, params)).build().close()
         except AgentrlError as problem:
             raise ConfigError(f"rollout.sampler: with env.params = {dict(params)!r}: {problem}") from problem
+    if rollout.colocate:
+        _check_colocated(config)
     make_context(rollout.context)
     if rollout.summary_model is not None and rollout.context.name != "compact":
         raise ConfigError("rollout.summary_model: only rollout.context.name = \"compact\" has summaries written")
@@ -32,6 +34,17 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
             f"rollout.context: {rollout.context.name!r} and the wrapper keep_recent (env.wrappers) both rewrite the "
             "conversation; keep one of them"
         )
+
+
+def _check_colocated(config: TrainConfig) -> None:
+    if config.rollout.max_staleness > 0:
+        raise ConfigError("rollout.colocate: an engine that sleeps during updates needs rollout.max_staleness = 0")
+    if resolve_engine(config.engine) != "embedded":
+        raise ConfigError("rollout.colocate: only engine = \"embedded\" can sleep; vLLM's sleep mode needs a GPU, on which "
+                          "agentrl has not been tested")
+    if config.weights.lora == "adapter":
+        raise ConfigError("rollout.colocate: an engine that slept has lost the weights that the adapter belongs to; use "
+                          "weights.lora = \"merged\"")
 
 
 def make_policy(config: TrainConfig, engine: Engine, renderer: Renderer, temperature: float | None = None) -> Policy:

@@ -157,9 +157,10 @@ class Course:
 
         self.member = member
         self.session: Any = SimpleNamespace(
-            config=config, env=EnvRef("key_value"), limits=None, engine=None,
+            config=config, env=EnvRef("key_value"), limits=None, engine=SimpleNamespace(forget=self.waited("forget", None)),
             scorer=SimpleNamespace(range=(0.0, 1.0)), display=SimpleNamespace(phase=self.noted("phase"), step=self.quiet),
-            collector=SimpleNamespace(ledger=ledger, collect=collect, trained=trained, metrics=dict),
+            collector=SimpleNamespace(ledger=ledger, collect=collect, trained=trained, metrics=dict,
+                                      rest=self.waited("rest", None)),
             learner=SimpleNamespace(step=self.waited("update", {})), publish=self.waited("publish", None),
             saver=SimpleNamespace(check=self.waited("check", None), wait=self.waited("wait", None), wanted=lambda found: False,
                                   save=self.waited("save", None)),
@@ -269,6 +270,7 @@ FLIPS: dict[str, tuple[Observe, str, str, str]] = {
                          ("max_turns", 2, 3), ("max_turn_tokens", 8, 9), ("max_episode_tokens", 90, 91),
                          ("temperature", 1.0, 0.5), ("top_p", 1.0, 0.5), ("top_k", 0, 5), ("turn_timeout", 1.0, 2.0),
                          ("episode_timeout", 1.0, 2.0)]},
+    "RolloutConfig.colocate": (loop, LOOP, "rollout.colocate=false", "rollout.colocate=true"),
     **{f"RolloutConfig.{key}": (attempts, "rollout.group_size=2", f"rollout.{key}={a}", f"rollout.{key}={b}")
        for key, a, b in [("retries", 0, 1), ("group_size", 2, 3), ("oversample_members", 1.0, 2.0)]},
     **{f"VllmConfig.{key}": (vllm_options, "", f"vllm.{key}={a}", f"vllm.{key}={b}")

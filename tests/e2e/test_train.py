@@ -84,7 +84,8 @@ def test_two_ranks_learn_the_same(done: Path, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_finishes_the_step_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> None:
-    process = start(tmp_path, *small(tmp_path, "cut", "steps=500", "checkpoint.every=400", "cluster.backend=inline"))
+    process = start(tmp_path, *small(tmp_path, "cut", "steps=500", "checkpoint.every=400", "cluster.backend=inline",
+                                     "rollout.colocate=true"))
     wait_for_step(tmp_path / "cut", 2, process)
     process.send_signal(signal.SIGINT)
     text = finish(process, timeout=60)

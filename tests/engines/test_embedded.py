@@ -102,6 +102,46 @@ async def test_forgetting_makes_it_as_new(model_folder):
     assert (await answers(before=True, forget=False))[1] > fresh[1]  # the control: it did remember
 
 
+async def test_a_sleeping_engine_holds_no_memory_and_wakes_in_two_stages(model_folder, model):
+    engine = EmbeddedEngine(model_folder, device="cpu")
+    await engine.start()
+    before = await engine.generate(prompt_of(40), Sampling(max_tokens=8, seed=1), "a")
+    held = await _held(engine)
+    await engine.pause()
+    await engine.sleep()
+    assert held > 100_000 and await _held(engine) == 0
+    with pytest.raises(EngineError, match="the engine sleeps"):
+        await engine.generate(prompt_of(40), Sampling(max_tokens=8), "a")
+    with pytest.raises(EngineError, match="wake its weights"):
+        await engine.publish(1, [parameters(model)])
+    await engine.wake("weights")
+    with pytest.raises(EngineError, match="no weights yet"):
+        await engine.generate(prompt_of(40), Sampling(max_tokens=8), "a")
+    await engine.publish(1, [parameters(model)])
+    await engine.wake("cache")
+    await engine.resume()
+    after = await engine.generate(prompt_of(40), Sampling(max_tokens=8, seed=1), "a")
+    # Not to the last digit: how the matrix products round depends on where in memory the weights lie.
+    assert (after.token_ids, set(after.versions)) == (before.token_ids, {1})
+    assert after.logprobs == pytest.approx(before.logprobs, abs=1e-5)
+    await engine.close()
+
+
+async def _held(engine):
+    """Bytes of weights and cache that the engine's tensors hold."""
+    batcher, model = engine._started()
+    weights = sum(p.untyped_storage().nbytes() for p in model.module.parameters())
+    return weights + sum(pool.kv.untyped_storage().nbytes() for pool in batcher._slots.pools)
+
+
+async def test_nothing_sleeps_while_requests_run(engine):
+    waiting = asyncio.create_task(engine.generate(prompt_of(40), Sampling(max_tokens=64), "a"))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match="under way"):
+        await engine.sleep()
+    waiting.cancel()
+
+
 async def test_memory_stays_under_its_limit(model_folder):
     engine = EmbeddedEngine(model_folder, device="cpu", kv_cache_mib=2, max_context=1024)
     await engine.start()

@@ -193,6 +193,24 @@ def test_another_sampler_does_not_take_up_a_checkpoint(renderer: Renderer) -> No
 
 
 @pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"rollout": {"colocate": True, "max_staleness": 1}}, "max_staleness = 0"),
+        ({"rollout": {"colocate": True}, "engine": "vllm"}, "only engine = \"embedded\""),
+        ({"rollout": {"colocate": True}, "engine": "embedded", "weights": {"lora": "adapter"}}, "weights.lora"),
+    ],
+)
+def test_what_cannot_sleep_is_said_before_the_run(
+    more: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.run.policy.resolve_engine", str)  # whether vLLM is installed is not the question here
+    config = TrainConfig.model_validate({"env": {"id": "key_value"}, **more})
+    with pytest.raises(ConfigError) as caught:
+        check_rollout(config, EnvRef.of(config))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("name", "args", "said"),
     [
         ("weigthed", {}, "did you mean"),
