@@ -34,7 +34,8 @@ async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt)
     session.display.phase("train", config.steps, first=collector.ledger.version)
     interrupt.in_step = True
     meter = EngineMeter(session.engine)
-    while collector.ledger.version < config.steps and not interrupt.requested:
+    done = collector.ledger.version >= config.steps or interrupt.requested
+    while not done:
         clock = Clock()
         groups = await collector.collect()
         clock.lap("rollout_s")
@@ -50,15 +51,15 @@ async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt)
         update |= await meter.read()
         step = collector.ledger.version
         record(session, recorder, step, groups, update, clock)
-        done, found = step >= config.steps or interrupt.requested, None
-        if config.eval.every and step % config.eval.every == 0 and not done:
+        found, reached = None, False
+        if config.eval.every and step % config.eval.every == 0 and step < config.steps and not interrupt.requested:
             found = await evaluate_now(session, recorder, "eval")
-            done = config.stop_at_success is not None and (found.success or 0.0) >= config.stop_at_success
+            reached = config.stop_at_success is not None and (found.success or 0.0) >= config.stop_at_success
         await session.saver.check()
+        # Asked once a step, for the save and the end alike: Ctrl-C in between would end the loop without a checkpoint.
+        done = step >= config.steps or reached or interrupt.requested
         if done or step % config.checkpoint.every == 0 or session.saver.wanted(found):
             await session.saver.save(found)
-        if done:
-            break
     await session.saver.wait()
     interrupt.in_step = False
 
