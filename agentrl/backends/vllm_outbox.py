@@ -11,8 +11,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from ray.exceptions import RayError
-
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import Generation, Sampling
 
@@ -54,7 +52,7 @@ class Outbox:
                 for place, found in await part:
                     _settle(answers[place], found)
             problem: Exception = EngineError("the replica's answers broke off")
-        except RayError as failure:
+        except Exception as failure:  # whatever it is: a caller who does not hear of it waits for ever
             problem = failure
         for answer in answers:
             _settle(answer, problem)

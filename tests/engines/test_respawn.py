@@ -69,8 +69,20 @@ class Method:
     def __init__(self, actor, name):
         self.actor, self.name = actor, name
 
+    def options(self, num_returns):
+        assert (self.name, num_returns) == ("generate_many", "streaming")
+        return self
+
     def remote(self, *args):
-        return self.actor.call(self.name, *args)
+        return self.answers(*args) if self.name == "generate_many" else self.actor.call(self.name, *args)
+
+    async def answers(self, requests):
+        """A stream of references, each to the answer of one request."""
+        for place, task in enumerate([asyncio.ensure_future(self.actor.call("generate", *each)) for each in requests]):
+            yield self.one(place, task)
+
+    async def one(self, place, task):
+        return [(place, await task)]
 
 
 @pytest.fixture

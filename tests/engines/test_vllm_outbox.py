@@ -98,3 +98,12 @@ async def test_answers_that_break_off_are_an_engine_error() -> None:
 
     with pytest.raises(EngineError, match="broke off"):
         await Outbox(Short()).generate(request(1))
+
+
+async def test_an_error_that_nobody_foresaw_reaches_every_caller() -> None:
+    class Broken:
+        generate_many = None
+
+    outbox = Outbox(Broken())
+    found = await asyncio.wait_for(asyncio.gather(*(outbox.generate(request(n)) for n in (1, 2)), return_exceptions=True), 5)
+    assert [type(one) for one in found] == [AttributeError, AttributeError]
