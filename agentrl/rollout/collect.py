@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -110,16 +110,28 @@ class Collector:
 
     async def rest(self) -> None:
         """Let the engine give its memory back until the next weights come; nothing of this collector may be running."""
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        late = await self._torn_down(self._ending)
+        if late:
+            raise StalledError(f"{late} did not end within {self.config.stall_timeout:g} s of being cancelled "
+                               "(rollout.stall_timeout), so the engine cannot sleep")
         await self.policy.engine.pause()
         await self.policy.engine.sleep()
 
     async def close(self) -> None:
-        """Cancel what runs and wait until every environment is torn down."""
+        """Cancel what runs and wait until every environment is torn down, for `stall_timeout` at most."""
         for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), *self._ending, return_exceptions=True)
+        late = await self._torn_down([*self._tasks.values(), *self._ending])
+        if late:
+            log.warning("%s did not end within %g s of being cancelled", late, self.config.stall_timeout)
         self._tasks.clear()
+
+    async def _torn_down(self, tasks: Collection[asyncio.Task[None]]) -> str:
+        """Wait for cancelled groups; the names of those that do not end, or ""."""
+        if not tasks:
+            return ""
+        _, late = await asyncio.wait(tasks, timeout=self.config.stall_timeout)
+        return ", ".join(sorted(task.get_name() for task in late))
 
     def metrics(self) -> dict[str, float]:
         """Numbers for the metrics row of an update: the task sampler's, and members cancelled so far."""

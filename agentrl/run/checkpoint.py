@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 
 from agentrl.config import TrainConfig
+from agentrl.errors import CheckpointError
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.evaluate import Evaluation
 from agentrl.run.folder import RunFolder
@@ -101,9 +102,14 @@ class Saver:
         return True
 
     async def _finish(self, step: int, score: float | None) -> None:
+        limit = self._config.cluster.call_timeout
         try:
-            while not await self._learner.saved():
-                await asyncio.sleep(POLL)
+            try:
+                async with asyncio.timeout(limit):
+                    while not await self._learner.saved():
+                        await asyncio.sleep(POLL)
+            except TimeoutError:
+                raise CheckpointError(f"checkpoint {step} was not written within {limit:g} s (cluster.call_timeout)") from None
             await asyncio.to_thread(self._checkpoints.commit, step, score)
         except Exception as error:
             self._give_up(step, error)

@@ -21,7 +21,7 @@ from agentrl.config.schema import (
     OptimConfig,
     TrainConfig,
 )
-from agentrl.errors import ResourceError
+from agentrl.errors import CheckpointError, ResourceError
 from agentrl.rollout.evaluate import Evaluation
 from agentrl.rollout.ledger import GroupLedger
 from agentrl.run.checkpoint import Saver
@@ -80,8 +80,9 @@ class Ledger(GroupLedger):
 class Bench:
     """A run without a loop: a learner, a ledger and a saver."""
 
-    def __init__(self, tiny: str, root: Path, **checkpoint: Any) -> None:
-        self.config = TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"), name="run",
+    def __init__(self, tiny: str, root: Path, call_timeout: float = 60.0, **checkpoint: Any) -> None:
+        self.config = TrainConfig(env=EnvConfig(id="none"), name="run",
+                                  cluster=ClusterConfig(backend="inline", call_timeout=call_timeout),
                                   out=str(root), checkpoint=CheckpointConfig(**checkpoint))
         path = root / "run"
         self.folder = RunFolder(path) if path.exists() else RunFolder.create(self.config)
@@ -113,6 +114,18 @@ def test_save_returns_before_the_checkpoint_is_whole_only_when_asynchronous(
         assert 1 in bench.steps()
         await bench.saver.wait()
         assert bench.steps() == [1, 2]
+
+    asyncio.run(body())
+
+
+def test_a_save_that_never_ends_is_given_up_by_name(tiny: str, tmp_path: Path) -> None:
+    async def body() -> None:
+        bench = Bench(tiny, tmp_path, call_timeout=0.3)
+        bench.learner.slow = 10**9
+        await bench.save(1)
+        with pytest.raises(CheckpointError, match=r"checkpoint 1 was not written within 0.3 s \(cluster.call_timeout\)"):
+            await asyncio.wait_for(bench.saver.wait(), 20)
+        assert bench.steps() == []
 
     asyncio.run(body())
 
