@@ -16,7 +16,7 @@ PACKAGE = ROOT / "agentrl"
 
 # DESIGN section 2. A room imports its own level's rooms only where named in SAME, else lower levels.
 LEVELS = {
-    "errors": 0, "config": 0, "trajectory": 0,
+    "errors": 0, "config": 0, "trajectory": 0, "executors": 0,
     "tool": 1, "render": 1, "reward": 1, "algorithm": 1,
     "env": 2,
     "catalog": 3,
