@@ -128,6 +128,8 @@ class RolloutConfig(Frozen):
     started; the slowest of them are cancelled once enough are back. `sampler`: which task a group gets.
     `colocate`: the engine gives its memory (weights and cache) back while the actors update, and takes it again in
     two stages, around the publish; for one device that both use, with `max_staleness` 0.
+    `filter_zero_variance`: groups whose members all scored the same are replaced, `max_filtered` times the groups of
+    an update at most; from then on the update takes such groups as they come.
     `context`: what happens to a conversation that outgrows the model; `summary_model`: an API model (in
     litellm's form) that writes the summaries for it, instead of the policy.
     """
@@ -154,6 +156,7 @@ class RolloutConfig(Frozen):
     retries: Annotated[int, Field(ge=0)] = 1
     min_survivors: Annotated[int, Field(ge=2)] = 2
     filter_zero_variance: bool = False
+    max_filtered: Annotated[float, Field(ge=0.0)] = 4.0
 
 
 class KlConfig(Frozen):

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,7 +32,7 @@ from agentrl.trajectory import Group, Trajectory
 log = logging.getLogger(__name__)
 
 MAX_REPLACEMENTS_PER_GROUP = 8
-"""An update whose groups were replaced this many times over stops with an error that says why."""
+"""An update for which so many times its groups failed, or went stale, stops with an error that says why."""
 
 
 GREEDY = -1
@@ -68,14 +69,15 @@ class Collector:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        self._replaced = 0
-        self._reason = "none"
+        self._filtered = 0
+        self._dropped: Counter[GroupState] = Counter()
+        self._reasons: dict[GroupState, str] = {}
+        self._taken: dict[str, float] = {}
 
     # -- the loop's side ---------------------------------------------------------------------------
 
     async def collect(self) -> list[Group]:
         """The groups of the next update. Raises StalledError, naming what it waited for."""
-        self._replaced = 0
         while True:
             self._drop_stale()
             self._admit()
@@ -83,6 +85,7 @@ class Collector:
             if groups is not None:
                 for index in self.ledger.surplus(groups):
                     self._give_up(index, GroupState.CANCELLED)
+                self._begin_next(groups)
                 return groups
             await self._wait()
 
@@ -134,8 +137,9 @@ class Collector:
         return ", ".join(sorted(task.get_name() for task in late))
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for the metrics row of an update: the task sampler's, and members cancelled so far."""
-        return {"members_cancelled": float(self.progress.cancelled), **self.tasks.metrics()}
+        """Numbers for the metrics row of an update: groups filtered for it, groups in it that teach nothing, the task
+        sampler's; and members cancelled so far."""
+        return {"members_cancelled": float(self.progress.cancelled), **self._taken, **self.tasks.metrics()}
 
     @property
     def version(self) -> int:
@@ -144,7 +148,8 @@ class Collector:
 
     def to_json(self) -> dict[str, Any]:
         """What a checkpoint holds of the rollouts: the group ledger, and the task sampler's accounts."""
-        return {**self.ledger.to_json(), "sampler": self.tasks.to_json(), "cancelled": self.progress.cancelled}
+        return {**self.ledger.to_json(), "sampler": self.tasks.to_json(), "cancelled": self.progress.cancelled,
+                "filtered": self._filtered}
 
     def load_json(self, state: Mapping[str, Any]) -> None:
         """Inverse of `to_json`. Raises ConfigError where the checkpoint was written with another sampler."""
@@ -152,6 +157,7 @@ class Collector:
         if "sampler" in state:  # older checkpoints knew one sampler, which has no state
             self.tasks.load_json(state["sampler"])
             self.progress.cancelled = state["cancelled"]
+        self._filtered = state.get("filtered", 0)
 
     # -- groups ------------------------------------------------------------------------------------
 
@@ -195,10 +201,21 @@ class Collector:
             return
         full = self.scorer.range[1]
         self.tasks.finished(index, sum(full_marks(t, full) for t in survivors) / len(survivors))
-        if self.config.filter_zero_variance and len({t.reward for t in [*survivors, *greedy]}) == 1:
+        if self.config.filter_zero_variance and alike(group) and self._filtered < self._most_filtered():
+            self._filtered += 1
             self._replace(index, GroupState.FILTERED, f"every member scored {survivors[0].reward}")
         else:
             self.ledger.complete(group)
+
+    def _most_filtered(self) -> int:
+        return math.ceil(self.config.max_filtered * self.config.groups - 1e-9)
+
+    def _begin_next(self, groups: list[Group]) -> None:
+        """These groups are the update; what is dropped from now on is dropped for the one after it."""
+        self._taken = {"groups_filtered": float(self._filtered),
+                       "groups_zero_variance": float(sum(alike(group) for group in groups))}
+        self._filtered = 0
+        self._dropped.clear()
 
     async def _group(self, index: int, task_seed: int, env: EnvRef) -> Group:
         if not self._greedy:
@@ -248,8 +265,8 @@ class Collector:
 
     def _count_drop(self, index: int, state: GroupState, reason: str) -> None:
         log.info("group %d %s: %s", index, state, reason)
-        self._replaced += 1
-        self._reason = f"group {index} {state}: {reason}"
+        self._dropped[state] += 1
+        self._reasons[state] = f"group {index}: {reason}"
 
     def _moved(self, trajectory: Trajectory) -> None:
         self.progress.episodes += 1
@@ -262,9 +279,10 @@ class Collector:
 
     async def _wait(self) -> None:
         limit = MAX_REPLACEMENTS_PER_GROUP * self.config.groups
-        if self._replaced > limit:
-            raise StalledError(f"update {self.ledger.version}: {self._replaced} groups were dropped (limit {limit}); "
-                               f"the last: {self._reason}")
+        for state, verb in ((GroupState.FAILED, "failed"), (GroupState.STALE, "went stale")):
+            if self._dropped[state] > limit:
+                raise StalledError(f"update {self.ledger.version}: {self._dropped[state]} groups {verb} (limit {limit}); "
+                                   f"the last: {self._reasons[state]}")
         self._changed.clear()
         self._raise_crashed()
         try:
@@ -287,6 +305,11 @@ class Collector:
         waiting = ", ".join(sorted(task.get_name() for task in self._tasks.values())[:8])
         return (f"no episode ended for {idle:.0f} s (rollout.stall_timeout); update {self.ledger.version} waits for "
                 f"{waiting or 'nothing'}; groups by state: {stats}")
+
+
+def alike(group: Group) -> bool:
+    """Whether all scored members have the same reward (and the greedy episode, where there is one): no variance."""
+    return len({t.reward for t in [*group.scored(), *([group.baseline] if group.baseline else [])]}) == 1
 
 
 def _more(count: int, factor: float) -> int:

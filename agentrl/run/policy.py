@@ -26,6 +26,9 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
             raise ConfigError(f"rollout.sampler: with env.params = {dict(params)!r}: {problem}") from problem
     if rollout.colocate:
         _check_colocated(config)
+    if rollout.filter_zero_variance and config.reward_model is not None:
+        raise ConfigError("rollout.filter_zero_variance drops groups by the spec's rewards, before [reward_model] has scored "
+                          "them: groups that teach would be dropped; unset one of the two")
     make_context(rollout.context)
     if rollout.summary_model is not None and rollout.context.name != "compact":
         raise ConfigError("rollout.summary_model: only rollout.context.name = \"compact\" has summaries written")

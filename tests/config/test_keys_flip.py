@@ -328,6 +328,8 @@ ELSEWHERE: dict[str, str] = {
     "RolloutConfig.stall_timeout": "rollout/test_collect.py::test_the_watchdog_names_what_it_waits_for",
     "RolloutConfig.min_survivors": "rollout/test_collect.py::test_a_group_lives_with_min_survivors_and_not_with_one_fewer",
     "RolloutConfig.filter_zero_variance": "rollout/test_collect.py::test_groups_without_variance_are_replaced_and_only_those",
+    "RolloutConfig.max_filtered":
+        "rollout/test_collect.py::test_the_bound_on_filtering_is_per_update_and_leaves_groups_that_teach",
     **{f"PoolConfig.{key}": "cluster/test_pool.py::test_every_size_of_a_pool_changes_its_place"
        for key in ("nodes", "per_node", "cpus", "gpus")},
     "ClusterConfig.backend": "e2e/test_train.py::test_inline_and_ray_give_the_same_numbers",

@@ -198,9 +198,10 @@ def test_another_sampler_does_not_take_up_a_checkpoint(renderer: Renderer) -> No
         ({"rollout": {"colocate": True, "max_staleness": 1}}, "max_staleness = 0"),
         ({"rollout": {"colocate": True}, "engine": "vllm"}, "only engine = \"embedded\""),
         ({"rollout": {"colocate": True}, "engine": "embedded", "weights": {"lora": "adapter"}}, "weights.lora"),
+        ({"rollout": {"filter_zero_variance": True}, "reward_model": {"path": "x"}}, "before [reward_model] has scored"),
     ],
 )
-def test_what_cannot_sleep_is_said_before_the_run(
+def test_what_does_not_go_together_is_said_before_the_run(
     more: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentrl.run.policy.resolve_engine", str)  # whether vLLM is installed is not the question here

@@ -175,3 +175,12 @@ def test_clear_errors(tiny: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="proximal"):
         wrong = AlgorithmConfig(loss=Choice(name="decoupled_ppo"))
         start(tiny).run(Actor.update, make_batch(4), wrong)
+
+
+def test_an_update_without_any_group_that_teaches_is_a_step_that_moves_nothing(tiny: str) -> None:
+    batch = make_batch(8)
+    batch["advantages"].values().zero_()
+    group = start(tiny)
+    before = weights(group)
+    metrics = group.run(Actor.update, batch, AlgorithmConfig(minibatch=4), step=0)
+    assert same(before, weights(group)) and metrics["lr"] > 0
