@@ -56,6 +56,10 @@ class EnvError(AgentrlError):
     """An environment broke (its own fault, not the policy's): the episode is unscored, never 0."""
 
 
+class HungError(EnvError):
+    """A tool or reward spec hangs in so many threads that no more calls of it are begun: names it."""
+
+
 class ToolTimeoutError(EnvError):
     """A tool gave no answer in its time, and the tool (not the policy) is to blame: unscored, never 0."""
 

@@ -1,23 +1,33 @@
-"""Thread pools by purpose, so that work of one kind that hangs never keeps another kind from running.
+"""Threads by purpose, so that work of one kind that hangs never keeps another kind from running.
 
 `asyncio.to_thread` puts everything into one pool of cores + 4 threads: six hung tool calls there keep a
-checkpoint from being committed. Code of this package names its purpose instead.
+checkpoint from being committed. Code of this package names its purpose instead: `in_thread` for its own work, which
+ends, and `DaemonThreads` for functions of users, which may never end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from typing import Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
+from agentrl.errors import HungError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Purpose = Literal["batch", "files", "load", "score", "tools", "update", "weights"]
-_THREADS: dict[Purpose, int] = {"batch": 1, "files": 2, "load": 2, "score": 8, "tools": 64, "update": 4, "weights": 4}
+Purpose = Literal["batch", "files", "load", "update", "weights"]
+_THREADS: dict[Purpose, int] = {"batch": 1, "files": 2, "load": 2, "update": 4, "weights": 4}
+
+MOST_ABANDONED = 256
+"""Threads of one name that were given up on and still run, above which no more calls of it are begun."""
 
 
 async def in_thread(purpose: Purpose, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -32,3 +42,78 @@ async def in_thread(purpose: Purpose, function: Callable[P, R], /, *args: P.args
 @cache
 def _pool(purpose: Purpose) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_THREADS[purpose], thread_name_prefix=f"agentrl-{purpose}")
+
+
+class DaemonThreads:
+    """A thread of its own for every call, so that one that hangs takes nobody's place.
+
+    A thread cannot be killed: a call whose caller is gone runs on, unheard, and counts as abandoned until it ends.
+    The threads are daemons: the process ends although some of them hang.
+    """
+
+    def __init__(self, purpose: str, most: int) -> None:
+        """`most`: calls that run at once (abandoned ones not among them), which leaves the event loop its share."""
+        self._purpose, self._most = purpose, most
+        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._abandoned: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def place(self) -> asyncio.Semaphore:
+        """To be held around `call`; a deadline of the call begins once it is."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._places:
+            self._places[loop] = asyncio.Semaphore(self._most)
+        return self._places[loop]
+
+    def abandoned(self, name: str) -> int:
+        """Calls of that name that still run although nobody waits for them."""
+        return self._abandoned[name]
+
+    async def call(self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """`function(*args, **kwargs)` with the caller's context variables. Raises what the function raises, and
+        HungError where more than `MOST_ABANDONED` calls of that name hang."""
+        if self._abandoned[name] >= MOST_ABANDONED:
+            raise HungError(f"{self._purpose} {name}: {self._abandoned[name]} calls hang in threads that cannot be killed, "
+                            "so no more are begun")
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[R] = loop.create_future()
+        given_up = over = False
+
+        def run(call: Callable[[], R]) -> None:
+            nonlocal over
+            settle: Callable[[], None]
+            try:
+                settle = partial(_settle, answer, result=call())
+            except StopIteration as fault:  # a future refuses to carry one
+                settle = partial(_settle, answer, fault=RuntimeError(f"StopIteration: {fault}"))
+            except BaseException as fault:
+                settle = partial(_settle, answer, fault=fault)
+            with self._lock:
+                over = True
+                self._abandoned[name] -= given_up
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could hear of it
+                loop.call_soon_threadsafe(settle)
+
+        work = partial(contextvars.copy_context().run, partial(function, *args, **kwargs))
+        threading.Thread(target=run, args=(work,), daemon=True, name=f"agentrl-{self._purpose} {name}").start()
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            with self._lock:
+                if not over:
+                    given_up = True
+                    self._abandoned[name] += 1
+            raise
+
+
+TOOLS = DaemonThreads("tool", 64)
+SCORING = DaemonThreads("reward spec", 8)
+
+
+def _settle(answer: asyncio.Future[Any], result: Any = None, fault: BaseException | None = None) -> None:
+    if answer.done():  # its caller is gone
+        return
+    if fault is None:
+        answer.set_result(result)
+    else:
+        answer.set_exception(fault)

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "agentrl"
 
 # DESIGN section 2. A room imports its own level's rooms only where named in SAME, else lower levels.
 LEVELS = {
-    "errors": 0, "config": 0, "trajectory": 0, "executors": 0,
+    "errors": 0, "config": 0, "trajectory": 0, "executors": 0, "deadline": 0,
     "tool": 1, "render": 1, "reward": 1, "algorithm": 1,
     "env": 2,
     "catalog": 3,
@@ -31,7 +31,7 @@ LEVELS = {
     "cli": 9, "viewer": 9, "testing": 9,
 }
 SAME = {
-    ("config", "errors"), ("trajectory", "errors"),
+    ("config", "errors"), ("trajectory", "errors"), ("executors", "errors"),
     ("reward", "tool"), ("reward", "render"),
     ("backends", "rollout"),
     ("warm_start", "train"),

@@ -19,6 +19,7 @@ from agentrl.backends.batcher import Batcher, Request
 from agentrl.backends.embedded_model import EmbeddedModel
 from agentrl.backends.slots import Slots
 from agentrl.errors import EngineError, ResourceError
+from agentrl.executors import in_thread
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, WakeStage, WeightBuckets
 from agentrl.weights.parcel import Parcel
 from agentrl.weights.route import Offer, Receiver
@@ -123,7 +124,7 @@ class EmbeddedEngine(Engine, WeightTarget):
 
     async def attach(self, offer: Offer) -> None:
         # A thread: joining a group waits for the other side.
-        receiver = await asyncio.to_thread(open_receiver, offer, 0)
+        receiver = await in_thread("weights", open_receiver, offer, 0)
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = receiver
@@ -138,7 +139,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         try:
             writing = model.begin_write()
             async for parcel in parcels:
-                writing.add(await asyncio.to_thread(self._receiver.receive, parcel))
+                writing.add(await in_thread("weights", self._receiver.receive, parcel))
             writing.arrivals.complete()
         except EngineError as problem:
             self._unfit = str(problem)

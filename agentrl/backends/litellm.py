@@ -21,6 +21,7 @@ from typing import Any
 
 from agentrl.backends.openai_chat import unique_ids, write_message
 from agentrl.errors import DependencyError, EngineError, RenderError, UserError
+from agentrl.executors import in_thread
 from agentrl.render.base import Renderer
 from agentrl.render.toolcalls import call_from_json, malformed, strict_json
 from agentrl.reward.judge.load import load_litellm
@@ -127,7 +128,7 @@ class LiteLlmEngine(Engine):
 
     async def start(self) -> None:
         # litellm takes seconds to import; other engines start meanwhile.
-        litellm = await asyncio.to_thread(load_litellm)
+        litellm = await in_thread("load", load_litellm)
         litellm.telemetry = False
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:

@@ -12,6 +12,7 @@ import torch
 from agentrl.backends.parameters import Arrivals, Expected
 from agentrl.backends.vllm_replicas import Replicas
 from agentrl.errors import ConfigError
+from agentrl.executors import in_thread
 from agentrl.weights.parcel import Parcel, view
 from agentrl.weights.route import Offer, Receiver
 from agentrl.weights.routes import open_receiver
@@ -36,7 +37,7 @@ class VllmRoutes:
         members, alive = self.members(), self._replicas.alive()
         # All at once: an end of a group waits until all the others are there.
         ends = [self._replicas.ask(replica, "attach", offer, at * self._workers) for at, replica in enumerate(alive)]
-        mine = asyncio.to_thread(open_receiver, offer, len(members) - 1) if self._keep else _nothing()
+        mine = in_thread("weights", open_receiver, offer, len(members) - 1) if self._keep else _nothing()
         receiver, *reasons = await asyncio.gather(mine, *ends)
         if why := next(filter(None, reasons), ""):
             raise ConfigError(why)
@@ -56,7 +57,7 @@ class VllmRoutes:
         # old weights.
         whole = parcel.with_aliases(expected.tied)
         loading = self._replicas.all("receive", whole.to_wire())
-        keeping = asyncio.to_thread(self._copy, whole)
+        keeping = in_thread("weights", self._copy, whole)
         kept: tuple[Any, list[Any]] | None
         kept, _ = await asyncio.gather(keeping, loading)
         return kept

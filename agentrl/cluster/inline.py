@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.shipment import Recipe, Shipment, Stored, Take
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.errors import ResourceError, UserError, WorkerError
+from agentrl.executors import in_thread
 
 
 class InlinePending(Pending):
@@ -36,7 +36,7 @@ class InlinePending(Pending):
         return self._results
 
     async def await_(self) -> dict[int, Any]:
-        return await asyncio.to_thread(self.wait)
+        return await in_thread("update", self.wait)
 
 
 class _Later:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
 
 from agentrl.errors import DependencyError, EnvError
+from agentrl.executors import in_thread
 from agentrl.reward.judge.load import load_litellm
 from agentrl.trajectory import Message
 
@@ -104,7 +104,7 @@ class ModelUser:
     async def _complete(self, messages: Sequence[Mapping[str, str]]) -> str:
         if self.complete is not None:
             return await self.complete(messages)
-        litellm = await asyncio.to_thread(load_litellm)
+        litellm = await in_thread("load", load_litellm)
         try:
             answer = await litellm.acompletion(
                 model=self.model, messages=list(messages), timeout=self.timeout, **self.options

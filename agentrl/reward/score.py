@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from agentrl.executors import SCORING
 from agentrl.reward.group import GroupNode
 from agentrl.reward.leaf import JudgeClient
 from agentrl.reward.node import Frame, LeafNode, Node, walk
@@ -133,13 +134,17 @@ class Scorer:
     async def _adrive(self, work: Work[T]) -> T:
         answers: Answers = {}
         for _ in range(_MOST_PASSES):
-            result, frame = await asyncio.to_thread(work, answers) if self._blocking else work(answers)
+            result, frame = await self._in_thread(work, answers) if self._blocking else work(answers)
             if not frame.pending:
                 return result
             client, keys = self._client(), list(frame.pending)
             verdicts = await asyncio.gather(*(client.aask(key, frame.pending[key]) for key in keys))
             answers.update(zip(keys, verdicts, strict=True))
         raise RuntimeError(f"reward spec {self.name!r}: a leaf asks anew on every pass")
+
+    async def _in_thread(self, work: Work[T], answers: Answers) -> tuple[T, Frame]:
+        async with SCORING.place():
+            return await SCORING.call(self.name, work, answers)
 
     def _client(self) -> JudgeClient:
         assert self._judge is not None  # only a judge leaf waits, and it does not compile without a client

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from agentrl.config import TrainConfig
 from agentrl.errors import CheckpointError
+from agentrl.executors import in_thread
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.evaluate import Evaluation
 from agentrl.run.folder import RunFolder
@@ -110,7 +111,7 @@ class Saver:
                         await asyncio.sleep(POLL)
             except TimeoutError:
                 raise CheckpointError(f"checkpoint {step} was not written within {limit:g} s (cluster.call_timeout)") from None
-            await asyncio.to_thread(self._checkpoints.commit, step, score)
+            await in_thread("files", self._checkpoints.commit, step, score)
         except Exception as error:
             self._give_up(step, error)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, overload
@@ -12,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
+from agentrl.executors import TOOLS
 from agentrl.tool.schema import Hidden, Signature, conversion_problem, read_signature
 from agentrl.tool.validate import Problem, compile_validator
 from agentrl.trajectory import Json
@@ -113,13 +115,20 @@ class Tool:
     def _slots(self) -> WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]:
         return WeakKeyDictionary()
 
-    def slot(self) -> asyncio.Semaphore | None:
-        """This loop's semaphore for the concurrency limit, or None where there is no limit."""
-        if self.options.concurrency is None:
-            return None
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Wait for room under the tool's own limit of concurrency, and for a thread where it needs one."""
+        async with AsyncExitStack() as places:
+            if self.options.concurrency is not None:
+                await places.enter_async_context(self._slot())
+            if not self.is_async and not self.options.inline:
+                await places.enter_async_context(TOOLS.place())
+            yield
+
+    def _slot(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if loop not in self._slots:
-            self._slots[loop] = asyncio.Semaphore(self.options.concurrency)
+            self._slots[loop] = asyncio.Semaphore(self.options.concurrency or 1)
         return self._slots[loop]
 
     def convert(self, arguments: Mapping[str, Json]) -> dict[str, Any] | Problem:
@@ -136,7 +145,7 @@ class Tool:
             return await target(**values)
         if self.options.inline:
             return target(**values)
-        return await asyncio.to_thread(target, **values)
+        return await TOOLS.call(self.name, target, **values)
 
 
 @overload
@@ -155,7 +164,8 @@ def tool(
         def run(code: str) -> str: ...
 
     An async function is awaited on the event loop; a plain one runs in a thread, so it may block, unless
-    `inline=True`. A thread cannot be killed: after a timeout it runs on, unheard. The docstring becomes the
+    `inline=True`. A thread cannot be killed: after a timeout it runs on, unheard, and where 256 calls of one tool
+    do, no more of them are begun (HungError). The docstring becomes the
     description, `Annotated[..., Hidden()]` parameters are filled in by the environment. Raises TypeError
     for an unknown option; types are read at first use, so that they may be declared further down.
     """

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from agentrl.deadline import LateError, within
 from agentrl.errors import EnvError, ToolError, ToolTimeoutError
 from agentrl.tool.output import CountTokens, error_text, estimate_tokens, fit, to_json, to_text
 from agentrl.tool.tool import Tool
@@ -116,7 +117,9 @@ class Toolbox:
         if isinstance(prepared, Problem):
             return self._refuse(call, prepared, began)
         item, values = prepared
-        answer = await self._run(item, values)
+        async with item.place():
+            began = time.perf_counter()  # queueing is no time of the tool's
+            answer = await self._run(item, values)
         if isinstance(answer, Problem):
             return self._refuse(call, answer, began)
         value = to_json(item.name, answer)
@@ -168,22 +171,20 @@ class Toolbox:
 
     async def _run(self, item: Tool, values: dict[str, Any]) -> Any:
         try:
-            async with asyncio.timeout(item.options.timeout) as clock:
-                slot = item.slot()
-                if slot is None:
-                    return await item.invoke(self._owner, values)
-                async with slot:
-                    return await item.invoke(self._owner, values)
+            answer = item.invoke(self._owner, values)
+            if item.options.inline and not item.is_async:
+                return await answer  # on the loop itself: over before a clock could run
+            return await within(item.options.timeout, answer, f"tool {item.name}")
         except ToolError as refusal:
             return Problem("tool_error", str(refusal))
         except EnvError:
             raise
+        except LateError:
+            message = f"no answer within {item.options.timeout:g} s"
+            if item.options.on_timeout == "answer":
+                return Problem("timeout", message)
+            raise ToolTimeoutError(f"tool {item.name}: {message}") from None
         except Exception as fault:
-            if isinstance(fault, TimeoutError) and clock.expired():
-                message = f"no answer within {item.options.timeout:g} s"
-                if item.options.on_timeout == "answer":
-                    return Problem("timeout", message)
-                raise ToolTimeoutError(f"tool {item.name}: {message}") from None
             raise EnvError(f"tool {item.name} broke: {type(fault).__name__}: {fault}") from fault
 
     def _refuse(self, call: ToolCall, problem: Problem, began: float) -> ToolResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -14,6 +13,7 @@ from urllib.request import urlopen
 from agentrl.env.base import ScorerLike, ToolEnv
 from agentrl.env.seeds import SPLITS
 from agentrl.errors import DependencyError, EnvError, TaskDataError, ToolError
+from agentrl.executors import in_thread
 from agentrl.tool import Tool
 from agentrl.trajectory import Json, Message, Task
 
@@ -126,7 +126,7 @@ class OpenEnv(ToolEnv):
         from openenv.core.generic_client import GenericEnvClient
 
         self.total, self.steps, self.over = 0.0, 0, False
-        parameters = await asyncio.to_thread(self._action_schema)
+        parameters = await in_thread("load", self._action_schema)
         made = Tool.from_schema("act", "take one action", parameters, _act)
         self.toolbox.add(replace(made, method=True).with_options(parallel=False, timeout=self.timeout))
         self.client = GenericEnvClient(self.url, message_timeout_s=self.timeout)

@@ -1,0 +1,187 @@
+"""Threads for functions that may hang, and deadlines that only count what the event loop saw."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from agentrl import deadline, executors
+from agentrl.deadline import LateError, within
+from agentrl.errors import EnvError, HungError, ToolTimeoutError
+from agentrl.executors import TOOLS, DaemonThreads
+from agentrl.tool import Toolbox, tool
+from agentrl.trajectory import ToolCall
+
+
+def test_calls_beyond_the_abandoned_ones_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hang; the third is refused at once, other tools go on, and so does this one when the threads have ended."""
+    monkeypatch.setattr(executors, "MOST_ABANDONED", 2)
+    release = threading.Event()
+
+    @tool(timeout=0.05)
+    def stuck() -> str:
+        release.wait(30)
+        return "free"
+
+    @tool
+    def fine() -> int:
+        return 1
+
+    async def run() -> str:
+        box = Toolbox([stuck, fine])
+        for _ in range(2):
+            with pytest.raises(ToolTimeoutError):
+                await box.call(ToolCall("stuck", {}))
+        began = time.monotonic()
+        with pytest.raises(HungError, match=r"tool stuck: 2 calls hang in threads that cannot be killed"):
+            await box.call(ToolCall("stuck", {}))
+        assert time.monotonic() - began < 0.05
+        assert (await box.call(ToolCall("fine", {}))).value == 1
+        release.set()
+        while TOOLS.abandoned("stuck"):
+            await asyncio.sleep(0.01)
+        return str((await box.call(ToolCall("stuck", {}))).value)
+
+    assert asyncio.run(asyncio.wait_for(run(), 10)) == "free"
+
+
+def test_no_more_threads_run_at_once_than_there_are_places_and_the_wait_is_not_the_tools_time() -> None:
+    """Six calls of 0.1 s on two places take 0.3 s, and none of them is late at 0.2 s."""
+    threads, running, most = DaemonThreads("test", 2), 0, 0
+    lock = threading.Lock()
+
+    def work() -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.1)
+        with lock:
+            running -= 1
+
+    async def one() -> None:
+        async with threads.place():
+            await within(0.2, threads.call("work", work), "work")
+
+    async def run() -> float:
+        began = time.monotonic()
+        await asyncio.gather(*(one() for _ in range(6)))
+        return time.monotonic() - began
+
+    assert asyncio.run(run()) >= 0.29 and most == 2
+
+
+def test_a_tool_that_waits_for_its_own_concurrency_is_not_late() -> None:
+    """Three calls of 0.15 s, one at a time, with 0.3 s each: the last one waits 0.3 s before it begins."""
+
+    @tool(timeout=0.3, concurrency=1)
+    async def slow() -> int:
+        await asyncio.sleep(0.15)
+        return 1
+
+    async def run() -> list[Any]:
+        return await Toolbox([slow]).call_all([ToolCall("slow", {}, str(n)) for n in range(3)])
+
+    results = asyncio.run(run())
+    assert [result.value for result in results] == [1, 1, 1]
+    assert all(result.seconds < 0.29 for result in results)
+
+
+def test_what_a_thread_raises_and_sees_is_the_callers() -> None:
+    name: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="none")
+
+    async def run() -> str:
+        name.set("episode 7")
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await TOOLS.call("ends", next, iter([]))
+        with pytest.raises(ZeroDivisionError):
+            await TOOLS.call("breaks", lambda: 1 // 0)
+        return await TOOLS.call("sees", name.get)
+
+    assert asyncio.run(run()) == "episode 7"
+
+
+@pytest.mark.parametrize("kind", ["thread", "loop"])
+def test_a_blocked_event_loop_makes_nobody_late(kind: str) -> None:
+    """16 calls of 0.1 s with 0.4 s each, while something else blocks the loop for 1 s: none of them is late."""
+
+    @tool(name="work", timeout=0.4)
+    def in_thread() -> int:
+        time.sleep(0.1)
+        return 1
+
+    @tool(name="work", timeout=0.4)
+    async def on_loop() -> int:
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+        return 1
+
+    async def run() -> list[Any]:
+        box = Toolbox([in_thread if kind == "thread" else on_loop])
+        calls = [asyncio.create_task(box.call(ToolCall("work", {}, str(n)))) for n in range(16)]
+        await asyncio.sleep(0.02)
+        time.sleep(1.0)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    results = asyncio.run(run())
+    assert [getattr(result, "value", result) for result in results] == [1] * 16
+
+
+def test_a_deadline_ends_what_is_late_and_leaves_others_errors_alone() -> None:
+    seen: list[str] = []
+
+    async def forever() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            seen.append("cancelled")
+
+    async def own() -> None:
+        raise TimeoutError("the database")
+
+    async def run() -> None:
+        began = time.monotonic()
+        with pytest.raises(LateError, match=r"thing: no end within 0\.1 s"):
+            await within(0.1, forever(), "thing")
+        assert 0.09 < time.monotonic() - began < 1.0 and seen == ["cancelled"]
+        with pytest.raises(TimeoutError, match="database") as caught:
+            await within(0.1, own(), "thing")
+        assert not isinstance(caught.value, LateError)
+        task = asyncio.create_task(within(60, forever(), "thing"))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled() and seen == ["cancelled", "cancelled"]
+
+    asyncio.run(run())
+
+
+def test_work_that_swallows_its_cancellation_is_let_go(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(deadline.end, "__defaults__", (0.1,))
+
+    async def deaf(release: asyncio.Event) -> None:
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+
+    async def run() -> None:
+        release = asyncio.Event()
+        with pytest.raises(LateError):
+            await asyncio.wait_for(within(0.05, deaf(release), "the deaf one"), 5)
+        release.set()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert "the deaf one did not end within 0.1 s of being cancelled and is let go" in caplog.text
+
+
+def test_a_hung_tool_is_the_infrastructures_fault() -> None:
+    assert issubclass(HungError, EnvError)
