@@ -7,6 +7,7 @@ Neither is ever derived again from the other.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -106,116 +107,210 @@ class Turn:
     usd: float | None = None
 
 
+_COLUMNS: dict[str, type[np.generic]] = {
+    "token_ids": np.int32, "sampled": np.bool_, "logprobs": np.float32, "versions": np.int32, "turns": np.int16,
+}
+MAX_TURN = int(np.iinfo(np.int16).max)
+"""The last turn that a ledger can count: `turns` is int16."""
+_ROOM = 64  # tokens that a ledger begins with room for; it then grows by a quarter
+
+
 class TokenLedger:
-    """One append-only token sequence as the model saw it, in five columns of equal length.
+    """One append-only token sequence as the model saw it, in five columns of equal length (15 bytes a token).
 
     Columns: `token_ids` int32, `sampled` bool (True exactly where the policy sampled the token),
     `logprobs` float32 (log pi of the sampled token, 0 elsewhere), `versions` int32 (weights that sampled
     it, -1 elsewhere), `turns` int16 (index of the policy turn that the token belongs to or answers to).
+    A column is a read-only view of the tokens that were there when it was asked for; later appends do not
+    show in it. `oldest` is the lowest version that sampled a token, None where none was sampled.
     """
 
-    __slots__ = ("_logprobs", "_sampled", "_token_ids", "_turns", "_versions")
+    __slots__ = ("_length", "_room", "oldest")
 
     def __init__(self) -> None:
-        self._token_ids: list[int] = []
-        self._sampled: list[bool] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
-        self._turns: list[int] = []
+        self._length = 0
+        self._room = {name: np.empty(0, dtype=kind) for name, kind in _COLUMNS.items()}
+        self.oldest: int | None = None
 
     def __len__(self) -> int:
-        return len(self._token_ids)
+        return self._length
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TokenLedger) and self.to_json() == other.to_json()
+        return isinstance(other, TokenLedger) and all(
+            np.array_equal(self._column(name), other._column(name), equal_nan=name == "logprobs") for name in _COLUMNS
+        )
+
+    def __getstate__(self) -> dict[str, npt.NDArray[Any]]:
+        return {name: self._column(name).copy() for name in _COLUMNS}
+
+    def __setstate__(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self._append(len(state["token_ids"]), state)
 
     def append_context(self, token_ids: Sequence[int], turn: int) -> None:
-        """Append tokens that the policy did not sample (prompt, tool results, template glue)."""
-        n = len(token_ids)
-        self._token_ids.extend(token_ids)
-        self._sampled.extend([False] * n)
-        self._logprobs.extend([0.0] * n)
-        self._versions.extend([-1] * n)
-        self._turns.extend([turn] * n)
+        """Append tokens that the policy did not sample (prompt, tool results, template glue).
+
+        Raises ValueError where `turn` is negative or above `MAX_TURN`.
+        """
+        given = {"token_ids": token_ids, "sampled": False, "logprobs": 0.0, "versions": -1, "turns": _turn_number(turn)}
+        self._append(len(token_ids), given)
 
     def append_sampled(
         self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], turn: int
     ) -> None:
         """Append tokens that the policy sampled.
 
-        Raises ValueError where the columns differ in length or a version is negative.
+        Raises ValueError where the columns differ in length, a version is negative, a log probability is
+        not finite (no token of probability 0 is ever sampled, so the engine is at fault), or `turn` is
+        negative or above `MAX_TURN`.
         """
         n = len(token_ids)
         if len(logprobs) != n or len(versions) != n:
             raise ValueError(f"columns differ in length: {n} ids, {len(logprobs)} logprobs, {len(versions)} versions")
-        if any(version < 0 for version in versions):
+        found, weights = np.asarray(logprobs, dtype=np.float32), np.asarray(versions, dtype=np.int32)
+        if n and int(weights.min()) < 0:
             raise ValueError("a sampled token needs the version (>= 0) of the weights that sampled it")
-        self._token_ids.extend(token_ids)
-        self._sampled.extend([True] * n)
-        self._logprobs.extend(logprobs)
-        self._versions.extend(versions)
-        self._turns.extend([turn] * n)
+        if not np.isfinite(found).all():
+            at = int(np.flatnonzero(~np.isfinite(found))[0])
+            raise ValueError(f"the log probability of sampled token {at} of {n} is {found[at]}, not a finite number")
+        given = {"token_ids": token_ids, "sampled": True, "logprobs": found, "versions": weights,
+                 "turns": _turn_number(turn)}
+        self._append(n, given)
+
+    def _append(self, count: int, given: Mapping[str, Any]) -> None:
+        """Add `count` tokens: an array or one value for all of them, a column."""
+        begin, end = self._length, self._length + count
+        if end > len(self._room["token_ids"]):
+            self._grow(max(end, _ROOM, end + end // 4 if begin else end))
+        for name, values in given.items():
+            self._room[name][begin:end] = values
+        self._length = end
+        fresh = self._room["versions"][begin:end]
+        fresh = fresh[fresh >= 0]
+        if len(fresh):
+            lowest = int(fresh.min())
+            self.oldest = lowest if self.oldest is None else min(self.oldest, lowest)
+
+    def _grow(self, room: int) -> None:
+        for name, old in self._room.items():
+            # A new array, never a resize in place: views that were given out keep what they show.
+            fresh = np.empty(room, dtype=old.dtype)
+            fresh[: self._length] = old[: self._length]
+            self._room[name] = fresh
+
+    def _column(self, name: str) -> npt.NDArray[Any]:
+        view = self._room[name][: self._length]
+        view.flags.writeable = False
+        return view
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        return np.asarray(self._token_ids, dtype=np.int32)
+        return self._column("token_ids")
 
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
-        return np.asarray(self._sampled, dtype=np.bool_)
+        return self._column("sampled")
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32]:
-        return np.asarray(self._logprobs, dtype=np.float32)
+        return self._column("logprobs")
 
     @property
     def versions(self) -> npt.NDArray[np.int32]:
-        return np.asarray(self._versions, dtype=np.int32)
+        return self._column("versions")
 
     @property
     def turns(self) -> npt.NDArray[np.int16]:
-        return np.asarray(self._turns, dtype=np.int16)
+        return self._column("turns")
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the columns take, room to grow included."""
+        return sum(column.nbytes for column in self._room.values())
 
     def ids(self) -> list[int]:
         """A copy of the token ids as a plain list: the prompt of the next engine call."""
-        return list(self._token_ids)
+        ids: list[int] = self.token_ids.tolist()
+        return ids
 
     def fork(self, keep: int) -> TokenLedger:
         """A new ledger that begins with the first `keep` tokens as *context*.
 
         What this ledger holds as sampled is trained here and only here, so the fork carries none of it.
+        Raises ValueError where it has fewer tokens than that.
         """
+        if not 0 <= keep <= self._length:
+            raise ValueError(f"a fork of the first {keep} tokens of a ledger of {self._length}")
         child = TokenLedger()
-        child._token_ids = self._token_ids[:keep]
-        child._sampled = [False] * keep
-        child._logprobs = [0.0] * keep
-        child._versions = [-1] * keep
-        child._turns = self._turns[:keep]
+        child._append(keep, {"token_ids": self.token_ids[:keep], "sampled": False, "logprobs": 0.0, "versions": -1,
+                             "turns": self.turns[:keep]})
         return child
 
     def to_json(self) -> dict[str, list[Any]]:
         """Plain lists, one a column; `from_json` is the inverse."""
+        return {name: self._column(name).astype(np.int32 if name == "sampled" else kind).tolist()
+                for name, kind in _COLUMNS.items()}
+
+    def packed(self) -> dict[str, Json]:
+        """What files hold, about 6 to 11 bytes a token; `from_json` is the inverse.
+
+        `token_ids`: int32, `logprobs` of the sampled tokens alone: float32, each as base64 of little-endian
+        numbers. `spans`: [tokens, turn, version] of each run of tokens alike in turn and version, in order;
+        version -1 is context.
+        """
+        versions, turns = self.versions, self.turns
+        cuts = np.flatnonzero((np.diff(versions) != 0) | (np.diff(turns) != 0)) + 1
+        starts = np.concatenate(([0], cuts)) if self._length else cuts
+        counts = np.diff(np.append(starts, self._length))
         return {
-            "token_ids": list(self._token_ids),
-            "sampled": [int(flag) for flag in self._sampled],
-            "logprobs": list(self._logprobs),
-            "versions": list(self._versions),
-            "turns": list(self._turns),
+            "token_ids": _encoded(self.token_ids),
+            "logprobs": _encoded(self.logprobs[self.sampled]),
+            "spans": [list(span) for span in zip(counts.tolist(), turns[starts].tolist(), versions[starts].tolist(),
+                                                 strict=True)],
         }
 
     @classmethod
-    def from_json(cls, columns: Mapping[str, Sequence[Any]]) -> TokenLedger:
-        """Inverse of `to_json`. Raises ValueError where the columns differ in length."""
-        lengths = {name: len(columns[name]) for name in ("token_ids", "sampled", "logprobs", "versions", "turns")}
+    def from_json(cls, columns: Mapping[str, Any]) -> TokenLedger:
+        """Inverse of `to_json` and of `packed`. Raises ValueError where the columns do not fit together."""
+        ledger = cls()
+        found = _unpacked(columns) if "spans" in columns else {
+            name: np.asarray(columns[name], dtype=kind) for name, kind in _COLUMNS.items()
+        }
+        lengths = {name: len(column) for name, column in found.items()}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"ledger columns differ in length: {lengths}")
-        ledger = cls()
-        ledger._token_ids = [int(x) for x in columns["token_ids"]]
-        ledger._sampled = [bool(x) for x in columns["sampled"]]
-        ledger._logprobs = [float(x) for x in columns["logprobs"]]
-        ledger._versions = [int(x) for x in columns["versions"]]
-        ledger._turns = [int(x) for x in columns["turns"]]
+        if not np.array_equal(found["sampled"], found["versions"] >= 0):
+            raise ValueError("ledger columns differ in what was sampled: `sampled` is set exactly where `versions` >= 0")
+        ledger._append(lengths["token_ids"], found)
         return ledger
+
+
+def _turn_number(turn: int) -> int:
+    if not 0 <= turn <= MAX_TURN:
+        raise ValueError(f"turn {turn}: a ledger counts turns from 0 to {MAX_TURN}")
+    return turn
+
+
+def _encoded(column: npt.NDArray[Any]) -> str:
+    return base64.b64encode(column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes()).decode("ascii")
+
+
+def _decoded(text: str, kind: str) -> npt.NDArray[Any]:
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype=kind)
+
+
+def _unpacked(row: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
+    """The columns of a `packed` ledger. Raises ValueError where its parts differ in length."""
+    spans = np.asarray(row["spans"], dtype=np.int64).reshape(-1, 3)
+    turns, versions = (np.repeat(spans[:, at], spans[:, 0]) for at in (1, 2))
+    sampled = versions >= 0
+    found = _decoded(row["logprobs"], "<f4")
+    if len(found) != int(sampled.sum()):
+        raise ValueError(f"ledger columns differ in length: {int(sampled.sum())} sampled tokens, {len(found)} logprobs")
+    logprobs = np.zeros(len(sampled), dtype=np.float32)
+    logprobs[sampled] = found
+    return {"token_ids": _decoded(row["token_ids"], "<i4"), "sampled": sampled, "logprobs": logprobs,
+            "versions": versions, "turns": turns}
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,13 +370,13 @@ class Trajectory:
                 yield turn, call, answers.get(call.id)
 
     def to_json(self) -> dict[str, Json]:
-        """A JSON object; `from_json` is the inverse."""
+        """A JSON object, its ledgers as `TokenLedger.packed`; `from_json` is the inverse."""
         row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ledgers"}
         row["task"] = asdict(self.task)
         row["messages"] = [asdict(message) for message in self.messages]
         row["turns"] = [asdict(turn) for turn in self.turns]
         row["stop"] = self.stop.value
-        row["ledgers"] = [ledger.to_json() for ledger in self.ledgers]
+        row["ledgers"] = [ledger.packed() for ledger in self.ledgers]
         return row
 
     @classmethod

@@ -144,7 +144,7 @@ class RolloutConfig(Frozen):
     context: Choice = Choice(name="stop")
     summary_model: str | None = None
     max_episodes: PositiveInt = 256
-    max_turns: PositiveInt = 16
+    max_turns: Annotated[int, Field(ge=1, le=32_767)] = 16  # trajectory.MAX_TURN: ledgers count turns as int16
     max_turn_tokens: PositiveInt = 256
     max_episode_tokens: PositiveInt = 4096
     temperature: Annotated[float, Field(ge=0.0)] = 1.0

@@ -279,7 +279,10 @@ class _Episode:
     async def _generate(self, room: int, turn: int, purpose: str = "turn") -> Generation:
         """Sample after the ledger, into the ledger."""
         generation = await self._sample(self.policy, self.ledger.ids(), room, purpose, self.spec.key)
-        self.ledger.append_sampled(generation.token_ids, generation.logprobs, generation.versions, turn)
+        try:
+            self.ledger.append_sampled(generation.token_ids, generation.logprobs, generation.versions, turn)
+        except ValueError as fault:
+            raise EngineError(f"{purpose} {turn}: {fault}") from None
         return generation
 
     async def _sample(self, policy: Policy, ids: list[int], room: int, purpose: str, key: str) -> Generation:

@@ -158,8 +158,8 @@ async def test_real_engine_logprobs_are_recorded(model_folder, renderer):
     for ledger in ledgers:
         ids = ledger.ids()
         expected = torch.cat([torch.zeros(1), forward_logprobs(model, ids[:1], ids[1:])])
-        mask = torch.from_numpy(ledger.sampled)
-        assert (expected[mask] - torch.from_numpy(ledger.logprobs)[mask]).abs().max() < 1e-4
+        mask = torch.tensor(ledger.sampled)
+        assert (expected[mask] - torch.tensor(ledger.logprobs)[mask]).abs().max() < 1e-4
 
 
 async def test_a_stop_string_ends_the_turn_and_the_record_keeps_what_was_sampled(tokenizer, renderer):

@@ -130,3 +130,31 @@ def test_filtered_groups_are_replaced() -> None:
     assert ledger.admit() == 2
     assert ledger.admit() is None
     assert ledger.counts()["filtered"] == 1
+
+
+class Counted(list):
+    """Ledgers of a trajectory that count how often they are looked at."""
+
+    looks = 0
+
+    def __iter__(self):
+        Counted.looks += 1
+        return super().__iter__()
+
+
+def test_selection_reads_no_tokens() -> None:
+    """Each look at the ledger read every token of every complete group: O(groups^2 x tokens) an update."""
+    size = 64
+    ledger = GroupLedger(size, 1)
+    for _ in range(size):
+        ledger.admit()
+    Counted.looks = 0
+    for index in range(size):
+        group = group_of(index, [0, 0])
+        group.trajectories[0].ledgers = Counted(group.trajectories[0].ledgers)
+        ledger.complete(group)
+        ledger.too_old(), ledger.must_wait_for(), ledger.admit()
+        ready = ledger.ready()
+    assert ready is not None and ledger.surplus(ready) == [] and len(ready) == size
+    assert Counted.looks == size, "once a group, when it completes"
+    assert [entry.oldest for entry in ledger._entries.values()] == [0] * len(ledger._entries)

@@ -142,5 +142,5 @@ def off(model: torch.nn.Module, ledger: TokenLedger, ids: list[int] | None = Non
     tokens = torch.tensor([ids or ledger.ids()])
     found = torch.log_softmax(model(tokens, use_cache=False).logits[0, :-1].float(), -1)
     found = found.gather(1, tokens[0, 1:, None]).squeeze(1)
-    sampled = torch.from_numpy(ledger.sampled)[1:]
-    return float((found - torch.from_numpy(ledger.logprobs)[1:])[sampled].abs().max())
+    sampled = torch.tensor(ledger.sampled)[1:]
+    return float((found - torch.tensor(ledger.logprobs)[1:])[sampled].abs().max())

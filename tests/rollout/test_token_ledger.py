@@ -1,0 +1,156 @@
+"""The token ledger against plain lists, its memory, its files, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import pickle
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.catalog import EnvRef
+from agentrl.config import RolloutConfig
+from agentrl.render.base import Renderer
+from agentrl.reward import compile_spec, load_spec
+from agentrl.rollout.engine import Generation, Sampling
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.trajectory import MAX_TURN, StopReason, TokenLedger
+
+from .conftest import FaultyEngine
+
+ids = st.lists(st.integers(0, 2**31 - 1), max_size=90)
+finite = st.floats(-(2.0**100), 0.0, width=32)
+part = st.one_of(
+    st.tuples(st.just("context"), ids, st.integers(0, MAX_TURN)),
+    st.tuples(st.just("sampled"), st.lists(st.tuples(st.integers(0, 2**31 - 1), finite, st.integers(0, 9)), max_size=90),
+              st.integers(0, MAX_TURN)),
+)  # fmt: skip
+
+
+def built(parts: list[tuple[str, Any, int]]) -> tuple[TokenLedger, dict[str, list[Any]]]:
+    """A ledger, and the same by plain lists."""
+    ledger, rows = TokenLedger(), []
+    for kind, tokens, turn in parts:
+        if kind == "context":
+            ledger.append_context(tokens, turn)
+            rows += [(token, 0, 0.0, -1, turn) for token in tokens]
+        else:
+            ledger.append_sampled([t[0] for t in tokens], [t[1] for t in tokens], [t[2] for t in tokens], turn)
+            rows += [(token, 1, logprob, version, turn) for token, logprob, version in tokens]
+    names = ("token_ids", "sampled", "logprobs", "versions", "turns")
+    return ledger, {name: [row[at] for row in rows] for at, name in enumerate(names)}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(part, max_size=6), st.data())
+def test_columns_files_and_forks_are_those_of_plain_lists(parts: list[Any], data: st.DataObject) -> None:
+    ledger, plain = built(parts)
+    assert ledger.to_json() == plain and ledger.ids() == plain["token_ids"] and len(ledger) == len(plain["turns"])
+    assert ledger.oldest == min((v for v in plain["versions"] if v >= 0), default=None)
+    kinds = {name: getattr(ledger, name).dtype for name in plain}
+    assert kinds == {"token_ids": np.int32, "sampled": np.bool_, "logprobs": np.float32, "versions": np.int32,
+                     "turns": np.int16}  # fmt: skip
+    for copy in (
+        TokenLedger.from_json(json.loads(json.dumps(ledger.to_json()))),
+        TokenLedger.from_json(json.loads(json.dumps(ledger.packed()))),
+        pickle.loads(pickle.dumps(ledger)),
+    ):
+        assert copy == ledger and copy.to_json() == plain and copy.oldest == ledger.oldest
+        copy.append_context([1], 0)
+        assert copy != ledger and len(copy) == len(ledger) + 1
+    keep = data.draw(st.integers(0, len(ledger)))
+    fork = ledger.fork(keep)
+    assert fork.to_json() == {
+        "token_ids": plain["token_ids"][:keep], "sampled": [0] * keep, "logprobs": [0.0] * keep,
+        "versions": [-1] * keep, "turns": plain["turns"][:keep],
+    }  # fmt: skip
+    assert fork.oldest is None and ledger.to_json() == plain
+
+
+def test_a_column_that_was_given_out_neither_changes_nor_can_be_changed() -> None:
+    ledger = TokenLedger()
+    ledger.append_context([1, 2, 3], 0)
+    before = {name: getattr(ledger, name) for name in ("token_ids", "sampled", "logprobs", "versions", "turns")}
+    for _ in range(10):  # within the room that there is, and beyond it
+        ledger.append_sampled([7] * 20, [-1.0] * 20, [4] * 20, 1)
+    assert [len(column) for column in before.values()] == [3] * 5 and before["token_ids"].tolist() == [1, 2, 3]
+    for column in before.values():
+        with pytest.raises(ValueError, match="read-only"):
+            column[0] = 1
+    taken = ledger.ids()
+    taken[0] = 99
+    assert ledger.ids()[0] == 1
+
+
+def test_a_token_takes_15_bytes_and_at_most_a_quarter_more() -> None:
+    """Plain lists took 80: five pointers and two boxed numbers."""
+    ledger = TokenLedger()
+    rng = np.random.default_rng(0)
+    for turn in range(200):
+        ledger.append_context(rng.integers(0, 150_000, 120).tolist(), turn)
+        ledger.append_sampled(rng.integers(0, 150_000, 40).tolist(), (-rng.random(40)).tolist(), [turn] * 40, turn)
+    assert 15 * len(ledger) <= ledger.nbytes <= 15 * 1.25 * len(ledger)
+    assert len(pickle.dumps(ledger)) <= 15 * len(ledger) + 1000  # no room to grow is sent
+    size = len(json.dumps(ledger.packed()))
+    assert size < 8 * len(ledger), size / len(ledger)
+    assert size < len(json.dumps(ledger.to_json())) / 3
+    assert sys.getsizeof(ledger) < 100
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_log_probability_that_is_not_finite_is_refused_and_changes_nothing(bad: float) -> None:
+    ledger = TokenLedger()
+    with pytest.raises(ValueError, match=r"sampled token 1 of 2 is .*, not a finite number"):
+        ledger.append_sampled([5, 6], [-0.5, bad], [0, 0], 0)
+    assert len(ledger) == 0 and ledger.oldest is None
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    ledger = TokenLedger()
+    ledger.append_context([1], MAX_TURN)
+    for turn in (-1, MAX_TURN + 1):
+        with pytest.raises(ValueError, match=f"turn {turn}: a ledger counts turns from 0 to 32767"):
+            ledger.append_context([1], turn)
+        with pytest.raises(ValueError, match="counts turns"):
+            ledger.append_sampled([1], [0.0], [0], turn)
+    with pytest.raises(ValueError, match="1 ids, 2 logprobs, 1 versions"):
+        ledger.append_sampled([1], [0.0, 0.0], [0], 0)
+    with pytest.raises(ValueError, match=">= 0"):
+        ledger.append_sampled([1], [0.0], [-1], 0)
+    with pytest.raises(ValueError, match="first 2 tokens of a ledger of 1"):
+        ledger.fork(2)
+    assert len(ledger) == 1
+    plain, packed = ledger.to_json(), ledger.packed()
+    with pytest.raises(ValueError, match="differ in length"):
+        TokenLedger.from_json({**plain, "turns": []})
+    with pytest.raises(ValueError, match="what was sampled"):
+        TokenLedger.from_json({**plain, "sampled": [1]})
+    with pytest.raises(ValueError, match="differ in length"):
+        TokenLedger.from_json({**packed, "spans": [[2, 0, -1]]})
+    with pytest.raises(ValueError, match="1 sampled tokens, 0 logprobs"):
+        TokenLedger.from_json({**packed, "spans": [[1, 0, 3]]})
+
+
+def test_an_engine_that_answers_with_nan_is_an_engine_fault_and_no_token_of_it_is_kept(renderer: Renderer) -> None:
+    """Such a token went into the batch: one update on it and every weight was NaN."""
+
+    class Broken(FaultyEngine):
+        async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+            answer = await super().generate(token_ids, sampling, request_key)
+            return replace(answer, logprobs=[math.nan, *answer.logprobs[1:]])
+
+    env = EnvRef("key_value")
+    scorer = compile_spec(load_spec(env.default_reward()))
+    policy = Policy(Broken(renderer.stop_token_ids[0]), renderer)
+    limits = Limits.of(RolloutConfig(), 2048)
+    episode = asyncio.run(run_episode(env.build(), policy, EpisodeSpec(0, "train", 0, 0, "k"), limits, scorer))
+    assert episode.stop is StopReason.ENGINE_ERROR and episode.reward is None and episode.sampled_tokens == 0
+    assert "turn 0: the log probability of sampled token 0" in str(episode.error)
