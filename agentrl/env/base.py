@@ -114,6 +114,11 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         """The opening messages (system and user). Nothing of `task.gold` may be in them."""
         raise NotImplementedError(f"{type(self).__name__}.prompt")
 
+    def task_count(self, split: str) -> int | None:
+        """How many tasks a split has, where their number is finite: seeds 0 to count - 1 then name each once, and
+        training goes through them without replacement, epoch by epoch. None: as many as there are seeds."""
+        return None
+
     async def setup(self, task: Task) -> None:
         """Set the episode's state. `teardown` runs after it in every case, also where it raised."""
 

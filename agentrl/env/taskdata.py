@@ -64,8 +64,8 @@ class Row:
 class TaskSet:
     """Tasks by split. `task(seed, split)` is a drop-in `make_task`.
 
-    Training draws by weight, the same task for the same seed. Every other split is walked in order (row
-    `seed` modulo its size), so that an evaluation on seeds 0..n-1 sees each task once.
+    Seeds 0..n-1 name the n rows of a split in order. A higher seed draws a training row by weight, the same for
+    the same seed; every other split begins again (row `seed` modulo n).
     """
 
     name: str
@@ -90,8 +90,13 @@ class TaskSet:
             raise TaskDataError(
                 f"{self.name}: no tasks of split {split!r}; {nearest(split, list(self.rows))}"
             )
-        row = self._drawn(rows, seed, split) if split == "train" else rows[seed % len(rows)]
+        row = self._drawn(rows, seed, split) if split == "train" and seed >= len(rows) else rows[seed % len(rows)]
         return Task(id=row.id, seed=seed, split=split, data=row.data, gold=row.gold)
+
+    def count(self, split: str) -> int | None:
+        """For `task_count`: the rows of a split; None where training rows differ in weight and so are drawn by it."""
+        rows = self.rows.get(split, ())
+        return None if split == "train" and len({row.weight for row in rows}) > 1 else len(rows)
 
     def _drawn(self, rows: Sequence[Row], seed: int, split: str) -> Row:
         sums = self._sums.setdefault(split, list(itertools.accumulate(row.weight for row in rows)))

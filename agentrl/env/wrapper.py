@@ -81,6 +81,9 @@ class ToolWrapper(ToolEnv):
     def make_task(self, rng_seed: int, split: str) -> Task:
         return self.env.make_task(rng_seed, split)
 
+    def task_count(self, split: str) -> int | None:
+        return self.env.task_count(split)
+
     def prompt(self, task: Task) -> list[Message]:
         return self.env.prompt(task)
 

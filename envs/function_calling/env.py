@@ -92,6 +92,9 @@ class FunctionCalling(ToolEnv):
             gold={"calls": row.calls, "answers": row.answers},
         )
 
+    def task_count(self, split: str) -> int | None:
+        return None if self.rows is None else len(self.rows.get(split, ()))
+
     def _row(self, seed: int, split: str) -> Row:
         if self.rows is None:
             return draw(task_rng(self.id, split, seed), split, self._propose, fingerprint)

@@ -96,6 +96,9 @@ class Mcp(ToolEnv):
     def make_task(self, rng_seed: int, split: str) -> Task:
         return self.tasks.task(rng_seed, split)
 
+    def task_count(self, split: str) -> int | None:
+        return self.tasks.count(split)
+
     def prompt(self, task: Task) -> list[Message]:
         opening = [Message("system", self.system)] if self.system else []
         return [*opening, Message("user", task.data["prompt"])]

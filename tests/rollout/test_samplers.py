@@ -71,6 +71,7 @@ def test_old_outcomes_fade() -> None:
 
 def test_a_pool_draws_its_tasks_by_their_numbers() -> None:
     sampler = make_sampler(Choice(name="success_weighted", args={"pool": 4}))
+    sampler.use(range(4))
     sampler.observe(outcomes("0", *[1.0] * 30))
     seeds = Counter(sampler.choose(7, index).seed for index in range(2000))
     assert set(seeds) == {0, 1, 2, 3} and seeds[0] < min(seeds[1], seeds[2], seeds[3]) / 2

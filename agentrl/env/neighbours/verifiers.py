@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from agentrl.env.base import ScorerLike, ToolEnv
-from agentrl.env.seeds import SPLITS, task_rng
+from agentrl.env.seeds import SPLITS
 from agentrl.env.spaces import Observation
 from agentrl.errors import DependencyError, EnvError, TaskDataError
 from agentrl.tool import Tool
@@ -156,14 +156,13 @@ class VerifiersEnv(ToolEnv):
         if split not in SPLITS:
             raise TaskDataError(f"verifiers: no split {split!r}; expected one of {', '.join(SPLITS)}")
         rows = self.theirs.get_dataset() if split == "train" else self.theirs.get_eval_dataset()
-        draw = (
-            task_rng(self.id, split, rng_seed).randrange(len(rows))
-            if split == "train"
-            else rng_seed % len(rows)
-        )
+        draw = rng_seed % len(rows)
         row = json.loads(json.dumps(rows[draw], default=str))
         gold = {"answer": row.get("answer", "")}
         return Task(f"verifiers/{split}/{draw}", rng_seed, split, {"row": row}, gold)
+
+    def task_count(self, split: str) -> int | None:
+        return len(self.theirs.get_dataset() if split == "train" else self.theirs.get_eval_dataset())
 
     def prompt(self, task: Task) -> list[Message]:
         return [_to_ours(message) for message in task.data["row"]["prompt"]]

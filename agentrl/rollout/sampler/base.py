@@ -38,6 +38,14 @@ class TaskSampler(ABC):
     choices do not depend on which group came back first.
     """
 
+    def wants(self) -> int | None:
+        """The size of the pool of tasks that it chooses from: 0 is all that the environment has (none where they are
+        endless), None is no pool at all, the default. It is given to `use` before anything is chosen or loaded."""
+        return None
+
+    def use(self, seeds: Sequence[int]) -> None:  # noqa: B027 - most samplers have no pool
+        """Take the pool that `wants` asked for: seeds of different tasks of the training split."""
+
     @abstractmethod
     def choose(self, run_seed: int, index: int) -> TaskChoice:
         """The task of group `index`."""

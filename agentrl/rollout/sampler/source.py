@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from agentrl.catalog import EnvRef
 from agentrl.errors import ConfigError
 from agentrl.rollout.sampler.base import Outcome, TaskChoice, TaskSampler
+from agentrl.rollout.sampler.pool import pool_seeds
 
 
 class TaskSource:
@@ -20,9 +21,23 @@ class TaskSource:
         self._drawn: dict[int, TaskChoice] = {}
         self._outcomes: list[Outcome] = []
         self._envs: dict[str, EnvRef] = {}
+        self._pool: Sequence[int] | None = None
+
+    def pool(self) -> Sequence[int]:
+        """Seeds of the tasks that the sampler chooses from; none where it makes new ones. Found when first asked for."""
+        if self._pool is None:
+            self._pool = ()
+            wanted = self.sampler.wants()
+            if wanted is not None:
+                env = self.env.build()
+                self._pool = pool_seeds(env, wanted)
+                env.close()
+                self.sampler.use(self._pool)
+        return self._pool
 
     def draw(self, index: int) -> TaskChoice:
         """The task of a group; of one that was drawn before (and is run again), the same."""
+        self.pool()
         if index not in self._drawn:
             self._drawn[index] = self.sampler.choose(self.run_seed, index)
         return self._drawn[index]
@@ -68,6 +83,7 @@ class TaskSource:
         if state["name"] != self.name:
             raise ConfigError(f"rollout.sampler: the checkpoint was written with {state['name']!r}, but the config names "
                               f"{self.name!r}")
+        self.pool()
         self.sampler.load(state["state"])
         self._drawn = {int(index): TaskChoice(**choice) for index, choice in state["drawn"].items()}
         self._outcomes = [Outcome(**outcome) for outcome in state["outcomes"]]

@@ -27,8 +27,9 @@ class SuccessWeightedSampler(TaskSampler):
     learnability in Rutherford et al. 2024, arXiv 2408.15099); the 4 makes it 1 at p = 0.5. p is the mean of a
     Beta(1, 1) prior and the outcomes, of which older ones fade by `decay` a group of the same arm.
 
-    The arms are either `buckets`, parameters of the environment each with new tasks, or the first `pool` tasks
-    of the training split themselves. `floor` keeps every arm alive, so that what was forgotten is found out.
+    The arms are either `buckets`, parameters of the environment each with new tasks, or the first `pool` different
+    tasks of the training split themselves (or as many as there are). `floor` keeps every arm alive, so that what
+    was forgotten is found out.
     """
 
     buckets: list[dict[str, Any]] = field(default_factory=list)
@@ -42,17 +43,28 @@ class SuccessWeightedSampler(TaskSampler):
                 "rollout.sampler 'success_weighted': set one of args.buckets (parameters of the environment, a list) and "
                 "args.pool (a number of tasks)"
             )
-        self._arms = [_name(params) for params in self.buckets] or [str(seed) for seed in range(self.pool)]
+        self._seeds: Sequence[int] = ()
+        self._begin([_name(params) for params in self.buckets])
         if len(set(self._arms)) < len(self._arms):
             raise ConfigError("rollout.sampler 'success_weighted': two of args.buckets are the same")
-        self._sums = dict.fromkeys(self._arms, 0.0)
-        self._counts = dict.fromkeys(self._arms, 0.0)
+
+    def _begin(self, arms: list[str]) -> None:
+        self._arms = arms
+        self._sums = dict.fromkeys(arms, 0.0)
+        self._counts = dict.fromkeys(arms, 0.0)
+
+    def wants(self) -> int | None:
+        return self.pool or None
+
+    def use(self, seeds: Sequence[int]) -> None:
+        self._seeds = seeds
+        self._begin([str(seed) for seed in seeds])
 
     def choose(self, run_seed: int, index: int) -> TaskChoice:
         ends = list(itertools.accumulate(self.weight(arm) for arm in self._arms))
         place = min(bisect_right(ends, uniform(run_seed, index, "sampler") * ends[-1]), len(ends) - 1)
         if self.pool:
-            return TaskChoice(place, {}, self._arms[place])
+            return TaskChoice(self._seeds[place], {}, self._arms[place])
         return TaskChoice(fresh_seed(run_seed, index), self.buckets[place], self._arms[place])
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
