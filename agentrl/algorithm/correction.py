@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from agentrl.algorithm.loss.ratio import log_ratio
+from agentrl.algorithm.loss.ratio import bounded, log_ratio
 from agentrl.algorithm.ragged import row_mean, row_sum, spread
 from agentrl.algorithm.registry import bind
 
@@ -54,7 +54,7 @@ def reject_sequence(
     prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Cap = 0.99, high: Cap = 1.01
 ) -> Tensor:
     """Reject rows whose geometric mean ratio leaves [low, high]; the others keep weight 1."""
-    mean = torch.exp(spread(row_mean(log_ratio(prox, behave), mask, offsets), offsets))
+    mean = torch.exp(spread(bounded(row_mean(prox - behave, mask, offsets)), offsets))
     return ((mean >= low) & (mean <= high)).to(prox.dtype)
 
 
@@ -77,8 +77,8 @@ def correction(name: str, args: Mapping[str, Any]) -> Correction:
 
 
 def _row_total(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
-    delta = torch.where(mask, log_ratio(prox, behave), torch.zeros_like(prox))
-    return spread(row_sum(delta, offsets).clamp(-20, 20), offsets)
+    delta = torch.where(mask, prox - behave, torch.zeros_like(prox))
+    return spread(bounded(row_sum(delta, offsets)), offsets)
 
 
 def _within(ratio: Tensor, low: float, high: float) -> Tensor:

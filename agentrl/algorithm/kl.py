@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from agentrl.algorithm.loss.ratio import LIMIT
+from agentrl.algorithm.loss.ratio import log_ratio
 from agentrl.algorithm.registry import lookup
 
 
@@ -22,9 +22,12 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """exp(-d) - 1 + d: unbiased in value and never negative."""
-    d = torch.clamp(logprobs - reference, -LIMIT, LIMIT)
-    return torch.exp(-d) - 1 + d
+    """exp(-d) - 1 + d: unbiased in value and never negative; d is clamped to +-20.
+
+    By expm1: in float32 exp(-d) - 1 keeps nothing of a d^2 / 2 below 1e-7, and can be negative.
+    """
+    d = log_ratio(logprobs, reference)
+    return torch.expm1(-d) + d
 
 
 KL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

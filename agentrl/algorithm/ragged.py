@@ -35,15 +35,18 @@ def on_mask(rows: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
 
 
 def whiten(column: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Zero mean and unit (unbiased) variance over the masked tokens; 0 elsewhere.
+    """Zero mean and unit (unbiased) variance over the masked tokens, in float64; 0 elsewhere.
 
-    One token, or none, has no variance: it is centred only.
+    (x - mean) / sqrt(variance + eps). Equal values, and so a single one, become exactly 0.
     """
-    kept = column[mask]
-    if kept.numel() == 0:
-        return torch.zeros_like(column)
-    scale = torch.rsqrt(kept.var(unbiased=True) + eps) if kept.numel() > 1 else kept.new_ones(())
-    return torch.where(mask, (column - kept.mean()) * scale, torch.zeros_like(column))
+    out = torch.zeros_like(column)
+    kept = column[mask].double()
+    if kept.numel() > 1:
+        above = kept - kept[0]  # all 0 where the values are equal, however the mean of 0.1 is rounded
+        apart = above - above.mean()
+        variance = apart.square().sum() / (len(kept) - 1)
+        out[mask] = (apart * torch.rsqrt(variance + eps)).to(column.dtype)
+    return out
 
 
 def sampled_offsets(mask: Tensor, offsets: Tensor) -> Tensor:
@@ -83,10 +86,3 @@ def discounted(column: Tensor, offsets: Tensor, factor: float) -> Tensor:
         carry = padded[:, step] + factor * carry
         out[:, step] = carry
     return out[rows, place]
-
-
-def expand(compact: Tensor, mask: Tensor) -> Tensor:
-    """Inverse of `column[mask]`: [M] -> [T], 0 where not sampled."""
-    full = torch.zeros(mask.shape, dtype=compact.dtype, device=compact.device)
-    full[mask] = compact
-    return full

@@ -1,4 +1,4 @@
-"""Turns as units: the sampled tokens of one turn of one row, with the reward that they earned."""
+"""Turns as units: the sampled tokens of one turn of one episode, with the reward that they earned."""
 
 from __future__ import annotations
 
@@ -7,60 +7,68 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.algorithm.ragged import credit, discounted, row_ids
+from agentrl.algorithm.groups import EpisodeTokens, centred, episode_tokens, standardized
+from agentrl.algorithm.ragged import discounted, row_ids
 from agentrl.algorithm.types import AdvantageInput
 from agentrl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The S turns of a batch, row by row: `row`, `index` (number of the turn), `reward` and `first` (a
-    token of the turn) are [S], `offsets` int64 [N + 1] cut them by rows, and `segment` int64 [M] leads
-    from a sampled token to its turn."""
+    """The S turns of the scored episodes, episode by episode.
 
-    row: Tensor
+    `group`, `index` (number of the turn), `reward` (float64) and `first` (where in the batch the turn's first sampled token
+    lies) are [S]; `offsets` int64 [E + 1] cut them by episodes, `segment` int64 [M] leads from each of the
+    M sampled tokens of `tokens` to its turn.
+    """
+
+    group: Tensor
     index: Tensor
     reward: Tensor
     first: Tensor
     offsets: Tensor
     segment: Tensor
+    tokens: EpisodeTokens
 
     def returns(self, gamma: float) -> Tensor:
-        """Reward-to-go from turn to turn, [S]."""
+        """Reward-to-go from turn to turn, over all ledgers of the episode, float64 [S]."""
         return discounted(self.reward, self.offsets, gamma)
+
+    def put(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """A turn's value on each of its sampled tokens: [S] -> [T], 0 elsewhere."""
+        return self.tokens.put(values[self.segment], dtype)
 
 
 def turns_of(batch: AdvantageInput) -> Turns:
-    """The turns of a batch. Raises ConfigError where the batch has no turn numbers."""
+    """The turns of a batch: sampled tokens of an episode that follow each other under one turn number.
+
+    A turn may cross from one ledger into the next. A summary that the policy writes lies at the end of the old ledger, under
+    the number of the turn that it makes room for: the environment does not move between the two, so they are
+    one turn, with one reward-to-go and no discount between them, taken in the state in which the
+    summary was asked for. Raises ConfigError where the batch has no turn numbers.
+    """
     if batch.turns is None:
         raise ConfigError("turn-level advantages need the column `turns`")
-    places = batch.mask.nonzero().squeeze(1)
-    rows, turns = row_ids(batch.offsets)[places], batch.turns[places].to(torch.int64)
+    tokens = episode_tokens(batch)
+    places = tokens.places
+    episode, turns = row_ids(tokens.compact), batch.turns[places].to(torch.int64)
     fresh = torch.ones(len(places), dtype=torch.bool)
-    fresh[1:] = (rows[1:] != rows[:-1]) | (turns[1:] != turns[:-1])
+    fresh[1:] = (episode[1:] != episode[:-1]) | (turns[1:] != turns[:-1])
     segment = fresh.to(torch.int64).cumsum(0) - 1
-    row, index, first = rows[fresh], turns[fresh], places[fresh]
-    earned = credit(batch.token_rewards, batch.mask, batch.offsets)
-    reward = torch.zeros(len(row), dtype=earned.dtype).index_add(0, segment, earned)
-    counts = torch.bincount(row, minlength=len(batch.group))
+    earned = tokens.earned(batch.token_rewards)
+    reward = earned.new_zeros(int(fresh.sum())).index_add(0, segment, earned)
+    counts = torch.bincount(episode[fresh], minlength=len(tokens.compact) - 1)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return Turns(row, index, reward, first, offsets, segment)
+    first = places[fresh]
+    group = batch.group.to(torch.int64)[torch.searchsorted(batch.offsets, first, right=True) - 1]
+    return Turns(group, turns[fresh], reward, first, offsets, segment, tokens)
 
 
 def normalized(values: Tensor, keys: Tensor, divide: bool, eps: float = 1e-6) -> Tensor:
-    """Values [S] against the mean (and in unbiased standard deviations) of those with the same key.
+    """Values [S] against the mean (and in unbiased standard deviations) of those with the same key, float64.
 
-    `keys` int64 [S, K]. A value that stands alone is 0.
+    `keys` int64 [S, K]. A value that stands alone, or among equals, is exactly 0.
     """
     _, group = torch.unique(keys, dim=0, return_inverse=True)
     size = int(group.max()) + 1 if len(group) else 0
-
-    def total(column: Tensor) -> Tensor:
-        return torch.zeros(size, dtype=column.dtype).index_add(0, group, column)
-
-    count = total(torch.ones_like(values))
-    centred = values - (total(values) / count)[group]
-    if not divide:
-        return centred
-    std = (total(centred.square()) / (count - 1).clamp(min=1)).sqrt()
-    return centred / (std[group] + eps)
+    return standardized(values, group, size, eps) if divide else centred(values, group, size)

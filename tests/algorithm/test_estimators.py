@@ -177,7 +177,7 @@ def test_multi_reward():
     batch = batch_of([0, 0, 0], [1, 1, 1], [0, 0, 0], terms=terms)
     args = {"terms": ["right", "short"], "whitened": False}
     found = per_row(advantages("multi_reward", args)(batch), batch)
-    first = [0.5 / 0.5, -0.5 / 0.5, 0.0]  # the unknown term stands at the mean, and the std is .5
+    first = [math.sqrt(0.5), -math.sqrt(0.5), 0.0]  # the unknown term is in no statistic, and the std is sqrt(.5)
     assert found == pytest.approx([first[0] - 1, first[1] + 1, 0.0], abs=1e-3)
     heavy = per_row(advantages("multi_reward", {**args, "weights": [2.0, 0.0]})(batch), batch)
     assert heavy == pytest.approx([2 * value for value in first], abs=1e-3)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from agentrl.algorithm.groups import row_advantages
+from agentrl.algorithm.groups import Episodes, row_advantages
 from agentrl.algorithm.ragged import on_mask
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
 
 def dr_grpo(batch: AdvantageInput) -> AdvantageOutput:
-    """R - mean on every sampled token. The paper's other half is `aggregate = "seq_mean_token_sum"`."""
-    rows = row_advantages(batch, lambda e: e.reward - e.mean(e.reward))
+    """R - mean on every sampled token. The paper's other half, a sum over tokens that no length divides, is
+    `algorithm.aggregate`."""
+    rows = row_advantages(batch, Episodes.centred)
     return AdvantageOutput(on_mask(rows, batch.mask, batch.offsets))

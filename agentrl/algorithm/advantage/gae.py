@@ -8,7 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from agentrl.algorithm.ragged import credit, discounted, expand, sampled_offsets, whiten
+from agentrl.algorithm.groups import episode_tokens, scored_mask
+from agentrl.algorithm.ragged import discounted, whiten
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 from agentrl.errors import ConfigError
 
@@ -20,24 +21,27 @@ def gae(
     lam: Annotated[float, Field(ge=0, le=1)] = 1.0,
     whitened: bool = True,
 ) -> AdvantageOutput:
-    """The recursion steps from sampled token to sampled token: tool results between them cost no discount.
+    """delta_t = r_t + gamma V_(t+1) - V_t and A_t = delta_t + gamma lam A_(t+1), over the sampled tokens of an episode.
 
-    `returns` = advantage + value, taken before whitening. Raises ConfigError without a critic's values.
+    Steps go from sampled token to sampled token, over all ledgers of an episode: tool results and a
+    rewritten context cost no discount, and V and A are 0 only after the episode's last sampled token.
+    `returns` = advantage + value, taken before whitening (over the sampled tokens of scored episodes).
+    Raises ConfigError without a critic's values.
     """
     if batch.values is None:
         raise ConfigError('algorithm.advantage "gae" needs a critic: add a [critic] section to the config')
-    compact = sampled_offsets(batch.mask, batch.offsets)
-    values = batch.values[batch.mask]
-    rewards = credit(batch.token_rewards, batch.mask, batch.offsets)
-    delta = rewards + gamma * _following(values, compact) - values
-    raw = discounted(delta, compact, gamma * lam)
-    advantages = expand(raw, batch.mask)
-    returns = expand(raw + values, batch.mask)
-    return AdvantageOutput(whiten(advantages, batch.mask) if whitened else advantages, returns)
+    dtype, tokens = batch.reward.dtype, episode_tokens(batch)
+    values = batch.values[tokens.places].double()
+    delta = tokens.earned(batch.token_rewards) + gamma * _following(values, tokens.compact) - values
+    raw = discounted(delta, tokens.compact, gamma * lam)
+    advantages, kept = tokens.put(raw, dtype), scored_mask(batch)
+    known = batch.values.to(dtype) * batch.mask
+    returns = torch.where(kept, tokens.put(raw + values, dtype), known)
+    return AdvantageOutput(whiten(advantages, kept) if whitened else advantages, returns)
 
 
 def _following(values: Tensor, compact: Tensor) -> Tensor:
-    """The value of the next sampled token of the same row, 0 after the last."""
+    """The value of the next sampled token of the same episode, 0 after the last."""
     after = torch.cat([values[1:], values.new_zeros(1)]) if len(values) else values.clone()
     last = compact[1:][compact.diff() > 0] - 1
     after[last] = 0.0

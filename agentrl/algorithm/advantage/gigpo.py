@@ -10,10 +10,12 @@ from pydantic import Field
 from torch import Tensor
 
 from agentrl.algorithm.groups import Episodes, row_advantages
-from agentrl.algorithm.ragged import expand, on_mask
+from agentrl.algorithm.ragged import on_mask
 from agentrl.algorithm.turns import normalized, turns_of
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 from agentrl.errors import ConfigError
+
+EPS = 1e-6
 
 
 def gigpo(
@@ -23,24 +25,20 @@ def gigpo(
     weight: Annotated[float, Field(ge=0)] = 1.0,
     divide: bool = True,
 ) -> AdvantageOutput:
-    """A(episode) + weight * A(turn). Turns of a group with equal `anchors` are compared by their
-    reward-to-go; a turn whose state no other turn shares has A(turn) = 0.
+    """A(episode) + weight * A(turn), each (value - mean) / F; weight is the paper's omega.
 
-    Raises ConfigError without anchors.
+    A(episode) compares the rewards of the group. A(turn) compares the discounted rewards-to-go of all turns
+    of the group that were taken in one state (equal `anchors`), those of one episode among themselves
+    too; a turn whose state no other turn shares has A(turn) = 0. F is the unbiased std + 1e-6, or 1 without `divide`:
+    the paper's two choices of F_norm. Raises ConfigError without anchors.
     """
     if batch.anchors is None:
         raise ConfigError('algorithm.advantage "gigpo" needs the states of turns (column `anchors`)')
     turns = turns_of(batch)
-    keys = torch.stack(
-        [batch.group[turns.row].to(torch.int64), batch.anchors[turns.first].to(torch.int64)], 1
-    )
-    step = normalized(turns.returns(gamma), keys, divide)
-    eps = 1e-6
+    keys = torch.stack([turns.group, batch.anchors[turns.first].to(torch.int64)], 1)
+    steps = turns.put(normalized(turns.returns(gamma), keys, divide, EPS), batch.reward.dtype)
 
-    def episode_rule(e: Episodes) -> Tensor:
-        centred = e.reward - e.mean(e.reward)
-        return centred / (e.std(e.reward) + eps) if divide else centred
+    def rule(e: Episodes) -> Tensor:
+        return e.standardized(EPS) if divide else e.centred()
 
-    rows = row_advantages(batch, episode_rule)
-    total = on_mask(rows, batch.mask, batch.offsets) + weight * expand(step[turns.segment], batch.mask)
-    return AdvantageOutput(total)
+    return AdvantageOutput(on_mask(row_advantages(batch, rule), batch.mask, batch.offsets) + weight * steps)

@@ -13,10 +13,15 @@ from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
 
 def gpg(batch: AdvantageInput, *, f_norm: Annotated[float, Field(gt=0)] = 1.0) -> AdvantageOutput:
-    """alpha (R - mean) / f_norm, alpha = episodes / episodes in groups whose rewards differ."""
+    """alpha (R - mean) / f_norm, alpha = B / (B - M): of B scored episodes, M lie in groups without a difference.
+
+    alpha makes up for the M in the denominators of the loss, which therefore must count them. The paper's
+    F_norm is 1 or the group's standard deviation; here it is a constant (for the other see `grpo`). Its
+    threshold, below which groups are drawn anew, is `rollout.filter_zero_variance`.
+    """
 
     def scaled(e: Episodes) -> Tensor:
-        teaching = (e.std(e.reward) > 0).sum().clamp(min=1)
-        return (e.reward - e.mean(e.reward)) * (len(e.reward) / teaching) / f_norm
+        teaching = (e.std() > 0).sum().clamp(min=1)
+        return e.centred() * (len(e.reward) / teaching) / f_norm
 
     return AdvantageOutput(on_mask(row_advantages(batch, scaled), batch.mask, batch.offsets))

@@ -12,6 +12,9 @@ from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
 
 def grpo(batch: AdvantageInput, *, eps: Annotated[float, Field(ge=0)] = 1e-6) -> AdvantageOutput:
-    """(R - mean) / (std + eps) on every sampled token; std is unbiased; 0 in a group of one."""
-    rows = row_advantages(batch, lambda e: (e.reward - e.mean(e.reward)) / (e.std(e.reward) + eps))
+    """(R - mean) / (std + eps) on every sampled token; 0 in a group of one, or without a difference.
+
+    std is unbiased and eps 1e-6; the paper says neither.
+    """
+    rows = row_advantages(batch, lambda e: e.standardized(eps))
     return AdvantageOutput(on_mask(rows, batch.mask, batch.offsets))

@@ -1,5 +1,5 @@
-"""Several reward terms, each normalized within its group before they are added (GDPO, arXiv:2601.05242):
-a term with a wide range cannot drown the others."""
+"""Several reward terms, each normalized within its group before they are added (GDPO, Liu et al. 2026,
+arXiv:2601.05242): a term with a wide range cannot drown the others."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from agentrl.algorithm.groups import Episodes, row_advantages
-from agentrl.algorithm.ragged import on_mask, whiten
+from agentrl.algorithm.groups import Episodes, deviation, row_advantages, standardized
+from agentrl.algorithm.ragged import on_mask
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 from agentrl.errors import ConfigError
 
@@ -23,8 +23,11 @@ def multi_reward(
     eps: Annotated[float, Field(ge=0)] = 1e-6,
     whitened: bool = True,
 ) -> AdvantageOutput:
-    """sum over terms of weight * (term - mean) / (std + eps) on every sampled token, then whitened over the
-    batch. A NaN term counts as its group's mean.
+    """A = sum over terms of weight * (term - mean) / (std + eps), then A / (std of A + eps), on every sampled token.
+
+    Mean and std of a term are those of the group's known values; an unknown one (NaN) adds 0. The last std
+    (`whitened`) is over all scored episodes, each once, as in the paper (verl takes it over tokens);
+    the mean of A over them is 0 by construction.
 
     `terms` names the columns of `batch.terms`: ids of nodes of the reward spec. Raises ConfigError where
     the batch has no such columns, or where there are not as many weights.
@@ -39,16 +42,17 @@ def multi_reward(
     def rule(e: Episodes) -> Tensor:
         total = torch.zeros_like(e.reward)
         for number, factor in enumerate(scale):
-            total = total + factor * _normalized(e, columns[e.first, number].to(total.dtype), eps)
-        return total
+            total = total + factor * _normalized(e, columns[e.first, number].double(), eps)
+        if not whitened:
+            return total
+        std = deviation(total, torch.zeros_like(e.group), 1) + eps
+        return total / torch.where(std > 0, std, 1.0)
 
-    spread = on_mask(row_advantages(batch, rule), batch.mask, batch.offsets)
-    return AdvantageOutput(whiten(spread, batch.mask) if whitened else spread)
+    return AdvantageOutput(on_mask(row_advantages(batch, rule), batch.mask, batch.offsets))
 
 
 def _normalized(e: Episodes, values: Tensor, eps: float) -> Tensor:
     known = ~torch.isnan(values)
-    filled = torch.where(known, values, torch.zeros_like(values))
-    mean = e.total(filled) / e.total(known.to(values.dtype)).clamp(min=1)
-    filled = torch.where(known, values, mean[e.group])
-    return (filled - e.mean(filled)) / (e.std(filled) + eps)
+    out = torch.zeros_like(values)
+    out[known] = standardized(values[known], e.group[known], e.groups, eps)
+    return out

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from agentrl.algorithm.groups import Episodes, row_advantages
+from agentrl.algorithm.groups import row_advantages
 from agentrl.algorithm.ragged import on_mask
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
 
 def opo(batch: AdvantageInput) -> AdvantageOutput:
-    """R - sum(l R) / sum(l) over the group, l = sampled tokens of an episode."""
-    return AdvantageOutput(on_mask(row_advantages(batch, _weighted), batch.mask, batch.offsets))
+    """R - sum(l R) / sum(l) over the group, l = sampled tokens of an episode over all its ledgers.
 
-
-def _weighted(e: Episodes) -> Tensor:
-    baseline = e.total(e.tokens * e.reward) / e.total(e.tokens).clamp(min=1)
-    return e.reward - baseline[e.group]
+    The length stands for the squared norm of the score function, as in the paper's simplification.
+    """
+    rows = row_advantages(batch, lambda e: e.centred(weights=e.tokens))
+    return AdvantageOutput(on_mask(rows, batch.mask, batch.offsets))

@@ -2,7 +2,7 @@
 
 The reward of a set of k episodes is the largest of theirs. An episode's advantage is the mean reward of
 the k-subsets of its group that hold it, against the mean over all k-subsets, in standard deviations of
-the latter. For 0 / 1 rewards this is the paper's closed form.
+the latter. For 0 / 1 rewards this is the paper's closed form; other rewards are this project's extension.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ def pass_at_k(
     k: Annotated[int, Field(ge=1)] = 4,
     eps: Annotated[float, Field(ge=0)] = 1e-6,
 ) -> AdvantageOutput:
-    """Advantages of the pass@k objective; in a group of fewer than k episodes k is the group's size."""
+    """Advantages of the pass@k objective, (mean with it - mean) / (std + eps).
+
+    A group of at most k episodes has one subset only, and so advantage 0: groups must be larger than k.
+    """
 
     def rule(e: Episodes) -> Tensor:
         out = torch.zeros_like(e.reward)
@@ -38,24 +41,26 @@ def pass_at_k(
 
 
 def subset_advantages(rewards: Tensor, k: int, eps: float) -> Tensor:
-    """Advantages [n] of one group's rewards [n]."""
+    """Advantages of one group's rewards, [n] -> float64 [n]; exactly 0 where all are equal, or n <= k."""
     n = len(rewards)
-    k = min(k, n)
+    if n <= k:
+        return torch.zeros(n, dtype=torch.float64)
     ordered, order = torch.sort(rewards.double(), stable=True)
-    largest = torch.tensor([comb(j, k - 1) / comb(n, k) for j in range(n)], dtype=torch.float64)
-    mean = (largest * ordered).sum()
-    std = (largest * (ordered - mean).square()).sum().sqrt()
+    above = ordered - ordered[0]  # shifts cancel; the chances below add up to 1 but for rounding
+    mean = (_largest(n, k) * above).sum()
+    std = (_largest(n, k) * (above - mean).square()).sum().sqrt()
+    if std == 0:
+        return torch.zeros(n, dtype=torch.float64)
     # With i in the subset, the others are a (k-1)-subset of the n-1 rest, and the larger of both counts.
-    inside = torch.empty_like(ordered)
+    inside = torch.empty_like(above)
     for i in range(n):
-        if k == 1:
-            inside[i] = ordered[i]
-            continue
-        rest = torch.cat([ordered[:i], ordered[i + 1 :]])
-        chance = torch.tensor(
-            [comb(j, k - 2) / comb(n - 1, k - 1) for j in range(n - 1)], dtype=torch.float64
-        )
-        inside[i] = (chance * torch.clamp(rest, min=float(ordered[i]))).sum()
-    out = torch.empty_like(rewards)
-    out[order] = ((inside - mean) / (std + eps)).to(rewards.dtype)
+        rest = torch.cat([above[:i], above[i + 1 :]])
+        inside[i] = above[i] if k == 1 else (_largest(n - 1, k - 1) * torch.clamp(rest, min=float(above[i]))).sum()
+    out = torch.empty_like(above)
+    out[order] = (inside - mean) / (std + eps)
     return out
+
+
+def _largest(n: int, k: int) -> Tensor:
+    """The chance that item j of n in rising order is the largest of a k-subset, float64 [n]."""
+    return torch.tensor([comb(j, k - 1) / comb(n, k) for j in range(n)], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""REINFORCE++ (Hu 2025, arXiv:2501.03262): discounted returns, whitened over the whole batch."""
+"""REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): discounted returns, whitened over the whole batch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agentrl.algorithm.ragged import credit, discounted, expand, sampled_offsets, whiten
+from agentrl.algorithm.groups import episode_tokens, scored_mask
+from agentrl.algorithm.ragged import discounted, whiten
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
 
 def reinforce_pp(
     batch: AdvantageInput, *, gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
 ) -> AdvantageOutput:
-    """Returns discounted from sampled token to sampled token, then whitened over all sampled tokens."""
-    earned = credit(batch.token_rewards, batch.mask, batch.offsets)
-    returns = expand(discounted(earned, sampled_offsets(batch.mask, batch.offsets), gamma), batch.mask)
-    return AdvantageOutput(whiten(returns, batch.mask), returns)
+    """G_t = r_t + gamma G_(t+1), then (G - mean) / std over the sampled tokens of all scored episodes.
+
+    Steps go from sampled token to sampled token over all ledgers of an episode. The paper has gamma = 1 and
+    takes beta times the k1 estimate of the KL off each token's reward: `algorithm.kl.where = "reward"`.
+    """
+    dtype, tokens = batch.reward.dtype, episode_tokens(batch)
+    returns = tokens.put(discounted(tokens.earned(batch.token_rewards), tokens.compact, gamma), dtype)
+    return AdvantageOutput(whiten(returns, scored_mask(batch)), returns)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from agentrl.algorithm.groups import row_advantages
 from agentrl.algorithm.ragged import on_mask
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
@@ -12,8 +10,8 @@ from agentrl.errors import ConfigError
 
 def remax(batch: AdvantageInput) -> AdvantageOutput:
     """R - R(greedy) on every sampled token. Raises ConfigError without greedy rewards (`baseline`)."""
-    if batch.baseline is None:
+    baseline = batch.baseline
+    if baseline is None:
         raise ConfigError('algorithm.advantage "remax" needs the reward of a greedy rollout of each task')
-    baseline = torch.where(torch.isnan(batch.reward), torch.zeros_like(batch.reward), batch.baseline)
-    rows = row_advantages(batch, lambda e: e.reward - baseline[e.first])
+    rows = row_advantages(batch, lambda e: e.reward - baseline[e.first].double())
     return AdvantageOutput(on_mask(rows, batch.mask, batch.offsets))

@@ -16,4 +16,4 @@ def rloo(batch: AdvantageInput) -> AdvantageOutput:
 
 def _leave_one_out(e: Episodes) -> Tensor:
     n = e.size()
-    return (e.reward - e.mean(e.reward)) * n / (n - 1).clamp(min=1)
+    return e.centred() * n / (n - 1).clamp(min=1)

@@ -1,4 +1,9 @@
-"""Turn-level credit: each turn's tokens get its own reward-to-go, against the same turn of the group."""
+"""Turn-level credit: each turn's tokens get its own reward-to-go, against the same turn of the group.
+
+The form is this project's own. Near to it: GRPO's process supervision (arXiv:2402.03300, section 4.1.3), which normalizes step
+rewards over the group before they are summed, and GTPO (Ding et al. 2025, arXiv:2511.14846), whose
+advantages are normalized discounted returns of turns.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,6 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from agentrl.algorithm.ragged import expand
 from agentrl.algorithm.turns import normalized, turns_of
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
@@ -15,12 +19,11 @@ from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 def turn_returns(
     batch: AdvantageInput, *, gamma: Annotated[float, Field(ge=0, le=1)] = 1.0, divide: bool = True
 ) -> AdvantageOutput:
-    """(G - mean) / (std + 1e-6), G = discounted sum of the turn rewards from this turn on; mean and std
-    over the turns of the same number in the group. A turn that no other member reached gets 0."""
+    """(G - mean) / (std + 1e-6), G = discounted sum of the turn rewards from this turn on, over all ledgers of
+    the episode; mean and unbiased std over the turns of the same number in the group. A turn that no other
+    member reached gets 0."""
     turns = turns_of(batch)
     returns = turns.returns(gamma)
-    keys = torch.stack([batch.group[turns.row].to(torch.int64), turns.index], dim=1)
-    advantages = normalized(returns, keys, divide)
-    return AdvantageOutput(
-        expand(advantages[turns.segment], batch.mask), expand(returns[turns.segment], batch.mask)
-    )
+    advantages = normalized(returns, torch.stack([turns.group, turns.index], dim=1), divide)
+    dtype = batch.reward.dtype
+    return AdvantageOutput(turns.put(advantages, dtype), turns.put(returns, dtype))

@@ -5,20 +5,23 @@ from __future__ import annotations
 import torch
 
 from agentrl.algorithm.loss.ppo_clip import Clip
-from agentrl.algorithm.loss.ratio import log_ratio
+from agentrl.algorithm.loss.ratio import bounded
 from agentrl.algorithm.ragged import row_mean, spread
 from agentrl.algorithm.types import LossInput, LossOutput
 
 
 def gmpo(batch: LossInput, *, clip_low: Clip = 0.4, clip_high: Clip = 0.4) -> LossOutput:
-    """-A exp(mean over the row of the pessimistic log-ratio clipped to [-low, high]) on every token of the
-    row, A the row's mean advantage; use with `aggregate = "seq_mean_token_mean"`."""
-    delta = log_ratio(batch.logprobs, batch.old_logprobs)
-    sign = torch.sign(batch.advantages)
-    clamped = torch.clamp(delta, -clip_low, clip_high)
-    chosen = sign * torch.minimum(sign * delta, sign * clamped)
-    chosen = torch.where(sign == 0, delta.detach(), chosen)
-    ratio = torch.exp(spread(row_mean(chosen, batch.mask, batch.offsets), batch.offsets))
+    """-A (product over the row of its clipped token ratios)^(1 / length) on every token of the row; use with
+    `aggregate = "seq_mean_token_mean"`.
+
+    A token's log-ratio is clipped to [-low, high] on the side that PPO clips for the sign of A. A is the row's
+    advantage; where its tokens differ (turn-level estimators), which the paper does not have, their
+    mean. A row is one ledger, as in `gspo`. The paper's 0.4 is the exponent of its bounds exp(-0.4) and exp(0.4).
+    """
+    delta = batch.logprobs - batch.old_logprobs
     advantage = spread(row_mean(batch.advantages, batch.mask, batch.offsets), batch.offsets)
+    clamped = torch.clamp(delta, -clip_low, clip_high)
+    chosen = torch.where(advantage > 0, torch.minimum(delta, clamped), torch.maximum(delta, clamped))
+    ratio = torch.exp(bounded(spread(row_mean(chosen, batch.mask, batch.offsets), batch.offsets)))
     metrics = {"ratio": ratio.detach(), "clip_fraction": (chosen != delta).float()}
     return LossOutput(-advantage * ratio, metrics)
