@@ -64,6 +64,10 @@ class ToolTimeoutError(EnvError):
     """A tool gave no answer in its time, and the tool (not the policy) is to blame: unscored, never 0."""
 
 
+class PolicyTimeoutError(AgentrlError):
+    """The policy used up a tool's time (an endless loop in its code, say): the episode is cut there and scored."""
+
+
 class EngineError(AgentrlError):
     """An inference engine failed to answer: the episode is unscored, never 0."""
 

@@ -14,32 +14,44 @@ from weakref import WeakKeyDictionary
 from pydantic import ValidationError
 
 from agentrl.executors import TOOLS
+from agentrl.tool.process import Child, child_for, where
 from agentrl.tool.schema import Hidden, Signature, conversion_problem, read_signature
 from agentrl.tool.validate import Problem, compile_validator
 from agentrl.trajectory import Json
 
 OnTimeout = Literal["stop", "answer"]
+Blame = Literal["policy", "infrastructure"]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """How a tool is called.
 
-    `timeout` (seconds) and `max_output` (tokens) bound every call. `on_timeout` says who is to blame for a
-    late answer: "stop" (the infrastructure: the episode ends unscored) or "answer" (the policy: it is told).
+    `timeout` (seconds) and `max_output` (tokens) bound every call. `on_timeout` says what a late answer does: "stop"
+    the episode, or "answer": the policy is told, and goes on. `late` says whose doing it is: the "infrastructure"'s
+    (the default of "stop": the episode ends unscored) or the "policy"'s (the default of "answer", and right for tools
+    that run what the policy wrote: the episode ends there and is scored).
     `parallel=False` keeps calls of one turn from overlapping this one. `concurrency` bounds the calls that
     run at once in this process, over all episodes. `inline` runs a plain function on the event loop instead
-    of in a thread: for functions that take microseconds and never wait. `read_only` promises that the call
-    changes no state.
+    of in a thread: for functions that take microseconds and never wait. `process` runs a plain function of a module
+    in a child process, which is killed where it is late: for functions that may hang. Arguments and result are
+    pickled; nothing else is shared. `read_only` promises that the call changes no state.
     """
 
     timeout: float = 30.0
     on_timeout: OnTimeout = "stop"
+    late: Blame | None = None
     max_output: int = 2048
     parallel: bool = True
     concurrency: int | None = None
     inline: bool = False
+    process: bool = False
     read_only: bool = False
+
+    @property
+    def policy_late(self) -> bool:
+        """Whether the time of a late call is the policy's doing."""
+        return self.late == "policy" or (self.late is None and self.on_timeout == "answer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,14 +128,18 @@ class Tool:
         return WeakKeyDictionary()
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Wait for room under the tool's own limit of concurrency, and for a thread where it needs one."""
+    async def place(self) -> AsyncIterator[Child | None]:
+        """Wait for room under the tool's own limit of concurrency, and for a thread or a child process where it needs
+        one."""
         async with AsyncExitStack() as places:
             if self.options.concurrency is not None:
                 await places.enter_async_context(self._slot())
             if not self.is_async and not self.options.inline:
                 await places.enter_async_context(TOOLS.place())
-            yield
+            child = None
+            if self.options.process:
+                child = await places.enter_async_context(child_for(self.name, where(self.function, self.name)))
+            yield child
 
     def _slot(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
@@ -138,8 +154,10 @@ class Tool:
         except ValidationError as error:
             return Problem("invalid_argument", conversion_problem(error))
 
-    async def invoke(self, owner: object | None, values: Mapping[str, Any]) -> Any:
-        """Call the function with Python values, as its kind asks for."""
+    async def invoke(self, owner: object | None, values: Mapping[str, Any], child: Child | None = None) -> Any:
+        """Call the function with Python values, as its kind asks for. `child`: what `place` gave."""
+        if child is not None:
+            return await child.call(self.name, where(self.function, self.name), values)
         target = self.function.__get__(owner) if self.method else self.function
         if self.is_async:
             return await target(**values)
@@ -165,15 +183,19 @@ def tool(
 
     An async function is awaited on the event loop; a plain one runs in a thread, so it may block, unless
     `inline=True`. A thread cannot be killed: after a timeout it runs on, unheard, and where 256 calls of one tool
-    do, no more of them are begun (HungError). The docstring becomes the
-    description, `Annotated[..., Hidden()]` parameters are filled in by the environment. Raises TypeError
-    for an unknown option; types are read at first use, so that they may be declared further down.
+    do, no more of them are begun (HungError); `process=True` is for functions that may hang. The docstring becomes the
+    description, `Annotated[..., Hidden()]` parameters are filled in by the environment. Raises TypeError for an unknown
+    option, and for `process=True` on what a child process cannot import; types are read at first use, so that they may
+    be declared further down.
     """
 
     def decorate(target: Callable[..., Any]) -> Tool:
         # A function written inside a class body is a method; its first parameter is the environment.
         first = next(iter(inspect.signature(target).parameters), None)
-        return Tool(target, name or target.__name__, Options(**options), method=first == "self")
+        made = Tool(target, name or target.__name__, Options(**options), method=first == "self")
+        if made.options.process:
+            where(target, made.name)
+        return made
 
     return decorate if function is None else decorate(function)
 

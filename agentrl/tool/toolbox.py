@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.deadline import LateError, within
-from agentrl.errors import EnvError, ToolError, ToolTimeoutError
+from agentrl.errors import EnvError, PolicyTimeoutError, ToolError, ToolTimeoutError
 from agentrl.tool.output import CountTokens, error_text, estimate_tokens, fit, to_json, to_text
 from agentrl.tool.tool import Tool
 from agentrl.tool.tool import tool as make_tool
@@ -18,6 +19,20 @@ from agentrl.trajectory import Json, ToolCall, ToolResult
 _NOTHING: Mapping[str, Any] = {}
 
 
+@dataclass(eq=False, slots=True)
+class Waiting:
+    """A call under way: `since` when (time.monotonic()), and whether it runs or still queues for a place."""
+
+    tool: Tool
+    call_id: str
+    since: float = field(default_factory=time.monotonic)
+    running: bool = False
+
+    def __str__(self) -> str:
+        doing = "runs" if self.running else "waits for a place to run"
+        return f"tool {self.tool.name} ({self.call_id}), which {doing} for {time.monotonic() - self.since:.0f} s"
+
+
 class Toolbox:
     """An ordered set of tools, bound to the object whose methods they are.
 
@@ -25,7 +40,7 @@ class Toolbox:
     environment may offer other tools in mid-episode.
     """
 
-    __slots__ = ("_count", "_owner", "_tools", "hidden")
+    __slots__ = ("_count", "_owner", "_tools", "_waiting", "hidden")
 
     def __init__(
         self,
@@ -39,6 +54,7 @@ class Toolbox:
         self._tools: Mapping[str, Tool] = {}
         self._owner = owner
         self._count = count_tokens
+        self._waiting: list[Waiting] = []
         self.hidden = hidden
         for item in tools:
             self.add(item)
@@ -67,6 +83,11 @@ class Toolbox:
 
     def __getitem__(self, name: str) -> Tool:
         return self._tools[name]
+
+    @property
+    def waiting(self) -> Sequence[Waiting]:
+        """The calls that are under way."""
+        return self._waiting
 
     @property
     def table(self) -> Mapping[str, Tool]:
@@ -109,22 +130,25 @@ class Toolbox:
     async def call(self, call: ToolCall) -> ToolResult:
         """Answer one call. A bad call is answered with a structured error, never raised.
 
-        Raises EnvError where the tool itself breaks, and ToolTimeoutError where it is late and its
-        `on_timeout` is "stop": neither is the policy's doing.
+        Raises EnvError where the tool itself breaks. Where it is late and its `on_timeout` is "stop": PolicyTimeoutError
+        if that is the policy's doing (`Options.late`), else ToolTimeoutError.
         """
-        began = time.perf_counter()
+        began = time.monotonic()
         prepared = self._prepare(call)
         if isinstance(prepared, Problem):
             return self._refuse(call, prepared, began)
         item, values = prepared
-        async with item.place():
-            began = time.perf_counter()  # queueing is no time of the tool's
-            answer = await self._run(item, values)
+        waiting = Waiting(item, call.id)
+        self._waiting.append(waiting)
+        try:
+            answer = await self._run(waiting, values)
+        finally:
+            self._waiting.remove(waiting)
         if isinstance(answer, Problem):
-            return self._refuse(call, answer, began)
+            return self._refuse(call, answer, waiting.since)
         value = to_json(item.name, answer)
         content = fit(to_text(value), item.options.max_output, self._count)
-        return ToolResult(call.id, call.name, content, value, None, time.perf_counter() - began)
+        return ToolResult(call.id, call.name, content, value, None, time.monotonic() - waiting.since)
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Answer the calls of one turn, in order. Neighbours run in parallel where their tools allow it."""
@@ -169,24 +193,31 @@ class Toolbox:
             values[name] = self.hidden[name]
         return item, values
 
-    async def _run(self, item: Tool, values: dict[str, Any]) -> Any:
+    async def _run(self, waiting: Waiting, values: dict[str, Any]) -> Any:
+        item, child = waiting.tool, None
         try:
-            answer = item.invoke(self._owner, values)
-            if item.options.inline and not item.is_async:
-                return await answer  # on the loop itself: over before a clock could run
-            return await within(item.options.timeout, answer, f"tool {item.name}")
+            async with item.place() as child:
+                # Only here: time in a queue is no time of the tool's.
+                waiting.since, waiting.running = time.monotonic(), True
+                answer = item.invoke(self._owner, values, child)
+                if item.options.inline and not item.is_async:
+                    return await answer  # on the loop itself: over before a clock could run
+                return await within(item.options.timeout, answer, f"tool {item.name}")
         except ToolError as refusal:
             return Problem("tool_error", str(refusal))
-        except EnvError:
+        except (EnvError, PolicyTimeoutError):
             raise
         except LateError:
             message = f"no answer within {item.options.timeout:g} s"
             if item.options.on_timeout == "answer":
                 return Problem("timeout", message)
-            raise ToolTimeoutError(f"tool {item.name}: {message}") from None
+            if child is not None:
+                message += f"; its process used {child.used:.2f} s of processor time"
+            kind = PolicyTimeoutError if item.options.policy_late else ToolTimeoutError
+            raise kind(f"tool {item.name}: {message}") from None
         except Exception as fault:
             raise EnvError(f"tool {item.name} broke: {type(fault).__name__}: {fault}") from fault
 
     def _refuse(self, call: ToolCall, problem: Problem, began: float) -> ToolResult:
         content = error_text(problem.kind, problem.message)
-        return ToolResult(call.id, call.name, content, None, problem.kind, time.perf_counter() - began)
+        return ToolResult(call.id, call.name, content, None, problem.kind, time.monotonic() - began)

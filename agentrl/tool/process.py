@@ -1,0 +1,139 @@
+"""Tools in child processes, which can be killed: `@tool(process=True)`.
+
+A child serves one call after the other; one whose call is given up on (a timeout, a cancelled episode) is killed, and
+the next call starts another. It imports the tool's module anew, so the tool is a plain function of a module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import multiprocessing
+import pickle
+import sys
+import time
+import types
+from asyncio import CancelledError
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import EnvError
+from agentrl.executors import TOOLS
+
+Where = tuple[str, str, str]
+"""Module, qualified name and file of a function."""
+
+_idle: list[Child] = []
+
+
+def where(function: Callable[..., Any], name: str) -> Where:
+    """What a child needs to find the function. Raises TypeError, naming the tool, for one that no child could."""
+    kind = ("a coroutine function" if inspect.iscoroutinefunction(function)
+            else "a method" if next(iter(inspect.signature(function).parameters), None) == "self"
+            else "defined inside a function" if "<" in function.__qualname__ else "")
+    if kind:
+        raise TypeError(f"tool {name}: process=True needs a plain function of a module, which a child process can import; "
+                        f"this one is {kind}")
+    return function.__module__, function.__qualname__, inspect.getfile(function)
+
+
+@asynccontextmanager
+async def child_for(name: str, place: Where) -> AsyncIterator[Child]:
+    """A child that has imported the function, so that its start is no time of the tool's."""
+    child = _idle.pop() if _idle else await TOOLS.call(name, Child)
+    try:
+        await child.call(name, place, None)
+        yield child
+    finally:
+        if child.lives:
+            _idle.append(child)
+
+
+class Child:
+    """A process that serves calls, and this side of its pipe."""
+
+    def __init__(self) -> None:
+        # spawn: a fork of a process with threads (this one has them) may hang on a lock that one of them held.
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, list(sys.path)), daemon=True, name="agentrl-tool")
+        self._process.start()
+        theirs.close()
+        self.lives = True
+        self.used = 0.0
+        """Seconds of processor time that the call which it was killed in had used."""
+
+    async def call(self, name: str, place: Where, values: Mapping[str, Any] | None) -> Any:
+        """Call the function (with values None, only import it). Raises what it raises, and EnvError where the child ends
+        instead of answering. Where the caller gives up, the child is killed."""
+        began = self._processor_s()
+        try:
+            answered, result = await TOOLS.call(name, self._ask, place, values)
+        except CancelledError:
+            self.used = self._processor_s() - began
+            self._kill()
+            raise
+        except (EOFError, OSError):
+            self._kill()
+            raise EnvError(f"tool {name}: its process ended with exit code {self._process.exitcode}") from None
+        if not answered:
+            raise result
+        return result
+
+    def _ask(self, place: Where, values: Mapping[str, Any] | None) -> tuple[bool, Any]:
+        """Blocks. Raises EOFError or OSError where the process is gone."""
+        self._pipe.send((place, values))
+        answer: tuple[bool, Any] = pickle.loads(self._pipe.recv_bytes())
+        return answer
+
+    def _kill(self) -> None:
+        self.lives = False
+        self._process.kill()
+        self._process.join(1)  # a killed process is gone in milliseconds
+
+    def _processor_s(self) -> float:
+        with suppress(OSError):
+            # Linux numbers the processor clock of a process so (clock_getcpuclockid).
+            return time.clock_gettime((~(self._process.pid or 0) << 3) | 2)
+        return 0.0
+
+
+def serve(pipe: Connection, path: list[str]) -> None:
+    """The child: answer calls until the other side is gone."""
+    sys.path[:] = path
+    while True:
+        try:
+            place, values = pipe.recv()
+        except EOFError:
+            return
+        answer: tuple[bool, Any]
+        try:
+            function = _find(*place)
+            answer = True, function(**values) if values is not None else None
+        except Exception as fault:
+            answer = False, fault
+        pipe.send_bytes(_pickled(answer))
+
+
+def _pickled(answer: tuple[bool, Any]) -> bytes:
+    try:
+        return pickle.dumps(answer)
+    except Exception as problem:
+        return pickle.dumps((False, TypeError(f"what it returned or raised cannot be pickled: {problem}")))
+
+
+def _find(module: str, name: str, file: str) -> Callable[..., Any]:
+    package, _, _ = module.rpartition(".")
+    if package.startswith("_agentrl_shelf_") and package not in sys.modules:
+        # Content files are modules of a package that only the catalog's loader makes.
+        parent = types.ModuleType(package)
+        parent.__path__ = [str(Path(file).parent)]
+        sys.modules[package] = parent
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    plain: Callable[..., Any] = getattr(found, "function", found)  # decorated, it is a Tool
+    return plain

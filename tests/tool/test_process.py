@@ -1,0 +1,109 @@
+"""Tools in child processes: they answer, they can be killed, and what cannot run there is refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.catalog.shelf import load_tools
+from agentrl.errors import EnvError, ToolTimeoutError
+from agentrl.executors import TOOLS
+from agentrl.tool import Tool, Toolbox, tool
+from agentrl.tool import process as children
+from agentrl.trajectory import ToolCall
+
+from .process_tools import die, sleep, spin, square, unfit
+
+
+def call(item: Tool, **arguments: Any) -> Any:
+    return asyncio.run(Toolbox([item]).call(ToolCall(item.name, arguments)))
+
+
+def gone(pid: int) -> bool:
+    """Whether the process is dead, within five seconds."""
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_call_runs_in_another_process_which_serves_the_next_one_too() -> None:
+    first, second = call(square, n=3).value, call(square, n=-4), 
+    again = call(square, n=5).value
+    assert first[0] == 9 and first[1] != os.getpid()
+    assert second.error == "tool_error" and "-4 is negative" in second.content
+    assert again == [25, first[1]]
+
+
+@pytest.mark.parametrize("hang", [spin, sleep], ids=["spins", "sleeps"])
+def test_a_call_that_hangs_is_killed_and_leaves_no_thread(hang: Tool) -> None:
+    pid = call(square, n=2).value[1]  # the child that gets the next call
+    with pytest.raises(ToolTimeoutError, match=f"tool {hang.name}: no answer within 0.5 s"):
+        call(hang)
+    assert gone(pid)
+    for _ in range(100):
+        if not TOOLS.abandoned(hang.name):
+            break
+        time.sleep(0.02)
+    assert TOOLS.abandoned(hang.name) == 0
+    fresh = call(square, n=2).value
+    assert fresh[0] == 4 and fresh[1] != pid
+
+
+def test_a_process_that_ends_or_answers_what_cannot_travel_is_a_fault_of_the_environment() -> None:
+    with pytest.raises(EnvError, match="tool die: its process ended with exit code 3"):
+        call(die)
+    with pytest.raises(EnvError, match=r"tool unfit broke: TypeError: what it returned or raised cannot be pickled"):
+        call(unfit)
+    pid = call(square, n=1).value[1]
+    os.kill(pid, signal.SIGKILL)
+    assert gone(pid)
+    with pytest.raises(EnvError, match="exit code -9"):
+        call(square, n=1)
+    assert call(square, n=1).value[0] == 1
+
+
+def test_a_content_file_of_a_shelf_can_ask_for_it(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("TWO = 2\n")
+    (tmp_path / "twice.py").write_text(
+        "from agentrl.tool import tool\nfrom .helper import TWO\n\n"
+        "@tool(process=True, timeout=20)\ndef twice(n: int) -> int:\n    return TWO * n\n"
+    )
+    [made] = load_tools(tmp_path / "twice.py")
+    assert call(made, n=21).value == 42
+
+
+def test_what_a_child_cannot_import_is_refused_by_name() -> None:
+    def inner(n: int) -> int:
+        return n
+
+    async def waits() -> None: ...
+
+    with pytest.raises(TypeError, match=r"tool inner: process=True needs a plain function of a module.*inside a function"):
+        tool(process=True)(inner)
+    with pytest.raises(TypeError, match=r"tool waits: .*a coroutine function"):
+        tool(process=True)(waits)
+    with pytest.raises(TypeError, match=r"tool m: .*a method"):
+
+        class Env:
+            @tool(process=True)
+            def m(self) -> int:
+                return 1
+
+
+def test_idle_children_are_few() -> None:
+    """Calls one after the other share one child."""
+    for n in range(5):
+        call(square, n=n)
+    assert len(children._idle) == 1
