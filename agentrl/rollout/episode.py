@@ -155,7 +155,9 @@ class _Episode:
         self.record = record = self.env.trajectory
         self.renderer = renderer = self.policy.renderer.with_tools(self.env.toolbox.schemas())
         self.shown = list(observation)
-        self.ledger.append_context(renderer.start(observation, self.env.toolbox.schemas()), turn=0)
+        # A prompt that alone passes a limit leaves no room for a turn; no row may be longer than that limit.
+        most = min(self.limits.max_episode_tokens, self.limits.context)
+        self.ledger.append_context(renderer.start(observation, self.env.toolbox.schemas())[:most], turn=0)
         for turn in range(self.limits.max_turns):
             room, reason = self._room()
             if room <= 0:

@@ -22,6 +22,7 @@ from agentrl.run.interrupt import Interrupt
 from agentrl.run.recorder import Recorder
 from agentrl.run.session import Session, model_folder, open_session
 from agentrl.run.sft import warm_start
+from agentrl.run.sizes import advice
 from agentrl.train.actor import Actor
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,9 @@ def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_
     outcome = Outcome(only_warm_start=only_warm_start)
     with Display() as display, Recorder(folder, display) as recorder:
         display.say(f"agentrl train: {folder.path} ({'resumed' if resumed else 'new'})")
+        for line in advice(config):
+            log.warning(line)
+            display.say(f"warning: {line}")
         try:
             asyncio.run(_train(config, folder, display, recorder, outcome))
         except asyncio.CancelledError:

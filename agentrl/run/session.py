@@ -20,6 +20,7 @@ from agentrl.run.engines import make_engine, refuse_api, resolve_engine
 from agentrl.run.folder import RunFolder
 from agentrl.run.places import check_places, open_pools, start_actors
 from agentrl.run.policy import check_rollout, longest, make_policy
+from agentrl.run.sizes import check_sizes
 from agentrl.run.tool_parser import renderer_of
 from agentrl.train.actor import Actor
 from agentrl.train.columns import check_columns
@@ -54,7 +55,9 @@ def check(config: TrainConfig) -> None:
         raise ConfigError("model: set one of model.path (a folder or hub name) and [model.init] (build a tiny one)")
     if config.model.path is not None:
         load_tokenizer(config.model.path)
-    check_places(config, resolve_engine(config.engine))
+    engine_name = resolve_engine(config.engine)
+    check_sizes(config, engine_name)
+    check_places(config, engine_name)
 
 
 @dataclass(slots=True)

@@ -71,6 +71,20 @@ def model_context(path: str) -> int:
     return context
 
 
+def count_parameters(path: str) -> int:
+    """Parameters of a causal language model, from its config alone (tied ones count once). Raises ModelError."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(path)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise ModelError(f"{path}: no causal language model: {_brief(error)}") from error
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def check_path(path: str) -> None:
     """Raise ModelError where `path` looks like a folder and is none, or is one without a model in it."""
     folder = Path(path)

@@ -1,0 +1,63 @@
+"""Whether the sizes in a config fit each other and the model: refused, or warned of, before anything starts."""
+
+from __future__ import annotations
+
+from agentrl.config import TrainConfig
+from agentrl.errors import ConfigError
+from agentrl.train.pretrained import count_parameters, model_context
+
+ALONE = ("gae", "reinforce_pp", "remax")
+"""Advantages that need no second episode of the task to compare with."""
+
+LARGE = 100_000_000
+"""Parameters from which on a learning rate of a toy is warned of."""
+
+RATES = {"optim.lr": 1e-6, "critic.lr": 1e-5, "sft.lr": 1e-5, "sft.matrix_lr": 1e-4}
+LORA_RATES = {"optim.lr": 1e-5, "critic.lr": 1e-4, "sft.lr": 1e-4}
+"""Learning rates for models of that size (docs/hyperparameters.md has the sources)."""
+
+FAR = 30.0
+"""So many times the recommended rate is warned of; recipes that work lie within a factor of ten."""
+
+
+def check_sizes(config: TrainConfig, engine_name: str) -> None:
+    """Raise ConfigError for groups that nothing can be compared in, and for rows that no micro-batch holds."""
+    rollout, advantage = config.rollout, config.algorithm.advantage.name
+    if rollout.group_size == 1 and advantage not in ALONE:
+        raise ConfigError(
+            f'rollout.group_size = 1: algorithm.advantage "{advantage}" compares the episodes of a group, so every '
+            f"advantage would be 0; set rollout.group_size to 2 or more, or use one of {', '.join(ALONE)}"
+        )
+    context = _context(config, engine_name)
+    longest = min(rollout.max_episode_tokens, context)
+    if config.optim.micro_tokens < longest:
+        raise ConfigError(
+            f"optim.micro_tokens = {config.optim.micro_tokens}: an episode may have {longest} tokens (rollout.max_episode_tokens "
+            f"= {rollout.max_episode_tokens}, the model takes {context}), and a row is never cut: set optim.micro_tokens to "
+            f"at least {longest}, or lower rollout.max_episode_tokens"
+        )
+
+
+def _context(config: TrainConfig, engine_name: str) -> int:
+    """Tokens that one prompt and its turn may take: the model's own limit, and that of the engine."""
+    model = config.model
+    context = model.init.context if model.init is not None else model_context(str(model.path))
+    return min(context, config.vllm.max_model_len) if engine_name == "vllm" else context
+
+
+def advice(config: TrainConfig) -> list[str]:
+    """A sentence for each learning rate that suits a toy and not the model at `model.path`: key, value, recommendation."""
+    if config.model.path is None:
+        return []
+    given = {"optim.lr": config.optim.lr}
+    if config.critic is not None:
+        given["critic.lr"] = config.critic.lr
+    if config.sft is not None:
+        given |= {"sft.lr": config.sft.lr, "sft.matrix_lr": config.sft.matrix_lr}
+    rates = RATES if config.model.lora is None else LORA_RATES
+    high = {key: value for key, value in given.items() if key in rates and value > FAR * rates[key]}
+    if not high or (size := count_parameters(config.model.path)) < LARGE:
+        return []
+    kind = "" if config.model.lora is None else " with LoRA"
+    return [f"{key} = {value:g} is a learning rate for tiny models; for {size / 1e6:,.0f}M parameters{kind}, {rates[key]:g} is "
+            "a good start (docs/hyperparameters.md)" for key, value in high.items()]

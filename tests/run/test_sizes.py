@@ -1,0 +1,105 @@
+"""Sizes that do not fit are refused before the run, those that do pass; a toy's learning rate on a real model is warned of."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.catalog import EnvRef
+from agentrl.config.load import config_from
+from agentrl.errors import ConfigError
+from agentrl.render.base import Renderer
+from agentrl.reward import compile_spec
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.run import sizes
+from agentrl.train.pretrained import count_parameters
+from agentrl.trajectory import StopReason, Trajectory
+from tests.rollout.conftest import FaultyEngine, renderer  # noqa: F401 - a fixture
+
+BASE: dict[str, Any] = {"env": {"id": "key_value"}, "model": {"init": {"context": 4096}}, "cluster": {"backend": "inline"}}
+
+
+def config_of(*overrides: str, **sections: Any) -> Any:
+    return config_from({**BASE, **sections}, list(overrides))
+
+
+@pytest.mark.parametrize(
+    ("episode", "cap", "engine", "model_len", "needed"),
+    [(3000, 3000, "embedded", 100, None), (3000, 2999, "embedded", 100, 3000), (9000, 4096, "embedded", 100, None),
+     (9000, 4095, "embedded", 100, 4096), (9000, 100, "vllm", 100, None), (9000, 99, "vllm", 100, 100)],
+)
+def test_the_cap_must_hold_the_longest_row_that_can_come(
+    episode: int, cap: int, engine: str, model_len: int, needed: int | None
+) -> None:
+    """The least of the episode's budget, the model's 4096 tokens, and for vLLM its max_model_len."""
+    config = config_of(f"rollout.max_episode_tokens={episode}", f"optim.micro_tokens={cap}", f"vllm.max_model_len={model_len}")
+    if needed is None:
+        sizes.check_sizes(config, engine)
+        return
+    with pytest.raises(ConfigError, match=f"optim.micro_tokens = {cap}.*max_episode_tokens = {episode}.*at least {needed},"):
+        sizes.check_sizes(config, engine)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "dr_grpo", "gigpo", "turn_returns", "pass_at_k", "multi_reward"])
+def test_one_episode_a_group_is_refused_where_it_would_teach_nothing(advantage: str) -> None:
+    with pytest.raises(ConfigError, match=f'rollout.group_size = 1: algorithm.advantage "{advantage}"'):
+        sizes.check_sizes(config_of("rollout.group_size=1", f"algorithm.advantage.name={advantage}"), "embedded")
+
+
+@pytest.mark.parametrize("advantage", sizes.ALONE)
+def test_one_episode_a_group_is_enough_for_others(advantage: str) -> None:
+    sizes.check_sizes(config_of("rollout.group_size=1", f"algorithm.advantage.name={advantage}"), "embedded")
+
+
+@pytest.mark.parametrize(("context", "budget", "stop"), [(4096, 20, StopReason.MAX_TOKENS), (20, 4096, StopReason.CONTEXT_FULL)])
+def test_a_prompt_that_alone_passes_the_budget_makes_no_longer_row(
+    renderer: Renderer, context: int, budget: int, stop: StopReason  # noqa: F811
+) -> None:
+    async def play() -> Trajectory:
+        limits = Limits(4, 8, budget, 10.0, 10.0, context)
+        spec = EpisodeSpec(0, "train", 0, 0, "g0.m0.a0")
+        scorer = compile_spec({"agentrl_reward": 1, "name": "n", "root": {"use": "cost.tokens", "args": {"max": 4}}})
+        engine = FaultyEngine(renderer.stop_token_ids[0])
+        return await run_episode(EnvRef("key_value").build(), Policy(engine, renderer), spec, limits, scorer)
+
+    found = asyncio.run(play())
+    assert found.stop is stop and [len(ledger) for ledger in found.ledgers] == [20] and not found.ledgers[0].sampled.any()
+
+
+def model(folder: Path, layers: int) -> str:
+    """Qwen3 of 4,096 x 16,384 MLPs: only its config is written, since only that is read. A layer has 3 x 4096 x 16384
+    (MLP) + 2 x 4096 x 64 (q, o) + 2 x 4096 x 64 (k, v) + 2 x 4096 + 2 x 64 (norms) parameters; then 4096 + 16 x 4096."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 16, "hidden_size": 4096,
+        "intermediate_size": 16384, "num_hidden_layers": layers, "num_attention_heads": 1, "num_key_value_heads": 1,
+        "head_dim": 64, "tie_word_embeddings": True, "max_position_embeddings": 4096}))  # fmt: skip
+    return str(folder)
+
+
+def test_parameters_are_counted_from_the_config(tmp_path: Path) -> None:
+    layer = 3 * 4096 * 16384 + 4 * 4096 * 64 + 2 * 4096 + 2 * 64
+    assert count_parameters(model(tmp_path, 2)) == 2 * layer + 4096 + 16 * 4096
+
+
+def test_a_learning_rate_of_a_toy_is_warned_of_on_a_real_model_and_only_there(tmp_path: Path) -> None:
+    path = model(tmp_path, 1)  # 202M
+
+    def said(*more: str, **sections: Any) -> list[str]:
+        return sizes.advice(config_of(*more, model={"path": path}, **sections))
+
+    assert said("optim.lr=1e-6") == said("optim.lr=2.9e-5") == []
+    [line] = said("optim.lr=1e-3")
+    assert line.startswith("optim.lr = 0.001 ") and "202M parameters, 1e-06" in line
+    lines = said("optim.lr=1e-3", "critic.lr=1e-3", "sft.lr=3e-3", "sft.matrix_lr=0.02")
+    assert [line.split()[0] for line in lines] == ["optim.lr", "critic.lr", "sft.lr", "sft.matrix_lr"]
+    assert said("optim.lr=1e-4", "model.lora.rank=4") == []
+    assert "with LoRA, 1e-05" in said("optim.lr=1e-3", "model.lora.rank=4")[0]
+    assert sizes.advice(config_of("optim.lr=1e-3")) == []
+    small = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    assert said("optim.lr=1e-3") == []
