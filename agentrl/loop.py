@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from agentrl.batch import collate
 from agentrl.config import Choice
-from agentrl.rollout.evaluate import Evaluation, evaluate, full_marks
+from agentrl.rollout.evaluate import Evaluation, evaluate, success_rate
 from agentrl.rollout.meter import EngineMeter
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.recorder import Recorder
@@ -94,7 +94,7 @@ def record(
     members = [t for group in groups for t in group.trajectories]
     scored = [t for t in members if t.reward is not None]
     tokens = sum(t.sampled_tokens for t in members)
-    success = sum(full_marks(t, session.scorer.range[1]) for t in scored) / len(scored)
+    success = success_rate(scored)
     reward = sum(t.reward for t in scored if t.reward is not None) / len(scored)
     values: dict[str, Any] = {
         "success": success, "reward": reward, "scored": len(scored), "unscored": len(members) - len(scored),

@@ -329,7 +329,9 @@ class Trajectory:
     """One episode, whole: enough to train on it, to score it again offline, and to read it.
 
     `reward` is None where the episode could not be scored (see StopReason.infrastructure); it is never
-    replaced by 0. `state` is the environment's final state as JSON, for state-based reward leaves.
+    replaced by 0. `success` is whether it did its task, as the reward spec decides that; None where nobody
+    knows (unscored, or recorded before specs said so). `state` is the environment's final state as JSON, for
+    state-based reward leaves.
     `tools` are the function schemas the policy was offered, for schema-based leaves. `rewrites`: where a
     context policy (or the environment's `history`) rewrote the conversation: before which turn, the ledger that
     begins with it, its tokens, and the messages that were put in.
@@ -346,6 +348,7 @@ class Trajectory:
     tools: list[dict[str, Json]] = field(default_factory=list)
     state: Json = None
     reward: float | None = None
+    success: bool | None = None
     evidence: Json = None
     metrics: dict[str, float | None] = field(default_factory=dict)
     stop: StopReason = StopReason.DONE

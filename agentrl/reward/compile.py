@@ -15,6 +15,7 @@ from agentrl.reward.ops import LINEAR, GateNode, OpNode
 from agentrl.reward.pointer import Absent, is_ref, join, parse_pointer
 from agentrl.reward.score import Scorer
 from agentrl.reward.spec import load_spec
+from agentrl.reward.success import Rule, ids_of, success_rule
 from agentrl.reward.view import SCOPES, View
 from agentrl.trajectory import Json
 
@@ -34,7 +35,9 @@ def compile_spec(spec: str | Path | Mapping[str, Any], *, context: Context | Non
         build.node(node, f"/metrics/{index}", "episode", "a metric emits nothing")
         for index, node in enumerate(valid.get("metrics", []))
     ]
-    return Scorer(valid, root, metrics, build.blocking, build.context.judge)
+    rule = build.success(valid, root, metrics)
+    success = None if rule is None else build.node(rule.node, "/success", "episode", "success emits nothing")
+    return Scorer(valid, root, metrics, build.blocking, build.context.judge, rule, success)
 
 
 class _Builder:
@@ -47,6 +50,15 @@ class _Builder:
 
     def fail(self, pointer: str, message: str) -> NoReturn:
         raise RewardSpecError(f"reward spec {self.name!r}: at {pointer}: {message}")
+
+    def success(self, spec: Mapping[str, Any], root: Node, metrics: list[Node]) -> Rule | None:
+        wanted = spec.get("success", {})
+        if "id" in wanted and not {"use", "op"} & set(wanted):
+            known = {name for name, (_, inside) in ids_of(spec).items() if not inside}
+            if wanted["id"] not in known:
+                there = ", ".join(sorted(known)) or "none"
+                self.fail("/success/id", f"no node outside of a narrower scope has the id {wanted['id']!r}; known: {there}")
+        return success_rule(spec, root, metrics)
 
     def node(self, node: Mapping[str, Any], pointer: str, scope: str, mute: str | None) -> Node:
         mods = _mods(node)
@@ -100,18 +112,20 @@ class _Builder:
 
     def _gate(self, node: Mapping[str, Any], mods: Mods, pointer: str, scope: str, mute: str | None) -> Node:
         test = self.node(node["if"], join(pointer, "if"), scope, f"it decides the gate {pointer}")
-        then = self.node(node["then"], join(pointer, "then"), scope, mute)
-        other = node.get("else", 0)
-        otherwise: Node
-        if isinstance(other, (int, float)):
-            otherwise = ConstantNode(join(pointer, "else"), float(other), read_ref)
-        else:
-            otherwise = self.node(other, join(pointer, "else"), scope, mute)
+        then = self._branch(node["then"], join(pointer, "then"), scope, mute)
+        otherwise = self._branch(node.get("else", 0), join(pointer, "else"), scope, mute)
         return GateNode(pointer, mods, read_ref, float(node.get("gte", 1.0)), (test, then, otherwise))
+
+    def _branch(self, branch: Any, pointer: str, scope: str, mute: str | None) -> Node:
+        if isinstance(branch, (int, float)):
+            return ConstantNode(pointer, float(branch), read_ref)
+        return self.node(branch, pointer, scope, mute)
 
     def _leaf(self, node: Mapping[str, Any], mods: Mods, pointer: str, scope: str) -> Node:
         kind, args = node["use"], node.get("args", {})
         if kind in GROUP_LEAVES:
+            if pointer.startswith("/success"):
+                self.fail(pointer, f"{kind} compares episodes; whether one of them did its task is said without the others")
             if scope != "episode":
                 self.fail(pointer, f"{kind} compares whole episodes; it cannot be inside of scope {scope!r}")
             place = join(pointer, "args", "of")

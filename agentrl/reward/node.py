@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.reward.leaf import Leaf, PendingError, UnscorableError
@@ -22,11 +23,13 @@ ReadRef = Callable[[View], "Json | Absent"]
 
 @dataclass(slots=True)
 class Frame:
-    """One pass over the tree: requests that wait for an answer, and the group's values by node."""
+    """One pass over the tree: requests that wait for an answer, the group's values by node, and what leaves said:
+    the same leaf at another place (success repeats parts of the root) is not read again."""
 
     pending: dict[str, Any] = field(default_factory=dict)
     group: Mapping[str, Sequence[float | None]] | None = None
     member: int = 0
+    readings: dict[Hashable, Result] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -231,11 +234,18 @@ class LeafNode(Node):
         self.leaf = leaf
         self.label = leaf.kind
         self._resolve = resolve
+        self._key = json.dumps([leaf.kind, leaf.args], sort_keys=True)
 
     def raw_range(self) -> tuple[float, float]:
         return 0.0, 1.0
 
     def inner(self, view: View, frame: Frame) -> Result:
+        place = (self._key, *view.place)
+        if place not in frame.readings:
+            frame.readings[place] = self._read(view, frame)
+        return replace(frame.readings[place])  # a copy: the node finishes its result in place
+
+    def _read(self, view: View, frame: Frame) -> Result:
         try:
             args = self.leaf.args if self._resolve is None else self._resolve(view)
             value, evidence = self.leaf.read(view, args)

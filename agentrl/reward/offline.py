@@ -113,6 +113,7 @@ def score_row(number: int, trajectory: Trajectory, score: Score) -> dict[str, Js
         "task": trajectory.task.id,
         "member": trajectory.member,
         "value": score.value,
+        "success": score.success,
         "turns": {str(turn): amount for turn, amount in score.turns.items()},
         "metrics": score.metrics,
     }

@@ -64,6 +64,7 @@ MODS: Schema = {
     "when": {"$ref": "#/$defs/predicate"},
 }
 _NODE: Schema = {"$ref": "#/$defs/node"}
+_NODE_OR_NUMBER: Schema = {"if": {"type": "number"}, "then": True, "else": _NODE}
 OP_SCHEMA: Schema = {
     "type": "object",
     "additionalProperties": False,
@@ -81,11 +82,18 @@ GATE_SCHEMA: Schema = {
         "op": {"const": "gate"},
         "if": _NODE,
         "gte": {"type": "number"},
-        "then": _NODE,
-        "else": {"if": {"type": "number"}, "then": True, "else": _NODE},
+        "then": _NODE_OR_NUMBER,
+        "else": _NODE_OR_NUMBER,
         **MODS,
     },
     "required": ["op", "if", "then"],
+}
+SUCCESS_DEF: Schema = {
+    "type": "object",
+    "description": "The node with this id counts as success from `gte` (default 1) on.",
+    "additionalProperties": False,
+    "properties": {"id": MODS["id"], "gte": {"type": "number"}},
+    "required": ["id"],
 }
 SPEC_SCHEMA: Schema = {
     "type": "object",
@@ -96,6 +104,13 @@ SPEC_SCHEMA: Schema = {
         "name": {"type": "string", "minLength": 1},
         "description": {"type": "string"},
         "root": _NODE,
+        "success": {
+            "type": "object",
+            "if": {"anyOf": [{"required": ["use"]}, {"required": ["op"]}]},
+            "then": _NODE,
+            "else": {"$ref": "#/$defs/success"},
+            "description": "an episode succeeds where this is 1; without it, see docs/rewards.md",
+        },
         "metrics": {
             "type": "array",
             "items": _NODE,
@@ -140,6 +155,7 @@ def published_schema() -> Schema:
     definitions = {
         "ref": REF_DEF,
         "predicate": PREDICATE_DEF,
+        "success": SUCCESS_DEF,
         "node": node,
         "op": OP_SCHEMA,
         "gate": GATE_SCHEMA,

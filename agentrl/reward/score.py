@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 from agentrl.executors import SCORING
 from agentrl.reward.group import GroupNode
 from agentrl.reward.leaf import JudgeClient
-from agentrl.reward.node import Frame, LeafNode, Node, walk
-from agentrl.reward.view import episode_view
+from agentrl.reward.node import TRUE, Frame, LeafNode, Node, walk
+from agentrl.reward.success import Rule
+from agentrl.reward.view import View, episode_view
 from agentrl.trajectory import Json, Trajectory
 
 T = TypeVar("T")
@@ -27,7 +28,8 @@ _MOST_PASSES = 64
 class Score:
     """What a spec says of one trajectory.
 
-    `value`: the episode's total reward, or None (could not score). `turns`: turn index -> the part of
+    `value`: the episode's total reward, or None (could not score). `success`: whether the episode did its task, by
+    `Scorer.rule`; None for an unscored episode, and where that node could not be scored. `turns`: turn index -> the part of
     `value` that is emitted at that turn; the rest, `terminal`, is emitted at the episode's last turn.
     `evidence`: the tree of nodes with values and reasons, as JSON. `metrics`: the spec's metrics and every
     node with an id.
@@ -37,6 +39,7 @@ class Score:
     turns: dict[int, float] = field(default_factory=dict)
     evidence: Json = None
     metrics: dict[str, float | None] = field(default_factory=dict)
+    success: bool | None = None
 
     @property
     def terminal(self) -> float | None:
@@ -52,7 +55,8 @@ class Score:
 class Scorer:
     """A compiled spec. It has no state of its own and can be shared by threads and episodes.
 
-    `range`: bounds of every value it gives. `ids`: of its nodes that have one; `Score.metrics` holds their
+    `rule`: what decides success (None: nothing in the spec can), compiled as `success`. `range`: bounds of
+    every value it gives. `ids`: of its nodes that have one; `Score.metrics` holds their
     values. `compares`: it has group leaves, so `score_group` is the call to
     make. `asks`: it has judge leaves.
     """
@@ -64,15 +68,20 @@ class Scorer:
         metrics: Sequence[Node],
         blocking: bool,
         judge: JudgeClient | None,
+        rule: Rule | None = None,
+        success: Node | None = None,
     ) -> None:
         self.spec = spec
         self.name = str(spec["name"])
         self.root = root
         self.metrics = list(metrics)
+        self.rule = rule
+        self.success = success
         self.range = root.range()
         self._blocking = blocking
         self._judge = judge
-        nodes = [node for top in (root, *self.metrics) for node in walk(top)]
+        tops = [root, *self.metrics, *([success] if success is not None else [])]
+        nodes = [node for top in tops for node in walk(top)]
         self._groups = [node for node in nodes if isinstance(node, GroupNode)]
         self.ids = list(dict.fromkeys(node.mods.id for node in nodes if node.mods.id is not None))
         self.compares = bool(self._groups)
@@ -163,13 +172,31 @@ class Scorer:
         evidence: dict[str, Json] = {"spec": self.name, "value": result.value, "root": result.evidence}
         metrics: dict[str, float | None] = dict(names)
         _collect(result.evidence, metrics)
+        success = self._success(view, frame, result.value, evidence, metrics)
         if measured:
             evidence["metrics"] = [item.evidence for item in measured]
             for node, item in zip(self.metrics, measured, strict=True):
                 if node.mods.id is not None:
                     metrics[node.mods.id] = item.value
         steps = dict(sorted(result.steps.items())) if result.value is not None else {}
-        return Score(result.value, steps, evidence, metrics)
+        return Score(result.value, steps, evidence, metrics, success)
+
+    def _success(
+        self, view: View, frame: Frame, value: float | None, evidence: dict[str, Json], metrics: dict[str, float | None]
+    ) -> bool | None:
+        """Whether the node of `rule` is true. An unscored episode has no success; one that is only scored without the
+        group that its reward compares it with does have it."""
+        if self.rule is None or self.success is None:
+            return None
+        found = self.success.evaluate(view, frame)
+        alone = self.compares and frame.group is None
+        known = found.value is not None and (value is not None or alone)
+        success = found.value >= TRUE if known and found.value is not None else None
+        evidence["success"] = {"by": str(self.rule), "value": success}
+        if not self.rule.derived:  # the evidence of a derived one is that of the root
+            evidence["success"]["node"] = found.evidence
+            _collect(found.evidence, metrics)
+        return success
 
 
 def _collect(evidence: Json, metrics: dict[str, float | None]) -> None:

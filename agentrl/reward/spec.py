@@ -94,6 +94,8 @@ class _Check:
         self._finite(spec, "")
         self._against("spec", spec, "")
         self.node(spec["root"], "/root", 0)
+        if "success" in spec and {"use", "op"} & set(spec["success"]):
+            self.node(spec["success"], "/success", 0)
         for index, node in enumerate(spec.get("metrics", [])):
             pointer = f"/metrics/{index}"
             self.node(node, pointer, 0)
@@ -199,9 +201,9 @@ def _children(node: Mapping[str, Any], pointer: str) -> Iterator[tuple[Any, str]
             yield child, join(pointer, "of", index)
         return
     yield node["if"], join(pointer, "if")
-    yield node["then"], join(pointer, "then")
-    if "else" in node and (isinstance(node["else"], bool) or not isinstance(node["else"], (int, float))):
-        yield node["else"], join(pointer, "else")
+    for key in ("then", "else"):
+        if key in node and (isinstance(node[key], bool) or not isinstance(node[key], (int, float))):
+            yield node[key], join(pointer, key)
 
 
 @cache
@@ -213,7 +215,9 @@ def _validator(piece: str) -> jsonschema.Draft202012Validator:
         body = grammar.OP_SCHEMA if piece == "op" else grammar.GATE_SCHEMA
     else:
         body = grammar.leaf_schema(piece, grammar.kinds()[piece])
-    definitions = {"ref": grammar.REF_DEF, "predicate": grammar.PREDICATE_DEF, "node": True}
+    definitions = {
+        "ref": grammar.REF_DEF, "predicate": grammar.PREDICATE_DEF, "success": grammar.SUCCESS_DEF, "node": True,
+    }
     return jsonschema.Draft202012Validator({**body, "$defs": definitions})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -56,6 +56,13 @@ class View:
     answers: dict[str, Any] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)
     _documents: dict[str, Json] = field(default_factory=dict)
+
+    @property
+    def place(self) -> tuple[Hashable, ...]:
+        """Which part of the episode this is, as a key: equal for equal parts only."""
+        if self.scope == "call":
+            return "call", self.index, id(self.calls[0].call)
+        return self.scope, self.index, self.last_turn
 
     @property
     def last_turn(self) -> int | None:

@@ -21,7 +21,7 @@ from agentrl.errors import StalledError
 from agentrl.reward import Scorer
 from agentrl.rollout.engine import WeightBuckets
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode, score_group
-from agentrl.rollout.evaluate import full_marks
+from agentrl.rollout.evaluate import success_rate
 from agentrl.rollout.ledger import GroupLedger, GroupState
 from agentrl.rollout.pieces import make_sampler
 from agentrl.rollout.sampler.base import TaskChoice
@@ -199,8 +199,7 @@ class Collector:
             self.tasks.forget(index)
             self._replace(index, GroupState.FAILED, "; ".join(faults) or "unscored by the reward spec")
             return
-        full = self.scorer.range[1]
-        self.tasks.finished(index, sum(full_marks(t, full) for t in survivors) / len(survivors))
+        self.tasks.finished(index, success_rate(survivors))
         if self.config.filter_zero_variance and alike(group) and self._filtered < self._most_filtered():
             self._filtered += 1
             self._replace(index, GroupState.FILTERED, f"every member scored {survivors[0].reward}")

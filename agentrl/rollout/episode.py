@@ -118,7 +118,7 @@ async def score_group(trajectories: Sequence[Trajectory], scorer: Scorer) -> Non
 
 
 def _apply(trajectory: Trajectory, score: Score) -> None:
-    trajectory.reward = score.value
+    trajectory.reward, trajectory.success = score.value, score.success
     trajectory.evidence = score.evidence
     trajectory.metrics = dict(score.metrics)
     for turn in trajectory.turns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from agentrl.catalog import EnvRef
@@ -18,7 +18,8 @@ from agentrl.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """`success` is the share of scored episodes with full marks; unscored ones are counted apart."""
+    """`success`: the share of successes among the episodes of which that is known (see `success_rate`). `unscored`:
+    episodes of which neither reward nor success is known."""
 
     success: float | None
     reward: float | None
@@ -68,23 +69,27 @@ async def evaluate(
     """One episode on each of the first `tasks` tasks of a split."""
     pairs = [(index, 0) for index in range(tasks)]
     trajectories = await run_tasks(env, policy, scorer, limits, pairs, seed=seed, max_episodes=max_episodes, split=split)
-    return summarize(trajectories, scorer.range[1])
+    return summarize(trajectories)
 
 
-def summarize(trajectories: list[Trajectory], full: float) -> Evaluation:
-    """Success (reward `full`) and mean reward over the scored episodes; None where none was scored."""
+def summarize(trajectories: list[Trajectory]) -> Evaluation:
+    """Success and mean reward over the episodes of which they are known; None where that is none.
+
+    Where a spec compares the members of a group, single episodes have no reward, but success.
+    """
     rewards = [t.reward for t in trajectories if t.reward is not None]
-    n = len(rewards)
+    scored = sum(t.reward is not None or t.success is not None for t in trajectories)
     return Evaluation(
-        success=sum(full_marks(t, full) for t in trajectories) / n if n else None,
-        reward=sum(rewards) / n if n else None,
-        scored=n,
-        unscored=len(trajectories) - n,
+        success=success_rate(trajectories),
+        reward=sum(rewards) / len(rewards) if rewards else None,
+        scored=scored,
+        unscored=len(trajectories) - scored,
         stops=dict(Counter(t.stop.value for t in trajectories)),
         trajectories=trajectories,
     )
 
 
-def full_marks(trajectory: Trajectory, full: float) -> bool:
-    """True where the episode reached `full`, the top of the reward spec's range."""
-    return trajectory.reward is not None and trajectory.reward >= full - 1e-6
+def success_rate(trajectories: Iterable[Trajectory]) -> float | None:
+    """The share of successes among the episodes of which that is known; None where that is none."""
+    known = [t.success for t in trajectories if t.success is not None]
+    return sum(known) / len(known) if known else None

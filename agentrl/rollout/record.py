@@ -56,9 +56,12 @@ def digest(value: Json) -> str:
 
 
 def content_of(trajectory: Trajectory) -> Json:
-    """A trajectory without what a clock measured around the whole episode: what a replay must give again."""
+    """What a replay must give again: a trajectory without what a clock measured around the whole episode, and without
+    success, which follows from the rest (records from before it was kept stay good)."""
     row = trajectory.to_json()
-    del row["timings"]
+    del row["timings"], row["success"]
+    if isinstance(row["evidence"], dict):
+        row["evidence"] = {key: value for key, value in row["evidence"].items() if key != "success"}
     return row
 
 

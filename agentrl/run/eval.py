@@ -22,6 +22,6 @@ async def run_eval(
     outcome = await run_rollout(config, request, display)
     if outcome.interrupted:
         return None, outcome
-    report = make_report([outcome.episodes[pair] for pair in request.pairs], request.samples, outcome.full)
+    report = make_report([outcome.episodes[pair] for pair in request.pairs], request.samples)
     atomic_write(request.out / "report.json", json.dumps(report, indent=2) + "\n")
     return report, outcome

@@ -16,21 +16,20 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.rollout.evaluate import full_marks
 from agentrl.rollout.passk import mean_with_interval, pass_at_k, pass_hat_k
 from agentrl.trajectory import Trajectory, Turn
 
 
-def make_report(trajectories: Sequence[Trajectory], samples: int, full: float) -> dict[str, Any]:
+def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, Any]:
     """pass@k and pass^k with 95 % intervals over tasks, reward terms, stop reasons, error classes, tokens, latency
     in seconds and cost in US dollars; per episode where not said otherwise."""
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
         by_task[trajectory.task.id].append(trajectory)
-    counts = [(len(scored), sum(full_marks(t, full) for t in scored))
-              for members in by_task.values() if (scored := [t for t in members if t.reward is not None])]
+    counts = [(len(known), sum(known)) for members in by_task.values()
+              if (known := [t.success for t in members if t.success is not None])]
     report: dict[str, Any] = {"tasks": len(by_task), "episodes": len(trajectories),
-                              "unscored": sum(t.reward is None for t in trajectories)}
+                              "unscored": sum(t.reward is None and t.success is None for t in trajectories)}
     for k in range(1, samples + 1):
         usable = [(n, c) for n, c in counts if n >= k]
         report[f"pass@{k}"] = _interval([pass_at_k(n, c, k) for n, c in usable])

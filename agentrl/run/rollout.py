@@ -16,7 +16,7 @@ from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.rollout.episode import Limits
-from agentrl.rollout.evaluate import full_marks, run_tasks
+from agentrl.rollout.evaluate import run_tasks, success_rate
 from agentrl.run.display import Display
 from agentrl.run.folder import atomic_write
 from agentrl.run.interrupt import Interrupt
@@ -55,9 +55,8 @@ class RolloutRequest:
 
 @dataclass(slots=True)
 class Outcome:
-    """The episodes that are there, by (task, member), and full marks of the reward spec."""
+    """The episodes that are there, by (task, member)."""
 
-    full: float
     episodes: dict[Pair, Trajectory] = field(default_factory=dict)
     interrupted: bool = False
 
@@ -73,7 +72,7 @@ async def run_rollout(config: TrainConfig, request: RolloutRequest, display: Dis
     else:
         scene = _open(config, request)  # first: a record that is none leaves no folder
         done = _resume(config, request)
-    outcome = Outcome(scene.scorer.range[1], done)
+    outcome = Outcome(done)
     missing = [pair for pair in request.pairs if pair not in outcome.episodes]
     display.phase(request.purpose, len(request.pairs), first=len(request.pairs) - len(missing))
     if missing:
@@ -111,20 +110,18 @@ async def _play(
     config: TrainConfig, request: RolloutRequest, scene: Scene, missing: list[Pair], outcome: Outcome, display: Display
 ) -> None:
     rollout, done = config.rollout, len(request.pairs) - len(missing)
-    there = [outcome.episodes[pair] for pair in request.pairs if pair in outcome.episodes]
-    scored, full = done, sum(full_marks(trajectory, outcome.full) for trajectory in there)
+    scored = done
     await scene.start(config)
     with (request.out / "trajectories.jsonl").open("a") as file:
 
         def keep(trajectory: Trajectory) -> None:
-            nonlocal done, scored, full
+            nonlocal done, scored
             file.write(json.dumps(trajectory.to_json()) + "\n")
             file.flush()
             outcome.episodes[trajectory.task.seed, trajectory.member] = trajectory
             done += 1
-            scored += trajectory.reward is not None
-            full += full_marks(trajectory, outcome.full)
-            display.step(done, {"success": full / scored if scored else None, "unscored": done - scored})
+            scored += _scored(trajectory)
+            display.step(done, {"success": success_rate(outcome.episodes.values()), "unscored": done - scored})
 
         await run_tasks(EnvRef.of(config), scene.policy, scene.scorer, Limits.of(rollout, scene.context), missing,
                         seed=config.seed, max_episodes=rollout.max_episodes, split=request.split, on_episode=keep,
@@ -146,7 +143,7 @@ def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajecto
         raise ConfigError(f"{request.out}: it holds trajectories of something else; use another --out")
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     there = [Trajectory.from_json(json.loads(line)) for line in lines]
-    scored = {(t.task.seed, t.member): t for t in there if t.reward is not None}
+    scored = {(t.task.seed, t.member): t for t in there if _scored(t)}
     if request.record is not None:
         ended = RecordFolder(request.record).ended()
         if lacking := [pair for pair in scored if "{}{}.m{}".format(request.split, *pair) not in ended]:
@@ -155,6 +152,10 @@ def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajecto
     atomic_write(note, json.dumps(what, indent=2) + "\n")
     atomic_write(path, "".join(json.dumps(t.to_json()) + "\n" for t in scored.values()))
     return scored
+
+
+def _scored(trajectory: Trajectory) -> bool:
+    return trajectory.reward is not None or trajectory.success is not None
 
 
 def _what(config: TrainConfig, request: RolloutRequest) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from agentrl.trajectory import Group
 from .conftest import FaultyEngine
 
 ENV = EnvRef("key_value")
-# Full marks for episodes of four tokens and more: some members of most groups.
-LENGTH = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.tokens", "id": "n", "args": {"max": 4}}}
+# Episodes of four tokens and more succeed: some members of most groups.
+LENGTH = {"agentrl_reward": 1, "name": "n", "success": {"id": "n"}, "root": {"use": "cost.tokens", "id": "n", "args": {"max": 4}}}
 BUCKETS = Choice(name="success_weighted", args={"buckets": [{"calls": 2}, {"calls": 4}, {"calls": [6, 8]}]})
 STAGES = Choice(name="staged", args={"stages": [{"calls": 2}, {"calls": [2, 4]}, {"calls": 6}], "threshold": 0.3,
                                      "window": 3, "review": 0.25})  # fmt: skip

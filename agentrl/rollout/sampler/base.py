@@ -22,7 +22,7 @@ class TaskChoice:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one group went: the share (0..1) of its scored members with full marks."""
+    """How one group went: the share (0..1) of successes among its members."""
 
     index: int
     bucket: str

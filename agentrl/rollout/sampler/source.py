@@ -51,10 +51,12 @@ class TaskSource:
             self._envs[key] = replace(self.env, params={**self.env.params, **choice.params})
         return self._envs[key]
 
-    def finished(self, index: int, success: float) -> None:
-        """A group came back whole, with this share of full marks."""
+    def finished(self, index: int, success: float | None) -> None:
+        """A group came back whole, with this share of successes; None, which says nothing of its task, where of no
+        member it is known."""
         choice = self._drawn.pop(index)
-        self._outcomes.append(Outcome(index, choice.bucket, success))
+        if success is not None:
+            self._outcomes.append(Outcome(index, choice.bucket, success))
 
     def forget(self, index: int) -> None:
         """A group that failed, went stale or was cancelled says nothing about its task."""

@@ -1,0 +1,211 @@
+"""Which node says that an episode did its task: the spec's own `success`, or what the root asks for at its best.
+
+    1. `success`, a node or `{"id": name, "gte": x}`, where the spec has one;
+    2. else the task part of the node with the id `success`, if every episode reaches that node;
+    3. else the task part of the root.
+
+The task part of a node is 1 where everything in it that earns reward is at its own best, whatever it is scaled,
+clipped or weighted to. What only shapes a reward is no part of it: costs, comparisons within a group, parts that can
+only take away, sums over turns (they have no best).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.reward.group import GroupNode
+from agentrl.reward.node import ConstantNode, LeafNode, Node
+from agentrl.reward.ops import LINEAR, GateNode, OpNode
+from agentrl.reward.pointer import join
+
+NAME = "success"
+"""The id of a node that decides where the spec has no `success`."""
+
+_NARROW = ("round", "turn", "call")
+_OWN = ("when", "missing", "scope", "reduce")
+Spec = Mapping[str, Any]
+Grown = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What decides. `at`: the JSON Pointer of the node in the spec; `node`: the node as it is asked, in the grammar of
+    specs; `derived`: it is the task part of that place, not the place itself."""
+
+    at: str
+    node: Mapping[str, Any]
+    derived: bool
+
+    def __str__(self) -> str:
+        return f"the task part of {self.at}" if self.derived else self.at
+
+
+def success_rule(spec: Spec, root: Node, metrics: list[Node]) -> Rule | None:
+    """The rule of a spec; None where nothing in it has a best. Raises KeyError for an unknown id in `success`.
+
+    `root` and `metrics` are its compiled nodes.
+    """
+    if "success" in spec:
+        return _stated(spec, spec["success"])
+    tops = [(spec["root"], root, "/root")]
+    tops += [(item, node, f"/metrics/{i}") for i, (item, node) in enumerate(zip(spec.get("metrics", []), metrics, strict=True))]
+    for item, node, at in tops:
+        named = _named(item, node, at)
+        part = None if named is None else task_part(named[0], named[1])
+        if named is not None and part is not None:
+            return Rule(named[2], part, derived=True)
+    part = task_part(spec["root"], root)
+    return None if part is None else Rule("/root", part, derived=True)
+
+
+def _stated(spec: Spec, wanted: Spec) -> Rule:
+    if "use" in wanted or "op" in wanted:
+        return Rule("/success", wanted, derived=False)
+    found = _by_id(spec, wanted["id"])
+    return Rule("/success", {"op": "gate", "if": _plain(found), "gte": wanted.get("gte", 1), "then": 1, "else": 0}, derived=False)
+
+
+def ids_of(spec: Spec) -> dict[str, tuple[Spec, bool]]:
+    """Every node with an id, and whether it is inside of a scope that is narrower than the episode."""
+    found: dict[str, tuple[Spec, bool]] = {}
+
+    def look(node: Any, inside: bool) -> None:
+        if not isinstance(node, Mapping):
+            return
+        if "id" in node:
+            found[node["id"]] = node, inside
+        inside = inside or node.get("scope") in _NARROW
+        for below in (*node.get("of", ()), node.get("if"), node.get("then"), node.get("else"), node.get("args", {}).get("of")):
+            look(below, inside)
+
+    for top in (spec["root"], *spec.get("metrics", [])):
+        look(top, False)
+    return found
+
+
+def _by_id(spec: Spec, name: str) -> Spec:
+    node, inside = ids_of(spec)[name]
+    if inside:
+        raise KeyError(name)
+    return node
+
+
+def _named(item: Spec, node: Node, at: str) -> tuple[Spec, Node, str] | None:
+    """The node with the id `success`, if every episode reaches it: no branch, no `when`, no parts above it."""
+    if item.get("id") == NAME:
+        return item, node, at
+    if "when" in item or item.get("scope") in _NARROW:
+        return None
+    if isinstance(node, GateNode):
+        return _named(item["if"], node.test, join(at, "if"))
+    if isinstance(node, OpNode):
+        below = (_named(item["of"][i], child, join(at, "of", i)) for i, child in enumerate(node.of))
+        return next((found for found in below if found is not None), None)
+    return None
+
+
+def task_part(item: Spec, node: Node, flipped: bool = False) -> Grown | None:
+    """The task part of a node, as a node of a spec; None where it has none. `flipped`: its best is its lowest."""
+    scale = item.get("scale", (0, 1))
+    flipped ^= scale[1] < scale[0]
+    if isinstance(node, ConstantNode) or item.get("reduce") == "sum" or scale[0] == scale[1]:
+        return None
+    if isinstance(node, GroupNode):
+        part = task_part(item["args"]["of"], node.of, flipped)
+        return None if part is None else _joined("all", [part], {key: item[key] for key in ("when",) if key in item})
+    if isinstance(node, LeafNode) or node.label in ("all", "any"):
+        return _truth(item, node, flipped)
+    if flipped:  # which of several parts is at its lowest tells nothing of a task
+        return None
+    return _gate(item, node) if isinstance(node, GateNode) else _aggregate(item, node)
+
+
+def _truth(item: Spec, node: Node, flipped: bool) -> Grown | None:
+    """A leaf, or what is true or false already: as it is, unscaled."""
+    kept = _without_groups(item, node)
+    if kept is None or not _asks(node):
+        return None
+    grown = {key: value for key, value in _plain(kept).items() if key not in ("scale", "clip")}
+    return {**grown, "scale": [1, 0]} if flipped else grown
+
+
+def _aggregate(item: Spec, node: Node) -> Grown | None:
+    """All parts at their best; of a `max`, one of those that can be the highest.
+
+    Parts of a sum that can only take away count where nothing in it can earn.
+    """
+    earning: list[Grown] = []
+    taking: list[Grown] = []
+    top = max(child.range()[1] for child in node.children())
+    for child_item, child in zip(item["of"], node.children(), strict=True):
+        weight = child.mods.weight if node.label in LINEAR else 1.0
+        part = None if weight == 0.0 else task_part(child_item, child, weight < 0.0)
+        if part is None or (node.label == "max" and child.range()[1] < top):
+            continue
+        best = max(0.0 if end == 0.0 else weight * end for end in child.range())
+        (taking if node.label in LINEAR and best <= 0.0 else earning).append(part)
+    own = {key: item[key] for key in _OWN if key in item}
+    return _joined("any" if node.label == "max" else "all", earning or taking, own)
+
+
+def _gate(item: Spec, node: GateNode) -> Grown | None:
+    """The branch that earns most, and the test that leads there; a test that asks for nothing but costs is left out."""
+    own = {key: item[key] for key in _OWN if key in item}
+    high, low = node.then.range()[1], node.otherwise.range()[1]
+    yes = None if isinstance(node.then, ConstantNode) else task_part(item["then"], node.then)
+    no = None if isinstance(node.otherwise, ConstantNode) else task_part(item["else"], node.otherwise)
+    if not _asks(node.test) or _compares(node.test):
+        best = yes if high >= low else no
+        return None if best is None else _joined("all", [best], own)
+    if high == low and yes is None and no is None:
+        return None
+    test = _plain(item["if"])
+    branches = {"then": (yes or 1) if high >= low else 0, "else": (no or 1) if low >= high else 0}
+    return {"op": "gate", "if": test, "gte": item.get("gte", 1), **branches, **copy.deepcopy(own)}
+
+
+def _joined(op: str, parts: list[Grown], own: Spec) -> Grown | None:
+    if not parts:
+        return None
+    if len(parts) == 1 and not own:
+        return parts[0]
+    return {"op": op, "of": parts, **copy.deepcopy(dict(own))}
+
+
+def _without_groups(item: Spec, node: Node) -> Spec | None:
+    """`all` or `any` less the parts that compare members; a leaf as it is."""
+    if isinstance(node, LeafNode):
+        return item
+    kept = [child for child, below in zip(item["of"], node.children(), strict=True) if not _compares(below)]
+    return {**item, "of": kept} if kept else None
+
+
+def _compares(node: Node) -> bool:
+    return isinstance(node, GroupNode) or any(_compares(child) for child in node.children())
+
+
+def _asks(node: Node) -> bool:
+    """Whether anything in it is more than a cost or a comparison of costs."""
+    if isinstance(node, LeafNode):
+        return not node.leaf.kind.startswith("cost.")
+    return any(_asks(child) for child in node.children())
+
+
+def _plain(item: Spec) -> Grown:
+    """A copy without its weight, and without ids and emissions: they belong to the place that it is copied from."""
+    grown: Grown = copy.deepcopy({key: value for key, value in item.items() if key not in ("id", "weight", "emit")})
+    for key in ("if", "then", "else"):
+        if isinstance(item.get(key), Mapping):
+            grown[key] = {**_plain(item[key]), **_weight(item[key])}
+    if "of" in item:
+        grown["of"] = [{**_plain(child), **_weight(child)} for child in item["of"]]
+    if isinstance(item.get("args", {}).get("of"), Mapping) and str(item.get("use", "")).startswith("group."):
+        grown["args"] = {**grown["args"], "of": _plain(item["args"]["of"])}
+    return grown
+
+
+def _weight(item: Spec) -> Grown:
+    return {"weight": item["weight"]} if "weight" in item else {}
