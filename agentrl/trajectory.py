@@ -119,7 +119,7 @@ class TokenLedger:
     """One append-only token sequence as the model saw it, in five columns of equal length (15 bytes a token).
 
     Columns: `token_ids` int32, `sampled` bool (True exactly where the policy sampled the token),
-    `logprobs` float32 (log pi of the sampled token, 0 elsewhere), `versions` int32 (weights that sampled
+    `logprobs` float32 (log softmax(z / T) of the sampled token, 0 elsewhere), `versions` int32 (weights that sampled
     it, -1 elsewhere), `turns` int16 (index of the policy turn that the token belongs to or answers to).
     A column is a read-only view of the tokens that were there when it was asked for; later appends do not
     show in it. `oldest` is the lowest version that sampled a token, None where none was sampled.

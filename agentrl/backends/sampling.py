@@ -14,17 +14,18 @@ def draw(
     `logits` [B, V] float32; `temperature` [B] (0 takes the likeliest token), `top_k` [B] int (0 is off),
     `top_p` [B] (1 is off), `uniform` [B] float64 in [0, 1). Returns ids [B] and logprobs [B].
 
-    The logprob is log_softmax(z / T), renormalized over the kept set where top-k or top-p is on; at
-    temperature 0 it is log_softmax(z), since the distribution drawn from is a point. A row's result
-    depends on that row alone.
+    The logprob is that of the policy, log_softmax(z / T) over the whole vocabulary: top-k and top-p say which
+    tokens may be drawn (in proportion to their probability), not what they are worth. At temperature 0 it is
+    log_softmax(z), since the distribution drawn from is a point. A row's result depends on that row alone.
     """
     greedy = temperature == 0
     logp = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature).unsqueeze(1), dim=-1)
+    drawable = torch.exp(logp)
     if bool(((top_k > 0) | (top_p < 1)).any()):
-        kept = logp.masked_fill(~kept_set(logp, top_k, top_p), float("-inf"))
-        logp = torch.where(greedy.unsqueeze(1), logp, torch.log_softmax(kept, dim=-1))
-    # float64, because a float32 sum over a vocabulary of 150k loses tokens of probability under 1e-7.
-    cumulative = torch.exp(logp).cumsum(dim=-1, dtype=torch.float64)
+        drawable.masked_fill_(~kept_set(logp, top_k, top_p), 0.0)
+    # float64, because a float32 sum over a vocabulary of 150k loses tokens of probability under 1e-7. The kept set is
+    # renormalized by `total`.
+    cumulative = drawable.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1]
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     ids = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)

@@ -1,5 +1,5 @@
 """One vLLM replica: AsyncLLM inside a Ray actor. Everything that depends on vLLM's version or build is in
-this file and in `vllm_worker.py`."""
+this file, in `vllm_worker.py` and in `vllm_logprobs.py`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is the engine's own already; halves the start
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has no place for a processor after the temperature (vllm_logprobs.py)
 }
+PROCESSORS = tuple(f"agentrl.backends.vllm_logprobs:{name}" for name in ("BeforeTemperature", "AfterTemperature"))
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -60,8 +62,9 @@ class VllmActor:
         args = AsyncEngineArgs(
             skip_tokenizer_init=True,
             enable_prefix_caching=True,
-            # The default reports log_softmax(z) whatever the temperature, not the distribution drawn from.
-            logprobs_mode="processed_logprobs",
+            # No mode of vLLM's own reports log softmax(z / T) under truncation; vllm_logprobs.py says how this does.
+            logprobs_mode="processed_logits",
+            logits_processors=list(PROCESSORS),
             # The default of 128 on a CPU hides every prefix hit of a short prompt.
             block_size=32,
             worker_extension_cls="agentrl.backends.vllm_worker.WeightReceiver",

@@ -130,6 +130,9 @@ class RolloutConfig(Frozen):
     two stages, around the publish; for one device that both use, with `max_staleness` 0.
     `filter_zero_variance`: groups whose members all scored the same are replaced, `max_filtered` times the groups of
     an update at most; from then on the update takes such groups as they come.
+    `temperature`: of sampling and of the policy that is trained, softmax(logits / temperature), so a training run
+    needs one of at least 0.01 (0 is greedy); `top_p` (likeliest tokens that have this probability together) and
+    `top_k` (so many likeliest ones; 0 is all) say which tokens may be drawn.
     `context`: what happens to a conversation that outgrows the model; `summary_model`: an API model (in
     litellm's form) that writes the summaries for it, instead of the policy.
     """
@@ -148,7 +151,7 @@ class RolloutConfig(Frozen):
     max_turn_tokens: PositiveInt = 256
     max_episode_tokens: PositiveInt = 4096
     temperature: Annotated[float, Field(ge=0.0)] = 1.0
-    top_p: Fraction = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     turn_timeout: Positive = 120.0
     episode_timeout: Positive = 600.0

@@ -46,9 +46,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What the engine sampled: equal-length columns. `logprobs` are log pi under the sampling
-    distribution (temperature applied, renormalized over the top-p / top-k set), `versions` the weights
-    that sampled each token. A stop token, where one ended the turn, is the last id.
+    """What the engine sampled: equal-length columns. `logprobs` are log softmax(z / T) of the sampled tokens over the
+    whole vocabulary: the policy at the request's temperature (at T = 0, log softmax(z)), which is what a trainer can
+    compute too. `top_p` and `top_k` only say which tokens may be drawn. `versions`: the weights that sampled each
+    token. A stop token, where one ended the turn, is the last id.
 
     `usage`: only from engines whose ids are no tokens (API models). `seconds`: only where the caller's own
     clock would be wrong (a replay says how long the recorded call took)."""

@@ -14,10 +14,13 @@ from agentrl.rollout.sampler.source import TaskSource
 from agentrl.run.engines import API, make_api_engine, resolve_engine
 from agentrl.train.pretrained import model_context
 
+LEAST_TEMPERATURE = 0.01
+
 
 def check_rollout(config: TrainConfig, env: EnvRef) -> None:
     """Raise ConfigError for a sampler, its parameters of the environment, or a context policy that cannot work."""
     rollout = config.rollout
+    _check_temperatures(config)
     source = TaskSource(env, make_sampler(rollout.sampler), rollout.sampler.name, config.seed)
     for params in source.sampler.variants():
         try:
@@ -37,6 +40,20 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
             f"rollout.context: {rollout.context.name!r} and the wrapper keep_recent (env.wrappers) both rewrite the "
             "conversation; keep one of them"
         )
+
+
+def check_trainable(config: TrainConfig) -> None:
+    """Raise ConfigError where episodes are sampled from no distribution that an update could be taken against."""
+    if config.rollout.temperature == 0:
+        raise ConfigError("rollout.temperature = 0: greedy rollouts of a task are all the same, and there is nothing to learn "
+                          "from them; training needs at least 0.01 (eval.temperature = 0 makes evaluations greedy)")
+
+
+def _check_temperatures(config: TrainConfig) -> None:
+    for section, value in (("rollout", config.rollout.temperature), ("eval", config.eval.temperature)):
+        if 0 < value < LEAST_TEMPERATURE:
+            raise ConfigError(f"{section}.temperature = {value:g}: expected 0 (greedy) or at least {LEAST_TEMPERATURE:g}; "
+                              "vLLM samples at 0.01 where less is asked for")
 
 
 def _check_colocated(config: TrainConfig) -> None:

@@ -19,7 +19,7 @@ from agentrl.run.display import Display
 from agentrl.run.engines import make_engine, refuse_api, resolve_engine
 from agentrl.run.folder import RunFolder
 from agentrl.run.places import check_places, open_pools, start_actors
-from agentrl.run.policy import check_rollout, longest, make_policy
+from agentrl.run.policy import check_rollout, check_trainable, longest, make_policy
 from agentrl.run.sizes import check_sizes
 from agentrl.run.tool_parser import renderer_of
 from agentrl.train.actor import Actor
@@ -48,6 +48,7 @@ def check(config: TrainConfig) -> None:
     env.build().close()
     scorer = build_scorer(config, env)
     check_rollout(config, env)
+    check_trainable(config)
     check_learner(config)
     check_columns(config.algorithm.advantage, scorer)
     check_weights(config)

@@ -4,13 +4,17 @@ and `tolerance`, the largest logprob difference to a forward pass."""
 import asyncio
 import copy
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from engine_models import VOCAB, changed, forward_logprobs, parameters
+from engine_models import VOCAB, changed, forward_logprobs, kept, log_table, parameters
 
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import Sampling
+
+TRUNCATIONS = [(0, 1.0), (0, 0.6), (3, 1.0), (3, 0.6)]  # top_k, top_p
 
 
 def prompt_of(length, seed=0):
@@ -60,27 +64,53 @@ class EngineContract:
         # control: the wrong temperature is not mistaken for the right one
         assert off(model, prompt, generation, temperature=temperature * 1.5) > 0.05
 
-    @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.7), (8, 0.8)])
-    async def test_logprobs_are_renormalized_over_the_kept_set(self, engine, model, tolerance, top_k, top_p):
+    @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0, 1.5])
+    async def test_logprobs_are_of_the_whole_vocabulary_and_tokens_of_the_kept_set(
+        self, engine, model, tolerance, temperature
+    ):
+        """Truncation says which tokens may be drawn, and nothing else; requests of all kinds share a batch."""
         prompt = prompt_of(13, seed=5)
-        sampling = Sampling(max_tokens=24, top_k=top_k, top_p=top_p, seed=4)
-        generation = await engine.generate(prompt, sampling, "a")
-        ids = [*prompt, *generation.token_ids]
-        with torch.inference_mode():
-            logits = model(torch.tensor([ids]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-        for row, token, logprob in zip(logits, generation.token_ids, generation.logprobs, strict=True):
-            order = row.argsort(descending=True).tolist()
-            kept = order[:top_k] if top_k else order
-            mass, chosen = 0.0, []
-            probability = torch.softmax(row[kept], 0).tolist()
-            for candidate, share in zip(kept, probability, strict=True):
-                if mass >= top_p:
-                    break
-                chosen.append(candidate)
-                mass += share
-            assert token in chosen
-            expected = torch.log_softmax(row[chosen], 0)[chosen.index(token)].item()
-            assert abs(expected - logprob) < max(tolerance, 1e-4)
+        options = [(temperature, *truncation) for truncation in TRUNCATIONS] + [(0.0, 0, 1.0), (0.0, 3, 0.6)]
+        generations = await asyncio.gather(
+            *(
+                engine.generate(prompt, Sampling(max_tokens=24, temperature=t, top_k=k, top_p=p, seed=4), f"{t} {k} {p}")
+                for t, k, p in options
+            )
+        )
+        for (t, k, p), generation in zip(options, generations, strict=True):
+            ids = np.array(generation.token_ids)
+            table = log_table(model, prompt, generation.token_ids, temperature=t or 1.0)
+            whole = table[np.arange(len(ids)), ids]
+            assert np.abs(whole - generation.logprobs).max() < tolerance, (t, k, p)
+            sets = [kept(row, k, p + 1e-4) for row in np.exp(table)]
+            assert all(token in chosen for token, chosen in zip(ids, sets, strict=True)), (t, k, p)
+            if t and (k, p) != (0, 1.0):  # control: the kept set's own normalizer would show
+                masses = [np.exp(row[list(chosen)]).sum() for row, chosen in zip(table, sets, strict=True)]
+                assert np.abs(np.log(masses)).max() > 0.2, (t, k, p)
+
+    @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.5, 0, 0.6), (0.7, 3, 1.0), (1.0, 8, 0.6), (1.5, 12, 0.9)])
+    async def test_draws_follow_the_renormalized_kept_set(self, engine, model, temperature, top_k, top_p):
+        """Pearson's statistic of 500 seeded draws, against the expected count of each kept token."""
+        prompt, draws = prompt_of(13, seed=6), 500
+        sampling = Sampling(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p)
+        generations = await asyncio.gather(
+            *(engine.generate(prompt, replace(sampling, seed=seed), f"d{seed}") for seed in range(draws))
+        )
+        counts = np.bincount([generation.token_ids[0] for generation in generations], minlength=VOCAB)
+        probability = np.exp(log_table(model, prompt, [0], temperature=temperature)[0])
+        chosen = kept(probability, top_k, top_p)
+        assert len(chosen) > 1 and counts[chosen].sum() == draws
+
+        def pearson(expected):
+            return ((counts[chosen] - draws * expected) ** 2 / (draws * expected)).sum()
+
+        freedom = len(chosen) - 1
+        limit = freedom + 4 * (2 * freedom) ** 0.5
+        assert pearson(probability[chosen] / probability[chosen].sum()) < limit
+        # controls: the same draws do not follow other temperatures
+        for other in (0.5, 2.0):
+            wrong = probability[chosen] ** other
+            assert pearson(wrong / wrong.sum()) > limit
 
     async def test_greedy_takes_the_likeliest_token(self, engine, model):
         prompt = prompt_of(17, seed=8)

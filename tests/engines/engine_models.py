@@ -1,5 +1,6 @@
 """Tiny random models that the engine tests build themselves, and what a plain forward pass says of them."""
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -58,6 +59,23 @@ def forward_logprobs(model, prompt, sampled, *, temperature=1.0, weights=None):
     logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     logp = torch.log_softmax(logits / temperature, dim=-1)
     return logp.gather(1, torch.tensor(sampled).unsqueeze(1)).squeeze(1)
+
+
+@torch.inference_mode()
+def log_table(model, prompt, sampled, *, temperature=1.0):
+    """log softmax(z / T) over the vocabulary before each sampled id, in float64 from the float32 logits: [n, V]."""
+    ids = torch.tensor([[*prompt, *sampled]])
+    scaled = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double().numpy() / temperature
+    shifted = scaled - scaled.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def kept(probability, top_k, top_p):
+    """The tokens that truncation leaves of a distribution, likeliest first: the `top_k` likeliest, then as few of those
+    as have a renormalized probability of at least `top_p` together."""
+    order = np.argsort(-probability)[: top_k or None]
+    before = np.cumsum(probability[order] / probability[order].sum()) - probability[order] / probability[order].sum()
+    return order[before < top_p] if top_p < 1 else order
 
 
 @torch.inference_mode()
