@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from agentrl.catalog import make_env
+from agentrl.trajectory import TokenLedger
 from tests.e2e.runs import rows, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -91,7 +92,7 @@ class Seen:
     """What a plain forward pass in float64 says of an episode's sampled tokens."""
 
     table: npt.NDArray[np.float64]  # log softmax(z / T) over the vocabulary before each of them: [n, V]
-    ids: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float64]  # the ledger's
 
     @property
@@ -101,13 +102,14 @@ class Seen:
 
 
 def look(model: Any, episode: dict[str, Any], temperature: float) -> Seen:
-    [ledger] = episode["ledgers"]
-    ids, sampled = np.array(ledger["token_ids"]), np.flatnonzero(ledger["sampled"])
+    [columns] = episode["ledgers"]
+    ledger = TokenLedger.from_json(columns)
+    ids, sampled = ledger.token_ids, np.flatnonzero(ledger.sampled)
     with torch.inference_mode():
         scaled = model(torch.tensor([ids.tolist()]), use_cache=False).logits[0].numpy()[sampled - 1] / temperature
     shifted = scaled - scaled.max(axis=1, keepdims=True)
     table = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return Seen(table, ids[sampled], np.array(ledger["logprobs"])[sampled])
+    return Seen(table, ids[sampled], ledger.logprobs[sampled].astype(np.float64))
 
 
 def kept(probability: npt.NDArray[np.float64], top_k: int, top_p: float) -> list[int]:
