@@ -44,6 +44,10 @@ class CheckpointError(UserError):
     """A checkpoint is missing, incomplete or does not fit the run."""
 
 
+class NonFiniteError(UserError):
+    """Training met numbers that are not finite, more often than it may skip, or in the weights: names the rows."""
+
+
 class ReplayError(UserError):
     """A replay asks for something else than what was recorded: names episode, call, expected and got."""
 

@@ -7,23 +7,42 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from agentrl.algorithm.ragged import row_mean
+from agentrl.algorithm.ragged import row_sum
 from agentrl.algorithm.types import Denominators
 from agentrl.errors import ConfigError
 
-Mode = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"]
+Mode = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 
 
-def aggregate(loss: Tensor, mask: Tensor, offsets: Tensor, mode: Mode, denominators: Denominators) -> Tensor:
+def aggregate(
+    loss: Tensor,
+    mask: Tensor,
+    offsets: Tensor,
+    mode: Mode,
+    denominators: Denominators,
+    episode_tokens: Tensor | None = None,
+) -> Tensor:
     """This part's share of the global mean, a scalar; the shares of all parts add up to it.
 
-    `loss` [T], `mask` [T], `offsets` [N + 1]; `denominators` count the whole optimizer step.
+    `loss` [T], `mask` [T], `offsets` [N + 1]; `denominators` count the whole optimizer step. With E episodes of n_e
+    masked tokens each, over all of an episode's rows:
+
+    - token_mean: sum / all tokens (DAPO, Yu et al. 2025, arXiv:2503.14476);
+    - seq_mean_token_mean: 1/E sum_e (1/n_e sum over the episode's tokens) (GRPO, Shao et al. 2024, arXiv:2402.03300);
+    - seq_mean_token_sum: 1/E sum_e sum;
+    - seq_mean_token_sum_norm: the same / `denominators.length`, a constant (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
+
+    `episode_tokens` [N]: n_e of each row's episode; without it every row is an episode. Raises ConfigError for another
+    mode.
     """
-    if mode == "seq_mean_token_mean":
-        return row_mean(loss, mask, offsets).sum() / denominators.sequences
-    total = torch.where(mask, loss, torch.zeros_like(loss)).sum()
+    kept = torch.where(mask, loss, torch.zeros_like(loss))
     if mode == "token_mean":
-        return total / denominators.tokens
+        return kept.sum() / denominators.tokens
     if mode == "seq_mean_token_sum":
-        return total / denominators.sequences
+        return kept.sum() / denominators.episodes
+    if mode == "seq_mean_token_sum_norm":
+        return kept.sum() / (denominators.episodes * denominators.length)
+    if mode == "seq_mean_token_mean":
+        count = row_sum(mask.to(loss.dtype), offsets) if episode_tokens is None else episode_tokens.to(loss.dtype)
+        return (row_sum(kept, offsets) / count.clamp(min=1)).sum() / denominators.episodes
     raise ConfigError(f"algorithm.aggregate = {mode!r}: expected one of {', '.join(get_args(Mode))}")

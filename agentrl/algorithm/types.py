@@ -80,7 +80,13 @@ class LossOutput:
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """Global counts of one optimizer step over all ranks: sampled tokens, and rows that hold any."""
+    """Global counts of one optimizer step over all ranks: trained tokens, and episodes that hold any.
+
+    A token is trained where the policy sampled it and no off-policy correction rejects it; an episode counts once,
+    however many ledgers it has, and whether or not its advantages differ from 0. `length`: the constant number of
+    tokens of `seq_mean_token_sum_norm`.
+    """
 
     tokens: float
-    sequences: float
+    episodes: float
+    length: float = 1.0

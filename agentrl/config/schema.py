@@ -166,12 +166,13 @@ class KlConfig(Frozen):
     """A penalty for leaving the reference policy (the model that the run started from).
 
     `coef` 0 is none. `where`: in the loss, or taken off the token rewards before advantages are formed.
-    `straight_through`: the estimator's value with the gradient of k2 (in the loss). With `target`, the
-    coefficient is steered so that the KL stays near it: it changes by at most 20 % x rows / `horizon` a step.
+    `kind`: the estimator; by default k3 in the loss and k1 in the reward. `straight_through`: the estimator's
+    value with the gradient of k2 (in the loss). With `target` (nats a token), the coefficient is steered so that
+    the KL stays near it: it changes by at most 20 % x episodes / `horizon` a step in which the policy learns.
     """
 
     coef: Annotated[float, Field(ge=0.0)] = 0.0
-    kind: Literal["k1", "k2", "k3"] = "k3"
+    kind: Literal["k1", "k2", "k3"] | None = None
     where: Literal["loss", "reward"] = "loss"
     straight_through: bool = False
     target: Positive | None = None
@@ -181,16 +182,21 @@ class KlConfig(Frozen):
 class AlgorithmConfig(Frozen):
     """Advantage estimator, policy loss and how token losses are averaged.
 
+    `minibatch`: the most episodes of one optimizer step; all ledgers of an episode share it. `aggregate`: the mean over
+    tokens, or over episodes of their tokens' mean or sum; "seq_mean_token_sum_norm" divides that sum by the constant
+    `length_norm` (tokens; by default as many as an episode may sample: the lesser of `rollout.max_turns` x
+    `rollout.max_turn_tokens` and `rollout.max_episode_tokens`).
     `proximal`: the policy that ratios are taken against: the one that sampled ("behaviour": the engine's
     logprobs), or the trainer's weights at the start of the update ("recompute": one more forward pass).
     `groups`: "kept" puts all members of a group into one minibatch, on one rank and, as far as
-    `optim.micro_tokens` allows, into one micro-batch; "split" places every row on its own.
+    `optim.micro_tokens` allows, into one micro-batch; "split" draws episodes one by one and places every row on its own.
     `correction`: weights between those two policies (algorithm/correction.py); it needs "recompute".
     """
 
     advantage: Choice = Choice(name="grpo")
     loss: Choice = Choice(name="ppo_clip")
-    aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean"
+    aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"] = "token_mean"
+    length_norm: PositiveInt | None = None
     epochs: PositiveInt = 1
     minibatch: PositiveInt = 32
     groups: Literal["split", "kept"] = "split"
@@ -233,7 +239,7 @@ class CriticConfig(Frozen):
     """A value function beside the policy, for advantage "gae". `path`: its model, by default the policy's.
 
     `clip`: how far a value may move from the one that the advantages were formed with. For the first
-    `warmup` training steps only the critic learns.
+    `warmup` training steps only the critic learns. `lr` follows `optim.warmup` and `optim.schedule`.
     """
 
     path: str | None = None

@@ -25,7 +25,7 @@ from agentrl.run.tool_parser import renderer_of
 from agentrl.train.actor import Actor
 from agentrl.train.columns import check_columns
 from agentrl.train.init_model import init_model
-from agentrl.train.learner import Learner, check_learner
+from agentrl.train.learner import Learner, check_learner, policy_updates
 from agentrl.train.pretrained import load_tokenizer
 from agentrl.train.publish import Publisher, check_weights
 
@@ -126,7 +126,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
     actors = start_actors(config, pools)
     engine = make_engine(engine_name, path, config, pools)
     try:
-        await actors.arun(Actor.init_model, path, config.model, config.optim, config.steps)
+        await actors.arun(Actor.init_model, path, config.model, config.optim, policy_updates(config))
         await engine.start()
     except BaseException:
         await engine.close()

@@ -86,7 +86,8 @@ class Actor(Worker):
     ) -> dict[str, float]:
         """One training step (`epochs` x minibatches optimizer steps); metrics over all ranks.
 
-        Needs the columns of `collate` and `advantages`, and `ref_logprobs` where the loss has a KL term.
+        Needs the columns of `collate` and `advantages`; `ref_logprobs` where the loss has a KL term, and `old_logprobs`
+        (what `compute_logprob` found before the update) where the proximal policy is to be recomputed.
         `temperature` is the rollout's; `kl_coef` replaces `algorithm.kl.coef` (a steered coefficient).
         """
         engine = self._ready()

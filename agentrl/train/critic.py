@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,11 +18,12 @@ from agentrl.config.schema import AlgorithmConfig, CriticConfig, ModelConfig, Op
 from agentrl.train.engine import BaseEngine
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.micro import Meter, Pack, split
-from agentrl.train.optim import adamw
+from agentrl.train.optim import adamw, rate
 from agentrl.train.plan import RowsShard, UpdateShard
 from agentrl.train.role import open_engine, ready
 from agentrl.train.state import BackgroundSave, load_state, save_state
-from agentrl.train.update import UpdateSettings, denominators, minibatches, spread_rows, visit_order
+from agentrl.train.steps import Steps
+from agentrl.train.update import UpdateSettings, counts_of, minibatches, spread_rows, visit_order
 
 
 class Critic(Worker):
@@ -30,7 +32,7 @@ class Critic(Worker):
     dispatch_table: ClassVar[dict[str, Strategy]] = {
         "init_model": Broadcast(),
         "compute_values": RowsShard(),
-        "update": UpdateShard(collect="metrics", balance="column", needs_advantage=False),
+        "update": UpdateShard(collect="metrics", balance="column", policy=False),
         "save": Broadcast(),
         "begin_save": Broadcast(),
         "saved": Broadcast(),
@@ -41,9 +43,18 @@ class Critic(Worker):
         super().__init__(context)
         self._engine: FsdpEngine | None = None
         self._saving = BackgroundSave()
+        self._updates = 0
 
-    def init_model(self, path: str, model: ModelConfig, optim: OptimConfig, critic: CriticConfig) -> None:
-        """Load the backbone from a folder or hub name; the value head starts at zero. Raises ModelError."""
+    def init_model(
+        self, path: str, model: ModelConfig, optim: OptimConfig, critic: CriticConfig, total_steps: int | None = None
+    ) -> None:
+        """Load the backbone from a folder or hub name; the value head starts at zero. `total_steps`: length of the run,
+        for the schedule.
+
+        Raises ModelError for a model that cannot be loaded, ConfigError for a schedule without a length.
+        """
+        rate(optim.warmup, optim.warmup, optim.schedule, total_steps)
+        self._optim, self._total_steps = optim, total_steps
         engine = open_engine(self, path, model, optim.max_grad_norm, "value")
         engine.optimizers = adamw(engine.named(), optim.model_copy(update={"lr": critic.lr}))
         self._engine, self._critic, self._cap = engine, critic, optim.micro_tokens
@@ -55,17 +66,24 @@ class Critic(Worker):
     def update(
         self, batch: TensorDict, algorithm: AlgorithmConfig, step: int = 0, seed: int = 0
     ) -> dict[str, float]:
-        """One training step on the columns `values` (old) and `returns`; metrics over all ranks."""
-        settings = UpdateSettings(1.0, self._cap, seed, step)
-        return update_critic(ready(self._engine), batch, algorithm, self._critic, settings)
+        """One training step on the columns `values` (old) and `returns`; metrics over all ranks.
+
+        Its learning rate follows `optim.warmup` and `optim.schedule` by its own count of updates.
+        """
+        engine = ready(self._engine)
+        factor = rate(self._updates, self._optim.warmup, self._optim.schedule, self._total_steps)
+        engine.set_rate(factor)
+        metrics = update_critic(engine, batch, algorithm, self._critic, UpdateSettings(1.0, self._cap, seed, step))
+        self._updates += 1
+        return {**metrics, "critic/lr": factor * self._critic.lr}
 
     def save(self, folder: str) -> None:
-        """Model and optimizer into `folder`."""
-        save_state(ready(self._engine), Path(folder), {})
+        """Model, optimizer and schedule into `folder`."""
+        save_state(ready(self._engine), Path(folder), {"updates": self._updates})
 
     def begin_save(self, folder: str) -> None:
         """`save`, in the background: returns when the state is copied. See `saved`."""
-        self._saving.begin(ready(self._engine), Path(folder), {})
+        self._saving.begin(ready(self._engine), Path(folder), {"updates": self._updates})
 
     def saved(self) -> bool:
         """Whether the save that `begin_save` began is written; raises what it failed with."""
@@ -73,7 +91,7 @@ class Critic(Worker):
 
     def load(self, folder: str) -> None:
         """What `save` wrote, by any number of ranks. Raises CheckpointError."""
-        load_state(ready(self._engine), Path(folder))
+        self._updates = int(load_state(ready(self._engine), Path(folder)).get("updates", 0))
 
 
 @torch.no_grad()
@@ -96,41 +114,46 @@ def update_critic(
     cfg: CriticConfig,
     settings: UpdateSettings,
 ) -> dict[str, float]:
-    """All optimizer steps of one training step; every rank calls it with its own rows."""
-    parts = minibatches(batch)
+    """All optimizer steps of one training step; every rank calls it with its own rows.
+
+    Counts as the policy's update does, but without tokens that an off-policy correction rejects there. Raises
+    NonFiniteError where the weights are not finite afterwards.
+    """
+    parts, counts = minibatches(batch), counts_of(batch)
     micros = split(engine, batch, parts, settings.micro_tokens)
-    counts = denominators(engine, batch, parts)
-    meter = Meter()
-    norms: list[float] = []
+    meter, steps = Meter(), Steps(engine, batch, f"critic update {settings.step}")
+
+    def loss_of(rows: list[int], number: int) -> torch.Tensor:
+        piece = Pack(batch, rows, engine.device)
+        values = engine.values(piece.micro)
+        returns = piece.column("returns")
+        loss = value_loss(values, piece.column("values"), returns, cfg.clip)
+        mask = torch.ones(len(values), dtype=torch.bool, device=engine.device)
+        offsets, weight = piece.compact.to(engine.device), piece.row("episode_tokens")
+        total = aggregate(loss, mask, offsets, algorithm.aggregate, counts[number], weight)
+        meter.add("loss", total)
+        meter.add("value", values)
+        meter.add("square_error", (values - returns).square())
+        meter.add("square_return", returns.square())
+        meter.add("return", returns)
+        return total
+
     for epoch in range(cfg.epochs):
         for number in visit_order(len(parts), epoch, settings):
-            for index, rows in enumerate(micros[number]):
-                piece = Pack(batch, rows, engine.device)
-                values = engine.values(piece.micro)
-                returns = piece.column("returns")
-                loss = value_loss(values, piece.column("values"), returns, cfg.clip)
-                mask = torch.ones(len(values), dtype=torch.bool, device=engine.device)
-                offsets = piece.compact.to(engine.device)
-                total = aggregate(loss, mask, offsets, algorithm.aggregate, counts[number])
-                meter.add("loss", total)
-                meter.add("value", values)
-                meter.add("square_error", (values - returns).square())
-                meter.add("square_return", returns.square())
-                meter.add("return", returns)
-                engine.backward(total, last=index == len(micros[number]) - 1)
-            norms.append(engine.step())
-    return _metrics(engine, meter, norms, sum(part.tokens for part in counts) * cfg.epochs)
+            steps.take(number, micros[number], partial(loss_of, number=number))
+    steps.check()
+    return _metrics(engine, meter, steps, sum(part.tokens for part in counts) * cfg.epochs)
 
 
-def _metrics(engine: BaseEngine, meter: Meter, norms: list[float], tokens: float) -> dict[str, float]:
+def _metrics(engine: BaseEngine, meter: Meter, steps: Steps, tokens: float) -> dict[str, float]:
     sums, _ = meter.totals(engine)
-    if not norms:
+    if not steps.norms:
         return {}
     mean = {name: value / tokens for name, value in sums.items()}
     variance = max(mean["square_return"] - mean["return"] ** 2, 1e-12)
     return {
-        "critic/loss": sums["loss"] / len(norms),
+        "critic/loss": sums["loss"] / len(steps.norms),
         "critic/value": mean["value"],
         "critic/explained_variance": 1 - mean["square_error"] / variance,
-        "critic/grad_norm": sum(norms) / len(norms),
+        **{f"critic/{name}": value for name, value in steps.metrics().items()},
     }

@@ -37,8 +37,16 @@ class BaseEngine(ABC):
         """Add the gradient of `loss`; gradients of all ranks are *summed* at the `last` micro-batch."""
 
     @abstractmethod
-    def step(self) -> float:
-        """Clip by the global norm, step, zero the gradients; returns the norm before clipping."""
+    def step(self, sound: bool = True) -> float:
+        """Clip by the global norm, step, zero the gradients; returns the norm before clipping.
+
+        No step is taken, on any rank, where that norm is not finite or the caller knows of a loss that is not (`sound`,
+        the same on all ranks): weights and optimizer stay as they are.
+        """
+
+    @abstractmethod
+    def finite(self) -> bool:
+        """Whether all trained parameters are finite; the same answer on all ranks."""
 
     @abstractmethod
     def reduce(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:

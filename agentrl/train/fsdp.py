@@ -8,6 +8,7 @@ on how rows fall to ranks and micro-batches.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,14 +123,26 @@ class FsdpEngine(BaseEngine):
             self.module.set_is_last_backward(last)
         torch.autograd.backward(loss)
 
-    def step(self) -> float:
+    def step(self, sound: bool = True) -> float:
         assert self.optimizers is not None
         parameters = [p for _, p in self.named() if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        self.optimizers.step()
-        return float(norm)
+        size = float(norm)
+        if sound and math.isfinite(size):
+            self.optimizers.step()
+        else:
+            self.optimizers.drop()
+        return size
+
+    def finite(self) -> bool:
+        parts = [p.to_local() if isinstance(p, DTensor) else p for _, p in self.named()]
+        size = torch.nn.utils.get_total_norm([part.detach() for part in parts])
+        broken = torch.logical_not(torch.isfinite(size)).to(self.device, torch.float32)
+        if self.sharded:  # over all ranks, not the data-parallel ones only: each holds shards of its own
+            dist.all_reduce(broken, dist.ReduceOp.MAX)
+        return not bool(broken)
 
     def set_rate(self, factor: float) -> None:
         assert self.optimizers is not None

@@ -1,13 +1,15 @@
 """One training step over all roles, on the driver: what the loop calls once a batch of episodes is there.
 
-    batch -> [reference] ref_logprobs -> [critic] values -> advantages -> [critic] update -> actor update
+    batch -> [actor] old_logprobs -> [reference] ref_logprobs -> [critic] values -> advantages
+          -> all finite? -> [critic] update -> actor update
 
-Roles in brackets exist only where the config asks for them.
+What is in brackets happens only where the config asks for it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -15,26 +17,33 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from tensordict import TensorDict
 
-from agentrl.algorithm import AdvantageInput, advantages, kl_estimate
+from agentrl.algorithm import AdvantageInput, advantages
 from agentrl.algorithm.anchors import anchors_of
 from agentrl.batch.rows import jagged, offsets_of
 from agentrl.batch.sharing import resolved, token_ratio, with_trees
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.cluster.worker import Worker
-from agentrl.config.schema import AlgorithmConfig, KlConfig, TrainConfig
-from agentrl.errors import ConfigError
+from agentrl.config.schema import AlgorithmConfig, TrainConfig
+from agentrl.errors import ConfigError, NonFiniteError
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
+from agentrl.train.finite import broken_rows, described
+from agentrl.train.kl import episode_sums, reward_penalty, steered
 from agentrl.train.micro import has
+from agentrl.train.minibatch import episodes_of
 from agentrl.train.reference import Reference
-from agentrl.train.reward_model import RewardModel
-from agentrl.train.update import check_algorithm
+from agentrl.train.reward_model import RewardModel, last_rows, with_scores
+from agentrl.train.update import check_algorithm, mismatch
 
 if TYPE_CHECKING:
     from agentrl.cluster.placement import Pools
 
+log = logging.getLogger(__name__)
+
 STATE = "learner.json"
+MAX_SKIPPED = 3
+"""Training steps in a row that may be skipped, as something in them is not finite; the next one ends the run."""
 W = TypeVar("W", bound=Worker)
 
 
@@ -53,7 +62,12 @@ def mesh_of(config: TrainConfig, ranks: int | None = None) -> dict[str, int]:
 
 def check_learner(config: TrainConfig) -> None:
     """Raise ConfigError for a combination of algorithm and roles that cannot mean what it says."""
-    check_algorithm(config.algorithm)
+    check_algorithm(settled_algorithm(config))
+    if config.algorithm.length_norm is not None and config.algorithm.aggregate != "seq_mean_token_sum_norm":
+        raise ConfigError(
+            f'algorithm.length_norm is the constant of aggregate = "seq_mean_token_sum_norm"; with '
+            f'"{config.algorithm.aggregate}" nothing reads it'
+        )
     mesh_of(config)
     name = config.algorithm.advantage.name
     advantages(name, config.algorithm.advantage.args)
@@ -71,8 +85,20 @@ def check_learner(config: TrainConfig) -> None:
             'algorithm.advantage "multi_reward" reads single terms, which algorithm.kl.where = "reward" does '
             'not reach; use where = "loss"'
         )
-    if kl.target is not None and kl.coef == 0:
-        raise ConfigError("algorithm.kl.target steers algorithm.kl.coef, which must be above 0 to start from")
+
+
+def settled_algorithm(config: TrainConfig) -> AlgorithmConfig:
+    """The algorithm section, with the constant length of `seq_mean_token_sum_norm` filled in."""
+    algorithm, rollout = config.algorithm, config.rollout
+    if algorithm.aggregate != "seq_mean_token_sum_norm" or algorithm.length_norm is not None:
+        return algorithm
+    longest = min(rollout.max_turns * rollout.max_turn_tokens, rollout.max_episode_tokens)
+    return algorithm.model_copy(update={"length_norm": longest})
+
+
+def policy_updates(config: TrainConfig) -> int:
+    """Training steps in which the policy learns: all but those in which only the critic does."""
+    return max(config.steps - (config.critic.warmup if config.critic is not None else 0), 1)
 
 
 class Learner:
@@ -85,7 +111,9 @@ class Learner:
         self.critics: WorkerGroup[Critic] | None = None
         self.references: WorkerGroup[Reference] | None = None
         self.judges: WorkerGroup[RewardModel] | None = None
+        self.algorithm = settled_algorithm(config)
         self.kl_coef = config.algorithm.kl.coef
+        self._skipped = 0
 
     async def open(self, path: str) -> None:
         """Start the further roles from the model at `path`: in their pools, or in the actors' own processes."""
@@ -93,7 +121,9 @@ class Learner:
         if config.critic is not None:
             self.critics = self._start("critic", Critic)
             source = config.critic.path or path
-            await self.critics.arun(Critic.init_model, source, config.model, config.optim, config.critic)
+            await self.critics.arun(
+                Critic.init_model, source, config.model, config.optim, config.critic, config.steps
+            )
         if config.reward_model is not None:
             self.judges = self._start("reward_model", RewardModel)
             await self.judges.arun(
@@ -118,26 +148,63 @@ class Learner:
         )
 
     async def step(self, batch: TensorDict, step: int) -> dict[str, float]:
-        """One training step on what `collate` made. Returns the metrics of all roles."""
-        algorithm, seed = self.config.algorithm, self.config.seed
-        temperature = self.config.rollout.temperature
-        batch = with_trees(batch.copy(), resolved(self.config.optim.prefix_sharing))
-        judged: dict[str, float] = {}
-        if self.judges is not None and self.config.reward_model is not None:
-            scores = await self.judges.arun(RewardModel.compute_scores, batch)
-            batch = with_scores(batch, scores["score"], self.config.reward_model.weight)
-            judged = {"reward_model/score": float(scores["score"].mean())}
+        """One training step on what `collate` made. Returns the metrics of all roles.
+
+        A step in which something is not finite is skipped: nothing learns, and `skipped_steps` is 1. Raises
+        NonFiniteError after more than MAX_SKIPPED of them in a row, and where the weights themselves are not finite.
+        """
+        batch, metrics = await self._prepared(batch)
+        found = broken_rows(batch)
+        if found:
+            return metrics | self._skip(step, described(batch, found))
+        batch, formed = with_advantages(batch, self.algorithm, self.kl_coef)
+        metrics |= formed
+        metrics["prefix_ratio_possible"] = token_ratio(batch)
+        found = broken_rows(batch)
+        if found:
+            return metrics | self._skip(step, described(batch, found))
+        learned = await self._learn(batch, step)
+        metrics |= learned
+        if self.algorithm.proximal == "recompute":
+            metrics |= mismatch(batch)
         if self.references is not None:
-            found = await self.references.arun(Reference.compute_logprob, batch, temperature or 1.0)
+            metrics["kl_coef"] = self.kl_coef
+            measured = metrics.get("kl_reward" if self.algorithm.kl.where == "reward" else "kl_reference")
+            if measured is not None and learned.get("optimizer_steps", 0) > 0:
+                episodes = int(episodes_of(batch).max()) + 1
+                self.kl_coef = steered(self.kl_coef, measured, episodes, self.algorithm.kl)
+        if any(learned.get(name) == 0 for name in ("optimizer_steps", "critic/optimizer_steps")):
+            return metrics | self._skip(step, "every optimizer step; the actors' log names the rows")
+        self._skipped = 0
+        return metrics | {"skipped_steps": 0.0}
+
+    async def _prepared(self, batch: TensorDict) -> tuple[TensorDict, dict[str, float]]:
+        """The batch with what advantages are formed from: the reward model's scores, the logprobs of the proximal and the
+        reference policy, and values, each where it is asked for."""
+        temperature = self.config.rollout.temperature or 1.0
+        batch = with_trees(batch.copy(), resolved(self.config.optim.prefix_sharing))
+        metrics: dict[str, float] = {}
+        if self.judges is not None and self.config.reward_model is not None:
+            scores = (await self.judges.arun(RewardModel.compute_scores, batch))["score"]
+            batch = with_scores(batch, scores, self.config.reward_model.weight)
+            metrics["reward_model/score"] = float(scores[last_rows(batch)].mean())
+        batch["old_logprobs"] = batch.get("logprobs")
+        if self.algorithm.proximal == "recompute":
+            now = await self.actors.arun(Actor.compute_logprob, batch, temperature)
+            batch["old_logprobs"] = same_offsets(now["logprobs"], batch)
+        if self.references is not None:
+            found = await self.references.arun(Reference.compute_logprob, batch, temperature)
             batch["ref_logprobs"] = same_offsets(found["logprobs"], batch)
         if self.critics is not None:
             values = await self.critics.arun(Critic.compute_values, batch)
             batch["values"] = same_offsets(values["values"], batch)
-        batch, metrics = with_advantages(batch, algorithm, self.kl_coef)
-        metrics |= judged
-        metrics["prefix_ratio_possible"] = token_ratio(batch)
+        return batch, metrics
+
+    async def _learn(self, batch: TensorDict, step: int) -> dict[str, float]:
+        """The updates of critic and actor."""
+        algorithm, seed, metrics = self.algorithm, self.config.seed, {}
         if self.critics is not None:
-            metrics |= await self.critics.arun(Critic.update, batch, algorithm, step=step, seed=seed)
+            metrics = await self.critics.arun(Critic.update, batch, algorithm, step=step, seed=seed)
         if self.config.critic is None or step >= self.config.critic.warmup:
             metrics |= await self.actors.arun(
                 Actor.update,
@@ -145,15 +212,19 @@ class Learner:
                 algorithm,
                 step=step,
                 seed=seed,
-                temperature=temperature,
+                temperature=self.config.rollout.temperature,
                 kl_coef=self.kl_coef,
             )
-        if self.references is not None:
-            measured = metrics.get("kl_reference", metrics.get("kl_reward"))
-            metrics["kl_coef"] = self.kl_coef
-            if measured is not None:
-                self.kl_coef = steered(self.kl_coef, measured, len(batch), algorithm.kl)
         return metrics
+
+    def _skip(self, step: int, what: str) -> dict[str, float]:
+        """Count a skipped step; its metrics. Raises NonFiniteError where there were too many in a row."""
+        self._skipped += 1
+        said = f"step {step} is skipped ({self._skipped} in a row), as there are numbers that are not finite: {what}"
+        log.error(said)
+        if self._skipped > MAX_SKIPPED:
+            raise NonFiniteError(f"{said}. The run ends; the weights are those of the last step that was not skipped")
+        return {"skipped_steps": 1.0}
 
     async def save(self, folder: Path) -> None:
         """All roles' state into `folder`, for `Checkpoints.writing`."""
@@ -189,24 +260,6 @@ class Learner:
                 group.close()
 
 
-def with_scores(batch: TensorDict, scores: torch.Tensor, weight: float) -> TensorDict:
-    """Add `weight` times an episode's score to its reward, and to the token reward of its last sampled token.
-
-    `scores` [N] are those of rows; an episode of several rows takes the score of its last row.
-    """
-    offsets = offsets_of(batch.get("token_ids"))
-    keys = torch.stack([batch.get("group"), batch.get("member")], dim=1)
-    unique, episode = torch.unique(keys, dim=0, return_inverse=True)
-    last = torch.zeros(len(unique), dtype=torch.int64).scatter_reduce(
-        0, episode, torch.arange(len(batch)), reduce="amax", include_self=False
-    )
-    added = weight * scores[last].to(torch.float32)
-    tokens = batch.get("rewards").values().clone()
-    tokens.index_add_(0, offsets[1:][last] - 1, added)
-    out: TensorDict = batch.copy()
-    return out.update({"reward": batch.get("reward") + added[episode], "rewards": jagged(tokens, offsets)})
-
-
 def same_offsets(column: torch.Tensor, batch: TensorDict) -> torch.Tensor:
     """A ragged column over the batch's own offsets object, so that its columns can be combined."""
     return jagged(column.values(), offsets_of(batch.get("token_ids")))
@@ -225,7 +278,7 @@ def with_advantages(
     rewards, reward = batch.get("rewards").values(), batch.get("reward")
     metrics: dict[str, float] = {}
     if has(batch, "ref_logprobs") and algorithm.kl.where == "reward":
-        kl = kl_estimate(algorithm.kl.kind, batch["logprobs"].values(), batch["ref_logprobs"].values()) * mask
+        kl = reward_penalty(batch, algorithm.kl)
         metrics["kl_reward"] = float(kl.sum() / mask.sum().clamp(min=1))
         rewards = rewards - kl_coef * kl
         reward = reward - kl_coef * episode_sums(kl, batch)
@@ -250,20 +303,3 @@ def with_advantages(
     if found.returns is not None:
         out["returns"] = jagged(found.returns, offsets)
     return out, metrics
-
-
-def episode_sums(column: torch.Tensor, batch: TensorDict) -> torch.Tensor:
-    """Sum of a token column over all rows of an episode, on each of its rows: [T] -> [N]."""
-    offsets = offsets_of(batch.get("token_ids"))
-    rows = torch.repeat_interleave(torch.arange(len(batch)), offsets.diff())
-    keys = torch.stack([batch.get("group"), batch.get("member")], dim=1)
-    unique, episode = torch.unique(keys, dim=0, return_inverse=True)
-    return torch.zeros(len(unique)).index_add(0, episode[rows], column)[episode]
-
-
-def steered(coef: float, measured: float, rows: int, cfg: KlConfig) -> float:
-    """The next coefficient (Ziegler et al. 2019, arXiv:1909.08593): proportional control towards `target`."""
-    if cfg.target is None:
-        return coef
-    error = min(max(measured / cfg.target - 1, -0.2), 0.2)
-    return coef * (1 + error * rows / cfg.horizon)

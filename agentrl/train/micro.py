@@ -77,6 +77,11 @@ class Pack:
         values: Tensor = self.flat[name]
         return values[self.mask].to(self.device)
 
+    def row(self, name: str) -> Tensor:
+        """A row column, [N]."""
+        values: Tensor = self.flat[name]
+        return values.to(self.device)
+
     def spread(self, values: Tensor) -> Tensor:
         """Inverse of `column`: [M] -> [T] on the host, 0 where not sampled."""
         out = torch.zeros(len(self.mask), dtype=torch.float32)

@@ -51,6 +51,11 @@ class Optimizers:
             part.step()
             part.zero_grad(set_to_none=True)
 
+    def drop(self) -> None:
+        """Forget the gradients, without a step."""
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
     def state(self) -> dict[str, Tensor]:
         """State tensors as `<parameter>.<entry>`; entries that are not there yet are created as zeros."""
         found: dict[str, Tensor] = {}

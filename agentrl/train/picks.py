@@ -1,4 +1,4 @@
-"""Which tokens of a minibatch clip_cov and kl_cov treat on their own: one choice over all ranks."""
+"""Which tokens of a minibatch clip_cov and kl_cov treat on their own: chosen on the driver, over all of its rows."""
 
 from __future__ import annotations
 
@@ -10,56 +10,39 @@ from torch import Tensor
 from agentrl.algorithm.loss.covariance import Picks
 from agentrl.algorithm.ragged import row_ids
 from agentrl.batch.rows import jagged, offsets_of
-from agentrl.train.engine import BaseEngine
-
-BISECTIONS = 40
+from agentrl.train.minibatch import trained_tokens
 
 
-def with_picks(
-    engine: BaseEngine, batch: TensorDict, parts: list[np.ndarray], picks: Picks, seed: int
-) -> TensorDict:
-    """The batch with the ragged bool column `picked`.
+def with_picks(batch: TensorDict, parts: list[np.ndarray], picks: Picks | None, seed: int) -> TensorDict:
+    """The batch with the ragged bool column `picked`; as it is where nothing is to be picked.
 
-    The covariance of a token is (log pi - mean)(A - mean), means over its minibatch on all ranks.
+    The covariance of a token is (log pi - mean)(A - mean), means over the trained tokens of its minibatch, those of rows
+    without advantage included; log pi is the proximal policy's (`old_logprobs`).
     """
-    column = batch.get("sampled")
-    offsets = offsets_of(column)
-    logprobs, advantages = batch.get("old_logprobs").values(), batch.get("advantages").values()
+    if picks is None:
+        return batch
+    offsets = offsets_of(batch.get("sampled"))
+    trained, owner = trained_tokens(batch), row_ids(offsets)
+    logprobs, advantages = batch.get("old_logprobs").values().double(), batch.get("advantages").values().double()
     noise = token_noise(batch, seed)
-    picked = torch.zeros(len(column.values()), dtype=torch.bool)
-    owner = row_ids(offsets)
+    picked = torch.zeros(len(owner), dtype=torch.bool)
     for rows in parts:
-        mine = torch.isin(owner, torch.from_numpy(rows)) & column.values()
-        covariance = _covariance(engine, logprobs[mine], advantages[mine])
-        picked[mine] = _choose(engine, covariance, noise[mine], picks)
+        mine = (torch.isin(owner, torch.from_numpy(rows)) & trained).nonzero().squeeze(1)
+        if len(mine):
+            covariance = (logprobs[mine] - logprobs[mine].mean()) * (advantages[mine] - advantages[mine].mean())
+            picked[mine[chosen(covariance, noise[mine], picks)]] = True
     out: TensorDict = batch.copy()
     return out.update({"picked": jagged(picked, offsets)})
 
 
-def _covariance(engine: BaseEngine, logprobs: Tensor, advantages: Tensor) -> Tensor:
-    sums = torch.stack([torch.tensor(float(len(logprobs))), logprobs.sum(), advantages.sum()]).double()
-    count, first, second = engine.reduce(sums, "sum")
-    count = count.clamp(min=1)
-    covariance: Tensor = (logprobs - first / count) * (advantages - second / count)
-    return covariance
-
-
-def _choose(engine: BaseEngine, covariance: Tensor, noise: Tensor, picks: Picks) -> Tensor:
-    total = engine.reduce(torch.tensor([float(len(covariance))]).double(), "sum")[0]
-    if picks.low is not None and picks.high is not None:
-        inside = (covariance > picks.low) & (covariance < picks.high)
-        candidates = engine.reduce(inside.sum().double()[None], "sum")[0]
-        return inside & (noise < float(picks.share * total / candidates.clamp(min=1)))
-    wanted = max(round(float(picks.share * total)), 1)
-    top = covariance.max() if len(covariance) else torch.tensor(-torch.inf)
-    bottom = covariance.min() if len(covariance) else torch.tensor(torch.inf)
-    low = -engine.reduce(-bottom.double()[None], "max")[0]
-    high = engine.reduce(top.double()[None], "max")[0]
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        above = engine.reduce((covariance > middle).sum().double()[None], "sum")[0]
-        low, high = (middle, high) if above > wanted else (low, middle)
-    return covariance > high
+def chosen(covariance: Tensor, noise: Tensor, picks: Picks) -> Tensor:
+    """The picked of M tokens, int64: `share` of them, at least one and rounded down (as in the authors' code); those with
+    the largest covariance, or so many at random (by `noise`) of those that lie within the bounds."""
+    wanted = max(int(picks.share * len(covariance)), 1)
+    if picks.low is None or picks.high is None:
+        return torch.from_numpy(np.lexsort((noise.numpy(), -covariance.numpy()))[:wanted])
+    inside = ((covariance > picks.low) & (covariance < picks.high)).nonzero().squeeze(1)
+    return inside[noise[inside].argsort(stable=True)[:wanted]]
 
 
 def token_noise(batch: TensorDict, seed: int) -> Tensor:

@@ -1,9 +1,10 @@
 """Which row trains in which optimizer step and on which rank: decided on the driver, before the rows part.
 
 So the rows of an optimizer step do not depend on the number of ranks. The strategies here stand in the
-roles' dispatch tables; they add the row columns `minibatch` and `dp_rank` and the batch-wide column
-`minibatches`, and then shard by `dp_rank`. Where rows stay together (`algorithm.groups`, or because they
-share a prefix, see batch/sharing.py) the columns `together` and `prefix` tell the workers.
+roles' dispatch tables; they add the row columns `minibatch`, `episode_tokens` and `dp_rank` and the batch-wide
+`counts` (denominators of each minibatch), and then shard by `dp_rank`. Where rows stay together
+(`algorithm.groups`, or because they share a prefix, see batch/sharing.py) the columns `together` and `prefix`
+tell the workers.
 """
 
 from __future__ import annotations
@@ -16,32 +17,41 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from agentrl.batch.rows import lengths, select, wide
+from agentrl.algorithm import Denominators
+from agentrl.algorithm.loss.covariance import picks_of
+from agentrl.batch.rows import lengths, wide
 from agentrl.batch.sharing import columns_of, settled
 from agentrl.cluster.dispatch import Call, Shard, Shipment
 from agentrl.cluster.mesh import Mesh
 from agentrl.config.schema import AlgorithmConfig
-from agentrl.errors import DispatchError
+from agentrl.errors import ConfigError, DispatchError
+from agentrl.train.minibatch import counted, cut, with_policies, without_idle_rows
+from agentrl.train.picks import with_picks
 
 
 @dataclass(frozen=True)
 class UpdateShard(Shard):
-    """For `update(batch, algorithm, step, seed, ...)`: shuffled minibatches, each balanced over the ranks.
+    """For `update(batch, algorithm, step, seed, ...)`: minibatches of episodes, each balanced over the ranks.
 
-    `needs_advantage`: rows whose advantages are all zero teach nothing and are left out.
+    `policy`: for the policy's update, which has a proximal policy, an off-policy correction and picked tokens, and leaves
+    out rows that cannot have a gradient. Else every row counts, and is computed.
     """
 
-    needs_advantage: bool = True
+    policy: bool = True
 
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
         batch, rest = _taken(call, "algorithm")
         algorithm: AlgorithmConfig = rest.kwargs["algorithm"]
-        if self.needs_advantage:
-            batch = drop_rows_without_gradient(batch, algorithm)
         seed, step = rest.kwargs.get("seed", 0), rest.kwargs.get("step", 0)
+        if self.policy:
+            batch = with_policies(batch, algorithm)
+        parts = cut(batch, algorithm, seed, step)
+        batch, counts = counted(batch, parts, norm_length(algorithm))
+        if self.policy:
+            batch = with_picks(batch, parts, picks_of(algorithm.loss.name, algorithm.loss.args), seed + step)
+            batch, parts = without_idle_rows(batch, parts, algorithm)
         keep = np.asarray(batch.get("group")) if algorithm.groups == "kept" else None
-        parts = shuffled(len(batch), algorithm.minibatch, seed, step, keep)
-        planned = placed(batch, parts, mesh.size(self.mesh), keep)
+        planned = placed(batch, parts, mesh.size(self.mesh), keep, counts)
         return Shard.scatter(self, Call(call.where, call.names, (planned,), rest.kwargs), mesh)
 
 
@@ -70,7 +80,9 @@ class StepsShard(Shard):
         count: int = rest.kwargs["count"]
         if not 1 <= count <= len(batch):
             raise DispatchError(f"{call.where}: {len(batch)} rows do not make {count} steps")
-        planned = placed(batch, np.array_split(np.arange(len(batch)), count), mesh.size(self.mesh))
+        parts = np.array_split(np.arange(len(batch)), count)
+        batch, counts = counted(batch, parts)
+        planned = placed(batch, parts, mesh.size(self.mesh), counts=counts)
         return Shard.scatter(self, Call(call.where, call.names, (planned,), rest.kwargs), mesh)
 
 
@@ -85,55 +97,33 @@ def _taken(call: Call, needed: str) -> tuple[TensorDict, Call]:
     return batch, rest
 
 
-def drop_rows_without_gradient(batch: TensorDict, algorithm: AlgorithmConfig) -> TensorDict:
-    """Leave out rows whose advantages are all zero, unless another term of the loss needs them."""
-    if algorithm.entropy_bonus > 0 or (algorithm.kl.coef > 0 and algorithm.kl.where == "loss"):
-        return batch
-    column = batch.get("advantages")
-    offsets = column.offsets()
-    rows = torch.repeat_interleave(torch.arange(len(batch)), offsets.diff())
-    alive = torch.zeros(len(batch), dtype=torch.bool)
-    alive[rows[column.values() != 0]] = True
-    return batch if bool(alive.all()) else select(batch, alive.nonzero().squeeze(1))
-
-
-def shuffled(
-    rows: int, size: int, seed: int, step: int, groups: np.ndarray | None = None
-) -> list[np.ndarray]:
-    """All rows in random order, cut into the least number of nearly equal parts of at most `size` rows.
-
-    With `groups` (a number a row) whole groups in random order fill parts of at most `size` rows; only a
-    group of more rows than that is cut.
-    """
-    if rows == 0:
-        return []
-    rng = np.random.default_rng([seed, step])
-    if groups is None:
-        return np.array_split(rng.permutation(rows), -(-rows // size))
-    order = np.argsort(groups, kind="stable")
-    members = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
-    parts: list[list[int]] = [[]]
-    for number in rng.permutation(len(members)):
-        for start in range(0, len(members[number]), size):
-            piece = members[number][start : start + size].tolist()
-            if parts[-1] and len(parts[-1]) + len(piece) > size:
-                parts.append([])
-            parts[-1] += piece
-    return [np.asarray(part, dtype=np.int64) for part in parts]
+def norm_length(algorithm: AlgorithmConfig) -> int | None:
+    """The constant of `aggregate = "seq_mean_token_sum_norm"`, None for another. Raises ConfigError where it is missing."""
+    if algorithm.aggregate != "seq_mean_token_sum_norm":
+        return None
+    if algorithm.length_norm is None:
+        raise ConfigError('algorithm.aggregate = "seq_mean_token_sum_norm" needs algorithm.length_norm, a number of tokens')
+    return algorithm.length_norm
 
 
 def placed(
-    batch: TensorDict, parts: Sequence[np.ndarray], ranks: int, keep: np.ndarray | None = None
+    batch: TensorDict,
+    parts: Sequence[np.ndarray],
+    ranks: int,
+    keep: np.ndarray | None = None,
+    counts: tuple[Denominators, ...] = (),
 ) -> TensorDict:
     """The batch with `minibatch` (the part of each row), `dp_rank` (balanced by tokens within each part),
-    the batch-wide `minibatches`, and `together` and `prefix` where any rows stay together.
+    the batch-wide `counts`, and `together` and `prefix` where any rows stay together.
 
-    `keep` holds the rows' group numbers where groups are kept on one rank.
+    `keep` holds the rows' group numbers where groups are kept on one rank; `counts` the denominators of each part.
     """
     columns = {name: np.zeros(len(batch), dtype=np.int64) for name in ("minibatch", "dp_rank", "prefix")}
     columns["together"] = np.full(len(batch), -1, dtype=np.int64)
     tokens = lengths(batch).numpy()
     for number, rows in enumerate(parts):
+        if len(rows) == 0:
+            continue
         columns["minibatch"][rows] = number
         found = settled(tokens[rows], ranks, *columns_of(batch, rows), None if keep is None else keep[rows])
         for owner, mine in enumerate(found.ranks):
@@ -143,5 +133,5 @@ def placed(
         del columns["together"], columns["prefix"]
     out: TensorDict = batch.copy()
     out.update({name: torch.from_numpy(values) for name, values in columns.items()})
-    out.set("minibatches", wide(len(parts), len(batch)))
+    out.set("counts", wide(counts, len(batch)))
     return out

@@ -8,11 +8,14 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from agentrl.algorithm.ragged import row_ids
+from agentrl.batch.rows import jagged, offsets_of
 from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.micro import Pack, split
+from agentrl.train.minibatch import episodes_of
 from agentrl.train.plan import RowsShard
 from agentrl.train.role import open_engine, ready
 
@@ -51,3 +54,29 @@ def compute_scores(engine: FsdpEngine, batch: TensorDict, cap: int) -> TensorDic
         if rows:
             found[torch.tensor(rows)] = scores.cpu()
     return TensorDict({"score": found}, batch_size=[len(batch)])
+
+
+def last_rows(batch: TensorDict) -> torch.Tensor:
+    """The last row of each episode, int64, by the episodes' number."""
+    episode = torch.from_numpy(episodes_of(batch))
+    count = int(episode.max()) + 1 if len(episode) else 0
+    places = torch.arange(len(episode))
+    return torch.zeros(count, dtype=torch.int64).scatter_reduce(0, episode, places, reduce="amax", include_self=False)
+
+
+def with_scores(batch: TensorDict, scores: torch.Tensor, weight: float) -> TensorDict:
+    """Add `weight` times an episode's score to its reward, and to the token reward of its last sampled token.
+
+    `scores` [N] are those of rows; an episode of several rows takes the score of its last row. An episode that sampled
+    nothing holds no token reward.
+    """
+    offsets = offsets_of(batch.get("token_ids"))
+    episode = torch.from_numpy(episodes_of(batch))
+    last = last_rows(batch)
+    added = weight * scores[last].to(torch.float32)
+    places = batch.get("sampled").values().nonzero().squeeze(1)
+    spot = torch.full((len(last),), -1).scatter_reduce(0, episode[row_ids(offsets)][places], places, reduce="amax")
+    tokens = batch.get("rewards").values().clone()
+    tokens.index_add_(0, spot[spot >= 0], added[spot >= 0])
+    out: TensorDict = batch.copy()
+    return out.update({"reward": batch.get("reward") + added[episode], "rewards": jagged(tokens, offsets)})

@@ -18,14 +18,14 @@ from agentrl.algorithm import (
     kl_estimate,
     policy_loss,
 )
-from agentrl.algorithm.loss.covariance import picks_of
-from agentrl.algorithm.ragged import row_sum
 from agentrl.batch.rows import jagged, offsets_of
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError
 from agentrl.train.engine import BaseEngine
+from agentrl.train.kl import check_kl, kl_kind
 from agentrl.train.micro import Meter, Pack, has, split
-from agentrl.train.picks import with_picks
+from agentrl.train.plan import norm_length
+from agentrl.train.steps import Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,31 +45,34 @@ def update_policy(
 ) -> dict[str, float]:
     """All optimizer steps of one training step; every rank calls it with its own rows.
 
-    Needs the columns token_ids, sampled, logprobs (of the policy that sampled), advantages, minibatch and
-    the batch-wide minibatches. Returns metrics, the same on every rank.
+    Needs the columns that `UpdateShard` leaves in a batch: token_ids, sampled, logprobs (of the policy that sampled),
+    old_logprobs (of the proximal policy), advantages, minibatch, episode_tokens, where they are asked for weights, picked
+    and ref_logprobs, and the batch-wide counts. A minibatch of which no row is left still takes its optimizer step, with
+    a gradient of zero. Returns metrics, the same on every rank. Raises NonFiniteError where the weights are not finite
+    afterwards.
     """
     loss = policy_loss(algorithm.loss.name, algorithm.loss.args)
-    batch = with_weights(with_proximal(engine, batch, algorithm, settings), algorithm)
-    parts = minibatches(batch)
-    picks = picks_of(algorithm.loss.name, algorithm.loss.args)
-    if picks is not None:
-        batch = with_picks(engine, batch, parts, picks, settings.seed + settings.step)
+    parts, counts = minibatches(batch), counts_of(batch)
     micros = split(engine, batch, parts, settings.micro_tokens)
-    counts = denominators(engine, batch, parts)
-    meter = Meter()
-    norms: list[float] = []
+    meter, steps = Meter(), Steps(engine, batch, f"update {settings.step}")
     for epoch in range(algorithm.epochs):
         for number in visit_order(len(parts), epoch, settings):
-            job = _Job(engine, batch, algorithm, loss, counts[number], settings, meter, first=not norms)
-            job.run(micros[number])
-            norms.append(engine.step())
-    return _metrics(engine, meter, norms, counts, algorithm.epochs)
+            job = _Job(engine, batch, algorithm, loss, counts[number], settings, meter, first=not steps.norms)
+            steps.take(number, micros[number], job.loss)
+    steps.check()
+    return _metrics(engine, meter, steps, counts)
 
 
 def minibatches(batch: TensorDict) -> list[np.ndarray]:
     """This rank's rows of each minibatch."""
     number = np.asarray(batch.get("minibatch"))
-    return [np.flatnonzero(number == index) for index in range(batch["minibatches"])]
+    return [np.flatnonzero(number == index) for index in range(len(counts_of(batch)))]
+
+
+def counts_of(batch: TensorDict) -> tuple[Denominators, ...]:
+    """The denominators of each minibatch, over all ranks and all rows, those that were left out included."""
+    found: tuple[Denominators, ...] = batch["counts"]
+    return found
 
 
 def visit_order(count: int, epoch: int, settings: UpdateSettings) -> list[int]:
@@ -78,43 +81,6 @@ def visit_order(count: int, epoch: int, settings: UpdateSettings) -> list[int]:
         return list(range(count))
     order = np.random.default_rng([settings.seed, settings.step, epoch]).permutation(count)
     return [int(number) for number in order]
-
-
-def denominators(engine: BaseEngine, batch: TensorDict, parts: list[np.ndarray]) -> list[Denominators]:
-    """Trained tokens, and rows that hold any, of each minibatch over all ranks: the sampled tokens, less
-    those that an off-policy correction rejects (column `weights`, where there is one)."""
-    column = batch.get("sampled")
-    trained = column.values()
-    if has(batch, "weights"):
-        trained = trained & (batch.get("weights").values() > 0)
-    per_row = row_sum(trained.to(torch.float64), offsets_of(column))
-    table = torch.zeros(len(parts), 2, dtype=torch.float64)
-    for number, rows in enumerate(parts):
-        mine = per_row[torch.from_numpy(rows)]
-        table[number, 0], table[number, 1] = mine.sum(), (mine > 0).sum()
-    return [Denominators(max(t, 1.0), max(s, 1.0)) for t, s in engine.reduce(table, "sum").tolist()]
-
-
-def with_proximal(
-    engine: BaseEngine, batch: TensorDict, algorithm: AlgorithmConfig, settings: UpdateSettings
-) -> TensorDict:
-    """The batch with `old_logprobs`: of the policy that sampled, or of the weights before the first step."""
-    out: TensorDict = batch.copy()
-    if algorithm.proximal == "behaviour":
-        return out.update({"old_logprobs": batch.get("logprobs")})
-    fresh = compute_logprobs(engine, batch, settings.temperature, settings.micro_tokens)
-    return out.update({"old_logprobs": fresh["logprobs"]})
-
-
-def with_weights(batch: TensorDict, algorithm: AlgorithmConfig) -> TensorDict:
-    """The batch with `weights` of the off-policy correction, where there is one."""
-    if algorithm.correction is None:
-        return batch
-    rule = correction(algorithm.correction.name, algorithm.correction.args)
-    column = batch.get("sampled")
-    offsets = offsets_of(column)
-    proximal, behaviour = batch.get("old_logprobs").values(), batch.get("logprobs").values()
-    return batch.update({"weights": jagged(rule(proximal, behaviour, column.values(), offsets), offsets)})
 
 
 @torch.no_grad()
@@ -143,25 +109,20 @@ def spread_rows(into: torch.Tensor, values: torch.Tensor, rows: list[int], offse
 
 @dataclass(slots=True)
 class _Job:
-    """One optimizer step's forward and backward passes."""
+    """The losses of one optimizer step's micro-batches."""
 
     engine: BaseEngine
     batch: TensorDict
     algorithm: AlgorithmConfig
-    loss: Callable[[LossInput], LossOutput]
+    policy: Callable[[LossInput], LossOutput]
     counts: Denominators
     settings: UpdateSettings
     meter: Meter
     first: bool
 
-    def run(self, micros: list[list[int]]) -> None:
-        for number, rows in enumerate(micros):
-            piece = Pack(self.batch, rows, self.engine.device)
-            self.meter.add("plain_tokens", torch.tensor(float(piece.tokens)))
-            self.meter.add("computed_tokens", torch.tensor(float(piece.computed)))
-            self.engine.backward(self._loss(piece), last=number == len(micros) - 1)
-
-    def _loss(self, piece: Pack) -> torch.Tensor:
+    def loss(self, rows: list[int]) -> torch.Tensor:
+        """This micro-batch's share of the step's loss."""
+        piece = Pack(self.batch, rows, self.engine.device)
         logprobs, entropy = self.engine.logprobs(piece.micro, self.settings.temperature, True)
         weights = piece.column("weights") if has(self.batch, "weights") else torch.ones_like(logprobs)
         given = LossInput(
@@ -173,13 +134,15 @@ class _Job:
             piece.compact.to(self.engine.device),
             piece.column("picked") if has(self.batch, "picked") else None,
         )
-        out = self.loss(given)
+        out = self.policy(given)
         tokens = out.loss * weights.detach()
         if self.algorithm.entropy_bonus:
             tokens = tokens - self.algorithm.entropy_bonus * entropy
         tokens = tokens + self._kl(piece, given)
-        total = aggregate(tokens, given.mask, given.offsets, self.algorithm.aggregate, self.counts)
-        self._measure(given, out, entropy, total)
+        total = aggregate(
+            tokens, given.mask, given.offsets, self.algorithm.aggregate, self.counts, piece.row("episode_tokens")
+        )
+        self._measure(piece, given, out, entropy, total)
         return total
 
     def _kl(self, piece: Pack, given: LossInput) -> torch.Tensor:
@@ -187,41 +150,61 @@ class _Job:
         if not has(self.batch, "ref_logprobs"):
             return torch.zeros_like(given.logprobs)
         kl = self.algorithm.kl
-        reference = piece.column("ref_logprobs")
-        value = kl_estimate(kl.kind, given.logprobs, reference, kl.straight_through)
+        value = kl_estimate(kl_kind(kl), given.logprobs, piece.column("ref_logprobs"), kl.straight_through)
         self.meter.add("kl_reference", value[given.mask])
         return self.settings.kl_coef * value if kl.where == "loss" else torch.zeros_like(value)
 
-    def _measure(self, given: LossInput, out: LossOutput, entropy: torch.Tensor, total: torch.Tensor) -> None:
+    def _measure(
+        self, piece: Pack, given: LossInput, out: LossOutput, entropy: torch.Tensor, total: torch.Tensor
+    ) -> None:
         mask, now = given.mask, given.logprobs.detach()
-        distance = kl_estimate("k3", now, given.behaviour_logprobs)[mask]
         self.meter.add("loss", total)
+        for name, count in (("plain_tokens", piece.tokens), ("computed_tokens", piece.computed), (TRAINED, int(mask.sum())),
+                            (SAMPLED, len(mask))):
+            self.meter.add(name, torch.tensor(float(count)))
         self.meter.add("entropy", entropy[mask])
-        self.meter.add("kl_behaviour", (given.behaviour_logprobs - now)[mask])
+        self.meter.add("kl_behaviour", given.behaviour_logprobs - now)
         for name, values in out.metrics.items():
             self.meter.add(name, values[mask])
         if self.first:  # no step was taken yet: what differs here is trainer against engine, or staleness
-            gap = (now - given.behaviour_logprobs).abs()
-            self.meter.add("mismatch_kl", distance)
-            self.meter.top("mismatch_max", gap)
+            self.meter.add(FIRST, torch.tensor(float(len(mask))))
+            self.meter.add("mismatch_kl", kl_estimate("k3", now, given.behaviour_logprobs))
+            self.meter.top("mismatch_max", (now - given.behaviour_logprobs).abs())
 
 
-def _metrics(
-    engine: BaseEngine, meter: Meter, norms: list[float], counts: list[Denominators], epochs: int
-) -> dict[str, float]:
-    if not norms:
+def mismatch(batch: TensorDict) -> dict[str, float]:
+    """`mismatch_kl` (k3, mean over all sampled tokens) and `mismatch_max` of the proximal policy against the engine's
+    logprobs: where the proximal policy was recomputed, the batch says them itself, rows included that a correction rejects."""
+    new, old = (batch.get(name).values()[batch.get("sampled").values()] for name in ("old_logprobs", "logprobs"))
+    if not len(new):
+        return {}
+    return {"mismatch_kl": float(kl_estimate("k3", new, old).mean()), "mismatch_max": float((new - old).abs().max())}
+
+
+TRAINED, SAMPLED, FIRST = "tokens_computed", "sampled_computed", "sampled_first"
+OVER = {"kl_behaviour": SAMPLED, "mismatch_kl": FIRST}
+"""What a metric is the mean over, where that is not the computed tokens that are trained."""
+
+
+def _metrics(engine: BaseEngine, meter: Meter, steps: Steps, counts: tuple[Denominators, ...]) -> dict[str, float]:
+    """`loss` and `grad_norm` are means over the optimizer steps. Means over tokens are over those that were computed (in
+    every epoch), so not over rows that were left out as they teach nothing; `tokens_trained` and `episodes_trained` are
+    the denominators, which count those too."""
+    if not steps.norms:
         return {"tokens_trained": 0.0, "minibatches": 0.0}
     sums, tops = meter.totals(engine)
     plain, computed = sums.pop("plain_tokens"), sums.pop("computed_tokens")
-    tokens = sum(part.tokens for part in counts)
-    first = {"mismatch_kl": counts[0].tokens, "loss": float(len(norms))}
-    means = {name: value / first.get(name, tokens * epochs) for name, value in sums.items()}
+    over = {name: sums.pop(name) for name in (TRAINED, SAMPLED, FIRST)}
+    loss = sums.pop("loss") / len(steps.norms)
+    means = {name: value / max(over[OVER.get(name, TRAINED)], 1.0) for name, value in sums.items()}
     return {
         **means,
         **tops,
-        "grad_norm": sum(norms) / len(norms),
-        "tokens_trained": tokens,
-        "rows_trained": sum(part.sequences for part in counts),
+        **steps.metrics(),
+        "loss": loss,
+        "tokens_trained": sum(part.tokens for part in counts),
+        "tokens_computed": over[TRAINED],
+        "episodes_trained": sum(part.episodes for part in counts),
         "minibatches": float(len(counts)),
         "prefix_ratio": plain / max(computed, 1.0),
     }
@@ -237,3 +220,10 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
             raise ConfigError('algorithm.correction needs algorithm.proximal = "recompute"')
     if algorithm.correction is not None:
         correction(algorithm.correction.name, algorithm.correction.args)
+        if algorithm.loss.name == "decoupled_ppo" and algorithm.correction.name != "reject_sequence":
+            raise ConfigError(
+                f'algorithm.correction "{algorithm.correction.name}" and algorithm.loss "decoupled_ppo" both weigh tokens by '
+                'proximal / behaviour, so it would count twice; use "reject_sequence", or another loss'
+            )
+    check_kl(algorithm.kl)
+    norm_length(algorithm)

@@ -194,7 +194,7 @@ def test_aggregation():
     loss = torch.tensor([1.0, 2.0, 3.0, 4.0, 50.0, 60.0])
     mask = torch.tensor([1, 1, 1, 1, 0, 0], dtype=torch.bool)
     offsets = torch.tensor([0, 3, 6])
-    counts = Denominators(tokens=4, sequences=2)
+    counts = Denominators(tokens=4, episodes=2)
     found = [
         aggregate(loss, mask, offsets, mode, counts).item()
         for mode in ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")

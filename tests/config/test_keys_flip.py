@@ -303,7 +303,7 @@ ELSEWHERE: dict[str, str] = {
     "OptimConfig.micro_tokens": f"{WARM}::test_micro_tokens_changes_rounding_only",
     "OptimConfig.prefix_sharing": "train/test_prefix_training.py::test_auto_shares_where_it_wins_and_not_where_it_does_not",
     **{f"AlgorithmConfig.{key}": f"{LEARNER}::test_every_key_of_the_algorithm_changes_the_weights"
-       for key in ("aggregate", "epochs", "minibatch", "entropy_bonus", "proximal")},
+       for key in ("aggregate", "epochs", "minibatch", "entropy_bonus", "proximal", "length_norm")},
     "AlgorithmConfig.groups": "train/test_prefix_training.py::test_groups_are_kept_or_split_and_trees_stay_together",
     **{f"KlConfig.{key}": f"{LEARNER}::test_every_key_of_the_algorithm_changes_the_weights"
        for key in ("coef", "kind", "where", "straight_through")},

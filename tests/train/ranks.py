@@ -165,7 +165,9 @@ def noisy() -> Any:
     noise = -6.0 + 0.3 * torch.randn(len(sampled), generator=generator)
     batch["logprobs"].values().copy_(noise * sampled)
     returns = torch.randn(len(sampled), generator=generator) * sampled
-    return batch.update({"returns": jagged(returns, offsets_of(batch["sampled"]))})
+    near = (noise + 0.5 * torch.randn(len(sampled), generator=generator)) * sampled
+    columns = {"returns": returns, "old_logprobs": near}
+    return batch.update({name: jagged(column, offsets_of(batch["sampled"])) for name, column in columns.items()})
 
 
 def saving_for_ever(tiny: str, root: Path) -> Body:

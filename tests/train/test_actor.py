@@ -85,12 +85,15 @@ def test_row_order_of_a_minibatch_changes_nothing_but_rounding(tiny: str) -> Non
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-def test_rows_without_advantage_are_dropped_but_not_under_an_entropy_bonus(tiny: str) -> None:
+def test_rows_without_advantage_are_not_computed_but_under_an_entropy_bonus_they_are(tiny: str) -> None:
     batch = make_batch(8)
-    batch["advantages"].values()[: batch["advantages"].offsets()[4]] = 0.0
-    assert start(tiny).run(Actor.update, batch, PLAIN)["rows_trained"] == 4
+    end = int(batch["advantages"].offsets()[4])
+    batch["advantages"].values()[:end] = 0.0
+    sampled = batch["sampled"].values()
+    assert start(tiny).run(Actor.update, batch, PLAIN)["tokens_computed"] == int(sampled[end:].sum())
     bonus = PLAIN.model_copy(update={"entropy_bonus": 0.1})
-    assert start(tiny).run(Actor.update, batch, bonus)["rows_trained"] == 8
+    metrics = start(tiny).run(Actor.update, batch, bonus)
+    assert metrics["tokens_computed"] == metrics["tokens_trained"] == int(sampled.sum())
 
 
 def test_a_batch_without_any_advantage_leaves_the_weights(tiny: str) -> None:
@@ -98,7 +101,8 @@ def test_a_batch_without_any_advantage_leaves_the_weights(tiny: str) -> None:
     before = weights(group)
     batch = make_batch(4)
     batch["advantages"].values().zero_()
-    assert group.run(Actor.update, batch, PLAIN)["minibatches"] == 0
+    metrics = group.run(Actor.update, batch, PLAIN)
+    assert metrics["minibatches"] == 1 and metrics["grad_norm"] == 0
     assert same(before, weights(group))
 
 

@@ -31,7 +31,7 @@ from agentrl.config.schema import (
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
 from agentrl.train.learner import Learner
-from agentrl.train.plan import shuffled
+from agentrl.train.minibatch import shuffled
 from agentrl.train.reference import Reference
 from agentrl.trajectory import Task, TokenLedger, Trajectory
 

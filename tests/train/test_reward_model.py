@@ -21,8 +21,8 @@ from agentrl.config.schema import (
 )
 from agentrl.errors import ModelError
 from agentrl.train.actor import Actor
-from agentrl.train.learner import Learner, with_scores
-from agentrl.train.reward_model import RewardModel
+from agentrl.train.learner import Learner
+from agentrl.train.reward_model import RewardModel, with_scores
 
 
 @pytest.fixture(scope="module")

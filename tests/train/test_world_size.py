@@ -79,7 +79,7 @@ def test_two_ranks_train_as_one_and_load_as_one(two: WorkerGroup[Actor], tiny: s
 
 def test_fewer_rows_than_ranks(two: WorkerGroup[Actor]) -> None:
     metrics = two.run(Actor.update, make_batch(1), ALGORITHM)
-    assert metrics["rows_trained"] == 1
+    assert metrics["episodes_trained"] == 1
 
 
 def test_supervised_steps_on_two_ranks(two: WorkerGroup[Actor], tiny: str, tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""Numbers that are not finite, found on the driver before they reach the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from agentrl.algorithm.ragged import row_ids
+from agentrl.batch.rows import is_ragged, offsets_of
+from agentrl.train.micro import has
+from agentrl.train.minibatch import episodes_of
+
+COLUMNS = ("reward", "rewards", "baseline", "logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
+SHOWN = 8
+
+
+def broken_rows(batch: TensorDict) -> dict[str, list[int]]:
+    """Rows in which a column of `COLUMNS` holds a number that is not finite, by column; empty where all is well."""
+    found: dict[str, list[int]] = {}
+    for name in COLUMNS:
+        if not has(batch, name):
+            continue
+        column = batch.get(name)
+        if is_ragged(column):
+            bad = np.unique(row_ids(offsets_of(column))[~torch.isfinite(column.values())].numpy())
+        else:
+            bad = np.flatnonzero(~torch.isfinite(column).numpy())
+        if len(bad):
+            found[name] = bad.tolist()
+    return found
+
+
+def described(batch: TensorDict, found: dict[str, list[int]]) -> str:
+    """What `broken_rows` found, as text."""
+    return "; ".join(f"{name} of {named_rows(batch, rows)}" for name, rows in found.items())
+
+
+def named_rows(batch: TensorDict, rows: Sequence[int]) -> str:
+    """Rows as a reader of the run knows them: the group's place in the batch, the member, and the row of that episode."""
+    episode, group, member = episodes_of(batch), np.asarray(batch.get("group")), np.asarray(batch.get("member"))
+    names = [
+        f"(group {group[row]}, member {member[row]}, ledger {int((episode[:row] == episode[row]).sum())})"
+        for row in list(rows)[:SHOWN]
+    ]
+    more = len(rows) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more > 0 else "")

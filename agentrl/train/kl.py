@@ -1,0 +1,60 @@
+"""The penalty for leaving the reference policy: which estimator, in the reward, and how its coefficient is steered."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+
+from agentrl.algorithm import kl_estimate
+from agentrl.algorithm.ragged import row_ids
+from agentrl.batch.rows import offsets_of
+from agentrl.config.schema import KlConfig
+from agentrl.errors import ConfigError
+from agentrl.train.minibatch import episodes_of
+
+
+def kl_kind(cfg: KlConfig) -> str:
+    """The estimator: the one that the config names; else k1 in the reward, whose expectation under the policy is the KL
+    itself and which PPO takes there (Ziegler et al. 2019, arXiv:1909.08593; Ouyang et al. 2022, arXiv:2203.02155), and k3
+    in the loss (GRPO, Shao et al. 2024, arXiv:2402.03300)."""
+    return cfg.kind or ("k1" if cfg.where == "reward" else "k3")
+
+
+def check_kl(cfg: KlConfig) -> None:
+    """Raise ConfigError for a penalty that cannot mean what it says."""
+    if cfg.target is not None and cfg.coef == 0:
+        raise ConfigError("algorithm.kl.target steers algorithm.kl.coef, which must be above 0 to start from")
+    if cfg.where == "reward" and cfg.straight_through:
+        raise ConfigError('algorithm.kl.straight_through changes a gradient, and where = "reward" has none; use where = "loss"')
+    if cfg.coef > 0 and cfg.where == "loss" and kl_kind(cfg) == "k1" and not cfg.straight_through:
+        raise ConfigError(
+            'algorithm.kl.kind = "k1" in the loss has a gradient of mean 0 (that of log pi), so it holds nothing back; use "k2", '
+            '"k3", straight_through = true, or where = "reward"'
+        )
+
+
+def reward_penalty(batch: TensorDict, cfg: KlConfig) -> torch.Tensor:
+    """The KL of each sampled token of the proximal policy (`old_logprobs`) to the reference (`ref_logprobs`), float32 [T]; 0 on
+    the others. The penalty is `coef` times it: R_t = r_t - coef (log pi_old - log pi_ref) with k1."""
+    old, reference, sampled = (batch.get(name).values() for name in ("old_logprobs", "ref_logprobs", "sampled"))
+    found: torch.Tensor = kl_estimate(kl_kind(cfg), old, reference) * sampled
+    return found
+
+
+def episode_sums(column: torch.Tensor, batch: TensorDict) -> torch.Tensor:
+    """Sum of a token column over all rows of an episode, on each of its rows: [T] -> [N]."""
+    episode = torch.from_numpy(episodes_of(batch))
+    total = torch.zeros(int(episode.max()) + 1 if len(episode) else 0, dtype=torch.float64)
+    total.index_add_(0, episode[row_ids(offsets_of(batch.get("token_ids")))], column.double())
+    return total[episode].to(column.dtype)
+
+
+def steered(coef: float, measured: float, episodes: int, cfg: KlConfig) -> float:
+    """The next coefficient (Ziegler et al. 2019, arXiv:1909.08593): coef (1 + clip(KL / target - 1, +-0.2) episodes / horizon).
+
+    Departure: their KL is that of a whole episode, ours the mean over its tokens, and so is `target`.
+    """
+    if cfg.target is None:
+        return coef
+    error = min(max(measured / cfg.target - 1, -0.2), 0.2)
+    return coef * (1 + error * episodes / cfg.horizon)
