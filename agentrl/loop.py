@@ -19,6 +19,7 @@ from tensordict import TensorDict
 
 from agentrl.batch import collate
 from agentrl.config import Choice
+from agentrl.executors import in_thread
 from agentrl.rollout.evaluate import Evaluation, evaluate, success_rate
 from agentrl.rollout.meter import EngineMeter
 from agentrl.run.interrupt import Interrupt
@@ -39,7 +40,7 @@ async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt)
         clock = Clock()
         groups = await collector.collect()
         clock.lap("rollout_s")
-        batch = make_batch(groups, config.algorithm.advantage)
+        batch = await in_thread("batch", make_batch, groups, config.algorithm.advantage)
         clock.lap("batch_s")
         if config.rollout.colocate:
             await collector.rest()  # until the publish
@@ -50,15 +51,17 @@ async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt)
         clock.lap("publish_s")
         update |= await meter.read()
         step = collector.ledger.version
-        record(session, recorder, step, groups, update, clock)
+        await record(session, recorder, step, groups, update, clock)
         found, reached = None, False
         if config.eval.every and step % config.eval.every == 0 and step < config.steps and not interrupt.requested:
             found = await evaluate_now(session, recorder, "eval")
             reached = config.stop_at_success is not None and (found.success or 0.0) >= config.stop_at_success
         await session.saver.check()
+        await recorder.writes.check()
         # Asked once a step, for the save and the end alike: Ctrl-C in between would end the loop without a checkpoint.
         done = step >= config.steps or reached or interrupt.requested
         if done or step % config.checkpoint.every == 0 or session.saver.wanted(found):
+            await recorder.writes.wait()  # a resume from here finds the files of all steps before
             await session.saver.save(found)
     await session.saver.wait()
     interrupt.in_step = False
@@ -76,7 +79,7 @@ async def evaluate_now(session: Session, recorder: Recorder, phase: str) -> Eval
     if config.rollout.max_staleness == 0:
         # A resumed run has not evaluated: its first rollouts must not differ by what an evaluation left in the cache.
         await session.engine.forget()
-    recorder.evaluation(phase, session.collector.ledger.version, result, time.monotonic() - began)
+    await recorder.evaluation(phase, session.collector.ledger.version, result, time.monotonic() - began)
     return result
 
 
@@ -87,7 +90,7 @@ def make_batch(groups: list[Group], advantage: Choice) -> TensorDict:
     return with_columns(batch, groups, advantage)
 
 
-def record(
+async def record(
     session: Session, recorder: Recorder, step: int, groups: list[Group], update: dict[str, float], clock: Clock
 ) -> None:
     """One metrics row, the step's trajectories, and the display."""
@@ -106,7 +109,7 @@ def record(
     }
     recorder.row("train", step, values)
     if step % session.config.trajectories_every == 0 or step == session.config.steps:
-        session.folder.write_trajectories(f"step_{step:06d}", members)
+        await recorder.trajectories(f"step_{step:06d}", members)
     session.display.step(step, {"success": success, "reward": reward,
                                 "tokens/s": tokens / max(clock.laps["rollout_s"], 1e-9)})
 

@@ -122,15 +122,17 @@ class TokenLedger:
     `logprobs` float32 (log softmax(z / T) of the sampled token, 0 elsewhere), `versions` int32 (weights that sampled
     it, -1 elsewhere), `turns` int16 (index of the policy turn that the token belongs to or answers to).
     A column is a read-only view of the tokens that were there when it was asked for; later appends do not
-    show in it. `oldest` is the lowest version that sampled a token, None where none was sampled.
+    show in it. `oldest` is the lowest version that sampled a token, None where none was sampled;
+    `sampled_tokens` counts those that were.
     """
 
-    __slots__ = ("_length", "_room", "oldest")
+    __slots__ = ("_length", "_room", "oldest", "sampled_tokens")
 
     def __init__(self) -> None:
         self._length = 0
         self._room = {name: np.empty(0, dtype=kind) for name, kind in _COLUMNS.items()}
         self.oldest: int | None = None
+        self.sampled_tokens = 0
 
     def __len__(self) -> int:
         return self._length
@@ -187,6 +189,7 @@ class TokenLedger:
         self._length = end
         fresh = self._room["versions"][begin:end]
         fresh = fresh[fresh >= 0]
+        self.sampled_tokens += len(fresh)
         if len(fresh):
             lowest = int(fresh.min())
             self.oldest = lowest if self.oldest is None else min(self.oldest, lowest)
@@ -359,7 +362,7 @@ class Trajectory:
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(int(ledger.sampled.sum()) for ledger in self.ledgers)
+        return sum(ledger.sampled_tokens for ledger in self.ledgers)
 
     @property
     def tokens(self) -> int:
@@ -415,6 +418,19 @@ class Group:
     task_seed: int
     trajectories: list[Trajectory] = field(default_factory=list)
     baseline: Trajectory | None = None
+
+    def to_json(self) -> dict[str, Json]:
+        """A JSON object; `from_json` is the inverse."""
+        return {"index": self.index, "task_seed": self.task_seed,
+                "trajectories": [member.to_json() for member in self.trajectories],
+                "baseline": None if self.baseline is None else self.baseline.to_json()}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Json]) -> Group:
+        """Inverse of `to_json`. Raises as `Trajectory.from_json`."""
+        greedy = row.get("baseline")
+        return cls(row["index"], row["task_seed"], [Trajectory.from_json(item) for item in row["trajectories"]],
+                   None if greedy is None else Trajectory.from_json(greedy))
 
     def scored(self) -> list[Trajectory]:
         """Members that have a reward; the others leave before any baseline is formed."""

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -146,14 +146,21 @@ class Collector:
         """Updates done, which is the version of the weights."""
         return self.ledger.version
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, *, contents: bool = True) -> dict[str, Any]:
         """What a checkpoint holds of the rollouts: the group ledger, and the task sampler's accounts."""
-        return {**self.ledger.to_json(), "sampler": self.tasks.to_json(), "cancelled": self.progress.cancelled,
+        return {**self.ledger.to_json(contents=contents), "sampler": self.tasks.to_json(), "cancelled": self.progress.cancelled,
                 "filtered": self._filtered}
 
-    def load_json(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `to_json`. Raises ConfigError where the checkpoint was written with another sampler."""
-        self.ledger.load_json(state)
+    def complete_groups(self) -> list[Group]:
+        """What `to_json` without `contents` leaves out."""
+        return self.ledger.complete_groups()
+
+    def load_json(self, state: Mapping[str, Any], groups: Iterable[Group] = ()) -> None:
+        """Inverse of `to_json`; `groups` as `GroupLedger.load_json` takes them.
+
+        Raises ConfigError where the checkpoint was written with another sampler.
+        """
+        self.ledger.load_json(state, groups)
         if "sampler" in state:  # older checkpoints knew one sampler, which has no state
             self.tasks.load_json(state["sampler"])
             self.progress.cancelled = state["cancelled"]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from agentrl.trajectory import Group, Trajectory
+from agentrl.trajectory import Group
 
 
 class GroupState(StrEnum):
@@ -181,32 +181,41 @@ class GroupLedger:
 
     # -- checkpoint --------------------------------------------------------------------------------
 
-    def to_json(self) -> dict[str, Any]:
-        """Everything but the running groups' progress: those are pending again after a resume."""
+    def to_json(self, *, contents: bool = True) -> dict[str, Any]:
+        """Everything but the running groups' progress: those are pending again after a resume.
+
+        Without `contents` the complete groups are only named: `complete_groups` gives them, to be written one
+        after the other.
+        """
         running = [e.index for e in self._entries.values() if e.state is GroupState.RUNNING]
-        complete = [e for e in self._entries.values() if e.group is not None]
         return {
             "version": self.version,
             "next": self._next,
             "again": sorted([*self._again, *running]),
             "past": {state.value: count for state, count in self._past.items()},
             "complete": [
-                {"index": e.index, "born": e.born, "task_seed": e.group.task_seed,
-                 "trajectories": [t.to_json() for t in e.group.trajectories],
-                 "baseline": None if e.group.baseline is None else e.group.baseline.to_json()}
-                for e in complete if e.group is not None
+                {"index": e.index, "born": e.born} | (e.group.to_json() if contents else {})
+                for e in self._entries.values() if e.group is not None
             ],
         }
 
-    def load_json(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `to_json`."""
+    def complete_groups(self) -> list[Group]:
+        """The complete groups, in the order that `to_json` names them in; nothing changes them any more."""
+        return [e.group for e in self._entries.values() if e.group is not None]
+
+    def load_json(self, state: Mapping[str, Any], groups: Iterable[Group] = ()) -> None:
+        """Inverse of `to_json`; `groups` are what `complete_groups` gave where that was without `contents`.
+
+        Raises ValueError where `groups` are not those of `state`.
+        """
         self.version, self._next = state["version"], state["next"]
         self._again = list(state["again"])
         self._past = Counter({GroupState(name): count for name, count in state["past"].items()})
-        self._entries = {}
-        for row in state["complete"]:
-            members = [Trajectory.from_json(item) for item in row["trajectories"]]
-            greedy = row.get("baseline")
-            baseline = None if greedy is None else Trajectory.from_json(greedy)
-            group = Group(row["index"], row["task_seed"], members, baseline)
-            self._entries[group.index] = Entry(group.index, row["born"], GroupState.COMPLETE, group)
+        rows = state["complete"]
+        whole = [Group.from_json(row) for row in rows if "trajectories" in row]
+        found = {group.index: group for group in (whole or groups)}
+        if set(found) != {row["index"] for row in rows}:
+            raise ValueError(f"complete groups {sorted(row['index'] for row in rows)}, there are {sorted(found)}")
+        self._entries = {
+            row["index"]: Entry(row["index"], row["born"], GroupState.COMPLETE, found[row["index"]]) for row in rows
+        }

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 from agentrl.config import TrainConfig
 from agentrl.errors import CheckpointError
@@ -17,8 +19,10 @@ from agentrl.rollout.evaluate import Evaluation
 from agentrl.run.folder import RunFolder
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.learner import Learner
+from agentrl.trajectory import Group
 
 DRIVER = "driver.json"
+GROUPS = "groups.jsonl"
 POLL = 0.05
 
 
@@ -26,7 +30,7 @@ class Saver:
     """Saves and loads a run's checkpoints; at most one is being written.
 
     A checkpoint holds model, optimizer, schedule and RNG of the training roles, and the driver's group
-    ledger (with finished but untrained groups), which is also the data cursor. With
+    ledger, which is also the data cursor, with its finished but untrained groups (`groups.jsonl`). With
     `checkpoint.asynchronous` its files are written while training goes on; it counts from the moment that
     its manifest is there, so a kill before that loses this one and no other.
     """
@@ -50,7 +54,9 @@ class Saver:
         aside = self._checkpoints.begin(step)
         try:
             await self._learner.begin_save(aside)
-            (aside / DRIVER).write_text(json.dumps({"step": step, "ledger": self._collector.to_json()}))
+            state = {"step": step, "ledger": self._collector.to_json(contents=False)}
+            groups = self._collector.complete_groups()
+            await in_thread("files", _write_driver, aside, state, groups)
         except Exception as error:
             self._give_up(step, error)
         self._writing = asyncio.create_task(self._finish(step, self._score(evaluated)), name=f"checkpoint {step}")
@@ -98,7 +104,7 @@ class Saver:
             return False
         await self._learner.load(newest)
         state = json.loads((newest / DRIVER).read_text())
-        self._collector.load_json(state["ledger"])
+        self._collector.load_json(state["ledger"], _read_groups(newest / GROUPS))
         self._folder.rewind(state["step"])
         return True
 
@@ -126,3 +132,18 @@ class Saver:
             return None
         return evaluated.success if self._config.checkpoint.best == "success" else evaluated.reward
 
+
+def _write_driver(folder: Path, state: dict[str, Any], groups: Iterable[Group]) -> None:
+    """The driver's state, and its groups one a line, so that one at a time is held as text."""
+    with (folder / GROUPS).open("w") as file:
+        for group in groups:
+            file.write(json.dumps(group.to_json()) + "\n")
+    (folder / DRIVER).write_text(json.dumps(state))
+
+
+def _read_groups(path: Path) -> Iterator[Group]:
+    """The groups in a file, one after the other; none where an older checkpoint has no such file."""
+    if path.exists():
+        with path.open() as file:
+            for line in file:
+                yield Group.from_json(json.loads(line))

@@ -79,9 +79,8 @@ class RunFolder:
         atomic_write(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
 
     def write_trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> None:
-        """Write `trajectories/<name>.jsonl` whole; an older file of that name is replaced."""
-        text = "".join(json.dumps(t.to_json()) + "\n" for t in trajectories)
-        atomic_write(self.trajectories / f"{name}.jsonl", text)
+        """Write `trajectories/<name>.jsonl`, row by row; an older file of that name is replaced at the end."""
+        atomic_write_all(self.trajectories / f"{name}.jsonl", (json.dumps(t.to_json()) + "\n" for t in trajectories))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
@@ -90,13 +89,19 @@ class RunFolder:
 
 def atomic_write(path: Path, text: str) -> None:
     """Write aside, fsync, rename: a reader or a kill sees the old file or the new one, never half of one."""
+    atomic_write_all(path, [text])
+
+
+def atomic_write_all(path: Path, parts: Iterable[str]) -> None:
+    """The same for a text in parts, of which one at a time is held. What making a part raises leaves the old file."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with aside.open("w") as file:
-            file.write(text)
+            for part in parts:
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
-    except OSError:
+    except BaseException:
         aside.unlink(missing_ok=True)
         raise

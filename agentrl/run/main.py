@@ -126,6 +126,7 @@ async def _phases(session: Session, recorder: Recorder, outcome: Outcome, interr
     await train_loop(session, recorder, interrupt)
     if session.collector.ledger.version >= config.steps or not interrupt.requested:
         await session.saver.rate(await evaluate_now(session, recorder, "after"))
+        await recorder.writes.wait()
         await session.actors.arun(Actor.export_hf, str(folder.final))
         outcome.status = "done"
 

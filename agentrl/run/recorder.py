@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
 from agentrl.rollout.evaluate import Evaluation
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
+from agentrl.run.writes import Writes
+from agentrl.trajectory import Trajectory
 
 
 class Recorder:
@@ -18,6 +20,7 @@ class Recorder:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self.folder, self.display = folder, display
+        self.writes = Writes()
         self._events = SummaryWriter(str(folder.tensorboard))
 
     def __enter__(self) -> Recorder:
@@ -36,14 +39,18 @@ class Recorder:
                 self._events.add_scalar(f"{phase}/{key}", value, step)
         self._events.flush()
 
-    def evaluation(self, phase: str, step: int, result: Evaluation, seconds: float) -> None:
+    async def trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> None:
+        """Begin to write `trajectories/<name>.jsonl`, after the file before it; see `writes` for when it is there."""
+        await self.writes.begin(self.folder.write_trajectories, name, trajectories)
+
+    async def evaluation(self, phase: str, step: int, result: Evaluation, seconds: float) -> None:
         """Record a held-out evaluation with its trajectories."""
         values = {
             "success": result.success, "reward": result.reward, "scored": result.scored, "unscored": result.unscored,
             **{f"stop/{name}": count for name, count in sorted(result.stops.items())}, "time/eval_s": seconds,
         }
         self.row(phase, step, values)
-        self.folder.write_trajectories(f"{phase}_{step:06d}", result.trajectories)
+        await self.trajectories(f"{phase}_{step:06d}", result.trajectories)
         self.display.say(f"[{phase}] held-out success {_percent(result.success)} over {result.scored} tasks"
                          + (f" ({result.unscored} unscored)" if result.unscored else ""))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agentrl.trajectory import Trajectory
 from tests.e2e.runs import command, finish, numbers, rows, small, start, train, wait_for_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -36,8 +37,8 @@ def test_the_run_folder_is_complete(done: Path) -> None:
     episodes = [json.loads(line) for line in (done / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
     assert len(episodes) == 12
     for episode in episodes:
-        ledger = episode["ledgers"][0]
-        assert len({len(column) for column in ledger.values()}) == 1
+        [ledger] = Trajectory.from_json(episode).ledgers
+        assert len({len(column) for column in ledger.to_json().values()}) == 1 and 0 < ledger.sampled.sum() < len(ledger)
         assert episode["evidence"] is not None and episode["messages"][0]["role"] == "system"
 
 

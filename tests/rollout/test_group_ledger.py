@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,7 +64,13 @@ def test_random_schedules_keep_the_invariants(batch: int, eta: int, spare: int, 
                 assert not ledger.too_old(), "what an update would push over the bound left with it"
         # The ledger can be written down and read back at any moment; running groups become pending.
         copy = GroupLedger(batch, eta, spare)
-        copy.load_json(json.loads(json.dumps(ledger.to_json())))
+        written = [json.loads(json.dumps(group.to_json())) for group in ledger.complete_groups()]
+        state = json.loads(json.dumps(ledger.to_json(contents=False)))
+        copy.load_json(state, map(Group.from_json, written))
+        assert copy.complete_groups() == ledger.complete_groups()
+        assert [e.oldest for e in copy._entries.values()] == [
+            e.oldest for e in ledger._entries.values() if e.state is GroupState.COMPLETE
+        ]
         assert copy.dispatched == ledger.dispatched
         assert sum(copy.counts().values()) == copy.dispatched
     # Something is always admissible, running or ready: no deadlock.
@@ -158,3 +165,14 @@ def test_selection_reads_no_tokens() -> None:
     assert ready is not None and ledger.surplus(ready) == [] and len(ready) == size
     assert Counted.looks == size, "once a group, when it completes"
     assert [entry.oldest for entry in ledger._entries.values()] == [0] * len(ledger._entries)
+
+
+def test_a_checkpoint_whose_state_holds_the_groups_is_read_and_a_missing_one_is_told() -> None:
+    ledger, copy = GroupLedger(2, 1), GroupLedger(2, 1)
+    assert [ledger.admit() for _ in range(2)] == [0, 1]
+    ledger.complete(group_of(1, [0]))
+    [group] = ledger.complete_groups()
+    with pytest.raises(ValueError, match=r"complete groups \[1\], there are \[\]"):
+        copy.load_json(ledger.to_json(contents=False))
+    copy.load_json(json.loads(json.dumps(ledger.to_json())))
+    assert copy.complete_groups() == [group] and copy.admit() == 0
