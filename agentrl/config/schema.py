@@ -1,4 +1,8 @@
-"""The config of a run, key by key. Every key changes something; `tests/config` flips each."""
+"""The config of a run, key by key. Every key changes something; `tests/config` flips each.
+
+Defaults suit a real model at `model.path` (docs/hyperparameters.md has their sources). Configs that build a tiny one
+with `[model.init]` carry its values themselves.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +75,7 @@ class ModelConfig(Frozen):
 class SftConfig(Frozen):
     """Supervised warm start on transcripts of the environment's scripted teacher.
 
+    `lr`: of AdamW, for embeddings and vectors; `matrix_lr`: of Muon, for the matrices inside the layers.
     `teacher`: its parameters. `params` and `gate_params`: parameters of the environment that the transcripts
     and the gate's tasks have instead of `env.params`. `gate`: greedy success that ends the warm start.
     """
@@ -78,8 +83,8 @@ class SftConfig(Frozen):
     max_steps: PositiveInt = 1500
     min_steps: PositiveInt = 400
     batch: PositiveInt = 8
-    lr: Positive = 3e-3
-    matrix_lr: Positive = 0.02
+    lr: Positive = 1e-5
+    matrix_lr: Positive = 1e-4
     warmup: Annotated[int, Field(ge=0)] = 30
     teacher: dict[str, Any] = Field(default_factory=dict)
     params: dict[str, Any] = Field(default_factory=dict)
@@ -148,8 +153,8 @@ class RolloutConfig(Frozen):
     summary_model: str | None = None
     max_episodes: PositiveInt = 256
     max_turns: Annotated[int, Field(ge=1, le=32_767)] = 16  # trajectory.MAX_TURN: ledgers count turns as int16
-    max_turn_tokens: PositiveInt = 256
-    max_episode_tokens: PositiveInt = 4096
+    max_turn_tokens: PositiveInt = 2048
+    max_episode_tokens: PositiveInt = 16384
     temperature: Annotated[float, Field(ge=0.0)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
@@ -198,7 +203,7 @@ class AlgorithmConfig(Frozen):
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"] = "token_mean"
     length_norm: PositiveInt | None = None
     epochs: PositiveInt = 1
-    minibatch: PositiveInt = 32
+    minibatch: PositiveInt = 128
     groups: Literal["split", "kept"] = "split"
     proximal: Literal["behaviour", "recompute"] = "behaviour"
     correction: Choice | None = None
@@ -207,19 +212,20 @@ class AlgorithmConfig(Frozen):
 
 
 class OptimConfig(Frozen):
-    """Optimizer and micro-batching. `micro_tokens` is a hard cap per micro-batch.
+    """Optimizer and micro-batching. `micro_tokens` is a hard cap per micro-batch, and must hold the longest row.
+    Defaults are for full fine-tuning of a real model; docs/hyperparameters.md has LoRA's, and others by size.
 
     `prefix_sharing`: rows of a group that begin with the same tokens compute them once ("on"), only where
     that saves a third of the slowest rank's tokens ("auto"; on CPUs only), or never ("off"). Results are the same.
     """
 
-    lr: Positive = 1e-3
+    lr: Positive = 1e-6
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.99)
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
     max_grad_norm: Positive = 1.0
     warmup: Annotated[int, Field(ge=0)] = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    micro_tokens: PositiveInt = 8192
+    micro_tokens: PositiveInt = 16384
     prefix_sharing: Literal["off", "auto", "on"] = "auto"
 
 
@@ -243,7 +249,7 @@ class CriticConfig(Frozen):
     """
 
     path: str | None = None
-    lr: Positive = 1e-3
+    lr: Positive = 1e-5
     clip: Positive | None = 0.5
     epochs: PositiveInt = 1
     warmup: Annotated[int, Field(ge=0)] = 0
@@ -280,14 +286,15 @@ class ClusterConfig(Frozen):
 class VllmConfig(Frozen):
     """The vLLM engine: one Ray actor a replica. `max_respawns`: dead replicas that are replaced in a run, in all;
     above 0 the newest weights stay in Ray's object store (spilled to disk where that is full) for them.
+    `kv_cache_mib` must hold a sequence of `max_model_len` tokens, which a model of less context lowers to its own.
     `call_timeout`: seconds after which a replica that answers no call (other than to sample) counts as dead."""
 
     replicas: PositiveInt = 1
     max_respawns: Annotated[int, Field(ge=0)] = 3
     call_timeout: Positive = 300.0
     tensor_parallel: PositiveInt = 1
-    kv_cache_mib: PositiveInt = 256
-    max_model_len: PositiveInt = 4096
+    kv_cache_mib: PositiveInt = 4096
+    max_model_len: PositiveInt = 16384
     enforce_eager: bool = True
 
 

@@ -109,14 +109,15 @@ def attempts(config: TrainConfig, out: Path) -> Any:
 
 def vllm_options(config: TrainConfig, out: Path) -> Any:
     import agentrl.backends.vllm as backend
+    from agentrl.run import engines
     from agentrl.run.engines import make_engine
 
     seen: dict[str, Any] = {}
     kept, backend.VllmEngine = backend.VllmEngine, lambda model, **options: seen.update(options)  # type: ignore[misc, assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "model_context", lambda model: 4096)
         make_engine("vllm", "model", config)
-    finally:
-        backend.VllmEngine = kept  # type: ignore[misc]
+    backend.VllmEngine = kept  # type: ignore[misc]
     return seen
 
 

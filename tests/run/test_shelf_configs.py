@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,20 @@ CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
 def test_a_config_of_the_shelf_can_run(path: Path) -> None:
     check(load_config(path))
+
+
+def differing(frozen: Any, resolved: Any, key: str = "") -> list[str]:
+    """Keys of `frozen` that `resolved` has otherwise; a key that is new since is no difference."""
+    if isinstance(frozen, dict) and isinstance(resolved, dict) and key.split(".")[-1] not in ("args", "params", "teacher"):
+        return [found for name in frozen for found in differing(frozen[name], resolved.get(name), f"{key}.{name}")]
+    return [] if frozen == resolved else [f"{key}: {frozen!r} is now {resolved!r}"]
+
+
+@pytest.mark.parametrize("name", ["quickstart", "ppo", "dapo"])
+def test_what_a_config_of_the_shelf_resolves_to_is_frozen(name: str) -> None:
+    """Their figures stand in the docs: no default that moves may change them."""
+    frozen = json.loads((ROOT / "tests" / "config" / "shelf_resolved.json").read_text())[name]
+    assert differing(frozen, load_config(ROOT / "configs" / f"{name}.toml").model_dump(mode="json")) == []
 
 
 def answered(text: str, tokens: int) -> Trajectory:

@@ -11,6 +11,7 @@ import pytest
 
 from agentrl.catalog import EnvRef
 from agentrl.config.load import config_from
+from agentrl.config.schema import CriticConfig, SftConfig
 from agentrl.errors import ConfigError
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
@@ -103,3 +104,27 @@ def test_a_learning_rate_of_a_toy_is_warned_of_on_a_real_model_and_only_there(tm
     small = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(small))
     assert said("optim.lr=1e-3") == []
+
+
+@pytest.mark.parametrize(("asked", "given"), [(16384, 4096), (100, 100)])
+def test_vllm_is_asked_for_no_longer_sequences_than_the_model_takes(
+    asked: int, given: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import agentrl.backends.vllm as backend
+    from agentrl.run.engines import make_engine
+
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(backend, "VllmEngine", lambda model, **options: seen.update(options))
+    make_engine("vllm", model(tmp_path, 1), config_of(f"vllm.max_model_len={asked}"))
+    assert seen["max_model_len"] == given
+
+
+def test_the_defaults_hold_one_another() -> None:
+    """A micro-batch holds an episode, a sequence of vLLM too, and an update is one optimizer step."""
+    config = config_of(model={"init": {"context": 1 << 20}})
+    rollout = config.rollout
+    assert config.optim.micro_tokens >= rollout.max_episode_tokens <= config.vllm.max_model_len
+    assert config.algorithm.minibatch == rollout.groups * rollout.group_size
+    assert {key: getattr(section, key.partition(".")[2]) for key, section in [
+        ("optim.lr", config.optim), ("sft.lr", SftConfig()), ("sft.matrix_lr", SftConfig()), ("critic.lr", CriticConfig())
+    ]} == sizes.RATES  # fmt: skip

@@ -7,13 +7,13 @@ from typing import ClassVar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from train_batches import make_batch, trajectories
+from train_batches import make_batch, toy_optim, trajectories
 
 from agentrl.batch import collate
 from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
-from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig
+from agentrl.config.schema import AlgorithmConfig, ModelConfig
 from agentrl.rollout.engine import Engine, Sampling
 from agentrl.train.actor import Actor
 from agentrl.trajectory import TokenLedger
@@ -54,7 +54,7 @@ def trained(
     seed = 0
     if group is None:
         group = launch(cls, backend=backend, world_size=ranks, num_cpus=0.25)  # type: ignore[arg-type]
-        group.run(Actor.init_model, tiny, model or ModelConfig(), OptimConfig(lr=1e-2))
+        group.run(Actor.init_model, tiny, model or ModelConfig(), toy_optim(lr=1e-2))
     else:
         seed = 50
     for step in range(steps):

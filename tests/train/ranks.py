@@ -22,14 +22,14 @@ os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
 
 import torch
 import torch.distributed as dist
-from train_batches import make_batch, trajectories
+from train_batches import make_batch, toy_critic, toy_optim, trajectories
 
 from agentrl.batch import collate, select
 from agentrl.batch.rows import jagged, offsets_of
 from agentrl.cluster.dispatch import Call
 from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.worker import WorkerContext
-from agentrl.config.schema import AlgorithmConfig, Choice, CriticConfig, ModelConfig, OptimConfig
+from agentrl.config.schema import AlgorithmConfig, Choice, ModelConfig
 from agentrl.train.actor import Actor
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.critic import Critic
@@ -131,7 +131,7 @@ def measured(tiny: str, out: Path, layout: str) -> Body:
     _, share, cap = LAYOUTS[layout]
 
     def body(context: WorkerContext) -> None:
-        model, optim = ModelConfig(sequence_parallel=share), OptimConfig(micro_tokens=cap, max_grad_norm=1e9)
+        model, optim = ModelConfig(sequence_parallel=share), toy_optim(micro_tokens=cap, max_grad_norm=1e9)
         found: dict[str, Any] = {}
         actor = Actor(context)
         actor.init_model(tiny, model, optim)
@@ -143,7 +143,7 @@ def measured(tiny: str, out: Path, layout: str) -> Body:
             metrics = actor.update(batch, algorithm, step=1)
             found[name] = metrics, recorder.seen
         critic = Critic(context)
-        critic.init_model(tiny, model, optim, CriticConfig(clip=None))
+        critic.init_model(tiny, model, optim, toy_critic(clip=None))
         torch.nn.init.constant_(critic._engine.module.head.weight, 0.05)
         recorder = Recorder(critic._engine.named())
         critic._engine.optimizers = recorder
@@ -175,9 +175,9 @@ def saving_for_ever(tiny: str, root: Path) -> Body:
 
     def body(context: WorkerContext) -> None:
         actor = Actor(context)
-        actor.init_model(tiny, ModelConfig(), OptimConfig())
+        actor.init_model(tiny, ModelConfig(), toy_optim())
         critic = Critic(context)  # in the same processes, as in a run: two saves at once
-        critic.init_model(tiny, ModelConfig(), OptimConfig(), CriticConfig())
+        critic.init_model(tiny, ModelConfig(), toy_optim(), toy_critic())
         checkpoints = Checkpoints(root, keep=2)
         batch, algorithm = collate(trajectories(8)), AlgorithmConfig(minibatch=8)
         batch["advantages"] = batch["logprobs"].clone()
@@ -241,7 +241,7 @@ def warm_up(tiny: str) -> None:
     import torch._dynamo  # noqa: F401  # FSDP2 imports it when it first shards
 
     actor = Actor(WorkerContext("ranks", 0, Mesh.of({"dp": 1}, 1)))
-    actor.init_model(tiny, ModelConfig(), OptimConfig())
+    actor.init_model(tiny, ModelConfig(), toy_optim())
     actor.compute_logprob(noisy())
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_batches import make_batch, trajectories
+from train_batches import make_batch, toy_optim, toy_sft, trajectories
 from transformers import AutoModelForCausalLM
 
 from agentrl.batch import collate, select
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
-from agentrl.config.schema import AlgorithmConfig, Choice, ModelConfig, OptimConfig, SftConfig
+from agentrl.config.schema import AlgorithmConfig, Choice, ModelConfig
 from agentrl.errors import CheckpointError, ConfigError, ModelError, WorkerError
 from agentrl.train.actor import Actor
 
@@ -21,7 +21,7 @@ PLAIN = AlgorithmConfig(minibatch=8, loss=Choice(name="reinforce"))
 
 def start(tiny: str, **optim: object) -> WorkerGroup[Actor]:
     group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, ModelConfig(), OptimConfig(**optim))
+    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(**optim))
     return group
 
 
@@ -142,7 +142,7 @@ def test_load_refuses_what_does_not_fit(tiny: str, tmp_path: Path) -> None:
 
 def test_supervised_steps_learn_and_end_with_a_model_on_disk(tiny: str, tmp_path: Path) -> None:
     group = start(tiny)
-    group.run(Actor.begin_sft, SftConfig(warmup=2, min_steps=64))
+    group.run(Actor.begin_sft, toy_sft(warmup=2, min_steps=64))
     batch = collate(trajectories(16, seed=5))
     losses = [group.run(Actor.sft_steps, batch, 4)["loss"] for _ in range(16)]
     assert losses[-1] < 0.7 * losses[0]
@@ -158,7 +158,7 @@ def test_supervised_steps_learn_and_end_with_a_model_on_disk(tiny: str, tmp_path
 
 def test_sft_loss_is_the_mean_over_assistant_tokens(tiny: str) -> None:
     group = start(tiny)
-    group.run(Actor.begin_sft, SftConfig())
+    group.run(Actor.begin_sft, toy_sft())
     batch = make_batch(6)
     expected = (
         -group.run(Actor.compute_logprob, batch)["logprobs"].values().sum() / batch["sampled"].values().sum()

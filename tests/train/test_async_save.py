@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from train_batches import make_batch
+from train_batches import make_batch, toy_optim
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
@@ -18,7 +18,6 @@ from agentrl.config.schema import (
     ClusterConfig,
     EnvConfig,
     ModelConfig,
-    OptimConfig,
     TrainConfig,
 )
 from agentrl.errors import CheckpointError, ResourceError
@@ -35,7 +34,7 @@ ALGORITHM = AlgorithmConfig(minibatch=8)
 
 def started(tiny: str) -> Any:
     group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, ModelConfig(), OptimConfig())
+    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim())
     return group
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_batches import make_batch
+from train_batches import make_batch, toy_optim
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.cli import export as command
 from agentrl.cluster.launch import launch
 from agentrl.config.load import to_toml
-from agentrl.config.schema import AlgorithmConfig, EnvConfig, ModelConfig, OptimConfig, TrainConfig
+from agentrl.config.schema import AlgorithmConfig, EnvConfig, ModelConfig, TrainConfig
 from agentrl.errors import CheckpointError, ModelError
 from agentrl.train.actor import Actor
 from agentrl.train.checkpoint import Checkpoints
@@ -28,7 +28,7 @@ def run_folder(tiny: str, tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.toml").write_text(to_toml(config))
     actors = launch(Actor, backend="inline", world_size=1)
-    actors.run(Actor.init_model, tiny, config.model, OptimConfig())
+    actors.run(Actor.init_model, tiny, config.model, toy_optim())
     for step in (1, 2):
         actors.run(Actor.update, make_batch(8, seed=step), AlgorithmConfig(), step=step)
         with Checkpoints(folder / "checkpoints", keep=2).writing(step) as aside:

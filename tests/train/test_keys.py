@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from train_batches import make_batch, trajectories
+from train_batches import make_batch, toy_optim, toy_sft, trajectories
 
 from agentrl.batch import collate
 from agentrl.cluster.launch import launch
-from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, SftConfig
+from agentrl.config.schema import AlgorithmConfig, ModelConfig
 from agentrl.train.actor import Actor
 from agentrl.train.optim import rate
 
@@ -32,7 +32,7 @@ def flat(group: Any) -> torch.Tensor:
 
 def trained(tiny: str, **optim: Any) -> torch.Tensor:
     group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, ModelConfig(), OptimConfig(**optim), total_steps=4)
+    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(**optim), total_steps=4)
     for step in range(3):
         group.run(Actor.update, make_batch(8, seed=step), AlgorithmConfig(minibatch=4), step=step)
     return flat(group)
@@ -55,8 +55,8 @@ def test_micro_tokens_changes_rounding_only(tiny: str, plain: torch.Tensor) -> N
 
 def supervised(tiny: str, **sft: Any) -> torch.Tensor:
     group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, ModelConfig(), OptimConfig())
-    group.run(Actor.begin_sft, SftConfig(**{"warmup": 2, "min_steps": 20, **sft}))
+    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim())
+    group.run(Actor.begin_sft, toy_sft(**{"warmup": 2, "min_steps": 20, **sft}))
     group.run(Actor.sft_steps, collate(trajectories(20)), 10)
     return flat(group)
 

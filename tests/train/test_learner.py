@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMALL
-from train_batches import make_batch, trajectories
+from train_batches import make_batch, toy_critic, toy_optim, trajectories
 
 from agentrl.algorithm.anchors import anchors_of
 from agentrl.algorithm.loss.covariance import Picks
@@ -21,11 +21,9 @@ from agentrl.config.schema import (
     AlgorithmConfig,
     Choice,
     ClusterConfig,
-    CriticConfig,
     EnvConfig,
     KlConfig,
     ModelConfig,
-    OptimConfig,
     TrainConfig,
 )
 from agentrl.errors import ConfigError
@@ -38,7 +36,8 @@ from agentrl.train.picks import token_noise, with_picks
 
 
 def config_of(**sections: Any) -> TrainConfig:
-    return TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"), **sections)
+    base = {"env": EnvConfig(id="none"), "cluster": ClusterConfig(backend="inline"), "optim": toy_optim()}
+    return TrainConfig(**{**base, **sections})
 
 
 def opened(tiny: str, config: TrainConfig) -> Learner:
@@ -67,7 +66,7 @@ GAE = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
 
 
 def test_ppo_critic_learns_the_returns(tiny: str) -> None:
-    learner = opened(tiny, config_of(algorithm=GAE, critic=CriticConfig(lr=3e-3)))
+    learner = opened(tiny, config_of(algorithm=GAE, critic=toy_critic(lr=3e-3)))
     metrics = [asyncio.run(learner.step(own_logprobs(learner), step)) for step in range(12)]
     assert abs(metrics[0]["critic/value"]) < 0.01
     assert metrics[-1]["critic/loss"] < 0.6 * metrics[0]["critic/loss"]
@@ -77,7 +76,7 @@ def test_ppo_critic_learns_the_returns(tiny: str) -> None:
 
 def test_values_are_at_the_sampled_tokens_and_start_at_zero(tiny: str) -> None:
     critics = launch(Critic, backend="inline", world_size=1)
-    critics.run(Critic.init_model, tiny, ModelConfig(), OptimConfig(), CriticConfig())
+    critics.run(Critic.init_model, tiny, ModelConfig(), toy_optim(), toy_critic())
     batch = make_batch(5)
     assert not critics.run(Critic.compute_values, batch)["values"].values().any()
 
@@ -86,7 +85,7 @@ def test_a_critic_of_another_model(tiny: str, tmp_path: Path) -> None:
     other = str(init_model(SMALL.model_copy(update={"hidden": 16}), tmp_path / "other", seed=1))
     sizes = []
     for path in (None, other):
-        learner = opened(tiny, config_of(algorithm=GAE, critic=CriticConfig(path=path)))
+        learner = opened(tiny, config_of(algorithm=GAE, critic=toy_critic(path=path)))
         assert asyncio.run(learner.step(own_logprobs(learner), 0))["grad_norm"] > 0
         learner.critics.run(Critic.save, str(tmp_path / "c"))  # type: ignore[union-attr]
         sizes.append(sum(file.stat().st_size for file in (tmp_path / "c").glob("*.distcp")))
@@ -94,7 +93,7 @@ def test_a_critic_of_another_model(tiny: str, tmp_path: Path) -> None:
 
 
 def test_critic_warm_up_leaves_the_policy(tiny: str) -> None:
-    learner = opened(tiny, config_of(algorithm=GAE, critic=CriticConfig(warmup=2)))
+    learner = opened(tiny, config_of(algorithm=GAE, critic=toy_critic(warmup=2)))
     before = weights(learner)
     for step in range(2):
         assert "grad_norm" not in asyncio.run(learner.step(own_logprobs(learner), step))
@@ -125,7 +124,7 @@ def test_kl_pulls_back(tiny: str) -> None:
 
 def test_save_and_resume_of_all_roles(tiny: str, tmp_path: Path) -> None:
     algorithm = GAE.model_copy(update={"kl": KlConfig(coef=0.1, target=0.01, horizon=20)})
-    config = config_of(algorithm=algorithm, critic=CriticConfig())
+    config = config_of(algorithm=algorithm, critic=toy_critic())
     straight, broken, resumed = (opened(tiny, config) for _ in range(3))
     batches = [own_logprobs(straight, seed=step) for step in range(4)]
     for step in range(4):
@@ -228,7 +227,7 @@ def test_every_key_of_the_critic_changes_its_values(tiny: str) -> None:
     found = []
     for change in ({}, *CRITIC_CHANGES.values()):
         learner = opened(
-            tiny, config_of(algorithm=GAE, critic=CriticConfig(lr=1e-2, clip=0.02).model_copy(update=change))
+            tiny, config_of(algorithm=GAE, critic=toy_critic(lr=1e-2, clip=0.02).model_copy(update=change))
         )
         batch = own_logprobs(learner)
         for step in range(2):
@@ -243,7 +242,7 @@ def test_every_key_of_the_critic_changes_its_values(tiny: str) -> None:
     ("sections", "message"),
     [
         ({"algorithm": GAE}, "needs a critic"),
-        ({"critic": CriticConfig()}, "has no use for it"),
+        ({"critic": toy_critic()}, "has no use for it"),
         ({"algorithm": AlgorithmConfig(kl=KlConfig(target=1.0))}, "must be above 0"),
         ({"algorithm": AlgorithmConfig(correction=Choice(name="masked"))}, "recompute"),
         ({"algorithm": AlgorithmConfig(advantage=Choice(name="multi_reward"))}, "terms"),
@@ -326,7 +325,7 @@ def test_a_role_with_a_pool_is_started_there_and_the_others_beside_the_actor(tin
             self.asked.append((role, mesh))
             return launch(cls, backend="inline")
 
-    config = config_of(critic=CriticConfig(), algorithm=AlgorithmConfig(advantage=Choice(name="gae"), kl=KlConfig(coef=0.1)))
+    config = config_of(critic=toy_critic(), algorithm=AlgorithmConfig(advantage=Choice(name="gae"), kl=KlConfig(coef=0.1)))
     actors = launch(Actor, backend="inline")
     actors.run(Actor.init_model, tiny, config.model, config.optim)
     pools = TwoForTheCritic()

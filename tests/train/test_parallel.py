@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_batches import make_batch
+from train_batches import make_batch, toy_optim
 from transformers import AutoModelForCausalLM
 
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.cluster.runtime import start_ray, stop_ray
-from agentrl.config.schema import AlgorithmConfig, ClusterConfig, LoraSection, ModelConfig, OptimConfig
+from agentrl.config.schema import AlgorithmConfig, ClusterConfig, LoraSection, ModelConfig
 from agentrl.errors import ConfigError, ModelError
 from agentrl.train.actor import Actor
 
@@ -25,7 +25,7 @@ def start(
 ) -> WorkerGroup[Actor]:
     backend = "ray" if ranks > 1 else "inline"
     group = launch(Actor, backend=backend, world_size=ranks, name=f"actor{ranks}", num_cpus=0.25, mesh=mesh)
-    group.run(Actor.init_model, tiny, model, OptimConfig(micro_tokens=150))
+    group.run(Actor.init_model, tiny, model, toy_optim(micro_tokens=150))
     return group
 
 

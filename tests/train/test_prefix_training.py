@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from train_batches import toy_critic, toy_optim
 
 from agentrl.batch import collate
 from agentrl.batch.rows import jagged, offsets_of
@@ -21,11 +22,9 @@ from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config.schema import (
     AlgorithmConfig,
     ClusterConfig,
-    CriticConfig,
     EnvConfig,
     KlConfig,
     ModelConfig,
-    OptimConfig,
     TrainConfig,
 )
 from agentrl.train.actor import Actor
@@ -72,8 +71,8 @@ def start(cls: type, tiny: str, ranks: int = 1, cap: int = 4096, name: str = "x"
           model: ModelConfig | None = None) -> WorkerGroup:
     backend = "ray" if ranks > 1 else "inline"
     group = launch(cls, backend=backend, world_size=ranks, name=name, num_cpus=0.25, mesh=mesh)
-    more = (CriticConfig(),) if cls is Critic else ()
-    group.run(cls.init_model, tiny, model or ModelConfig(), OptimConfig(micro_tokens=cap), *more)
+    more = (toy_critic(),) if cls is Critic else ()
+    group.run(cls.init_model, tiny, model or ModelConfig(), toy_optim(micro_tokens=cap), *more)
     return group
 
 
@@ -131,7 +130,7 @@ def test_prefix_sharing_by_the_config_gives_the_same_step(tiny: str) -> None:
     found = {}
     for mode in ("off", "auto", "on"):
         algorithm = AlgorithmConfig(minibatch=16, groups="kept", kl=KlConfig(coef=0.1))
-        optim = OptimConfig(prefix_sharing=mode)
+        optim = toy_optim(prefix_sharing=mode)
         cluster = ClusterConfig(backend="inline")
         config = TrainConfig(env=EnvConfig(id="none"), cluster=cluster, algorithm=algorithm, optim=optim)
         learner = Learner(config, start(Actor, tiny))

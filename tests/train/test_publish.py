@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import torch
-from train_batches import make_batch, trajectories
+from train_batches import make_batch, toy_optim, trajectories
 
 from agentrl.backends.embedded import EmbeddedEngine
 from agentrl.batch import collate
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
-from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig
+from agentrl.config.schema import AlgorithmConfig, ModelConfig
 from agentrl.rollout.engine import Sampling
 from agentrl.train.actor import Actor
 from agentrl.trajectory import TokenLedger
@@ -21,7 +21,7 @@ PROMPT = list(range(20, 40))
 
 def trained_actor(tiny: str) -> WorkerGroup[Actor]:
     group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, ModelConfig(), OptimConfig(lr=1e-2))
+    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(lr=1e-2))
     for step in range(3):
         group.run(Actor.update, make_batch(8, seed=step), AlgorithmConfig(), step=step)
     return group

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from ranks import KILLED, LAYOUTS, LOSSES
+from train_batches import toy_optim
 
 from agentrl.cluster.launch import launch
-from agentrl.config.schema import ModelConfig, OptimConfig
+from agentrl.config.schema import ModelConfig
 from agentrl.train.actor import Actor
 from agentrl.train.checkpoint import Checkpoints
 
@@ -76,7 +77,7 @@ def test_kill_in_the_middle_of_a_background_save(out: Path, tiny: str, world: in
     lost = checkpoints.lost()
     assert lost in ([], [step + 1]) and (step == began or lost == [began])
     resumed = launch(Actor, backend="inline", world_size=1)
-    resumed.run(Actor.init_model, tiny, ModelConfig(), OptimConfig())
+    resumed.run(Actor.init_model, tiny, ModelConfig(), toy_optim())
     resumed.run(Actor.load, str(newest / "actor"))
     expected = torch.load(folder / f"weights_{step}.pt")
     loaded = {n: t for bucket in resumed.run(Actor.export_weights) for n, t in bucket.items()}

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 import torch
-from train_batches import make_batch, trajectories
+from train_batches import make_batch, toy_optim, trajectories
 from transformers import AutoModelForSequenceClassification
 
 from agentrl.batch import collate
@@ -15,7 +15,6 @@ from agentrl.config.schema import (
     ClusterConfig,
     EnvConfig,
     ModelConfig,
-    OptimConfig,
     RewardModelConfig,
     TrainConfig,
 )
@@ -37,7 +36,7 @@ def classifier(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_scores_are_those_of_plain_transformers(classifier: str) -> None:
     judges = launch(RewardModel, backend="inline", world_size=1)
-    judges.run(RewardModel.init_model, classifier, ModelConfig(), OptimConfig(micro_tokens=120))
+    judges.run(RewardModel.init_model, classifier, ModelConfig(), toy_optim(micro_tokens=120))
     batch = make_batch(7)
     found = judges.run(RewardModel.compute_scores, batch)["score"]
     model = AutoModelForSequenceClassification.from_pretrained(classifier)
@@ -50,7 +49,7 @@ def test_scores_are_those_of_plain_transformers(classifier: str) -> None:
 def test_a_causal_model_is_no_reward_model(tiny: str) -> None:
     judges = launch(RewardModel, backend="inline", world_size=1)
     with pytest.raises(ModelError, match="expected a sequence classifier, found Qwen3ForCausalLM"):
-        judges.run(RewardModel.init_model, tiny, ModelConfig(), OptimConfig())
+        judges.run(RewardModel.init_model, tiny, ModelConfig(), toy_optim())
 
 
 def test_an_episode_of_two_ledgers_takes_its_last_score_once() -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_batches import make_batch, trajectories
+from train_batches import make_batch, toy_optim, toy_sft, trajectories
 
 from agentrl.batch import collate
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.cluster.runtime import start_ray, stop_ray
-from agentrl.config.schema import AlgorithmConfig, ClusterConfig, ModelConfig, OptimConfig, SftConfig
+from agentrl.config.schema import AlgorithmConfig, ClusterConfig, ModelConfig
 from agentrl.train.actor import Actor
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def ray_up() -> Iterator[None]:
 
 def start(tiny: str, ranks: int, backend: str, name: str, dtype: str = "float32") -> WorkerGroup[Actor]:
     group = launch(Actor, backend=backend, world_size=ranks, name=name, num_cpus=0.5)
-    group.run(Actor.init_model, tiny, ModelConfig(dtype=dtype), OptimConfig(micro_tokens=150))
+    group.run(Actor.init_model, tiny, ModelConfig(dtype=dtype), toy_optim(micro_tokens=150))
     return group
 
 
@@ -89,7 +89,7 @@ def test_supervised_steps_on_two_ranks(two: WorkerGroup[Actor], tiny: str, tmp_p
     batch = collate(trajectories(12, seed=4))
     losses = []
     for group in (one, two):
-        group.run(Actor.begin_sft, SftConfig(warmup=1, min_steps=50))
+        group.run(Actor.begin_sft, toy_sft(warmup=1, min_steps=50))
         losses.append([group.run(Actor.sft_steps, batch, 3)["loss"] for _ in range(4)])
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-3)  # Muon works in bfloat16
     assert losses[0] == pytest.approx(losses[1], rel=0.02)

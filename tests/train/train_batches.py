@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from agentrl.batch import collate
 from agentrl.batch.rows import jagged, offsets_of
+from agentrl.config.schema import CriticConfig, OptimConfig, SftConfig
 from agentrl.trajectory import Task, TokenLedger, Trajectory
 
 
@@ -38,3 +41,18 @@ def make_batch(count: int, seed: int = 0, longest: int = 40) -> TensorDict:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(len(sampled.values()), generator=generator) * sampled.values()
     return batch.update({"advantages": jagged(values, offsets_of(sampled))})
+
+
+def toy_optim(**changed: Any) -> OptimConfig:
+    """The optimizer of these tests' tiny models; the schema's defaults are for real ones."""
+    return OptimConfig(**{"lr": 1e-3, "betas": (0.9, 0.99), **changed})
+
+
+def toy_sft(**changed: Any) -> SftConfig:
+    """The same for supervised steps."""
+    return SftConfig(**{"lr": 3e-3, "matrix_lr": 0.02, **changed})
+
+
+def toy_critic(**changed: Any) -> CriticConfig:
+    """The same for a critic."""
+    return CriticConfig(**{"lr": 1e-3, **changed})
