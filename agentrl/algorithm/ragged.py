@@ -34,18 +34,20 @@ def on_mask(rows: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
     return spread(rows, offsets) * mask.to(rows.dtype)
 
 
-def whiten(column: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Zero mean and unit (unbiased) variance over the masked tokens, in float64; 0 elsewhere.
+def zscores(values: Tensor, eps: float = 1e-8) -> Tensor:
+    """(x - mean) / sqrt(unbiased variance + eps), float64 [M]. Equal values, and so a single one, become exactly 0."""
+    values = values.double()
+    if len(values) < 2:
+        return torch.zeros_like(values)
+    above = values - values[0]  # all 0 where the values are equal, however the mean of 0.1 is rounded
+    apart = above - above.mean()
+    return apart * torch.rsqrt(apart.square().sum() / (len(values) - 1) + eps)
 
-    (x - mean) / sqrt(variance + eps). Equal values, and so a single one, become exactly 0.
-    """
+
+def whiten(column: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+    """`zscores` over the masked tokens, 0 elsewhere: [T] -> [T]."""
     out = torch.zeros_like(column)
-    kept = column[mask].double()
-    if kept.numel() > 1:
-        above = kept - kept[0]  # all 0 where the values are equal, however the mean of 0.1 is rounded
-        apart = above - above.mean()
-        variance = apart.square().sum() / (len(kept) - 1)
-        out[mask] = (apart * torch.rsqrt(variance + eps)).to(column.dtype)
+    out[mask] = zscores(column[mask], eps).to(column.dtype)
     return out
 
 

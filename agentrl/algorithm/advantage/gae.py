@@ -8,8 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from agentrl.algorithm.groups import episode_tokens, scored_mask
-from agentrl.algorithm.ragged import discounted, whiten
+from agentrl.algorithm.groups import episode_tokens
+from agentrl.algorithm.ragged import discounted, zscores
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 from agentrl.errors import ConfigError
 
@@ -34,10 +34,9 @@ def gae(
     values = batch.values[tokens.places].double()
     delta = tokens.earned(batch.token_rewards) + gamma * _following(values, tokens.compact) - values
     raw = discounted(delta, tokens.compact, gamma * lam)
-    advantages, kept = tokens.put(raw, dtype), scored_mask(batch)
-    known = batch.values.to(dtype) * batch.mask
-    returns = torch.where(kept, tokens.put(raw + values, dtype), known)
-    return AdvantageOutput(whiten(advantages, kept) if whitened else advantages, returns)
+    returns = batch.values.to(dtype) * batch.mask
+    returns[tokens.places] = (raw + values).to(dtype)
+    return AdvantageOutput(tokens.put(zscores(raw) if whitened else raw, dtype), returns)
 
 
 def _following(values: Tensor, compact: Tensor) -> Tensor:

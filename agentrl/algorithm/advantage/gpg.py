@@ -21,7 +21,7 @@ def gpg(batch: AdvantageInput, *, f_norm: Annotated[float, Field(gt=0)] = 1.0) -
     """
 
     def scaled(e: Episodes) -> Tensor:
-        teaching = (e.std() > 0).sum().clamp(min=1)
-        return e.centred() * (len(e.reward) / teaching) / f_norm
+        teaching = max(int((e.std() > 0).sum()), 1)
+        return e.centred() * len(e.reward) / teaching / f_norm
 
     return AdvantageOutput(on_mask(row_advantages(batch, scaled), batch.mask, batch.offsets))

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agentrl.algorithm.groups import episode_tokens, scored_mask
-from agentrl.algorithm.ragged import discounted, whiten
+from agentrl.algorithm.groups import episode_tokens
+from agentrl.algorithm.ragged import discounted, zscores
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
 
@@ -20,5 +20,5 @@ def reinforce_pp(
     takes beta times the k1 estimate of the KL off each token's reward: `algorithm.kl.where = "reward"`.
     """
     dtype, tokens = batch.reward.dtype, episode_tokens(batch)
-    returns = tokens.put(discounted(tokens.earned(batch.token_rewards), tokens.compact, gamma), dtype)
-    return AdvantageOutput(whiten(returns, scored_mask(batch)), returns)
+    returns = discounted(tokens.earned(batch.token_rewards), tokens.compact, gamma)
+    return AdvantageOutput(tokens.put(zscores(returns), dtype), tokens.put(returns, dtype))

@@ -1,0 +1,310 @@
+"""Every estimator, loss, correction and KL estimator against its oracle, on random ragged batches.
+
+`make oracles` runs 10,000 batches for each; AGENTRL_ORACLE_CASES is their number.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from agentrl.algorithm import ADVANTAGES, POLICY_LOSSES, advantages, correction, kl_estimate, policy_loss, value_loss
+from agentrl.algorithm.anchors import anchors_of
+from agentrl.algorithm.correction import CORRECTIONS
+from agentrl.algorithm.kl import KL
+from agentrl.algorithm.ragged import whiten
+from oracles import advantages as estimators
+from oracles import losses
+from oracles.batches import (
+    Array,
+    Row,
+    Tokens,
+    advantage_input,
+    drawn_rows,
+    drawn_tokens,
+    loss_input,
+    offsets_of,
+    single,
+)
+
+CASES = int(os.environ.get("AGENTRL_ORACLE_CASES", "20"))
+settings.register_profile(
+    "oracles", max_examples=CASES, deadline=None, database=None, phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+SETTINGS = settings(settings.get_profile("oracles"))
+SEEDS = st.integers(0, 2**63 - 1)
+
+
+def chosen(seed: int, options: dict[str, list[Any]]) -> dict[str, Any]:
+    """Some of the arguments, each with one of its values; the rest stay at their defaults."""
+    rng = np.random.default_rng([seed, 1])
+    return {key: values[int(rng.integers(len(values)))] for key, values in options.items() if rng.random() < 0.6}
+
+
+# ---- advantages
+
+GAMMAS = [0.0, 0.5, 0.9, 1.0]
+ESTIMATORS: dict[str, dict[str, list[Any]]] = {
+    "dr_grpo": {},
+    "gae": {"gamma": GAMMAS, "lam": GAMMAS, "whitened": [True, False]},
+    "gigpo": {"gamma": GAMMAS, "weight": [0.0, 0.5, 2.0], "divide": [True, False]},
+    "gpg": {"f_norm": [0.5, 2.0]},
+    "grpo": {"eps": [1e-6, 1e-3, 1.0]},
+    "multi_reward": {"eps": [1e-6, 1e-3, 1.0], "whitened": [True, False]},
+    "opo": {},
+    "pass_at_k": {"k": [1, 2, 3, 5], "eps": [1e-6, 1e-3, 1.0]},
+    "reinforce_pp": {"gamma": GAMMAS},
+    "reinforce_pp_baseline": {},
+    "remax": {},
+    "rloo": {},
+    "turn_returns": {"gamma": GAMMAS, "divide": [True, False]},
+}
+
+
+def joined(parts: list[Array]) -> Array:
+    return np.concatenate(parts)
+
+
+def close(found: torch.Tensor, expected: Array, tolerance: float) -> None:
+    """Both relative to the size of what is there and absolute."""
+    np.testing.assert_allclose(found.double().numpy(), expected, rtol=tolerance, atol=tolerance)
+
+
+def expected_of(name: str, rows: list[Row], args: dict[str, Any]) -> tuple[dict[str, Any], estimators.Out]:
+    oracle: Callable[..., estimators.Out] = getattr(estimators, name)
+    if name != "multi_reward":
+        return args, oracle(rows, **args)
+    names = ["a", "b", "c"][: len(rows[0].terms)]
+    if len(rows) % 2:
+        weights = [1.0, -0.5, 3.0][: len(names)]
+        return {**args, "terms": names, "weights": weights}, oracle(rows, weights, **args)
+    return {**args, "terms": names}, oracle(rows, [1.0] * len(names), **args)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@SETTINGS
+@given(seed=SEEDS)
+def test_advantages(name: str, seed: int) -> None:
+    dtype, tolerance = (torch.float32, 1e-5) if seed % 4 == 0 else (torch.float64, 1e-9)
+    rows = drawn_rows(seed)
+    rows = single(rows) if dtype == torch.float32 else rows
+    args, expected = expected_of(name, rows, chosen(seed, ESTIMATORS[name]))
+    found = advantages(name, args)(advantage_input(rows, dtype))
+    assert found.advantages.dtype == dtype
+    close(found.advantages, joined(expected.advantages), tolerance)
+    zero = found.advantages.numpy()[joined(expected.exact)]
+    assert not zero.any(), f"{zero} where a group has no difference"
+    assert (found.returns is None) == (expected.returns is None)
+    if expected.returns is not None and found.returns is not None:
+        close(found.returns, joined(expected.returns), tolerance)
+
+
+@SETTINGS
+@given(seed=SEEDS)
+def test_whiten(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(0, 40))
+    column = rng.normal(size=size) if rng.random() < 0.6 else np.full(size, float(rng.choice([0.1, 0.7, 1 / 3])))
+    mask = rng.random(size) < rng.choice([0.1, 0.6, 1.0])
+    kept = column[mask]
+    wanted = np.zeros(size)
+    if len(kept) > 1:
+        wanted[mask] = (kept - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8)
+    found = whiten(torch.from_numpy(column), torch.from_numpy(mask))
+    close(found, wanted, 1e-9)
+    if len(kept) and kept.max() == kept.min():
+        assert not found.numpy().any()
+
+
+@SETTINGS
+@given(seed=SEEDS)
+def test_anchors(seed: int) -> None:
+    """Two sampled tokens have one number if and only if the context since the last turn of their row is the same."""
+    rows, rng = drawn_rows(seed), np.random.default_rng([seed, 2])
+    ids = [rng.integers(0, 3, len(row.mask)) for row in rows]
+    states: list[tuple[int, ...]] = []
+    for row, tokens in zip(rows, ids, strict=True):
+        state: tuple[int, ...] = ()
+        after_sampled = True
+        for token, sampled in zip(tokens.tolist(), row.mask.tolist(), strict=True):
+            if not sampled:
+                state = (token,) if after_sampled else (*state, token)
+            else:
+                states.append(state)
+            after_sampled = sampled
+    mask = torch.from_numpy(joined([row.mask for row in rows]))
+    found = anchors_of(torch.from_numpy(joined(ids)), mask, offsets_of(rows))[mask].tolist()
+    pairs = set(zip(found, states, strict=True))
+    assert len(pairs) == len(set(found)) == len(set(states))
+
+
+# ---- policy losses
+
+LOSSES: dict[str, dict[str, list[Any]]] = {
+    "cispo": {"clip_low": [0.1, 0.5, 1.0], "clip_high": [0.0, 0.1, 2.0]},
+    "clip_cov": {"clip_low": [0.05, 0.2], "clip_high": [0.05, 0.28], "dual_clip": [None, 1.5, 3.0]},
+    "decoupled_ppo": {
+        "clip_low": [0.05, 0.2], "clip_high": [0.05, 0.28], "dual_clip": [None, 1.5, 3.0], "weight_cap": [1.1, 2.0],
+    },
+    "gmpo": {"clip_low": [0.01, 0.4], "clip_high": [0.01, 0.6]},
+    "gspo": {"clip_low": [3e-4, 0.1], "clip_high": [4e-4, 0.2]},
+    "kl_cov": {"coefficient": [0.0, 0.5, 2.0]},
+    "ppo_clip": {"clip_low": [0.05, 0.2], "clip_high": [0.05, 0.28], "dual_clip": [None, 1.5, 3.0]},
+    "reinforce": {},
+    "sapo": {"tau_positive": [0.5, 1.0, 3.0], "tau_negative": [0.5, 1.05, 3.0]},
+}  # fmt: skip
+STEP = 1e-6
+
+
+def gradient(rows: Callable[[Array], Array], at: Array) -> tuple[Array, Array]:
+    """Central differences [N, L] of independent rows, one column of all rows at a time; and where no kink is near."""
+    slope, smooth = np.zeros_like(at), np.zeros(at.shape, dtype=bool)
+    here = rows(at)
+    for column in range(at.shape[1]):
+        step = np.zeros_like(at)
+        step[:, column] = STEP
+        above, below = rows(at + step), rows(at - step)
+        slope[:, column] = (above - below) / (2 * STEP)
+        bend = np.abs(above - 2 * here + below) / STEP
+        smooth[:, column] = bend <= 1e-4 * np.maximum(1.0, np.abs(here))
+    return slope, smooth
+
+
+def per_sequence(tokens: Tokens) -> bool:
+    """Whether each row has one advantage."""
+    return bool((tokens.advantages == tokens.advantages[:, :1]).all())
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+@SETTINGS
+@given(seed=SEEDS)
+def test_losses_and_their_gradients(name: str, seed: int) -> None:
+    tokens, args = drawn_tokens(seed), chosen(seed, LOSSES[name])
+    oracle: losses.RowLoss = getattr(losses, name)
+    if name == "gspo" and not per_sequence(tokens):
+        oracle = losses.gspo_token
+    # A sequence's loss has one weight; 1 / length makes the sum a mean.
+    one_weight = name in ("gspo", "gmpo")
+    rng = np.random.default_rng([seed, 3])
+    weights = rng.uniform(0.1, 1, (len(tokens.new), 1)) if one_weight else rng.uniform(0.1, 1, tokens.new.shape)
+    weights = np.broadcast_to(weights, tokens.new.shape)
+
+    def rows(new: Array) -> Array:
+        return oracle(tokens, new, tokens.new, weights, **args)
+
+    given_to = loss_input(tokens)
+    out = policy_loss(name, args)(given_to)
+    weighted = torch.where(given_to.mask, out.loss * torch.from_numpy(weights[tokens.there]), 0.0)
+    lengths = tokens.there.sum(1)
+    found = [part.sum().item() for part in weighted.split(lengths.tolist())]
+    np.testing.assert_allclose(found, rows(tokens.new), rtol=1e-9, atol=1e-9)
+    weighted.sum().backward()
+    slope, smooth = gradient(rows, tokens.new)
+    assert given_to.logprobs.grad is not None
+    for mine, theirs, sure, size in zip(
+        given_to.logprobs.grad.numpy(), slope[tokens.there], smooth[tokens.there],
+        np.repeat(np.maximum(1.0, np.abs(rows(tokens.new))), lengths), strict=True,
+    ):  # fmt: skip
+        assert not sure or abs(mine - theirs) <= 1e-7 * size + 1e-5 * abs(theirs), (mine, theirs)
+
+
+@SETTINGS
+@given(seed=SEEDS)
+def test_metrics_of_the_losses(seed: int) -> None:
+    """Ratios, and which tokens each bound cut off."""
+    tokens = drawn_tokens(seed)
+    given_to = loss_input(tokens)
+    a, r = tokens.advantages[tokens.there], losses.ratio(tokens.new, tokens.old)[tokens.there]
+    for name, low, high in (("ppo_clip", 0.8, 1.2), ("clip_cov", 0.8, 1.2), ("decoupled_ppo", 0.8, 1.2)):
+        metrics = policy_loss(name, {})(given_to).metrics
+        close(metrics["ratio"], r, 1e-9)
+        assert metrics["clip_fraction"].tolist() == (((a > 0) & (r > high)) | ((a < 0) & (r < low))).tolist()
+        assert metrics["dual_clip_fraction"].tolist() == ((a < 0) & (r > 3)).tolist()
+    cut = policy_loss("cispo", {"clip_low": 0.5})(given_to).metrics
+    close(cut["ratio"], r, 1e-9)
+    assert cut["clip_fraction"].tolist() == ((r < 0.5) | (r > 1.28)).tolist()
+    close(policy_loss("sapo", {})(given_to).metrics["ratio"], r, 1e-9)
+    picks = policy_loss("kl_cov", {})(given_to).metrics
+    close(picks["ratio"], r, 1e-9)
+    assert picks["picked"].tolist() == tokens.picked[tokens.there].tolist()
+    assert policy_loss("clip_cov", {})(given_to).metrics["picked"].tolist() == tokens.picked[tokens.there].tolist()
+    mean = np.repeat(losses.held(losses.mean_of_row(tokens, tokens.new - tokens.old)), tokens.there.sum(1))
+    close(policy_loss("gspo", {})(given_to).metrics["ratio"], mean, 1e-9)
+    weight = policy_loss("decoupled_ppo", {"weight_cap": 1.5})(given_to).metrics["behaviour_weight"]
+    close(weight, np.minimum(losses.ratio(tokens.old, tokens.behave)[tokens.there], 1.5), 1e-9)
+    row_a = np.repeat(losses.mean_of_row(tokens, tokens.advantages), tokens.there.sum(1))
+    delta = (tokens.new - tokens.old)[tokens.there]
+    gmpo = policy_loss("gmpo", {})(given_to).metrics["clip_fraction"].numpy().astype(bool)
+    told = row_a != 0
+    assert (gmpo == np.where(row_a > 0, delta > 0.4, delta < -0.4))[told].all()
+
+
+# ---- corrections, KL estimators, the critic's loss
+
+WEIGHTS: dict[str, dict[str, list[Any]]] = {
+    "icepop": {"low": [0.3, 0.9], "high": [1.1, 3.0]},
+    "masked": {"cap": [0.8, 1.2, 3.0]},
+    "masked_sequence": {"cap": [0.8, 1.2, 3.0]},
+    "reject_sequence": {"low": [0.5, 0.97], "high": [1.03, 1.5]},
+    "truncated": {"cap": [0.8, 1.2, 3.0]},
+    "truncated_sequence": {"cap": [0.8, 1.2, 3.0]},
+}
+
+
+@pytest.mark.parametrize("name", sorted(CORRECTIONS))
+@SETTINGS
+@given(seed=SEEDS)
+def test_corrections(name: str, seed: int) -> None:
+    tokens, args = drawn_tokens(seed), chosen(seed, WEIGHTS[name])
+    flat = loss_input(tokens)
+    found = correction(name, args)(flat.old_logprobs, flat.behaviour_logprobs, flat.mask, flat.offsets)
+    wanted = getattr(losses, name)(tokens, **args)
+    close(found[flat.mask], wanted[tokens.mask], 1e-9)
+
+
+@pytest.mark.parametrize("straight_through", [False, True])
+@pytest.mark.parametrize("name", sorted(KL))
+@SETTINGS
+@given(seed=SEEDS)
+def test_kl(name: str, straight_through: bool, seed: int) -> None:
+    tokens = drawn_tokens(seed)
+    oracle: Callable[[Array, Array], Array] = getattr(losses, name)
+    new = torch.from_numpy(tokens.new).requires_grad_()
+    found = kl_estimate(name, new, torch.from_numpy(tokens.behave), straight_through)
+    close(found.detach(), oracle(tokens.new, tokens.behave), 1e-9)
+    assert name == "k1" or found.min() >= 0
+    found.sum().backward()
+    assert new.grad is not None
+    gap = tokens.new - tokens.behave
+    slopes = {"k1": np.ones_like(gap), "k2": gap, "k3": np.where(np.abs(gap) > 20, 0.0, 1 - np.exp(-np.clip(gap, -20, 20)))}
+    close(new.grad, gap if straight_through else slopes[name], 1e-9)
+
+
+@SETTINGS
+@given(seed=SEEDS)
+def test_value_loss(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    values, old, returns = rng.normal(size=(3, 1, int(rng.integers(1, 20))))
+    clip = [None, 0.1, 0.5, 2.0][int(rng.integers(4))]
+    new = torch.from_numpy(values).requires_grad_()
+    found = value_loss(new, torch.from_numpy(old), torch.from_numpy(returns), clip)
+    close(found.detach(), losses.value_loss(values, old, returns, clip), 1e-9)
+    found.sum().backward()
+    # each token is a row of its own
+    slope, smooth = gradient(lambda at: losses.value_loss(at, old.T, returns.T, clip)[:, 0], values.T)
+    assert new.grad is not None
+    assert (np.abs(new.grad.numpy().T - slope) <= 1e-7 + 1e-5 * np.abs(slope))[smooth].all()
+
+
+def test_every_function_has_an_oracle() -> None:
+    for table, module in ((ADVANTAGES, estimators), (POLICY_LOSSES, losses), (CORRECTIONS, losses), (KL, losses)):
+        assert all(callable(getattr(module, name)) for name in table)
+    assert (set(ESTIMATORS), set(LOSSES), set(WEIGHTS)) == (set(ADVANTAGES), set(POLICY_LOSSES), set(CORRECTIONS))
