@@ -1,7 +1,7 @@
 """Policy losses, corrections, KL estimators and the critic's loss on padded rows [N, L], written from their papers.
 
-Shares no code with agentrl. A policy loss gives what each row loses, [N]: the sum of weight * loss over its tokens, or its one loss
-times the sum of its tokens' weights (sequence losses). `frozen` are log-probabilities that a stop-gradient
+Shares no code with agentrl. A policy loss gives what each row loses, [N]: the sum of weight * loss over its tokens; of a sequence
+loss, its one loss times the sum of its tokens' weights. `frozen` are log-probabilities that a stop-gradient
 holds still: an oracle's derivative is taken by central differences of `new` alone.
 """
 
