@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.numpy import load_file
 
 from agentrl.trajectory import Trajectory
 from tests.e2e.runs import command, finish, numbers, rows, small, start, train, wait_for_step
@@ -127,3 +128,16 @@ def test_the_trained_model_is_evaluated_by_its_folder_and_a_second_call_runs_not
     assert (tmp_path / "out" / "trajectories.jsonl").read_text() == lines
     other = subprocess.run(command(*args, "seed=5"), cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert other.returncode == 2 and "evaluation of something else" in other.stderr
+
+
+def test_a_run_whose_groups_all_score_alike_goes_on_to_its_end(tmp_path: Path) -> None:
+    """A model that knows nothing never has the answer: every group is without variance. Of each update three groups are
+    filtered, then three are taken; no weight moves, and the run ends as any other."""
+    train(tmp_path, *small(tmp_path, "alike", "cluster.backend=inline", "env.reward=key_value_exact", "steps=2", "eval.every=0",
+                           "rollout.filter_zero_variance=true", "rollout.max_filtered=1.0"))
+    run = tmp_path / "alike"
+    updates = [row for row in rows(run) if row["phase"] == "train"]
+    assert [(row["groups_filtered"], row["groups_zero_variance"], row["success"]) for row in updates] == [(3, 3, 0)] * 2
+    assert json.loads((run / "summary.json").read_text())["status"] == "done"
+    before, after = (load_file(run / folder / "model.safetensors") for folder in ("warm_start", "final"))
+    assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from train_batches import make_batch, trajectories
+from train_batches import make_batch, toy_critic, toy_optim, trajectories
 from transformers import AutoModelForCausalLM
 
 from agentrl.algorithm import POLICY_LOSSES
@@ -18,7 +18,7 @@ from agentrl.batch import collate, select
 from agentrl.batch.rows import jagged, offsets_of
 from agentrl.batch.sharing import with_trees
 from agentrl.cluster.launch import launch
-from agentrl.config.schema import AlgorithmConfig, Choice, CriticConfig, KlConfig, ModelConfig, OptimConfig
+from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, ModelConfig
 from agentrl.train import minibatch
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
@@ -30,7 +30,7 @@ MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_to
 
 def start(tiny: str, **optim: Any) -> Any:
     group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, ModelConfig(), OptimConfig(**optim))
+    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(**optim))
     return group
 
 
@@ -254,7 +254,7 @@ def test_the_critic_counts_an_episode_once_and_every_row(tiny: str) -> None:
     zero = torch.zeros(len(sampled))
     batch.update({"returns": jagged(returns, offsets), "values": jagged(zero, offsets), "weights": jagged(zero, offsets)})
     critic = launch(Critic, backend="inline", world_size=1)
-    critic.run(Critic.init_model, tiny, ModelConfig(), OptimConfig(max_grad_norm=1e9), CriticConfig(clip=None))
+    critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(max_grad_norm=1e9), toy_critic(clip=None))
     plain = {name: batch[name] for name in batch.keys() if name != "weights"}  # noqa: SIM118
     metrics = critic.run(Critic.update, TensorDict(plain, batch_size=[len(batch)]),
                          AlgorithmConfig(minibatch=6, aggregate="seq_mean_token_mean"))
