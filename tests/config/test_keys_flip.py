@@ -165,18 +165,21 @@ class Course:
             learner=SimpleNamespace(step=self.waited("update", {})), publish=self.waited("publish", None),
             saver=SimpleNamespace(check=self.waited("check", None), wait=self.waited("wait", None), wanted=lambda found: False,
                                   save=self.waited("save", None)),
-            folder=SimpleNamespace(write_trajectories=self.noted("write"), warm_start=out / "warm"),
+            folder=SimpleNamespace(warm_start=out / "warm"),
             actors=SimpleNamespace(arun=self.worker),
             policy=SimpleNamespace(at=lambda temperature: f"at {temperature}", renderer=None),
         )
-        self.recorder: Any = SimpleNamespace(row=self.quiet, evaluation=self.quiet)
+        self.recorder: Any = SimpleNamespace(
+            row=self.quiet, evaluation=self.waited("evaluation", None), trajectories=self.waited("write", None),
+            writes=SimpleNamespace(check=self.waited("written", None), wait=self.waited("written", None)),
+        )
         self.interrupt: Any = SimpleNamespace(requested=False, in_step=False)
 
     def quiet(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     def noted(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: self.calls.append((name, repr(args[:-1] if name == "write" else args)))
+        return lambda *args, **kwargs: self.calls.append((name, repr(args)))
 
     def waited(self, name: str, value: Any) -> Callable[..., Any]:
         async def call(*args: Any, **kwargs: Any) -> Any:
