@@ -1,0 +1,254 @@
+"""Mutation testing: how many small faults of the code do the tests see? (`make mutate`; docs/testing.md)
+
+    python .ci/mutate.py [--only agentrl/algorithm ...] [--per-file 5] [--seed 0] [--jobs 2] [--budget 30] [--docs]
+
+mutmut makes the mutants, finds out which test calls which function, and runs those tests on each mutant, in
+processes forked from one that has everything imported. Added here: a seeded sample a file, without mutants that
+only change what an error or a log line says; a budget of test seconds a mutant (mutate_plugin.py); the report.
+All of it happens in a copy of the tree under build/mutate, which stays until the tree changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from scratch import ROOT, copy_tree, environment
+
+WORK = ROOT / "build" / "mutate"
+REPORT = WORK / "survivors.md"
+# Which tests may kill a mutant of a room: folders and files; what they do not call costs nothing.
+TESTS = {
+    "agentrl/algorithm": ["tests/algorithm", "tests/train", "tests/run", "tests/rollout"],
+    "agentrl/batch": ["tests/batch", "tests/train"],
+    "agentrl/reward": ["tests/reward", "tests/rollout"],
+    "agentrl/rollout": ["tests/rollout", "tests/run", "tests/env/test_compaction_rollout.py", "tests/engines/test_embedded_episode.py"],
+    "agentrl/train": ["tests/train", "tests/run"],
+    "agentrl/trajectory.py": ["tests/rollout", "tests/batch", "tests/env/test_tool_env.py", "tests/reward"],
+    "agentrl/loop.py": ["tests/e2e/test_unlit_paths.py", "tests/run"],
+}
+# Other processes than the one that is forked would run other code than the mutant, or cost half a minute each.
+LEFT_OUT = ["tests/train/test_publish_vllm.py", "tests/train/test_publish_routes.py"]
+STATUS = {0: "survived", 1: "killed", 3: "killed", 5: "no tests", 33: "no tests"}
+QUIET = ("log", "logger", "logging", "warnings")
+TABLE = ("<!-- mutation scores: written by `make mutate ARGS=--docs` -->", "<!-- end of mutation scores -->")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One mutant: where, what, and whether the tests saw it."""
+
+    file: str
+    line: int
+    before: str
+    after: str
+    status: str
+    name: str
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", default=[], metavar="PATH", help="a room or file of the table, or a path in one")
+    parser.add_argument("--per-file", type=int, default=5, help="mutants sampled of each file")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--budget", type=float, default=30.0, help="seconds of tests a mutant")
+    parser.add_argument("--docs", action="store_true", help="write the table of scores into docs/testing.md")
+    args = parser.parse_args()
+    rooms = rooms_of(args.only)
+    tree = WORK / "-".join(Path(room).stem for room in rooms) / "tree"
+    if copy_tree(tree):
+        configure(tree, rooms)
+    os.chdir(tree)
+    generate(args.jobs)
+    chosen = [m for file in mutated(args.only or rooms) for m in sample(file, args.per_file, args.seed)]
+    print(f"{len(chosen)} mutants of {len({mutant.file for mutant in chosen})} files", flush=True)
+    began = time.monotonic()
+    run(tree, chosen, args.jobs, args.budget)
+    results = read(chosen)
+    write(results, time.monotonic() - began)
+    if args.docs:
+        write_docs(results)
+    return 0
+
+
+def rooms_of(only: list[str]) -> list[str]:
+    """The rooms that the paths asked for belong to; all of them by default."""
+    if not only:
+        return list(TESTS)
+    rooms = []
+    for path in only:
+        found = [room for room in TESTS if path == room or path.startswith(room + "/")]
+        if not found:
+            raise SystemExit(f"--only {path}: expected one of {', '.join(TESTS)}, or a path in one of them")
+        rooms += found
+    return sorted(set(rooms))
+
+
+def configure(tree: Path, rooms: list[str]) -> None:
+    """mutmut's settings, in the copy's pyproject.toml."""
+    tests = sorted({test for room in rooms for test in TESTS[room] if (tree / test).exists()})
+    tests = [test for test in tests if not any(test.startswith(other + "/") for other in tests)]
+    mutate = [room if room.endswith(".py") else f"{room}/*" for room in rooms]
+    lines = {
+        "source_paths": ["agentrl"], "only_mutate": mutate, "also_copy": ["envs", "tools", "rewards", "configs", "docs", "README.md"],
+        "pytest_add_cli_args_test_selection": tests,
+        "pytest_add_cli_args": ["-p", "mutate_plugin", "-p", "no:cacheprovider", *[f"--ignore={path}" for path in LEFT_OUT]],
+        "process_isolation": "forkserver", "forkserver_warmup": "collect", "use_git_change_detection": False,
+        "timeout_multiplier": 4.0, "timeout_constant": 20.0,
+    }
+    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in lines.items())
+    with (tree / "pyproject.toml").open("a") as file:
+        file.write(f"\n[tool.mutmut]\n{text}")
+
+
+def generate(jobs: int) -> None:
+    """Write all mutants (mutmut has no command for that alone)."""
+    from mutmut import __main__ as mutmut
+    from mutmut.mutation.trampoline import set_mutant_under_test
+
+    set_mutant_under_test("mutant_generation")
+    Path("mutants").mkdir(exist_ok=True)
+    mutmut.copy_src_dir()
+    mutmut.copy_also_copy_files()
+    mutmut.setup_source_paths()
+    mutmut.create_mutants(jobs)
+
+
+def mutated(paths: list[str]) -> list[str]:
+    """Files with mutants, below the paths."""
+    metas = sorted(str(path.relative_to("mutants")).removesuffix(".meta") for path in Path("mutants/agentrl").rglob("*.py.meta"))
+    return [file for file in metas if any(file == path or file.startswith(path.rstrip("/") + "/") for path in paths)]
+
+
+def sample(file: str, count: int, seed: int) -> list[Result]:
+    """`count` mutants of a file that change more than a message, the same ones for the same seed and file."""
+    names = sorted(json.loads(Path(f"mutants/{file}.meta").read_text())["exit_code_by_key"])
+    random.Random(f"{seed} {file}").shuffle(names)
+    chosen: list[Result] = []
+    for name in names:
+        if len(chosen) == count:
+            break
+        change = change_of(file, name)
+        if change is not None:
+            chosen.append(Result(file, *change, status="", name=name))
+    return sorted(chosen, key=lambda mutant: mutant.line)
+
+
+def change_of(file: str, name: str) -> tuple[int, str, str] | None:
+    """(line, before, after) of a mutant; None where it only changes what is said."""
+    from mutmut.mutation.diff_apply import get_diff_for_mutant
+
+    rows = get_diff_for_mutant(name, path=file).splitlines()
+    before = [row[1:] for row in rows if row.startswith("-") and not row.startswith("---")]
+    after = [row[1:] for row in rows if row.startswith("+") and not row.startswith("+++")]
+    source = Path(file).read_text()
+    head = next(row for row in rows if row.startswith("@@"))
+    function = re.sub(r".*x(?:ǁ\w+ǁ|_)(\w+)__mutmut_\d+$", r"\1", name)
+    line = line_of(source, function, before, head)
+    if line is None or says_only(source, line):
+        return None
+    return line, " ".join(map(str.strip, before)), " ".join(map(str.strip, after))
+
+
+def line_of(source: str, function: str, before: list[str], head: str) -> int | None:
+    """Where the first changed line stands in the file: in a function of that name, at the diff's place in it."""
+    wanted = next((row.strip() for row in before if row.strip()), None)
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
+            inside = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+            found = [number for number in inside if lines[number - 1].strip() == wanted]
+            if found:
+                near = node.lineno + int(re.findall(r"\d+", head)[0]) + 2
+                return min(found, key=lambda number: abs(number - near))
+    return None
+
+
+def says_only(source: str, line: int) -> bool:
+    """Whether a line belongs to a raise, a log call or an assert's message."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or node.lineno):
+            continue
+        if isinstance(node, ast.Raise | ast.Assert):
+            return True
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called = ast.unparse(node.value.func)
+            if called.split(".")[0] in QUIET or called.endswith((".say", "._say")):
+                return True
+    return False
+
+
+def run(tree: Path, chosen: list[Result], jobs: int, budget: float) -> None:
+    """mutmut on the chosen mutants."""
+    env = environment(tree / "mutants", ROOT / ".ci") | {
+        "MUTATE_BUDGET": str(budget), "MUTATE_COSTS": str(tree / "test-costs.json")}
+    env.pop("MUTANT_UNDER_TEST", None)
+    command = [sys.executable, "-m", "mutmut", "run", "--max-children", str(jobs), *[mutant.name for mutant in chosen]]
+    with (tree / "mutmut.log").open("w") as log:
+        code = subprocess.run(command, cwd=tree, env=env, stdout=log, stderr=subprocess.STDOUT).returncode
+    if code != 0:
+        last = [row for row in re.split(r"[\r\n]+", (tree / "mutmut.log").read_text()) if row.strip()][-30:]
+        raise SystemExit("\n".join([*last, f"mutmut ended with {code}; its whole output is in {tree / 'mutmut.log'}"]))
+
+
+def read(chosen: list[Result]) -> list[Result]:
+    """The mutants with what became of them."""
+    codes = {file: json.loads(Path(f"mutants/{file}.meta").read_text())["exit_code_by_key"] for file in {m.file for m in chosen}}
+    found = []
+    for mutant in chosen:
+        code = codes[mutant.file][mutant.name]
+        status = "not run" if code is None else STATUS.get(code, "timeout")
+        found.append(Result(**{**asdict(mutant), "status": status}))
+    return found
+
+
+def scores(results: list[Result]) -> list[str]:
+    """A markdown table: per file killed (a timeout is one), survived, called by no test, and the score."""
+    by_file: dict[str, Counter[str]] = defaultdict(Counter)
+    for result in results:
+        by_file[result.file][result.status] += 1
+        by_file["all"][result.status] += 1
+    rows = ["| file | mutants | killed | survived | no test calls it | score |", "|---|---|---|---|---|---|"]
+    for file in [*sorted(set(by_file) - {"all"}), "all"]:
+        count = by_file[file]
+        total, killed = sum(count.values()), count["killed"] + count["timeout"]
+        rows.append(f"| {file} | {total} | {killed} | {count['survived']} | {count['no tests']} | {killed / max(total, 1):.0%} |")
+    return rows
+
+
+def write(results: list[Result], seconds: float) -> None:
+    """survivors.md and survivors.json beside the copy, and the table on the screen."""
+    alive = [result for result in results if result.status in ("survived", "no tests", "not run")]
+    text = ["# Mutants that no test sees", ""]
+    for result in alive:
+        text += [f"- {result.file}:{result.line} ({result.status})", "",
+                 textwrap.indent("\n".join(difflib.ndiff([result.before], [result.after])), "      "), ""]
+    REPORT.write_text("\n".join(text) + "\n")
+    REPORT.with_suffix(".json").write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    print("\n".join(scores(results)))
+    print(f"{len(alive)} of {len(results)} live on: {REPORT}; {seconds:.0f} s, {seconds / max(len(results), 1):.2f} s a mutant")
+
+
+def write_docs(results: list[Result]) -> None:
+    """The table between its two marks in docs/testing.md."""
+    page = ROOT / "docs" / "testing.md"
+    head, _, rest = page.read_text().partition(TABLE[0])
+    _, _, tail = rest.partition(TABLE[1])
+    page.write_text("\n".join([head + TABLE[0], "", *scores(results), "", TABLE[1]]) + tail)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

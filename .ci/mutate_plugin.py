@@ -1,0 +1,54 @@
+"""A pytest plugin for mutation runs: the files that cost least first, and so many seconds of tests a mutant.
+
+In the run in which mutmut finds out which test calls which function, it measures what each test costs with its
+fixtures. Under a mutant it then orders the selected tests by what their file costs, leaves out those beyond
+MUTATE_BUDGET seconds, and bounds each by its own time, so that an endless loop is found out soon.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+COSTS = Path(os.environ.get("MUTATE_COSTS", "test-costs.json"))
+_spent: dict[str, float] = defaultdict(float)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if os.environ.get("MUTANT_UNDER_TEST") == "stats":
+        _spent[report.nodeid] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _spent and os.environ.get("MUTANT_UNDER_TEST") == "stats":
+        known = json.loads(COSTS.read_text()) if COSTS.exists() else {}
+        COSTS.write_text(json.dumps({**known, **_spent}))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mutant = os.environ.get("MUTANT_UNDER_TEST", "")
+    if config.option.collectonly or mutant in ("stats", "fail", "mutant_generation") or not COSTS.exists():
+        return
+    costs: dict[str, float] = json.loads(COSTS.read_text())
+    # The run without a mutant only shows that the tests can run: the run for statistics has seen each of them green.
+    budget = float(os.environ.get("MUTATE_BUDGET", "30")) if mutant else 1.0
+    of_file: dict[str, float] = defaultdict(float)
+    for item in items:
+        of_file[item.nodeid.split("::")[0]] += costs.get(item.nodeid, 0.0)
+    order = sorted(items, key=lambda item: (of_file[item.nodeid.split("::")[0]], item.nodeid.split("::")[0]))
+    kept, spent = [], 0.0
+    for item in order:
+        cost = costs.get(item.nodeid, 0.0)
+        if kept and spent + cost > budget:
+            continue
+        spent += cost
+        item.add_marker(pytest.mark.timeout(10 + 5 * cost))
+        kept.append(item)
+    chosen = set(map(id, kept))
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+    items[:] = kept

@@ -1,0 +1,1 @@
+"""Learning curves as tests of the whole: `make curves` (docs/testing.md)."""

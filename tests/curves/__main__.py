@@ -1,0 +1,173 @@
+"""Run the variants, each in a process of its own, and write the table and the picture. See docs/testing.md.
+
+    python -m tests.curves [--variants grpo,gae] [--seeds 0,1,2] [--jobs 2] [--out runs/curves] [--updates 30]
+
+One warm start a seed is made first and shared: a variant costs its updates and evaluations only. Results are lines of
+OUT/results.jsonl; what is there already is not run again. Ends with 1 where a curve does not do what it must.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.curves.report import picture, table, unexpected
+from tests.curves.variants import VARIANTS
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "configs" / "quickstart.toml"
+HERE = ["cluster.backend=inline", "engine=embedded"]
+EVERY = 3
+TIMEOUT_S = 3600
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", default=",".join(VARIANTS), help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--updates", type=int, default=30)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "curves")
+    parser.add_argument("--one", nargs=2, metavar=("VARIANT", "SEED"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.out = args.out.absolute()
+    if args.one:
+        return one(args.out, args.one[0], int(args.one[1]), args.updates)
+    names, seeds = args.variants.split(","), [int(seed) for seed in args.seeds.split(",")]
+    unknown = sorted(set(names) - set(VARIANTS))
+    if unknown:
+        raise SystemExit(f"--variants: {', '.join(unknown)}: expected some of {', '.join(VARIANTS)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(lambda seed: warm_start(args.out, seed), seeds))
+        jobs = [(name, seed) for seed in seeds for name in names if (name, seed) not in results(args.out, args.updates)]
+        for line in pool.map(lambda job: process(args.out, *job, args.updates), jobs):
+            print(line, flush=True)
+    found = list(results(args.out, args.updates).values())
+    text = "\n".join(table(found))
+    (args.out / "table.md").write_text(text + "\n")
+    picture(found, args.out / "curves.png")
+    print(text)
+    wrong = unexpected([row for row in found if row["variant"] in names and row["seed"] in seeds])
+    print("\n".join(wrong) if wrong else "every curve does what it must")
+    return 1 if wrong else 0
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def warm_start(out: Path, seed: int) -> None:
+    """The model that all variants of a seed start from, once."""
+    if (out / f"warm_{seed}" / "warm_start" / "config.json").is_file():
+        return
+    command = [sys.executable, "-m", "agentrl.cli.main", "sft", str(CONFIG), "--overwrite", f"name=warm_{seed}", f"out={out}",
+               f"seed={seed}", *HERE]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode != 0:
+        raise SystemExit(f"the warm start of seed {seed} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def results(out: Path, updates: int) -> dict[tuple[str, int], dict[str, Any]]:
+    """The newest result of each variant and seed, of runs with these overrides and this length."""
+    file = out / "results.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return {(row["variant"], row["seed"]): row for row in rows
+            if row["error"] is None and row["variant"] in VARIANTS
+            and row["overrides"] == VARIANTS[row["variant"]].overrides and row["updates_asked"] == updates}
+
+
+def process(out: Path, name: str, seed: int, updates: int) -> str:
+    """One variant in a process; its result goes to the file. Returns a line to show."""
+    command = [sys.executable, "-m", "tests.curves", "--out", str(out), "--updates", str(updates), "--one", name, str(seed)]
+    result = out / f"{name}_{seed}" / "result.json"
+    result.unlink(missing_ok=True)
+    began = time.monotonic()
+    with (out / f"{name}_{seed}.log").open("w") as log:
+        try:
+            subprocess.run(command, cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT, timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            log.write(f"\nended after {TIMEOUT_S} s")
+    if result.exists():
+        row = json.loads(result.read_text())
+    else:
+        last = (out / f"{name}_{seed}.log").read_text().strip().splitlines()[-1:]
+        row = {"variant": name, "seed": seed, "overrides": VARIANTS[name].overrides, "updates_asked": updates,
+               "error": " ".join(last) or "no output"}
+    with (out / "results.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    shown = row["error"] or f"success {row['curve'][0][2]:.2f} -> {row['curve'][-1][2]:.2f}, {row['updates']} updates"
+    return f"{name} seed {seed}: {shown} ({time.monotonic() - began:.0f} s)"
+
+
+def one(out: Path, name: str, seed: int, updates: int) -> int:
+    """Train a variant in this process and write its result.json."""
+    from agentrl.cli.configs import open_folder
+    from agentrl.config.load import config_from, read_toml
+    from agentrl.run.main import execute
+    from agentrl.run.session import check
+    from tests.curves.rewards import FUNCTIONS, spec
+
+    variant = VARIANTS[name]
+    overrides = [
+        f"name={name}_{seed}", f"out={out}", f"seed={seed}", f"steps={updates}", f"model.path={out / f'warm_{seed}' / 'warm_start'}",
+        f"eval.every={EVERY}", "eval.tasks=100", "checkpoint.every=100000", "checkpoint.keep_best=0", "trajectories_every=100000",
+        *HERE,
+    ]
+    if variant.reward is None:
+        overrides.append("stop_at_success=0.95")
+    else:
+        file = out / f"{name}_reward.json"
+        file.write_text(json.dumps(spec(variant.reward)))
+        overrides += [f"env.reward={file}", *(f"reward.python.{key}={value}" for key, value in FUNCTIONS.items())]
+    table = read_toml(CONFIG)
+    del table["sft"], table["model"]["init"]
+    config = config_from(table, [*overrides, *variant.overrides])
+    check(config)
+    folder = open_folder(config, overwrite=True)
+    code = execute(config, folder, resumed=False)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    rows = folder.read_metrics()
+    row = {
+        "variant": name, "seed": seed, "overrides": variant.overrides, "updates_asked": updates,
+        "error": None if code == 0 else f"ended with {code}", "curve": curve(rows, folder.path, variant.reward is not None),
+        "updates": sum(row["phase"] == "train" for row in rows),
+        "failed_groups": max((row.get("groups/failed", 0) for row in rows), default=0),
+        "ledgers": sum(row.get("rewrites", 0.0) for row in rows) / max(sum(row["phase"] == "train" for row in rows), 1),
+        "cpu_s": round(used.ru_utime + used.ru_stime, 1),
+    }
+    (folder.path / "result.json").write_text(json.dumps(row))
+    shutil.rmtree(folder.checkpoints, ignore_errors=True)
+    return code
+
+
+def curve(rows: list[dict[str, Any]], folder: Path, own_success: bool) -> list[tuple[int, int, float]]:
+    """(updates, tokens sampled so far, held-out success) of each evaluation. With a reward that is not the task's,
+    success is the metric `true` of the episodes."""
+    found: dict[int, tuple[int, int, float]] = {}
+    tokens = 0
+    for row in rows:
+        if row["phase"] == "train":
+            tokens += row["tokens"]
+        elif row["phase"] in ("before", "eval", "after"):
+            success = row["success"]
+            if own_success:
+                lines = (folder / "trajectories" / f"{row['phase']}_{row['step']:06d}.jsonl").read_text().splitlines()
+                values = [json.loads(line)["metrics"]["true"] for line in lines]
+                success = sum(value == 1 for value in values) / len(values)
+            found[row["step"]] = (row["step"], tokens, success)
+    return list(found.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

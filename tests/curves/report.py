@@ -1,0 +1,91 @@
+"""The table, the picture and the verdict of learning curves."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from tests.curves.variants import VARIANTS
+
+GOOD = 0.9
+SLACK = 0.15
+"""How far from its start a curve that must not climb may end: three standard errors of 100 tasks, about."""
+
+
+def tokens_to(curve: list[list[float]], success: float) -> float | None:
+    """Tokens sampled up to the first evaluation that reached `success`."""
+    return next((tokens for _, tokens, found in curve if found >= success), None)
+
+
+def verdict(row: dict[str, Any]) -> str | None:
+    """What is wrong with a curve, or None."""
+    expected = VARIANTS[row["variant"]].expected
+    first, last, best = row["curve"][0][2], row["curve"][-1][2], max(point[2] for point in row["curve"])
+    if expected == "climbs" and last < GOOD:
+        return f"must reach {GOOD}: {first:.2f} -> {last:.2f} (best {best:.2f})"
+    if expected == "stays" and best > first + SLACK:
+        return f"must not climb: {first:.2f} -> {best:.2f}"
+    if expected == "falls" and (last > first / 2 or best > first + SLACK):
+        return f"must fall: {first:.2f} -> {last:.2f}"
+    return None
+
+
+def unexpected(rows: list[dict[str, Any]]) -> list[str]:
+    """One line for each curve that does not do what it must."""
+    found = [(row, verdict(row)) for row in rows]
+    return [f"{row['variant']} seed {row['seed']}: {problem}" for row, problem in found if problem]
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """A markdown row for each variant; numbers of its seeds, in order, apart by slashes."""
+    of = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        of[row["variant"]].append(row)
+    lines = ["| variant | seeds | success before | after | thousand tokens to 0.9 | updates | rewrites an episode | groups failed | CPU s | as it must |",
+             "|---|---|---|---|---|---|---|---|---|---|"]
+    for name in (name for name in VARIANTS if name in of):
+        runs = of[name]
+        reached = [tokens_to(run["curve"], GOOD) for run in runs]
+        cells = [
+            name, _join(run["seed"] for run in runs), _join(f"{run['curve'][0][2]:.2f}" for run in runs),
+            _join(f"{run['curve'][-1][2]:.2f}" for run in runs),
+            _join("-" if tokens is None else f"{tokens / 1000:.0f}" for tokens in reached), _join(run["updates"] for run in runs),
+            _join(f"{run['ledgers']:.1f}" for run in runs), _join(run["failed_groups"] for run in runs),
+            _join(f"{run['cpu_s']:.0f}" for run in runs),
+            "yes" if not unexpected(runs) else "**no**",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def picture(rows: list[dict[str, Any]], file: Path) -> None:
+    """All curves in a grid: held-out success against thousand tokens sampled, one panel a variant."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [name for name in VARIANTS if any(row["variant"] == name for row in rows)]
+    if not names:
+        return
+    wide = min(6, len(names))
+    figure, panels = pyplot.subplots(math.ceil(len(names) / wide), wide, squeeze=False, sharey=True, layout="constrained",
+                                     figsize=(2.4 * wide, 1.9 * math.ceil(len(names) / wide)))
+    for panel, name in zip(panels.flat, names, strict=False):
+        for row in rows:
+            if row["variant"] == name:
+                panel.plot([point[1] / 1000 for point in row["curve"]], [point[2] for point in row["curve"]], lw=1)
+        panel.set_title(f"{name}{'' if VARIANTS[name].expected == 'climbs' else f' ({VARIANTS[name].expected})'}", fontsize=8)
+        panel.set_ylim(0, 1.02)
+        panel.axhline(GOOD, lw=0.5, color="gray")
+        panel.tick_params(labelsize=6)
+    for panel in list(panels.flat)[len(names):]:
+        panel.axis("off")
+    figure.savefig(file, dpi=130)
+    pyplot.close(figure)
+
+
+def _join(values: Any) -> str:
+    return " / ".join(str(value) for value in values)

@@ -1,0 +1,113 @@
+"""Small real runs inside the test's own process, and in processes that can be killed and start warm."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.runs import ROOT, numbers, rows
+
+HERE = ["cluster.backend=inline", "engine=embedded", "eval.tasks=4", "eval.every=0", "rollout.max_turn_tokens=24",
+        "rollout.max_turns=4", "rollout.groups=3", "rollout.group_size=4", "checkpoint.every=100", "trajectories_every=1",
+        f"env.reward={Path(__file__).with_name('short.json')}"]
+
+
+def config_of(out: Path, name: str, *overrides: str) -> Any:
+    """The quickstart's config without its warm start and model, shrunk, with overrides."""
+    from agentrl.config.load import config_from, read_toml
+
+    table = read_toml(ROOT / "configs" / "quickstart.toml")
+    if not any(text.startswith("sft.") for text in overrides):
+        del table["sft"]
+    if any(text.startswith("model.path=") for text in overrides):
+        del table["model"]
+    return config_from(table, [f"name={name}", f"out={out}", *HERE, *overrides])
+
+
+def execute(config: Any, *, resumed: bool = False, only_warm_start: bool = False) -> Path:
+    """Run it to its end in this process; returns its folder."""
+    from agentrl.run.folder import RunFolder
+    from agentrl.run.main import execute as run
+    from agentrl.run.session import check
+
+    with logging_kept():
+        check(config)
+        folder = RunFolder(Path(config.out) / config.name) if resumed else RunFolder.create(config)
+        assert run(config, folder, resumed=resumed, only_warm_start=only_warm_start) == 0
+    return folder.path
+
+
+@contextmanager
+def logging_kept() -> Iterator[None]:
+    """A run takes agentrl's log for its own file; other tests want it back."""
+    logger = logging.getLogger("agentrl")
+    level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
+    try:
+        yield
+    finally:
+        for handler in set(logger.handlers) - set(handlers):
+            handler.close()
+        logger.level, logger.propagate, logger.handlers = level, propagate, handlers
+
+
+def start_or_resume(out: str, name: str, overrides: list[str]) -> None:
+    """A process of its own: go on with the run if it is there, else begin it."""
+    resumed = (Path(out) / name / "config.toml").is_file()
+    execute(config_of(Path(out), name, *overrides), resumed=resumed)
+
+
+def killed_at_random(out: Path, name: str, overrides: list[str], kills: int, seconds: float) -> list[float]:
+    """Run to the end; on the way the process is killed `kills` times, each after a random part of `seconds` of
+    progress. Returns the moments (in seconds since a start) for the assertion's message."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.e2e.warm"])
+    moments: list[float] = []
+    for _ in range(kills):
+        process = context.Process(target=start_or_resume, args=(str(out), name, overrides))
+        process.start()
+        moments.append(random.uniform(0.0, seconds))
+        process.join(moments[-1])
+        if process.exitcode is not None:
+            assert process.exitcode == 0, (process.exitcode, moments)
+            return moments
+        process.kill()
+        process.join()
+    process = context.Process(target=start_or_resume, args=(str(out), name, overrides))
+    process.start()
+    process.join(120)
+    try:
+        assert process.exitcode == 0, (process.exitcode, moments)
+    finally:
+        process.kill()
+    return moments
+
+
+def episodes(folder: Path, step: int) -> list[dict[str, Any]]:
+    """The episodes that update `step` was given."""
+    return [json.loads(line) for line in (folder / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+
+
+def updates(folder: Path) -> list[dict[str, Any]]:
+    return [row for row in rows(folder) if row["phase"] == "train"]
+
+
+def ledger_of(folder: Path) -> dict[str, Any]:
+    """The group ledger in the newest checkpoint."""
+    newest = max((folder / "checkpoints").glob("step_*"))
+    ledger: dict[str, Any] = json.loads((newest / "driver.json").read_text())["ledger"]
+    return ledger
+
+
+def seconds_of(folder: Path) -> float:
+    """How long a run took."""
+    found: float = json.loads((folder / "summary.json").read_text())["seconds"]
+    return found
+
+
+__all__ = ["config_of", "episodes", "execute", "killed_at_random", "ledger_of", "numbers", "rows", "seconds_of", "updates"]

@@ -1,0 +1,124 @@
+"""Whole runs next to the quickstart's path: stale weights, a critic, several ledgers, a temperature, and kills at random.
+
+The runs are small and inside this process. `make proofs` kills more often and runs for longer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.inside import config_of, episodes, execute, killed_at_random, ledger_of, numbers, seconds_of, updates
+
+pytestmark = pytest.mark.timeout(240)
+LONG = bool(os.environ.get("AGENTRL_PROOFS"))
+STALE = 2
+COMPACT = 'rollout.context={name="compact", args={tokens=230, summary_tokens=8, keep=1, prompt="note"}}'
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that has seen enough transcripts to make calls."""
+    out = tmp_path_factory.mktemp("warm")
+    config = config_of(out, "warm", "sft.max_steps=80", "sft.min_steps=80", "sft.gate_every=80", "sft.gate=0.0", "sft.gate_tasks=2")
+    return f"model.path={execute(config, only_warm_start=True) / 'warm_start'}"
+
+
+def sampled(episode: dict[str, Any], column: str) -> np.ndarray:
+    """A column's values at the sampled tokens of all ledgers of an episode."""
+    parts = [np.asarray(ledger[column])[np.asarray(ledger["sampled"], dtype=bool)] for ledger in episode["ledgers"]]
+    return np.concatenate([np.zeros(0), *parts])
+
+
+def test_no_trained_token_is_staler_than_the_bound_and_no_healthy_group_fails(warm: str, tmp_path: Path) -> None:
+    run = execute(config_of(tmp_path, "stale", warm, f"rollout.max_staleness={STALE}", "steps=8", "weights.bucket_mib=0.02"))
+    ages = [step - 1 - sampled(episode, "versions") for step in range(1, 9) for episode in episodes(run, step)]
+    age = np.concatenate(ages)
+    assert age.min() >= 0 and age.max() <= STALE
+    assert age.max() >= 1, "nothing was stale: this run shows nothing"
+    last = updates(run)[-1]
+    assert {state: last[f"groups/{state}"] for state in ("failed", "filtered", "stale", "cancelled", "trained")} == {
+        "failed": 0, "filtered": 0, "stale": 0, "cancelled": 0, "trained": 24}
+    unscored = [(row["step"], row["unscored"]) for row in updates(run) if row["unscored"]]
+    assert unscored == []
+
+
+def test_a_critic_learns_the_returns_and_the_actor_waits_for_it(warm: str, tmp_path: Path) -> None:
+    run = execute(config_of(
+        tmp_path, "critic", warm, "steps=6", 'algorithm.advantage={name="gae"}', "critic.lr=3e-3", "critic.epochs=4",
+        "critic.warmup=2", "critic.clip=10.0"))
+    rows = updates(run)
+    assert ["grad_norm" in row for row in rows] == [False, False, True, True, True, True]
+    # With gamma = lambda = 1 a return is the episode's reward: the loss of a critic that says 0 is half its square.
+    rewards = [np.concatenate([np.full(len(sampled(e, "versions")), e["reward"]) for e in episodes(run, step)]) for step in (1, 6)]
+    zero = [float((reward**2).mean() / 2) for reward in rewards]
+    losses = [row[next(key for key in row if key.startswith("critic/") and key.endswith("loss"))] for row in rows]
+    assert losses[-1] < 0.25 * zero[1], (losses, zero)
+    assert rows[2]["mismatch_max"] < 1e-4
+
+
+def test_several_ledgers_train_each_sampled_token_once_and_as_the_engine_saw_it(warm: str, tmp_path: Path) -> None:
+    run = execute(config_of(tmp_path, "forks", warm, COMPACT, "steps=4", "optim.lr=1e-4", "rollout.max_episode_tokens=1024"))
+    forked = 0
+    for row in updates(run):
+        members = episodes(run, row["step"])
+        forked += sum(len(member["ledgers"]) > 1 for member in members)
+        groups: dict[int, list[dict[str, Any]]] = {}
+        for member in members:
+            groups.setdefault(member["task"]["seed"], []).append(member)
+        teaching = [m for group in groups.values() if len({m["reward"] for m in group}) > 1 for m in group]
+        counts = {sum(len(sampled(m, "versions")) for m in some) for some in (members, teaching)}
+        assert row["tokens_trained"] in counts, (row["tokens_trained"], counts)
+        assert row["mismatch_max"] < 1e-4
+    assert forked >= 10, "hardly an episode forked: this run shows nothing"
+
+
+def test_at_a_temperature_all_policies_are_measured_at_it(warm: str, tmp_path: Path) -> None:
+    """At the first update engine, actor, proximal and reference policy are one: whatever differs was computed at
+    another temperature."""
+    run = execute(config_of(
+        tmp_path, "warm", warm, "steps=3", "rollout.temperature=0.7", 'algorithm.proximal="recompute"', "algorithm.minibatch=64",
+        "algorithm.kl.coef=0.1", 'algorithm.kl.kind="k3"'))
+    first = updates(run)[0]
+    assert first["mismatch_max"] < 1e-4
+    assert first["ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert first["kl_reference"] == pytest.approx(0.0, abs=1e-7)
+    assert updates(run)[-1]["kl_reference"] > 1e-6
+
+
+STEPS = 12 if LONG else 5
+KILLED = ["checkpoint.every=1", "checkpoint.keep=2", f"steps={STEPS}", "eval.every=2"]
+
+
+def test_killed_at_random_a_synchronous_run_ends_with_the_numbers_of_the_unbroken(warm: str, tmp_path: Path) -> None:
+    whole = execute(config_of(tmp_path / "whole", "run", warm, *KILLED))
+    moments = killed_at_random(tmp_path / "cut", "run", [warm, *KILLED], kills=12 if LONG else 3, seconds=seconds_of(whole))
+    assert numbers(tmp_path / "cut" / "run") == numbers(whole), moments
+
+
+def test_killed_at_random_a_stale_run_trains_each_task_once(warm: str, tmp_path: Path) -> None:
+    overrides = [warm, *KILLED, f"rollout.max_staleness={STALE}"]
+    moments = killed_at_random(tmp_path, "run", overrides, kills=12 if LONG else 3, seconds=6.0)
+    run, ledger = tmp_path / "run", ledger_of(tmp_path / "run")
+    assert [row["step"] for row in updates(run)] == list(range(1, STEPS + 1)), moments
+    assert ledger["past"] == {"trained": 3 * STEPS}, moments
+    # Every group ever numbered was trained, waits trained-to-be, or is to be run again.
+    waiting = [group["index"] for group in ledger["complete"]] + ledger["again"]
+    assert len(set(waiting)) == len(waiting) and ledger["next"] == 3 * STEPS + len(waiting), moments
+    trained = [seed for step in range(1, STEPS + 1) for seed in {member["task"]["seed"] for member in episodes(run, step)}]
+    assert len(trained) == len(set(trained)) == 3 * STEPS, moments
+    assert not set(trained) & {group["task_seed"] for group in ledger["complete"]}, moments
+    versions = [step - 1 - sampled(member, "versions") for step in range(1, STEPS + 1) for member in episodes(run, step)]
+    assert max(age.max() for age in versions) <= STALE, moments
+
+
+def test_the_summary_of_a_resumed_run_counts_all_its_updates(warm: str, tmp_path: Path) -> None:
+    run = execute(config_of(tmp_path, "run", warm, "steps=2", "checkpoint.every=1"))
+    execute(config_of(tmp_path, "run", warm, "steps=3", "checkpoint.every=1"), resumed=True)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 3 and summary["tokens"] == sum(row["tokens"] for row in updates(run))
