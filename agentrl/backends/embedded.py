@@ -57,7 +57,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._wake = asyncio.Event()
         self._paused = False
         self._unfit: str | None = None
-        self._asleep = False
+        self._asleep = self._arriving = False
         self._receiver: Receiver | None = None
         self._prompt_tokens = 0
 
@@ -135,6 +135,7 @@ class EmbeddedEngine(Engine, WeightTarget):
             raise EngineError("no route for weights is attached")
         self._unfit = f"weights version {version} were published in part"
         was_paused, self._paused = self._paused, True
+        self._arriving = True
         batcher.reset()
         try:
             writing = model.begin_write()
@@ -145,7 +146,7 @@ class EmbeddedEngine(Engine, WeightTarget):
             self._unfit = str(problem)
             raise
         finally:
-            self._paused = was_paused
+            self._paused, self._arriving = was_paused, False
             self._wake.set()
         batcher.version = version
         self._unfit = None
@@ -240,7 +241,9 @@ class EmbeddedEngine(Engine, WeightTarget):
 
     def _ready(self) -> Batcher:
         batcher, _ = self._started()
-        if self._unfit is not None:
+        # While weights arrive a request waits for them, as those that run do: an episode whose tool answers in that
+        # moment has no fault. `_run` fails it where they do not arrive whole.
+        if self._unfit is not None and not self._arriving:
             raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
         return batcher
 

@@ -120,7 +120,8 @@ def one(out: Path, name: str, seed: int, updates: int) -> int:
 
     variant = VARIANTS[name]
     overrides = [
-        f"name={name}_{seed}", f"out={out}", f"seed={seed}", f"steps={updates}", f"model.path={out / f'warm_{seed}' / 'warm_start'}",
+        f"name={name}_{seed}", f"out={out}", f"seed={seed}", f"steps={updates}",
+        f"model.path={out / f'warm_{seed}' / 'warm_start'}",
         f"eval.every={EVERY}", "eval.tasks=100", "checkpoint.every=100000", "checkpoint.keep_best=0", "trajectories_every=100000",
         *HERE,
     ]

@@ -10,6 +10,8 @@ from typing import Any
 from tests.curves.variants import VARIANTS
 
 GOOD = 0.9
+KEPT = 0.8
+"""A curve that climbs must reach GOOD and not fall below this again."""
 SLACK = 0.15
 """How far from its start a curve that must not climb may end: three standard errors of 100 tasks, about."""
 
@@ -23,8 +25,8 @@ def verdict(row: dict[str, Any]) -> str | None:
     """What is wrong with a curve, or None."""
     expected = VARIANTS[row["variant"]].expected
     first, last, best = row["curve"][0][2], row["curve"][-1][2], max(point[2] for point in row["curve"])
-    if expected == "climbs" and last < GOOD:
-        return f"must reach {GOOD}: {first:.2f} -> {last:.2f} (best {best:.2f})"
+    if expected == "climbs" and (best < GOOD or last < KEPT):
+        return f"must reach {GOOD} and end above {KEPT}: {first:.2f} -> {last:.2f} (best {best:.2f})"
     if expected == "stays" and best > first + SLACK:
         return f"must not climb: {first:.2f} -> {best:.2f}"
     if expected == "falls" and (last > first / 2 or best > first + SLACK):
@@ -43,8 +45,9 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     of = defaultdict(list)
     for row in sorted(rows, key=lambda row: row["seed"]):
         of[row["variant"]].append(row)
-    lines = ["| variant | seeds | success before | after | thousand tokens to 0.9 | updates | rewrites an episode | groups failed | CPU s | as it must |",
-             "|---|---|---|---|---|---|---|---|---|---|"]
+    heads = ["variant", "seeds", "success before", "after", "thousand tokens to 0.9", "updates", "rewrites an episode",
+             "groups failed", "CPU s", "as it must"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name in (name for name in VARIANTS if name in of):
         runs = of[name]
         reached = [tokens_to(run["curve"], GOOD) for run in runs]

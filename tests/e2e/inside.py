@@ -6,11 +6,13 @@ import json
 import logging
 import multiprocessing
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from agentrl.trajectory import Trajectory
 from tests.e2e.runs import ROOT, numbers, rows
 
 HERE = ["cluster.backend=inline", "engine=embedded", "eval.tasks=4", "eval.every=0", "rollout.max_turn_tokens=24",
@@ -62,35 +64,44 @@ def start_or_resume(out: str, name: str, overrides: list[str]) -> None:
     execute(config_of(Path(out), name, *overrides), resumed=resumed)
 
 
-def killed_at_random(out: Path, name: str, overrides: list[str], kills: int, seconds: float) -> list[float]:
-    """Run to the end; on the way the process is killed `kills` times, each after a random part of `seconds` of
-    progress. Returns the moments (in seconds since a start) for the assertion's message."""
+def killed_at_random(out: Path, name: str, overrides: list[str], kills: int, steps: int) -> list[tuple[int, float]]:
+    """Run to the end of `steps` updates; on the way the process is killed `kills` times, each at a random moment of a
+    random update. Returns (updates recorded, seconds after that) of the kills, for an assertion's message."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.e2e.warm"])
-    moments: list[float] = []
+    folder, moments = out / name, list[tuple[int, float]]()
     for _ in range(kills):
         process = context.Process(target=start_or_resume, args=(str(out), name, overrides))
         process.start()
-        moments.append(random.uniform(0.0, seconds))
-        process.join(moments[-1])
-        if process.exitcode is not None:
-            assert process.exitcode == 0, (process.exitcode, moments)
-            return moments
+        wanted, late = random.randint(min(_recorded(folder), steps - 1), steps - 1), random.uniform(0.0, 0.3)
+        deadline = time.monotonic() + 120
+        while process.exitcode is None and _recorded(folder) < wanted and time.monotonic() < deadline:
+            time.sleep(0.005)
+        process.join(late)
+        assert process.exitcode in (None, 0), (process.exitcode, moments)
+        if process.exitcode is None:
+            moments.append((_recorded(folder), late))
         process.kill()
         process.join()
     process = context.Process(target=start_or_resume, args=(str(out), name, overrides))
     process.start()
     process.join(120)
-    try:
-        assert process.exitcode == 0, (process.exitcode, moments)
-    finally:
-        process.kill()
+    code = process.exitcode
+    process.kill()
+    assert code == 0 and moments, (code, moments)
     return moments
 
 
-def episodes(folder: Path, step: int) -> list[dict[str, Any]]:
+def _recorded(folder: Path) -> int:
+    """Updates in metrics.jsonl now."""
+    file = folder / "metrics.jsonl"
+    return file.read_text().count('"phase": "train"') if file.exists() else 0
+
+
+def episodes(folder: Path, step: int) -> list[Trajectory]:
     """The episodes that update `step` was given."""
-    return [json.loads(line) for line in (folder / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+    lines = (folder / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    return [Trajectory.from_json(json.loads(line)) for line in lines]
 
 
 def updates(folder: Path) -> list[dict[str, Any]]:
@@ -104,10 +115,4 @@ def ledger_of(folder: Path) -> dict[str, Any]:
     return ledger
 
 
-def seconds_of(folder: Path) -> float:
-    """How long a run took."""
-    found: float = json.loads((folder / "summary.json").read_text())["seconds"]
-    return found
-
-
-__all__ = ["config_of", "episodes", "execute", "killed_at_random", "ledger_of", "numbers", "rows", "seconds_of", "updates"]
+__all__ = ["config_of", "episodes", "execute", "killed_at_random", "ledger_of", "numbers", "rows", "updates"]

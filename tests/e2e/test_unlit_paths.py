@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.e2e.inside import config_of, episodes, execute, killed_at_random, ledger_of, numbers, seconds_of, updates
+from agentrl.trajectory import Trajectory
+from tests.e2e.inside import config_of, episodes, execute, killed_at_random, ledger_of, numbers, updates
 
 pytestmark = pytest.mark.timeout(240)
 LONG = bool(os.environ.get("AGENTRL_PROOFS"))
@@ -25,19 +25,20 @@ COMPACT = 'rollout.context={name="compact", args={tokens=230, summary_tokens=8, 
 def warm(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model that has seen enough transcripts to make calls."""
     out = tmp_path_factory.mktemp("warm")
-    config = config_of(out, "warm", "sft.max_steps=80", "sft.min_steps=80", "sft.gate_every=80", "sft.gate=0.0", "sft.gate_tasks=2")
+    config = config_of(out, "warm", "sft.max_steps=80",
+                       "sft.min_steps=80", "sft.gate_every=80", "sft.gate=0.0", "sft.gate_tasks=2")
     return f"model.path={execute(config, only_warm_start=True) / 'warm_start'}"
 
 
-def sampled(episode: dict[str, Any], column: str) -> np.ndarray:
-    """A column's values at the sampled tokens of all ledgers of an episode."""
-    parts = [np.asarray(ledger[column])[np.asarray(ledger["sampled"], dtype=bool)] for ledger in episode["ledgers"]]
+def versions(episode: Trajectory) -> np.ndarray:
+    """The version of the weights that sampled each token of an episode, over all its ledgers."""
+    parts = [np.asarray(ledger.versions)[np.asarray(ledger.sampled)] for ledger in episode.ledgers]
     return np.concatenate([np.zeros(0), *parts])
 
 
 def test_no_trained_token_is_staler_than_the_bound_and_no_healthy_group_fails(warm: str, tmp_path: Path) -> None:
     run = execute(config_of(tmp_path, "stale", warm, f"rollout.max_staleness={STALE}", "steps=8", "weights.bucket_mib=0.02"))
-    ages = [step - 1 - sampled(episode, "versions") for step in range(1, 9) for episode in episodes(run, step)]
+    ages = [step - 1 - versions(episode) for step in range(1, 9) for episode in episodes(run, step)]
     age = np.concatenate(ages)
     assert age.min() >= 0 and age.max() <= STALE
     assert age.max() >= 1, "nothing was stale: this run shows nothing"
@@ -55,7 +56,7 @@ def test_a_critic_learns_the_returns_and_the_actor_waits_for_it(warm: str, tmp_p
     rows = updates(run)
     assert ["grad_norm" in row for row in rows] == [False, False, True, True, True, True]
     # With gamma = lambda = 1 a return is the episode's reward: the loss of a critic that says 0 is half its square.
-    rewards = [np.concatenate([np.full(len(sampled(e, "versions")), e["reward"]) for e in episodes(run, step)]) for step in (1, 6)]
+    rewards = [np.concatenate([np.full(len(versions(e)), e.reward) for e in episodes(run, step)]) for step in (1, 6)]
     zero = [float((reward**2).mean() / 2) for reward in rewards]
     losses = [row[next(key for key in row if key.startswith("critic/") and key.endswith("loss"))] for row in rows]
     assert losses[-1] < 0.25 * zero[1], (losses, zero)
@@ -67,12 +68,12 @@ def test_several_ledgers_train_each_sampled_token_once_and_as_the_engine_saw_it(
     forked = 0
     for row in updates(run):
         members = episodes(run, row["step"])
-        forked += sum(len(member["ledgers"]) > 1 for member in members)
-        groups: dict[int, list[dict[str, Any]]] = {}
+        forked += sum(len(member.ledgers) > 1 for member in members)
+        groups: dict[int, list[Trajectory]] = {}
         for member in members:
-            groups.setdefault(member["task"]["seed"], []).append(member)
-        teaching = [m for group in groups.values() if len({m["reward"] for m in group}) > 1 for m in group]
-        counts = {sum(len(sampled(m, "versions")) for m in some) for some in (members, teaching)}
+            groups.setdefault(member.task.seed, []).append(member)
+        teaching = [m for group in groups.values() if len({m.reward for m in group}) > 1 for m in group]
+        counts = {sum(len(versions(m)) for m in some) for some in (members, teaching)}
         assert row["tokens_trained"] in counts, (row["tokens_trained"], counts)
         assert row["mismatch_max"] < 1e-4
     assert forked >= 10, "hardly an episode forked: this run shows nothing"
@@ -91,30 +92,30 @@ def test_at_a_temperature_all_policies_are_measured_at_it(warm: str, tmp_path: P
     assert updates(run)[-1]["kl_reference"] > 1e-6
 
 
-STEPS = 12 if LONG else 5
+STEPS, KILLS = (12, 12) if LONG else (5, 3)
 KILLED = ["checkpoint.every=1", "checkpoint.keep=2", f"steps={STEPS}", "eval.every=2"]
 
 
 def test_killed_at_random_a_synchronous_run_ends_with_the_numbers_of_the_unbroken(warm: str, tmp_path: Path) -> None:
     whole = execute(config_of(tmp_path / "whole", "run", warm, *KILLED))
-    moments = killed_at_random(tmp_path / "cut", "run", [warm, *KILLED], kills=12 if LONG else 3, seconds=seconds_of(whole))
+    moments = killed_at_random(tmp_path / "cut", "run", [warm, *KILLED], KILLS, STEPS)
     assert numbers(tmp_path / "cut" / "run") == numbers(whole), moments
 
 
 def test_killed_at_random_a_stale_run_trains_each_task_once(warm: str, tmp_path: Path) -> None:
     overrides = [warm, *KILLED, f"rollout.max_staleness={STALE}"]
-    moments = killed_at_random(tmp_path, "run", overrides, kills=12 if LONG else 3, seconds=6.0)
+    moments = killed_at_random(tmp_path, "run", overrides, KILLS, STEPS)
     run, ledger = tmp_path / "run", ledger_of(tmp_path / "run")
     assert [row["step"] for row in updates(run)] == list(range(1, STEPS + 1)), moments
     assert ledger["past"] == {"trained": 3 * STEPS}, moments
     # Every group ever numbered was trained, waits trained-to-be, or is to be run again.
     waiting = [group["index"] for group in ledger["complete"]] + ledger["again"]
     assert len(set(waiting)) == len(waiting) and ledger["next"] == 3 * STEPS + len(waiting), moments
-    trained = [seed for step in range(1, STEPS + 1) for seed in {member["task"]["seed"] for member in episodes(run, step)}]
+    trained = [seed for step in range(1, STEPS + 1) for seed in {member.task.seed for member in episodes(run, step)}]
     assert len(trained) == len(set(trained)) == 3 * STEPS, moments
     assert not set(trained) & {group["task_seed"] for group in ledger["complete"]}, moments
-    versions = [step - 1 - sampled(member, "versions") for step in range(1, STEPS + 1) for member in episodes(run, step)]
-    assert max(age.max() for age in versions) <= STALE, moments
+    ages = [step - 1 - versions(member) for step in range(1, STEPS + 1) for member in episodes(run, step)]
+    assert max(age.max() for age in ages) <= STALE, moments
 
 
 def test_the_summary_of_a_resumed_run_counts_all_its_updates(warm: str, tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-import transformers  # noqa: E402
-from torch.utils.tensorboard.writer import SummaryWriter  # noqa: E402
+import transformers
+from torch.utils.tensorboard.writer import SummaryWriter
 
-import agentrl.run.main  # noqa: E402
+import agentrl.run.main
 
 __all__ = ["SummaryWriter", "agentrl", "transformers"]

@@ -9,6 +9,8 @@ from engine_models import build_model, changed, forward_logprobs, load, paramete
 from agentrl.backends.embedded import EmbeddedEngine
 from agentrl.errors import EngineError, ModelError, ResourceError
 from agentrl.rollout.engine import Sampling
+from agentrl.weights.memory import MemorySender
+from agentrl.weights.parcel import Stream
 
 pytestmark = pytest.mark.asyncio
 
@@ -182,6 +184,29 @@ async def test_unfinished_weights_fail_what_waits(engine, model):
     await engine.resume()
     with pytest.raises(EngineError, match="not published"):
         await task
+
+
+async def test_a_request_that_comes_while_weights_arrive_waits_and_is_sampled_from_them(engine, model):
+    sender = MemorySender(1 << 17, 1)
+    await engine.attach(sender.open())
+    sender.attached()
+    new = changed(model, 5)
+    tasks = []
+
+    async def parcels():
+        stream = Stream(iter(new.items()))
+        while (parcel := sender.send(stream)) is not None:
+            tasks.append(asyncio.ensure_future(engine.generate(prompt_of(9), Sampling(max_tokens=5, seed=1), f"a{len(tasks)}")))
+            await asyncio.sleep(0)
+            yield parcel
+
+    await engine.pause()
+    await engine.receive(1, parcels())
+    await engine.resume()
+    for generation in await asyncio.gather(*tasks):
+        assert set(generation.versions) == {1}
+        assert off(model, prompt_of(9), generation, weights=new) < 1e-5
+    assert len(tasks) > 1
 
 
 async def test_weights_that_are_not_finite_are_an_engine_error(engine, model):
