@@ -15,16 +15,16 @@ import signal
 import sys
 import time
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Queue
 
 from scratch import ROOT, copy_tree
 
 LIST = ROOT / "tests" / "faults.toml"
 WORK = ROOT / "build" / "faults"
 LIMIT_S = 300
+LATE = 124
+MEND = "bring tests/faults.toml up to date"
 
 
 @dataclass(frozen=True)
@@ -35,27 +35,50 @@ class Fault:
     file: str
     old: str
     new: str
-    tests: list[str]
+    tests: tuple[str, ...]
 
     def changed(self, text: str) -> str:
         """The file with the fault in it. Raises ValueError where the list is older than the code."""
         found = text.count(self.old)
         if found != 1:
-            raise ValueError(f"{self.name}: its text is {found} times in {self.file}, expected once; bring tests/faults.toml up to date")
+            raise ValueError(f"{self.name}: its text is {found} times in {self.file}, expected once; {MEND}")
         return text.replace(self.old, self.new)
 
 
 def faults() -> list[Fault]:
     """The list. Raises ValueError for one that no longer applies, or whose tests are not there."""
-    found = [Fault(**row) for row in tomllib.loads(LIST.read_text())["fault"]]
+    found = [Fault(**{**row, "tests": tuple(row["tests"])}) for row in tomllib.loads(LIST.read_text())["fault"]]
     for fault in found:
         if not (ROOT / fault.file).is_file():
-            raise ValueError(f"{fault.name}: there is no file {fault.file}; bring tests/faults.toml up to date")
+            raise ValueError(f"{fault.name}: there is no file {fault.file}; {MEND}")
         fault.changed((ROOT / fault.file).read_text())
         for test in fault.tests:
             if not (ROOT / test.split("::")[0]).exists():
-                raise ValueError(f"{fault.name}: there is no test {test}; bring tests/faults.toml up to date")
+                raise ValueError(f"{fault.name}: there is no test {test}; {MEND}")
     return found
+
+
+@dataclass
+class Trial:
+    """Tests run on a tree with a fault, or without."""
+
+    fault: Fault | None
+    tests: tuple[str, ...]
+    code: int = -1
+    began: float = 0.0
+
+    def put(self, tree: Path) -> None:
+        """Put the fault into the tree."""
+        if self.fault is not None:
+            (tree / self.fault.file).write_text(self.fault.changed((ROOT / self.fault.file).read_text()))
+
+    def end(self, code: int, tree: Path) -> None:
+        """Take the fault out again."""
+        self.code = code
+        if self.fault is not None:
+            shutil.copy2(ROOT / self.fault.file, tree / self.fault.file)
+            seen = "seen    " if code else "NOT SEEN"
+            print(f"{seen} {self.fault.name} ({time.monotonic() - self.began:.1f} s)", flush=True)
 
 
 def main() -> int:
@@ -64,23 +87,20 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     chosen = [fault for fault in faults() if args.k in fault.name]
-    trees: Queue[Path] = Queue()
-    for number in range(args.jobs):
-        copy_tree(WORK / str(number))
-        trees.put(WORK / str(number))
+    trees = [WORK / str(number) for number in range(args.jobs)]
+    for tree in trees:
+        copy_tree(tree)
     warm()
-    with ThreadPoolExecutor(args.jobs) as pool:
-        clean = list(pool.map(lambda tests: (tests, tried(None, list(tests), trees)), sorted({tuple(f.tests) for f in chosen})))
-        broken = [f"{' '.join(tests)}: red without a fault (exit {code})" for tests, (code, _) in clean if code != 0]
-        if broken:
-            print("\n".join(broken))
-            return 2
-        alive = 0
-        for fault, (code, seconds) in zip(chosen, pool.map(lambda f: tried(f, f.tests, trees), chosen), strict=True):
-            seen = code != 0
-            alive += not seen
-            print(f"{'seen    ' if seen else 'NOT SEEN'} {fault.name} ({seconds:.1f} s)", flush=True)
-    print(f"{len(chosen) - alive} of {len(chosen)} faults are seen")
+    clean = [Trial(None, tests) for tests in sorted({fault.tests for fault in chosen})]
+    run(clean, trees)
+    broken = [f"{' '.join(trial.tests)}: red without a fault (exit {trial.code})" for trial in clean if trial.code]
+    if broken:
+        print("\n".join(broken))
+        return 2
+    trials = [Trial(fault, fault.tests) for fault in chosen]
+    run(trials, trees)
+    alive = [trial.fault.name for trial in trials if trial.fault is not None and trial.code == 0]
+    print("\n".join([f"{len(trials) - len(alive)} of {len(trials)} faults are seen", *(f"NOT SEEN {name}" for name in alive)]))
     return 1 if alive else 0
 
 
@@ -92,37 +112,34 @@ def warm() -> None:
         __import__(name)
 
 
-def tried(fault: Fault | None, tests: list[str], trees: Queue[Path]) -> tuple[int, float]:
-    """pytest's exit code for the tests with a fault in the tree (or without), and the seconds it took."""
-    tree = trees.get()
-    began = time.monotonic()
-    try:
-        if fault is not None:
-            (tree / fault.file).write_text(fault.changed((ROOT / fault.file).read_text()))
-        return run(tree, tests), time.monotonic() - began
-    finally:
-        if fault is not None:
-            shutil.copy2(ROOT / fault.file, tree / fault.file)
-        trees.put(tree)
-
-
-def run(tree: Path, tests: list[str]) -> int:
-    """pytest -x in a forked process, ended with all its children where it takes too long (which counts as red)."""
-    child = os.fork()
-    if child == 0:
-        os._exit(inside(tree, tests))
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
+def run(trials: list[Trial], trees: list[Path]) -> None:
+    """pytest -x for each trial, in forked processes, as many at once as there are trees. One that takes too long is
+    ended with all its children, and counts as red."""
+    waiting, running = list(reversed(trials)), dict[int, tuple[Trial, Path]]()
+    free = list(trees)
+    while waiting or running:
+        while waiting and free:
+            trial, tree = waiting.pop(), free.pop()
+            trial.put(tree)
+            trial.began = time.monotonic()
+            child = os.fork()
+            if child == 0:
+                os._exit(inside(tree, trial.tests))
+            running[child] = trial, tree
         time.sleep(0.05)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return 124
+        for child, (trial, tree) in list(running.items()):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if not done and time.monotonic() - trial.began < LIMIT_S:
+                continue
+            if not done:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            trial.end(os.waitstatus_to_exitcode(status) if done else LATE, tree)
+            free.append(tree)
+            del running[child]
 
 
-def inside(tree: Path, tests: list[str]) -> int:
+def inside(tree: Path, tests: tuple[str, ...]) -> int:
     """In the forked process: pytest on the tree's own files."""
     os.setsid()
     os.chdir(tree)

@@ -25,14 +25,14 @@ def nothing(view: View, args: Any) -> float:
 
 
 def spec(kind: str) -> dict[str, Any]:
-    """The quickstart's spec with another root; the true success stands in its metrics as `true`."""
+    """The quickstart's spec with another root; success stays what it was."""
     true = json.loads(TASK.read_text())
-    task = {**copy.deepcopy(true["root"]), "id": "true"}
+    task = {**copy.deepcopy(true["root"]), "id": "task"}
     for number, leaf in enumerate(task["of"]):
-        leaf["id"] = f"true_{number}"
+        leaf["id"] = f"task_{number}"
     root = {
         "random": {"use": "python", "args": {"name": "coin"}},
         "wrong": {"op": "gate", "if": true["root"], "gte": 1, "then": {"use": "python", "args": {"name": "nothing"}},
                   "else": 1},
     }[kind]
-    return {"agentrl_reward": 1, "name": f"{kind}_reward", "root": root, "metrics": [task]}
+    return {"agentrl_reward": 1, "name": f"{kind}_reward", "root": root, "success": task}

@@ -113,7 +113,6 @@ def test_killed_at_random_a_stale_run_trains_each_task_once(warm: str, tmp_path:
     assert len(set(waiting)) == len(waiting) and ledger["next"] == 3 * STEPS + len(waiting), moments
     trained = [seed for step in range(1, STEPS + 1) for seed in {member.task.seed for member in episodes(run, step)}]
     assert len(trained) == len(set(trained)) == 3 * STEPS, moments
-    assert not set(trained) & {group["task_seed"] for group in ledger["complete"]}, moments
     ages = [step - 1 - versions(member) for step in range(1, STEPS + 1) for member in episodes(run, step)]
     assert max(age.max() for age in ages) <= STALE, moments
 
