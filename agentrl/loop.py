@@ -45,6 +45,7 @@ async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt)
         if config.rollout.colocate:
             await collector.rest()  # until the publish
         update = await session.learner.step(batch, collector.ledger.version)
+        del batch  # with what lies of it in the object store; the next episodes need the memory
         clock.lap("update_s")
         collector.trained(groups)
         await session.publish()

@@ -12,6 +12,7 @@ from ray.exceptions import RayError, RayTaskError
 from tensordict import TensorDict
 
 from agentrl.batch.wire import to_wire
+from agentrl.cluster.columns import COLUMNS
 from agentrl.cluster.future import Pending
 from agentrl.cluster.group import Backend
 from agentrl.cluster.host import Packed, RemoteFailure, unwire, wire
@@ -19,6 +20,7 @@ from agentrl.cluster.hosts import Hosts, first_line
 from agentrl.cluster.shipment import Recipe, Shipment, Stored, Take
 from agentrl.cluster.worker import Worker
 from agentrl.errors import StalledError, WorkerDiedError, WorkerError
+from agentrl.executors import in_thread
 
 BY_VALUE_BYTES = 64 * 1024
 """Arguments up to this size travel with each call; larger ones go into the object store once."""
@@ -41,7 +43,7 @@ class RayPending(Pending):
             values = ray.get(list(self.refs.values()), timeout=self.backend.call_timeout)
         except RayError as error:
             raise self.backend.explain(self.method, self.refs, error) from None
-        return {rank: unwire(value) for rank, value in zip(self.refs, values, strict=True)}
+        return self._unwired(values)
 
     async def await_(self) -> dict[int, Any]:
         try:
@@ -49,6 +51,9 @@ class RayPending(Pending):
                 values = await asyncio.gather(*self.refs.values())
         except (RayError, TimeoutError) as error:
             raise self.backend.explain(self.method, self.refs, error) from None
+        return await in_thread("batch", self._unwired, values)
+
+    def _unwired(self, values: list[Any]) -> dict[int, Any]:
         return {rank: unwire(value) for rank, value in zip(self.refs, values, strict=True)}
 
 
@@ -62,15 +67,15 @@ class RayBackend(Backend):
         if self.hosts.lost:
             raise WorkerDiedError(self._lost(method))
         common = pack_arguments(shipment.args, shipment.kwargs)
-        pieces: list[Any] = []
+        pieces: list[list[Any]] = []
         if isinstance(shipment.batch, Stored):
-            pieces = shipment.batch.pieces
+            pieces = [[piece] for piece in shipment.batch.pieces]
         elif shipment.batch is not None:
-            pieces = [self.put(shipment.batch)]
+            pieces = [COLUMNS.lay(shipment.batch)]
         refs = {rank: self._send(method, common, shipment, rank, pieces) for rank in shipment.ranks}
         return RayPending(self, method, refs)
 
-    def _send(self, method: str, common: Any, shipment: Shipment, rank: int, pieces: list[Any]) -> Any:
+    def _send(self, method: str, common: Any, shipment: Shipment, rank: int, pieces: list[list[Any]]) -> Any:
         mine = shipment.own.get(rank)
         own = {key: wire(value) for key, value in mine.items()} if mine else None
         recipes: dict[str, Recipe] | None = None
@@ -80,7 +85,8 @@ class RayBackend(Backend):
             takes = tuple(Take(at, take.rows) for at, take in enumerate(recipe.takes))
             recipes = {shipment.parameter: Recipe(takes, recipe.order)}
             pieces = [pieces[piece] for piece in used]  # only what this rank reads travels to its node
-        return self.hosts.handles[rank].call.remote(self.role, method, common, own, recipes, *pieces)
+        parts = [part for piece in pieces for part in piece]
+        return self.hosts.handles[rank].call.remote(self.role, method, common, own, recipes, *parts)
 
     def put(self, batch: TensorDict) -> Any:
         return ray.put(to_wire(batch))

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from agentrl.cluster.shipment import Stored
 from agentrl.errors import DispatchError
+from agentrl.executors import in_thread
 
 R = TypeVar("R")
 
@@ -46,7 +47,10 @@ class Future(Generic[R]):
         return self._result().__await__()
 
     async def _result(self) -> R:
-        return self._gather(await self._pending.await_())
+        results = await self._pending.await_()
+        if self._stored is None:  # no rows to put together
+            return self._gather(results)
+        return await in_thread("batch", self._gather, results)
 
     @property
     def value(self) -> R:

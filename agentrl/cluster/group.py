@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from agentrl.cluster.shipment import Shipment, Stored
 from agentrl.cluster.strategy import AllToAll, Call, Direct, PerRank, Strategy, call_shape, positional
 from agentrl.cluster.worker import Worker, resolve
 from agentrl.errors import DispatchError
+from agentrl.executors import in_thread
 
 W = TypeVar("W", bound=Worker)
 P = ParamSpec("P")
@@ -70,7 +72,9 @@ class WorkerGroup(Generic[W]):
         return self.submit(method, *args, **kwargs).result()
 
     async def arun(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """`run`, awaited: the event loop goes on while the workers work."""
+        """`run`, awaited: the event loop goes on while a batch is split and shipped and while the workers work."""
+        if isinstance(resolve(self.cls, method)[1], Shard):
+            return await (await in_thread("batch", partial(self.submit, method, *args, **kwargs)))
         return await self.submit(method, *args, **kwargs)
 
     def submit(

@@ -88,15 +88,15 @@ class Host:
         common: bytes | Packed,
         own: dict[str, Any] | None,
         recipes: dict[str, Recipe] | None,
-        *pieces: Any,
+        *parts: Any,
     ) -> Any:
         """Run one method: `common` holds what all ranks get, `own` this rank's values, and `recipes`
-        says by parameter which rows of `pieces` to build it from."""
+        says by parameter which rows of the pieces in `parts` to build it from."""
         worker = self._roles[role]
         try:
             args, kwargs = unpack_arguments(common)
             kwargs = {key: unwire(value) for key, value in {**kwargs, **(own or {})}.items()}
-            kwargs.update({name: cook(recipe, pieces) for name, recipe in (recipes or {}).items()})
+            kwargs.update({name: cook(recipe, pieces_of(parts)) for name, recipe in (recipes or {}).items()})
             return wire(getattr(worker, method)(*[unwire(value) for value in args], **kwargs))
         except Exception as error:
             where = f"group {role!r}: {type(worker).__name__}.{method}, rank {worker.rank}"
@@ -108,6 +108,13 @@ def unpack_arguments(common: bytes | Packed) -> Any:
     if isinstance(common, bytes):
         return pickle.loads(common)
     return pickle.loads(common.data, buffers=common.buffers)
+
+
+def pieces_of(parts: Sequence[Any]) -> Sequence[Any]:
+    """The pieces of a call's batch as the driver's recipes number them; see cluster/columns.py."""
+    from agentrl.cluster.columns import whole
+
+    return whole(parts)
 
 
 def cook(recipe: Recipe, pieces: Sequence[Any]) -> Any:

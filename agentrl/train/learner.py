@@ -26,6 +26,7 @@ from agentrl.cluster.launch import launch
 from agentrl.cluster.worker import Worker
 from agentrl.config.schema import AlgorithmConfig, TrainConfig
 from agentrl.errors import ConfigError, NonFiniteError
+from agentrl.executors import in_thread
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
 from agentrl.train.finite import broken_rows, described
@@ -154,19 +155,19 @@ class Learner:
         NonFiniteError after more than MAX_SKIPPED of them in a row, and where the weights themselves are not finite.
         """
         batch, metrics = await self._prepared(batch)
-        found = broken_rows(batch)
+        found = await in_thread("batch", broken_rows, batch)
         if found:
             return metrics | self._skip(step, described(batch, found))
-        batch, formed = with_advantages(batch, self.algorithm, self.kl_coef)
+        batch, formed = await in_thread("batch", with_advantages, batch, self.algorithm, self.kl_coef)
         metrics |= formed
-        metrics["prefix_ratio_possible"] = token_ratio(batch)
-        found = broken_rows(batch)
+        metrics["prefix_ratio_possible"] = await in_thread("batch", token_ratio, batch)
+        found = await in_thread("batch", broken_rows, batch)
         if found:
             return metrics | self._skip(step, described(batch, found))
         learned = await self._learn(batch, step)
         metrics |= learned
         if self.algorithm.proximal == "recompute":
-            metrics |= mismatch(batch)
+            metrics |= await in_thread("batch", mismatch, batch)
         if self.references is not None:
             metrics["kl_coef"] = self.kl_coef
             measured = metrics.get("kl_reward" if self.algorithm.kl.where == "reward" else "kl_reference")
@@ -182,11 +183,11 @@ class Learner:
         """The batch with what advantages are formed from: the reward model's scores, the logprobs of the proximal and the
         reference policy, and values, each where it is asked for."""
         temperature = self.config.rollout.temperature or 1.0
-        batch = with_trees(batch.copy(), resolved(self.config.optim.prefix_sharing))
+        batch = await in_thread("batch", with_trees, batch.copy(), resolved(self.config.optim.prefix_sharing))
         metrics: dict[str, float] = {}
         if self.judges is not None and self.config.reward_model is not None:
             scores = (await self.judges.arun(RewardModel.compute_scores, batch))["score"]
-            batch = with_scores(batch, scores, self.config.reward_model.weight)
+            batch = await in_thread("batch", with_scores, batch, scores, self.config.reward_model.weight)
             metrics["reward_model/score"] = float(scores[last_rows(batch)].mean())
         batch["old_logprobs"] = batch.get("logprobs")
         if self.algorithm.proximal == "recompute":

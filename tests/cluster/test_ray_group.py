@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -12,7 +16,7 @@ from cluster_batches import ragged_batch
 from cluster_workers import Plain, Summing
 from test_strategies import SIZES, check_every_strategy
 
-from agentrl.cluster import checks
+from agentrl.cluster import actors, checks, columns, shard
 from agentrl.cluster.launch import launch
 from agentrl.cluster.runtime import start_ray
 from agentrl.config.schema import ClusterConfig, PoolConfig
@@ -158,3 +162,62 @@ def test_doctor_checks_ray_and_the_pools_of_a_config(monkeypatch):
     assert [(f.check, f.level) for f in fit] == [("ray", "ok"), ("pools", "ok")] and stopped == [1]
     tight = list(checks.check_ray(ClusterConfig(pools={"train": PoolConfig(per_node=999)})))
     assert tight[-1].level == "fail" and "pool train" in tight[-1].found
+
+
+def test_a_column_is_put_once_for_all_calls_and_groups_until_the_driver_lets_go_of_it(four, pair, monkeypatch):
+    """Every call put the whole batch: with a reference, a critic and a recomputed proximal policy five times a step."""
+    put, sizes = ray.put, []
+
+    def counting(value, *args, **kwargs):
+        arrays = [value] if isinstance(value, np.ndarray) else list(getattr(value, "ragged", {}).values())
+        sizes.append(sum(array.nbytes for array in arrays))
+        return put(value, *args, **kwargs)
+
+    monkeypatch.setattr(columns.ray, "put", counting)
+    batch = ragged_batch([70_000, 5, 60_000, 0, 90_000])
+    tokens = 220_005
+    before = len(columns.COLUMNS)
+    assert four.run(Plain.count, batch)["rows"] == 5
+    assert sum(sizes) == tokens * (8 + 2), "ids and half, once for four ranks"
+    sizes.clear()
+    out = pair.run(Plain.double, batch)
+    assert sum(sizes) == 0, "another group finds them"
+    assert torch.equal(out["twice"].values(), batch["token_ids"].values() * 2) and out["name"][4] == "row4"
+    more = batch.copy().update({"extra": batch["token_ids"] + 1, "row": torch.arange(5)})
+    assert four.run(Plain.count, more)["rows"] == 5 and sum(sizes) == tokens * 8, "only what is new"
+    sizes.clear()
+    batch["token_ids"].values().add_(3)  # what was put is no longer what the driver has
+    changed = four.run(Plain.double, batch)
+    assert torch.equal(changed["twice"].values(), batch["token_ids"].values() * 2) and sum(sizes) == tokens * 8
+    assert len(columns.COLUMNS) == before + 3
+    del batch, more, changed, out
+    gc.collect()
+    assert len(columns.COLUMNS) == before, "what the driver let go of is freed"
+
+
+async def test_the_loop_answers_while_a_batch_is_split_shipped_and_put_together_again(four, monkeypatch):
+    ticks, alive = 0, []
+
+    def pulse(function):
+        def checked(*args, **kwargs):
+            seen, end = ticks, time.monotonic() + 5
+            while ticks < seen + 3 and time.monotonic() < end:
+                time.sleep(0.002)
+            alive.append(ticks >= seen + 3)
+            return function(*args, **kwargs)
+
+        return checked
+
+    async def beat():
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(columns, "to_wire", pulse(columns.to_wire))
+    monkeypatch.setattr(actors, "unwire", pulse(actors.unwire))
+    monkeypatch.setattr(shard, "reordered", pulse(shard.reordered))
+    task = asyncio.create_task(beat())
+    out = await four.arun(Plain.double_balanced, ragged_batch([3, 1, 4, 1, 5]))
+    task.cancel()
+    assert out["id"].tolist() == list(range(5)) and alive == [True] * 6
