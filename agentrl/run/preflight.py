@@ -44,7 +44,8 @@ def _check_memory(config: TrainConfig) -> None:
     if free < need:
         raise ResourceError(
             f"{free} MiB of memory are free, about {need} MiB are needed for {config.cluster.actors} actor(s) and the "
-            f"{config.engine} engine; lower cluster.actors or vllm.replicas, or use cluster.backend=inline"
+            f"{config.engine} engine; lower cluster.actors, vllm.replicas or vllm.kv_cache_mib = {config.vllm.kv_cache_mib}, "
+            "or use cluster.backend=inline"
         )
 
 
