@@ -39,7 +39,7 @@ def described(batch: TensorDict, found: dict[str, list[int]]) -> str:
 
 
 def named_rows(batch: TensorDict, rows: Sequence[int]) -> str:
-    """Rows as a reader of the run knows them: the group's place in the batch, the member, and the row of that episode."""
+    """Rows as a reader of the run knows them: number of the group, member, and which ledger of that episode."""
     episode, group, member = episodes_of(batch), np.asarray(batch.get("group")), np.asarray(batch.get("member"))
     names = [
         f"(group {group[row]}, member {member[row]}, ledger {int((episode[:row] == episode[row]).sum())})"

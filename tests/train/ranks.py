@@ -8,6 +8,7 @@ Run as a script it does everything that this room's tests want of several ranks,
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -41,6 +42,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "gspo": {"loss": Choice(name="gspo"), "aggregate": "seq_mean_token_mean"},
     "clip_cov": {"loss": Choice(name="clip_cov", args={"share": 0.2, "low": 0.0, "high": 99.0})},
     "kl_cov": {"loss": Choice(name="kl_cov", args={"share": 0.2, "coefficient": 5.0})},
+    "ledgers": {"aggregate": "seq_mean_token_mean", "minibatch": 3},
+    "idle": {"aggregate": "seq_mean_token_sum", "loss": Choice(name="kl_cov", args={"share": 0.1, "coefficient": 5.0})},
     "rejection": {"proximal": "recompute", "correction": Choice(name="masked", args={"cap": 2.0}),
                   "aggregate": "seq_mean_token_sum"},
 }
@@ -139,9 +142,10 @@ def measured(tiny: str, out: Path, layout: str) -> Body:
             algorithm = AlgorithmConfig(minibatch=7).model_copy(update=change)
             recorder = Recorder(actor._engine.named())
             actor._engine.optimizers = recorder
-            batch = mine(Actor, "update", noisy(), algorithm, context)
+            batch = mine(Actor, "update", BATCHES.get(name, noisy)(), algorithm, context)
             metrics = actor.update(batch, algorithm, step=1)
             found[name] = metrics, recorder.seen
+        found["broken"] = after_broken(tiny, model, optim, context)
         critic = Critic(context)
         critic.init_model(tiny, model, optim, toy_critic(clip=None))
         torch.nn.init.constant_(critic._engine.module.head.weight, 0.05)
@@ -157,6 +161,14 @@ def measured(tiny: str, out: Path, layout: str) -> Body:
     return body
 
 
+def after_broken(tiny: str, model: ModelConfig, optim: OptimConfig, context: WorkerContext) -> tuple[Any, Any]:
+    """Metrics and weights after an update of two minibatches, one with an infinite advantage."""
+    actor, algorithm = Actor(context), AlgorithmConfig(minibatch=7)
+    actor.init_model(tiny, model, optim)
+    metrics = actor.update(mine(Actor, "update", broken(), algorithm, context), algorithm, step=1)
+    return metrics, [{name: tensor for bucket in actor.export_weights() for name, tensor in bucket.items()}]
+
+
 def noisy() -> Any:
     """13 rows (ragged for every rank count) whose old logprobs lie around those of an untrained model."""
     batch = make_batch(13, seed=3)
@@ -168,6 +180,30 @@ def noisy() -> Any:
     near = (noise + 0.5 * torch.randn(len(sampled), generator=generator)) * sampled
     columns = {"returns": returns, "old_logprobs": near}
     return batch.update({name: jagged(column, offsets_of(batch["sampled"])) for name, column in columns.items()})
+
+
+def of_ledgers() -> Any:
+    """The rows of `noisy` as five episodes of one to five ledgers."""
+    batch = noisy()
+    batch["group"], batch["member"] = torch.zeros(13, dtype=torch.int64), torch.tensor([0, 0, 0, 0, 0, 1, 1, 2, 2, 2, 3, 4, 4])
+    return batch
+
+
+def idle() -> Any:
+    """The rows of `noisy`, of which two in three have no advantage."""
+    batch = noisy()
+    batch["advantages"].values()[: int(offsets_of(batch["advantages"])[9])] = 0.0
+    return batch
+
+
+def broken() -> Any:
+    """The rows of `noisy` with one infinite advantage in the last of them, so on one rank only."""
+    batch = noisy()
+    batch["advantages"].values()[int(batch["sampled"].values().nonzero()[-1])] = math.inf
+    return batch
+
+
+BATCHES: dict[str, Callable[[], Any]] = {"ledgers": of_ledgers, "idle": idle}
 
 
 def saving_for_ever(tiny: str, root: Path) -> Body:

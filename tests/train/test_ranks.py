@@ -56,6 +56,16 @@ def test_loss_and_gradient_are_those_of_one_rank(out: Path, layout: str, what: s
             assert (grad - theirs[name]).abs().max().item() < 1e-5 * max(size, 1.0), name
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_leave_out_the_step_in_which_one_of_them_has_a_number_that_is_not_finite(out: Path, layout: str) -> None:
+    metrics, (weights,) = results(out, layout)["broken"]
+    expected, (alone,) = results(out, "one")["broken"]
+    assert metrics["skipped_optimizer_steps"] == metrics["optimizer_steps"] == 1
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    for name, tensor in weights.items():
+        assert torch.isfinite(tensor).all() and (tensor - alone[name]).abs().max() < 1e-4, name
+
+
 def test_the_losses_differ(out: Path) -> None:
     found = [results(out, "one")[name][1][0] for name in LOSSES]
     for index, grads in enumerate(found):

@@ -1,0 +1,197 @@
+"""One number that is not finite costs a training step, never the weights: by rank, by role, by run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from train_batches import make_batch, trajectories
+
+from agentrl.batch import collate, select
+from agentrl.batch.rows import jagged, offsets_of
+from agentrl.cluster.launch import launch
+from agentrl.config.schema import (
+    AlgorithmConfig,
+    Choice,
+    ClusterConfig,
+    CriticConfig,
+    EnvConfig,
+    KlConfig,
+    ModelConfig,
+    OptimConfig,
+    SftConfig,
+    TrainConfig,
+)
+from agentrl.errors import NonFiniteError
+from agentrl.train.actor import Actor
+from agentrl.train.checkpoint import Checkpoints
+from agentrl.train.critic import Critic
+from agentrl.train.learner import MAX_SKIPPED, Learner
+from agentrl.train.minibatch import cut
+from tests.e2e.runs import rows, small, train
+
+GAE = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
+
+
+def start(tiny: str, **optim: Any) -> Any:
+    group = launch(Actor, backend="inline", world_size=1)
+    group.run(Actor.init_model, tiny, ModelConfig(), OptimConfig(**optim))
+    return group
+
+
+def opened(tiny: str, algorithm: AlgorithmConfig, critic: CriticConfig | None = None) -> Learner:
+    config = TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"), algorithm=algorithm, critic=critic)
+    learner = Learner(config, start(tiny))
+    asyncio.run(learner.open(tiny))
+    return learner
+
+
+def flat(group: Any) -> torch.Tensor:
+    return torch.cat([t.flatten() for bucket in group.run(Actor.export_weights) for t in bucket.values()])
+
+
+def state(learner: Learner, folder: Path) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint holds of actor and critic: weights, moments, counts of steps."""
+    asyncio.run(learner.save(folder))
+    found = {}
+    for role in ("actor", "critic"):
+        dcp_to_torch_save(folder / role, folder / f"{role}.pt")
+        held = torch.load(folder / f"{role}.pt")["state"]
+        found.update({f"{role}.{name}": tensor for name, tensor in held.items()})
+        found[f"{role}.meta"] = torch.tensor(json.loads((folder / role / "meta.json").read_text())["updates"])
+    return found
+
+
+COLUMNS = ["reward", "rewards", "logprobs"]
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("column", COLUMNS)
+def test_a_step_with_a_number_that_is_not_finite_is_skipped_by_actor_and_critic(
+    tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, column: str, value: float
+) -> None:
+    learner = opened(tiny, GAE, CriticConfig())
+    asyncio.run(learner.step(collate(trajectories(8)), 0))
+    before = state(learner, tmp_path / "before")
+    batch = collate(trajectories(8, seed=1))
+    flat_column = batch[column] if column == "reward" else batch[column].values()
+    flat_column[5 if column == "reward" else int(offsets_of(batch["token_ids"])[5]) + 1] = value
+    with caplog.at_level(logging.ERROR, "agentrl"):
+        metrics = asyncio.run(learner.step(batch, 1))
+    after = state(learner, tmp_path / "after")
+    assert metrics["skipped_steps"] == 1 and "loss" not in metrics and "critic/loss" not in metrics
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert column in caplog.text and "(group 1, member 1, ledger 0)" in caplog.text  # the sixth row: groups of four
+    assert asyncio.run(learner.step(collate(trajectories(8, seed=2)), 2))["skipped_steps"] == 0
+
+
+def test_skipped_steps_are_bounded_in_a_row_and_the_error_names_the_rows(tiny: str) -> None:
+    learner = opened(tiny, AlgorithmConfig(minibatch=8))
+    broken = collate(trajectories(8))
+    broken["reward"][2] = math.inf
+    for _ in range(2):
+        for _ in range(MAX_SKIPPED):
+            assert asyncio.run(learner.step(broken, 0))["skipped_steps"] == 1
+        asyncio.run(learner.step(collate(trajectories(8)), 0))  # one good step ends the row
+    before = flat(learner.actors)
+    for _ in range(MAX_SKIPPED):
+        asyncio.run(learner.step(broken, 0))
+    with pytest.raises(NonFiniteError, match=r"reward of \(group 0, member 2, ledger 0\)"):
+        asyncio.run(learner.step(broken, 0))
+    assert torch.equal(before, flat(learner.actors))
+
+
+def test_skipped_steps_leave_the_coefficient_of_the_kl(tiny: str) -> None:
+    algorithm = AlgorithmConfig(minibatch=8, kl=KlConfig(coef=0.1, target=1e-6, horizon=10))
+    learner = opened(tiny, algorithm)
+    broken = collate(trajectories(8))
+    broken["reward"][2] = math.inf
+    asyncio.run(learner.step(broken, 0))
+    assert learner.kl_coef == 0.1
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e38])
+def test_an_optimizer_step_that_is_not_finite_is_not_taken_and_the_others_are(
+    tiny: str, caplog: pytest.LogCaptureFixture, value: float
+) -> None:
+    """Two minibatches, one with a broken advantage (1e38: the loss is finite, its gradient is not): weights and optimizer are
+    those of the other one alone."""
+    broken = make_batch(8)
+    values = broken["advantages"].values()
+    spot = int(broken["sampled"].values().nonzero()[0])
+    values[spot] = value
+    actor, algorithm = start(tiny), AlgorithmConfig(minibatch=4, loss=Choice(name="reinforce"))
+    with caplog.at_level(logging.ERROR, "agentrl"):
+        metrics = actor.run(Actor.update, broken, algorithm)
+    assert metrics["skipped_optimizer_steps"] == metrics["optimizer_steps"] == 1
+    assert "(group 0, member 0, ledger 0)" in caplog.text
+    assert math.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0
+
+    [good] = [part for part in cut(broken, algorithm, 0, 0) if 0 not in part]
+    alone = start(tiny)
+    alone.run(Actor.update, select(broken, good), AlgorithmConfig(minibatch=8, loss=Choice(name="reinforce")))
+    assert torch.allclose(flat(alone), flat(actor), atol=1e-6)
+    follow = make_batch(4, seed=3)
+    for group in (actor, alone):
+        group.run(Actor.update, follow, algorithm, step=1)
+    assert torch.allclose(flat(alone), flat(actor), atol=2e-6)
+
+
+def test_the_critic_skips_an_optimizer_step_too(tiny: str) -> None:
+    batch = make_batch(8)
+    sampled, offsets = batch["sampled"].values(), offsets_of(batch["sampled"])
+    returns = sampled.float()
+    returns[int(sampled.nonzero()[0])] = math.inf
+    batch.update({"returns": jagged(returns, offsets), "values": jagged(torch.zeros(len(sampled)), offsets)})
+    critic = launch(Critic, backend="inline", world_size=1)
+    critic.run(Critic.init_model, tiny, ModelConfig(), OptimConfig(), CriticConfig())
+    metrics = critic.run(Critic.update, batch, AlgorithmConfig(minibatch=4))
+    assert metrics["critic/skipped_optimizer_steps"] == metrics["critic/optimizer_steps"] == 1
+    assert torch.isfinite(critic.run(Critic.compute_values, batch)["values"].values()).all()
+
+
+@pytest.mark.parametrize("role", ["actor", "critic", "sft"])
+def test_weights_that_are_not_finite_end_the_update(tiny: str, role: str) -> None:
+    """An infinite learning rate: the gradient is finite, the weights after the step are not."""
+    batch = make_batch(4)
+    zeros = jagged(torch.zeros(len(batch["sampled"].values())), offsets_of(batch["sampled"]))
+    batch.update({"returns": batch["advantages"].clone(), "values": zeros})
+    with pytest.raises(NonFiniteError, match="the weights are not finite"):
+        if role == "critic":
+            critic = launch(Critic, backend="inline", world_size=1)
+            critic.run(Critic.init_model, tiny, ModelConfig(), OptimConfig(), CriticConfig(lr=math.inf))
+            critic.run(Critic.update, batch, AlgorithmConfig())
+        elif role == "sft":
+            actor = start(tiny)
+            actor.run(Actor.begin_sft, SftConfig(lr=math.inf, warmup=0))
+            actor.run(Actor.sft_steps, batch, 1)
+        else:
+            start(tiny, lr=math.inf).run(Actor.update, batch, AlgorithmConfig())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_whose_rewards_overflow_keeps_weights_and_checkpoints(tmp_path: Path) -> None:
+    """A spec that scales its value to 1e39, which float32 cannot hold: every step is skipped, the fourth ends the run, by name;
+    the checkpoint of the start is there and whole, and its weights are finite."""
+    spec = tmp_path / "huge.json"
+    root = {"use": "cost.tokens", "args": {"max": 120}, "scale": [1e39, 2e39]}
+    spec.write_text(json.dumps({"agentrl_reward": 1, "name": "huge", "description": "beyond float32", "root": root}))
+    text = train(tmp_path, *small(tmp_path, "huge", "cluster.backend=inline", f"env.reward={spec}", "steps=6",
+                                  "checkpoint.keep=1", "checkpoint.every=1", "checkpoint.keep_best=0"), code=2)
+    assert "reward of (group 9, member 0, ledger 0)" in text  # three groups a step
+    folder = tmp_path / "huge"
+    assert [row["skipped_steps"] for row in rows(folder) if row["phase"] == "train"] == [1.0] * MAX_SKIPPED
+    newest = Checkpoints(folder / "checkpoints", keep=1).newest()
+    assert newest is not None and newest.name == f"step_{MAX_SKIPPED:06d}"
+    actor = start(str(folder / "warm_start"))
+    before = flat(actor)
+    actor.run(Actor.load, str(newest / "actor"))
+    assert torch.equal(before, flat(actor)) and torch.isfinite(before).all()
