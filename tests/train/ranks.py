@@ -30,7 +30,7 @@ from agentrl.batch.rows import jagged, offsets_of
 from agentrl.cluster.dispatch import Call
 from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.worker import WorkerContext
-from agentrl.config.schema import AlgorithmConfig, Choice, ModelConfig
+from agentrl.config.schema import AlgorithmConfig, Choice, ModelConfig, OptimConfig
 from agentrl.train.actor import Actor
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.critic import Critic

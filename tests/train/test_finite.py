@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from train_batches import make_batch, trajectories
+from train_batches import make_batch, toy_critic, toy_optim, trajectories
 
 from agentrl.batch import collate, select
 from agentrl.batch.rows import jagged, offsets_of
@@ -25,7 +25,6 @@ from agentrl.config.schema import (
     EnvConfig,
     KlConfig,
     ModelConfig,
-    OptimConfig,
     SftConfig,
     TrainConfig,
 )
@@ -42,12 +41,13 @@ GAE = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
 
 def start(tiny: str, **optim: Any) -> Any:
     group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, ModelConfig(), OptimConfig(**optim))
+    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(**optim))
     return group
 
 
 def opened(tiny: str, algorithm: AlgorithmConfig, critic: CriticConfig | None = None) -> Learner:
-    config = TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"), algorithm=algorithm, critic=critic)
+    config = TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"), algorithm=algorithm, critic=critic,
+                         optim=toy_optim())
     learner = Learner(config, start(tiny))
     asyncio.run(learner.open(tiny))
     return learner
@@ -77,7 +77,7 @@ COLUMNS = ["reward", "rewards", "logprobs"]
 def test_a_step_with_a_number_that_is_not_finite_is_skipped_by_actor_and_critic(
     tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, column: str, value: float
 ) -> None:
-    learner = opened(tiny, GAE, CriticConfig())
+    learner = opened(tiny, GAE, toy_critic())
     asyncio.run(learner.step(collate(trajectories(8)), 0))
     before = state(learner, tmp_path / "before")
     batch = collate(trajectories(8, seed=1))
@@ -151,7 +151,7 @@ def test_the_critic_skips_an_optimizer_step_too(tiny: str) -> None:
     returns[int(sampled.nonzero()[0])] = math.inf
     batch.update({"returns": jagged(returns, offsets), "values": jagged(torch.zeros(len(sampled)), offsets)})
     critic = launch(Critic, backend="inline", world_size=1)
-    critic.run(Critic.init_model, tiny, ModelConfig(), OptimConfig(), CriticConfig())
+    critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(), toy_critic())
     metrics = critic.run(Critic.update, batch, AlgorithmConfig(minibatch=4))
     assert metrics["critic/skipped_optimizer_steps"] == metrics["critic/optimizer_steps"] == 1
     assert torch.isfinite(critic.run(Critic.compute_values, batch)["values"].values()).all()
@@ -166,7 +166,7 @@ def test_weights_that_are_not_finite_end_the_update(tiny: str, role: str) -> Non
     with pytest.raises(NonFiniteError, match="the weights are not finite"):
         if role == "critic":
             critic = launch(Critic, backend="inline", world_size=1)
-            critic.run(Critic.init_model, tiny, ModelConfig(), OptimConfig(), CriticConfig(lr=math.inf))
+            critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(), toy_critic(lr=math.inf))
             critic.run(Critic.update, batch, AlgorithmConfig())
         elif role == "sft":
             actor = start(tiny)

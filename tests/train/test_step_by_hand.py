@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from train_batches import make_batch, trajectories
+from train_batches import make_batch, toy_critic, toy_optim, trajectories
 from transformers import AutoModelForCausalLM
 
 from agentrl.batch import collate
@@ -21,11 +21,9 @@ from agentrl.config.schema import (
     AlgorithmConfig,
     Choice,
     ClusterConfig,
-    CriticConfig,
     EnvConfig,
     KlConfig,
     ModelConfig,
-    OptimConfig,
     RolloutConfig,
     TrainConfig,
 )
@@ -43,7 +41,7 @@ MODES = ["token_mean", "seq_mean_token_mean"]
 
 def start(tiny: str, **optim: Any) -> Any:
     group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, ModelConfig(), OptimConfig(**optim))
+    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(**optim))
     return group
 
 
@@ -52,7 +50,7 @@ def named(group: Any) -> dict[str, torch.Tensor]:
 
 
 def config_of(**sections: Any) -> TrainConfig:
-    return TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"), **sections)
+    return TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"), **{"optim": toy_optim(), **sections})
 
 
 def opened(tiny: str, config: TrainConfig) -> Learner:
@@ -206,7 +204,7 @@ def test_decay_shrinks_matrices_by_lr_times_decay_and_leaves_vectors(tiny: str) 
 
 def critic_of(tiny: str, total: int | None = None, **optim: Any) -> Any:
     critic = launch(Critic, backend="inline", world_size=1)
-    critic.run(Critic.init_model, tiny, ModelConfig(), OptimConfig(**optim), CriticConfig(lr=1e-3, clip=None), total)
+    critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(**optim), toy_critic(lr=1e-3, clip=None), total)
     return critic
 
 
@@ -248,7 +246,7 @@ def test_the_rate_of_the_critic_reaches_its_weights(tiny: str) -> None:
 def test_the_policys_schedule_ends_with_the_run_when_the_critic_warms_up_first(tiny: str) -> None:
     """5 steps, 3 of them of the critic alone: the policy's two updates are at the start and the middle of its schedule."""
     algorithm = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
-    config = config_of(algorithm=algorithm, critic=CriticConfig(warmup=3), optim=OptimConfig(schedule="linear", lr=1e-3), steps=5)
+    config = config_of(algorithm=algorithm, critic=toy_critic(warmup=3), optim=toy_optim(schedule="linear", lr=1e-3), steps=5)
     assert policy_updates(config) == 2 and policy_updates(config_of(steps=7)) == 7
     learner = opened(tiny, config)
     found = [asyncio.run(learner.step(collate(trajectories(8)), step)) for step in range(5)]
@@ -324,7 +322,7 @@ def test_the_coefficient_is_steered_by_episodes_and_only_where_the_policy_learns
     """Horizon 20 and 8 episodes: 0.1 (1 - 0.2 x 8 / 20) = 0.092 after the first step in which the policy learned."""
     kl = KlConfig(coef=0.1, target=0.5, horizon=20, where="reward")
     algorithm = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8, proximal="recompute", kl=kl)
-    learner = opened(tiny, config_of(algorithm=algorithm, critic=CriticConfig(warmup=2)))
+    learner = opened(tiny, config_of(algorithm=algorithm, critic=toy_critic(warmup=2)))
     found = []
     for step in range(3):
         asyncio.run(learner.step(collate(trajectories(8, seed=step)), step))
