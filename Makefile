@@ -71,4 +71,4 @@ bench: $(BIN)/.test
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache

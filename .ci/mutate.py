@@ -33,7 +33,7 @@ WORK = ROOT / "build" / "mutate"
 REPORT = WORK / "survivors.md"
 # Which tests may kill a mutant of a room: folders and files; what they do not call costs nothing.
 TESTS = {
-    "agentrl/algorithm": ["tests/algorithm", "tests/train", "tests/run", "tests/rollout"],
+    "agentrl/algorithm": ["tests/algorithm", "tests/train/test_learner.py", "tests/run/test_estimator_columns.py"],
     "agentrl/batch": ["tests/batch", "tests/train"],
     "agentrl/reward": ["tests/reward", "tests/rollout"],
     "agentrl/rollout": ["tests/rollout", "tests/run", "tests/env/test_compaction_rollout.py"],
