@@ -31,7 +31,7 @@ BASE = [
     "model.init.kv_heads=1", "model.init.head_dim=32", "model.init.init_std=0.4", "steps=2", "trajectories_every=1",
     f"rollout.groups={GROUPS}", f"rollout.group_size={MEMBERS}", "rollout.max_turns=2", "rollout.max_turn_tokens=16",
     "algorithm.minibatch=64", f"eval.tasks={TASKS}", "eval.every=1", "cluster.backend=inline",
-    "algorithm.entropy_bonus=1e-9", "optim.lr=1e-3",
+    "algorithm.entropy_bonus=1e-9", "optim.lr=1e-3", "vllm.kv_cache_mib=256",
 ]
 
 
