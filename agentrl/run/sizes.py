@@ -9,6 +9,9 @@ from agentrl.train.pretrained import count_parameters, model_context
 ALONE = ("gae", "reinforce_pp", "remax")
 """Advantages that need no second episode of the task to compare with."""
 
+PASS_AT_K = 4
+"""The default of pass_at_k's argument k."""
+
 LARGE = 100_000_000
 """Parameters from which on a learning rate of a toy is warned of."""
 
@@ -27,6 +30,12 @@ def check_sizes(config: TrainConfig, engine_name: str) -> None:
         raise ConfigError(
             f'rollout.group_size = 1: algorithm.advantage "{advantage}" compares the episodes of a group, so every '
             f"advantage would be 0; set rollout.group_size to 2 or more, or use one of {', '.join(ALONE)}"
+        )
+    k = config.algorithm.advantage.args.get("k", PASS_AT_K)
+    if advantage == "pass_at_k" and rollout.group_size <= k:
+        raise ConfigError(
+            f'rollout.group_size = {rollout.group_size}: algorithm.advantage "pass_at_k" compares the subsets of k = {k} '
+            f"episodes of a group, so every advantage would be 0; set rollout.group_size to at least {k + 1}"
         )
     context = _context(config, engine_name)
     longest = min(rollout.max_episode_tokens, context)
