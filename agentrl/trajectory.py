@@ -21,12 +21,19 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 
 class StopReason(StrEnum):
-    """Why an episode ended. `terminated` is the task's own end; every other end is a truncation or fault."""
+    """Why an episode ended. `terminated` is the task's own end; every other end is a truncation or fault.
+
+    Time that the policy used up is a budget like turns and tokens (`max_turn_time`, `max_tool_time`,
+    `max_episode_time`: scored); time that the infrastructure lost is a fault (`tool_timeout`, `episode_timeout`).
+    """
 
     DONE = "done"
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
     CONTEXT_FULL = "context_full"
+    MAX_TURN_TIME = "max_turn_time"
+    MAX_TOOL_TIME = "max_tool_time"
+    MAX_EPISODE_TIME = "max_episode_time"
     TOOL_TIMEOUT = "tool_timeout"
     EPISODE_TIMEOUT = "episode_timeout"
     ENV_ERROR = "env_error"
@@ -335,9 +342,10 @@ class Trajectory:
     replaced by 0. `success` is whether it did its task, as the reward spec decides that; None where nobody
     knows (unscored, or recorded before specs said so). `state` is the environment's final state as JSON, for
     state-based reward leaves.
-    `tools` are the function schemas the policy was offered, for schema-based leaves. `rewrites`: where a
-    context policy (or the environment's `history`) rewrote the conversation: before which turn, the ledger that
-    begins with it, its tokens, and the messages that were put in.
+    `cause`: of an end by a fault or a clock, who is to blame ("policy" or "infrastructure") and, for a clock, the
+    seconds that each of the two had used. `tools` are the function schemas the policy was offered, for schema-based
+    leaves. `rewrites`: where a context policy (or the environment's `history`) rewrote the conversation: before which
+    turn, the ledger that begins with it, its tokens, and the messages that were put in.
     """
 
     env_id: str
@@ -350,6 +358,7 @@ class Trajectory:
     rewrites: list[dict[str, Json]] = field(default_factory=list)
     tools: list[dict[str, Json]] = field(default_factory=list)
     state: Json = None
+    cause: dict[str, Json] | None = None
     reward: float | None = None
     success: bool | None = None
     evidence: Json = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from agentrl.rollout.engine import Finish, Generation, Sampling
 @dataclass(eq=False, slots=True)
 class Request:
     """One `generate` call under way. `tokens` are the prompt and what was sampled so far; `uniforms` the
-    request's random numbers, one for each token it may sample."""
+    request's random numbers, one for each token it may sample. `active_s`: seconds of the steps that it was part of."""
 
     key: str
     tokens: list[int]
@@ -34,6 +35,7 @@ class Request:
     done: asyncio.Future[Generation]
     sequence: Sequence | None = None
     admitted: bool = False
+    active_s: float = 0.0
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
@@ -68,6 +70,7 @@ class Batcher:
 
     def step(self) -> None:
         """Admit what fits, run the model once, sample where a prompt is complete."""
+        began = time.monotonic()
         self._admit()
         if self.waiting and not self.running:
             request = self.waiting[0]
@@ -89,6 +92,8 @@ class Batcher:
         for _, sequence, count in order:
             sequence.computed += count
         self.steps += 1
+        for request, _, _ in order:
+            request.active_s += time.monotonic() - began
         if ready:
             self._sample(ready, logits)
 
@@ -97,7 +102,9 @@ class Batcher:
         self._leave(request, keep=True)
         if not request.done.done():
             sampled = request.tokens[request.prompt :]
-            request.done.set_result(Generation(sampled, request.logprobs, request.versions, reason))
+            request.done.set_result(
+                Generation(sampled, request.logprobs, request.versions, reason, active_s=request.active_s)
+            )
 
     def fail(self, request: Request, error: EngineError) -> None:
         self._leave(request, keep=False)

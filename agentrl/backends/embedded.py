@@ -20,7 +20,7 @@ from agentrl.backends.embedded_model import EmbeddedModel
 from agentrl.backends.slots import Slots
 from agentrl.errors import EngineError, ResourceError
 from agentrl.executors import in_thread
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, WakeStage, WeightBuckets
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway, WakeStage, WeightBuckets
 from agentrl.weights.parcel import Parcel
 from agentrl.weights.route import Offer, Receiver
 from agentrl.weights.routes import open_receiver
@@ -54,6 +54,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._model: EmbeddedModel | None = None
         self._batcher: Batcher | None = None
         self._task: asyncio.Task[None] | None = None
+        self._under_way: dict[str, Request] = {}
         self._wake = asyncio.Event()
         self._paused = False
         self._unfit: str | None = None
@@ -93,12 +94,20 @@ class EmbeddedEngine(Engine, WeightTarget):
             done=asyncio.get_running_loop().create_future(),
         )
         batcher.waiting.append(request)
+        self._under_way[request_key] = request
         self._wake.set()
         try:
             return await request.done
         except asyncio.CancelledError:
             batcher.drop(request)
             raise
+        finally:
+            if self._under_way.get(request_key) is request:
+                del self._under_way[request_key]
+
+    def progress(self, request_key: str) -> Underway | None:
+        request = self._under_way.get(request_key)
+        return None if request is None else Underway(request.active_s, len(request.logprobs))
 
     async def pause(self) -> None:
         self._paused = True

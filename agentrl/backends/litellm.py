@@ -13,6 +13,7 @@ import asyncio
 import importlib.util
 import json
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -25,7 +26,7 @@ from agentrl.executors import in_thread
 from agentrl.render.base import Renderer
 from agentrl.render.toolcalls import call_from_json, malformed, strict_json
 from agentrl.reward.judge.load import load_litellm
-from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Usage, WeightBuckets
+from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Underway, Usage, WeightBuckets
 from agentrl.trajectory import Json, Message, ToolCall
 
 
@@ -123,6 +124,7 @@ class LiteLlmEngine(Engine):
         self._gate = asyncio.Semaphore(concurrency)
         self._transcript = transcript or Transcript()
         self._running: dict[str, set[asyncio.Task[Any]]] = {}
+        self._begun: dict[str, float | None] = {}
         self._prompt_tokens = self._sampled_tokens = self._attempts = 0
         self.renderer = ApiRenderer(self._transcript)
 
@@ -142,7 +144,8 @@ class LiteLlmEngine(Engine):
             tools = entry.get("tools", tools)
             if "message" in entry:
                 messages.append(entry["message"])
-        task = asyncio.ensure_future(self._ask(messages, tools, sampling))
+        task = asyncio.ensure_future(self._ask(messages, tools, sampling, request_key))
+        self._begun[request_key] = None
         self._running.setdefault(request_key, set()).add(task)
         try:
             answer = await task
@@ -154,7 +157,15 @@ class LiteLlmEngine(Engine):
             return Generation([], [], [], "abort")
         finally:
             self._running[request_key].discard(task)
+            self._begun.pop(request_key, None)
         return self._read(answer, sum(1 for row in messages if row["role"] == "assistant"))
+
+    def progress(self, request_key: str) -> Underway | None:
+        """Seconds since the call left this engine's own queue. Nobody knows whether tokens come."""
+        if request_key not in self._begun:
+            return None
+        began = self._begun[request_key]
+        return Underway(0.0 if began is None else time.monotonic() - began, 0)
 
     async def pause(self) -> None:
         raise UserError("an API model has no weights to update, so it cannot be trained")
@@ -181,7 +192,7 @@ class LiteLlmEngine(Engine):
             await self.abort(key)
 
     async def _ask(
-        self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], sampling: Sampling
+        self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], sampling: Sampling, key: str
     ) -> Any:
         """The answer of the first attempt that gets one. Raises EngineError: its first word is the error's class."""
         options = {**self._options, **({"tools": tools} if tools else {})}
@@ -191,6 +202,7 @@ class LiteLlmEngine(Engine):
             try:
                 async with self._gate:
                     self._attempts += 1
+                    self._begun[key] = self._begun.get(key) or time.monotonic()
                     return await load_litellm().acompletion(
                         model=self._model, messages=messages, temperature=sampling.temperature,
                         max_tokens=sampling.max_tokens, timeout=self._timeout, num_retries=0, max_retries=0, **options,

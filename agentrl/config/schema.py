@@ -138,6 +138,9 @@ class RolloutConfig(Frozen):
     `temperature`: of sampling and of the policy that is trained, softmax(logits / temperature), so a training run
     needs one of at least 0.01 (0 is greedy); `top_p` (likeliest tokens that have this probability together) and
     `top_k` (so many likeliest ones; 0 is all) say which tokens may be drawn.
+    `turn_timeout`, `episode_timeout`: of active time, so neither queues nor publishes count. `env_timeout`: for an
+    environment's setup, for its teardown, and for scoring an episode (a judge keeps its own time). `stall_timeout`:
+    without a token, a tool's answer or an end of anything, after which the run stops and says what it waited for.
     `context`: what happens to a conversation that outgrows the model; `summary_model`: an API model (in
     litellm's form) that writes the summaries for it, instead of the policy.
     """
@@ -160,6 +163,7 @@ class RolloutConfig(Frozen):
     top_k: Annotated[int, Field(ge=0)] = 0
     turn_timeout: Positive = 120.0
     episode_timeout: Positive = 600.0
+    env_timeout: Positive = 120.0
     stall_timeout: Positive = 300.0
     retries: Annotated[int, Field(ge=0)] = 1
     min_survivors: Annotated[int, Field(ge=2)] = 2

@@ -7,6 +7,7 @@ the record, snapshots, tear-down, the Gymnasium face) is here.
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 import gymnasium
 
+from agentrl.deadline import LateError, within
 from agentrl.env.actions import read_action
 from agentrl.env.copying import Snapshot, copy_parts
 from agentrl.env.seeds import SPLITS
@@ -21,9 +23,11 @@ from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace
 from agentrl.env.sync import run_sync
 from agentrl.env.teachers import GoldTeacher
 from agentrl.env.users import User
-from agentrl.errors import EnvError, ToolTimeoutError
+from agentrl.errors import EnvError, PolicyTimeoutError, ToolTimeoutError
 from agentrl.tool import CountTokens, Tool, Toolbox, ToolSession, ToolSource, estimate_tokens
 from agentrl.trajectory import Json, Message, StopReason, Task, ToolResult, Trajectory, Turn
+
+log = logging.getLogger(__name__)
 
 StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
 
@@ -72,6 +76,9 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
     idle_share: ClassVar[float] = 0.0
     metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012 - Gymnasium's own attribute
 
+    teardown_timeout: float = 120.0
+    """Seconds for `teardown` and for closing tool sessions; what hangs longer is let go with an error in the log."""
+
     _class_tools: ClassVar[dict[str, Tool]]
 
     def __init__(
@@ -99,6 +106,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         self._record: Trajectory | None = None
         self._open = False
         self._ended = False
+        self._cut_for: StopReason | None = None
         self._calls = 0
         self._last: Observation = []
 
@@ -158,6 +166,10 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
     def finish(self) -> None:
         """To be called by a tool or hook: this turn is the episode's last, by the task's own rules."""
         self._ended = True
+
+    def cut(self, stop: StopReason) -> None:
+        """The step under way is about to be cancelled, and this is why the episode ends (else it counts as cancelled)."""
+        self._cut_for = stop
 
     def add_source(self, source: ToolSource) -> None:
         """Tools from outside (an MCP server, say): every later episode opens a session of its own."""
@@ -238,7 +250,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         await self.aclose()
         task = self._next_task(seed, options)
         self._record = Trajectory(env_id=self.id, task=task, seed=task.seed)
-        self._open, self._ended, self._calls = True, False, 0
+        self._open, self._ended, self._calls, self._cut_for = True, False, 0, None
         self._tools_before = self.toolbox.table
         try:
             self.toolbox.hidden = self.hidden(task)
@@ -256,7 +268,8 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         """Take one assistant turn: answer its tool calls, or let the user answer its text.
 
         Returns (new messages, reward, terminated, truncated, info). Raises EnvError where the environment
-        broke (ToolTimeoutError where a tool hung); the trajectory then carries the stop reason.
+        broke (ToolTimeoutError where a tool hung); the trajectory then carries the stop reason. Where the policy used up
+        a tool's time, the step truncates the episode, with `info["error"]`.
         """
         if self._record is None or not self._open:
             raise EnvError(f"{self.id}: step without a running episode; call reset first")
@@ -267,6 +280,9 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         record.turns.append(turn)
         try:
             observation, over = await self._answer(turn)
+        except PolicyTimeoutError as late:
+            reward = await self.aend(StopReason.MAX_TOOL_TIME, str(late))
+            return [], reward, False, True, {**self._info(), "error": str(late)}
         except BaseException as fault:
             await self._fail(fault)
             raise
@@ -305,7 +321,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
             self._open = False
             # Tools that came or went in this episode are not those of the next one.
             self.toolbox.table = self._tools_before
-            await asyncio.shield(self._tear_down())
+            await asyncio.shield(self._tear_down_in_time())
 
     # -- snapshots ---------------------------------------------------------------------------------
 
@@ -372,6 +388,13 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
             for item in await session.open():
                 self.toolbox.add(item)
 
+    async def _tear_down_in_time(self) -> None:
+        try:
+            await within(self.teardown_timeout, self._tear_down(), f"the teardown of environment {self.id}")
+        except LateError as late:
+            # The episode is over and its state is taken: what hangs here is lost, and the run goes on without it.
+            log.error("%s; it is let go", late)
+
     async def _tear_down(self) -> None:
         sessions, self._sessions = self._sessions, []
         try:
@@ -399,7 +422,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         """Record why the episode broke and tear it down, whatever the fault was."""
         record = self._record
         assert record is not None
-        record.stop, record.error = _stop_of(fault), f"{type(fault).__name__}: {fault}"
+        record.stop, record.error = self._cut_for or _stop_of(fault), f"{type(fault).__name__}: {fault}"
         await self.aclose()
 
     def _info(self) -> dict[str, Any]:
@@ -416,10 +439,11 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
 
 
 _TRUNCATIONS = frozenset(
-    {StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.EPISODE_TIMEOUT}
+    {StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.EPISODE_TIMEOUT,
+     StopReason.MAX_TURN_TIME, StopReason.MAX_TOOL_TIME, StopReason.MAX_EPISODE_TIME}
 )
 _SPACES = frozenset({"observation_space", "action_space"})
-_SHARED = _SPACES | {"scorer", "spec", "split", "render_mode", "initial_seed", "_tools_before", "_sources"}
+_SHARED = _SPACES | {"scorer", "spec", "split", "render_mode", "initial_seed", "teardown_timeout", "_tools_before", "_sources"}
 
 
 def _stop_of(fault: BaseException) -> StopReason:

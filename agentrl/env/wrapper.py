@@ -55,6 +55,14 @@ class ToolWrapper(ToolEnv):
         self.env.initial_seed = seed
 
     @property
+    def teardown_timeout(self) -> float:  # type: ignore[override]
+        return self.env.teardown_timeout
+
+    @teardown_timeout.setter
+    def teardown_timeout(self, seconds: float) -> None:
+        self.env.teardown_timeout = seconds
+
+    @property
     def trajectory(self) -> Trajectory:
         return self.env.trajectory
 
@@ -98,6 +106,9 @@ class ToolWrapper(ToolEnv):
 
     def finish(self) -> None:
         self.env.finish()
+
+    def cut(self, stop: StopReason) -> None:
+        self.env.cut(stop)
 
     def render(self) -> Any:
         return self.env.render()

@@ -22,11 +22,12 @@ from agentrl.trajectory import Json
 _NARROW = ("round", "turn", "call")
 
 
-def compile_spec(spec: str | Path | Mapping[str, Any], *, context: Context | None = None) -> Scorer:
+def compile_spec(spec: str | Path | Mapping[str, Any], *, context: Context | None = None, timeout: float = 120.0) -> Scorer:
     """A Scorer for a spec (a dict, or a path to a JSON file).
 
     Raises RewardSpecError with the JSON Pointer of what is wrong, or of what this run does not provide
-    (`context`: a twin environment for replays, functions for the `python` leaf).
+    (`context`: a twin environment for replays, functions for the `python` leaf). `timeout`: seconds that one episode's
+    replays and functions may take (judges keep their own time); scoring that is late raises LateError.
     """
     valid = load_spec(spec)
     build = _Builder(valid["name"], context or Context())
@@ -37,7 +38,7 @@ def compile_spec(spec: str | Path | Mapping[str, Any], *, context: Context | Non
     ]
     rule = build.success(valid, root, metrics)
     success = None if rule is None else build.node(rule.node, "/success", "episode", "success emits nothing")
-    return Scorer(valid, root, metrics, build.blocking, build.context.judge, rule, success)
+    return Scorer(valid, root, metrics, build.blocking, build.context.judge, rule, success, timeout)
 
 
 class _Builder:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from agentrl.deadline import within
 from agentrl.executors import SCORING
 from agentrl.reward.group import GroupNode
 from agentrl.reward.leaf import JudgeClient
@@ -70,8 +71,10 @@ class Scorer:
         judge: JudgeClient | None,
         rule: Rule | None = None,
         success: Node | None = None,
+        timeout: float = 120.0,
     ) -> None:
         self.spec = spec
+        self.timeout = timeout
         self.name = str(spec["name"])
         self.root = root
         self.metrics = list(metrics)
@@ -153,7 +156,7 @@ class Scorer:
 
     async def _in_thread(self, work: Work[T], answers: Answers) -> tuple[T, Frame]:
         async with SCORING.place():
-            return await SCORING.call(self.name, work, answers)
+            return await within(self.timeout, SCORING.call(self.name, work, answers), f"reward spec {self.name}")
 
     def _client(self) -> JudgeClient:
         assert self._judge is not None  # only a judge leaf waits, and it does not compile without a client

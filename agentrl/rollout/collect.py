@@ -17,8 +17,10 @@ from typing import Any
 
 from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig
+from agentrl.deadline import in_time
 from agentrl.errors import StalledError
 from agentrl.reward import Scorer
+from agentrl.rollout.clock import Quiet, Watch
 from agentrl.rollout.engine import WeightBuckets
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode, score_group
 from agentrl.rollout.evaluate import success_rate
@@ -59,7 +61,9 @@ class Collector:
     ) -> None:
         """`greedy`: each group also gets a greedy episode of its task, as `Group.baseline`."""
         self.policy, self.scorer, self.config = policy, scorer, config
-        self.limits = Limits.of(config, context)
+        # The watchdog below ends a run in which nothing moves; requests need no such limit of their own.
+        self.limits = replace(Limits.of(config, context), stall_timeout=math.inf)
+        self.watch = Watch()
         self.seed = seed
         self.ledger = GroupLedger(config.groups, config.max_staleness, _more(config.groups, config.oversample))
         self.tasks = TaskSource(env, make_sampler(config.sampler), config.sampler.name, seed)
@@ -257,7 +261,7 @@ class Collector:
             spec = EpisodeSpec(task_seed, "train", derive(self.seed, "episode", index, member, attempt), member,
                                key=f"g{index}.m{member}.a{attempt}")
             async with self._slots:
-                trajectory = await run_episode(env.build(), policy, spec, self.limits, self.scorer)
+                trajectory = await run_episode(env.build(), policy, spec, self.limits, self.scorer, self.watch)
             self._moved(trajectory)
             if not trajectory.stop.infrastructure:
                 break
@@ -291,13 +295,13 @@ class Collector:
                                    f"the last: {self._reasons[state]}")
         self._changed.clear()
         self._raise_crashed()
+        quiet, changed = Quiet(self.watch), asyncio.ensure_future(self._changed.wait())
         try:
-            async with asyncio.timeout(self.config.stall_timeout):
-                await self._changed.wait()
-        except TimeoutError:
-            idle = time.monotonic() - self.progress.moved
-            if idle >= self.config.stall_timeout:
-                raise StalledError(self._stalled(idle)) from None
+            # Tokens and tool calls that come back are no stall, however long their episodes are.
+            if not await in_time(changed, lambda passed: self.config.stall_timeout - quiet.add(passed)):
+                raise StalledError(self._stalled(quiet.seconds))
+        finally:
+            changed.cancel()
         self._raise_crashed()
 
     def _raise_crashed(self) -> None:
@@ -308,9 +312,10 @@ class Collector:
 
     def _stalled(self, idle: float) -> str:
         stats: dict[str, Any] = self.ledger.counts()
-        waiting = ", ".join(sorted(task.get_name() for task in self._tasks.values())[:8])
-        return (f"no episode ended for {idle:.0f} s (rollout.stall_timeout); update {self.ledger.version} waits for "
-                f"{waiting or 'nothing'}; groups by state: {stats}")
+        groups = ", ".join(sorted(task.get_name() for task in self._tasks.values())[:8])
+        return (f"no token, tool call or episode came back for {idle:.1f} s (rollout.stall_timeout); update "
+                f"{self.ledger.version} waits for {groups or 'nothing'}: {self.watch.waiting() or 'no episode runs'}; "
+                f"groups by state: {stats}")
 
 
 def alike(group: Group) -> bool:

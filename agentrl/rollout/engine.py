@@ -52,7 +52,8 @@ class Generation:
     token. A stop token, where one ended the turn, is the last id.
 
     `usage`: only from engines whose ids are no tokens (API models). `seconds`: only where the caller's own
-    clock would be wrong (a replay says how long the recorded call took)."""
+    clock would be wrong (a replay says how long the recorded call took). `active_s`: seconds in which the engine had the
+    request under way, neither queued nor paused; None from one that cannot tell."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -60,6 +61,16 @@ class Generation:
     finish: Finish
     usage: Usage | None = None
     seconds: float | None = None
+    active_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Underway:
+    """How far a request is: seconds in which the engine had it under way (neither queued nor paused), and the tokens
+    that it has sampled so far."""
+
+    active_s: float
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +101,11 @@ class Engine(ABC):
         addresses `abort`. Raises EngineError where the engine failed; cancelling the awaiting task
         frees what the request holds.
         """
+
+    def progress(self, request_key: str) -> Underway | None:
+        """How far the episode's running request is; None where none runs. An engine that never tells has all its
+        callers' waiting counted against their deadlines, queues and pauses too."""
+        return None
 
     @abstractmethod
     async def pause(self) -> None:

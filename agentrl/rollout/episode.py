@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,14 +11,18 @@ from functools import partial
 from typing import TypeVar
 
 from agentrl.config import RolloutConfig
+from agentrl.deadline import LateError
 from agentrl.env import ToolEnv
-from agentrl.errors import AgentrlError, EngineError, EnvError, ToolTimeoutError
+from agentrl.errors import AgentrlError, EngineError, EnvError, HungError, ToolTimeoutError
 from agentrl.render.base import Renderer
 from agentrl.reward import Score, Scorer
+from agentrl.rollout.clock import Watch
 from agentrl.rollout.context.base import ContextPolicy, Moment, Stop
 from agentrl.rollout.context.truncate import elided
 from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.rollout.seeds import derive
+from agentrl.rollout.waits import CutError, Partial, Waits, whose
+from agentrl.tool.tool import Blame
 from agentrl.trajectory import Json, Message, StopReason, Task, TokenLedger, Trajectory, Turn
 
 log = logging.getLogger(__name__)
@@ -41,7 +45,9 @@ class Limits:
     """Budgets of one episode; times in seconds, lengths in tokens.
 
     `context`: the most tokens that the model can take, which bounds each ledger. `max_episode_tokens`: the most
-    that all ledgers of the episode may hold together, which is what training on it computes.
+    that all ledgers of the episode may hold together, which is what training on it computes. `turn_timeout` and
+    `episode_timeout` are of active time (see `rollout.clock`), `env_timeout` of the environment's setup and of its
+    teardown; after `stall_timeout` without any move of the rollout a request counts as lost.
     """
 
     max_turns: int
@@ -50,12 +56,14 @@ class Limits:
     turn_timeout: float
     episode_timeout: float
     context: int
+    env_timeout: float = 120.0
+    stall_timeout: float = math.inf
 
     @classmethod
     def of(cls, config: RolloutConfig, context: int) -> Limits:
         """The limits that a rollout section and a model's context length give."""
         return cls(config.max_turns, config.max_turn_tokens, config.max_episode_tokens, config.turn_timeout,
-                   config.episode_timeout, context)
+                   config.episode_timeout, context, config.env_timeout, config.stall_timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,40 +88,71 @@ class Policy:
 
 
 async def run_episode(
-    env: ToolEnv, policy: Policy, spec: EpisodeSpec, limits: Limits, scorer: Scorer
+    env: ToolEnv, policy: Policy, spec: EpisodeSpec, limits: Limits, scorer: Scorer, watch: Watch | None = None
 ) -> Trajectory:
     """Run one episode to its end and score it once.
 
-    A fault of the infrastructure (engine, environment, time) never raises here and never becomes a
-    reward: it is recorded as a StopReason with `reward` None. Cancellation tears the environment down
-    and propagates.
+    A fault of the infrastructure (engine, environment, its time) never raises here and never becomes a
+    reward: it is recorded as a StopReason with `reward` None. Time that the policy used up is a truncation, and
+    scored. Cancellation tears the environment down and propagates. `watch`: hears what is waited for and what comes.
     """
     started = time.monotonic()
-    episode = _Episode(env, policy, spec, limits)
+    watch = watch or Watch()
+    env.teardown_timeout = limits.env_timeout
+    episode = _Episode(env, policy, spec, limits, watch)
     error: str | None = None
     try:
-        async with asyncio.timeout(limits.episode_timeout):
-            stop = await episode.run()
+        stop = await episode.run()
+        error = episode.error
+    except CutError as cut:
+        stop, error = cut.stop, str(cut)
     except EngineError as fault:
         stop, error = StopReason.ENGINE_ERROR, str(fault)
     except ToolTimeoutError as fault:
         stop, error = StopReason.TOOL_TIMEOUT, str(fault)
     except EnvError as fault:
         stop, error = StopReason.ENV_ERROR, str(fault)
-    except TimeoutError:
-        stop, error = StopReason.EPISODE_TIMEOUT, f"no end within {limits.episode_timeout:g} s"
     except BaseException:
-        await env.aclose()
+        await _close(env)
         raise
-    trajectory = await episode.end(stop, error)
+    with watch.waits(spec.key, lambda: f"the end of environment {env.id}"):
+        trajectory = await episode.end(stop, error)
     trajectory.timings["episode_s"] = time.monotonic() - started
-    _apply(trajectory, await scorer.ascore(trajectory))
+    with watch.waits(spec.key, lambda: f"its score by reward spec {scorer.name}"):
+        await _score(trajectory, scorer)
     return trajectory
+
+
+async def _close(env: ToolEnv) -> None:
+    try:
+        await env.aclose()
+    except Exception:  # it must not take the place of what the episode ends with, which may be its cancellation
+        log.exception("the teardown of environment %s broke", env.id)
+
+
+async def _score(trajectory: Trajectory, scorer: Scorer) -> None:
+    try:
+        _apply(trajectory, await scorer.ascore(trajectory))
+    except (LateError, HungError) as fault:
+        _unscored(trajectory, scorer, str(fault))
+
+
+def _unscored(trajectory: Trajectory, scorer: Scorer, error: str) -> None:
+    """An episode whose scoring failed: the infrastructure's fault, so no reward and another try."""
+    trajectory.stop, trajectory.error = StopReason.ENV_ERROR, error
+    trajectory.cause = {"blame": "infrastructure"}
+    _apply(trajectory, Score(None, evidence={"unscored": error}, metrics=dict.fromkeys(scorer.ids)))
 
 
 async def score_group(trajectories: Sequence[Trajectory], scorer: Scorer) -> None:
     """Score the members of a group again, together: group leaves of a spec compare them."""
-    for trajectory, score in zip(trajectories, await scorer.ascore_group(trajectories), strict=True):
+    try:
+        scores = await scorer.ascore_group(trajectories)
+    except (LateError, HungError) as fault:
+        for trajectory in trajectories:
+            _unscored(trajectory, scorer, str(fault))
+        return
+    for trajectory, score in zip(trajectories, scores, strict=True):
         _apply(trajectory, score)
 
 
@@ -128,7 +167,9 @@ def _apply(trajectory: Trajectory, score: Score) -> None:
 class _Episode:
     """The state of one episode while it runs."""
 
-    def __init__(self, env: ToolEnv, policy: Policy, spec: EpisodeSpec, limits: Limits) -> None:
+    def __init__(self, env: ToolEnv, policy: Policy, spec: EpisodeSpec, limits: Limits, watch: Watch) -> None:
+        self.waits = Waits(spec.key, limits.turn_timeout, limits.episode_timeout, limits.stall_timeout, watch)
+        self.error: str | None = None
         self.env = env
         self.policy = policy
         self.renderer = policy.renderer
@@ -149,9 +190,8 @@ class _Episode:
         return self.ledgers[-1]
 
     async def run(self) -> StopReason:
-        observation, _ = await self._env(
-            self.env.areset(seed=self.spec.task_seed, options={"split": self.spec.split})
-        )
+        reset = self.env.areset(seed=self.spec.task_seed, options={"split": self.spec.split})
+        observation, _ = await self._env(reset, "the setup", limit=self.limits.env_timeout)
         self.record = record = self.env.trajectory
         self.renderer = renderer = self.policy.renderer.with_tools(self.env.toolbox.schemas())
         self.shown = list(observation)
@@ -164,23 +204,40 @@ class _Episode:
                 return reason
             self._extend(turn)
             prompt_tokens = len(self.ledger)
-            generation = await self._generate(room, turn)
-            message = renderer.parse(generation.token_ids, generation.finish)
-            cut = generation.finish == "length" and room < self.limits.max_turn_tokens
-            if cut:
-                # The episode's budget cut this turn: the record keeps it, the environment never answers it.
-                record.messages.append(message)
-                record.turns.append(Turn(index=turn, message=message))
-                self._locate(record.turns[-1], generation, prompt_tokens)
+            try:
+                generation = await self._generate(room, turn)
+            except Partial as cut:
+                self._unanswered(cut.generation, prompt_tokens)
+                raise
+            if generation.finish == "length" and room < self.limits.max_turn_tokens:
+                # The episode's budget cut this turn.
+                self._unanswered(generation, prompt_tokens)
                 return reason
-            observation, _, terminated, truncated, info = await self._env(self.env.astep(message))
-            self._locate(record.turns[-1], generation, prompt_tokens)
+            message = renderer.parse(generation.token_ids, generation.finish)
+            try:
+                observation, _, terminated, truncated, info = await self._env(
+                    self.env.astep(message), f"turn {turn}", whose(self.env, message)
+                )
+            finally:
+                # Also a step that was cut belongs to where the turn was sampled: it may be scored.
+                if len(record.turns) > turn:
+                    self._locate(record.turns[turn], generation, prompt_tokens)
             if terminated:
                 return StopReason.DONE
             if truncated:
+                self.error = info.get("error")
                 return StopReason(info.get("stop", StopReason.MAX_TURNS))
             await self._go_on(generation, message, observation, info.get("history"))
         return StopReason.MAX_TURNS
+
+    def _unanswered(self, generation: Generation, prompt_tokens: int) -> None:
+        """A turn that was cut: the record keeps it, the environment never answers it."""
+        assert self.record is not None
+        if generation.token_ids:
+            message = self.renderer.parse(generation.token_ids, generation.finish)
+            self.record.messages.append(message)
+            self.record.turns.append(Turn(index=len(self.record.turns), message=message))
+            self._locate(self.record.turns[-1], generation, prompt_tokens)
 
     async def _go_on(
         self, generation: Generation, message: Message, observation: Sequence[Message],
@@ -254,12 +311,14 @@ class _Episode:
     def _start(self, messages: Sequence[Message]) -> list[int]:
         return self.renderer.start(messages, self.env.toolbox.schemas())
 
-    async def _env(self, answer: Awaitable[Answer]) -> Answer:
+    async def _env(
+        self, answer: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = math.inf
+    ) -> Answer:
         """Await the environment; whatever its author's code raises becomes an EnvError that says where."""
         began = time.monotonic()
         try:
-            return await answer
-        except AgentrlError:
+            return await self.waits.environment(self.env, answer, what, blame, limit)
+        except (AgentrlError, CutError):
             raise
         except Exception as fault:
             log.exception("environment %s broke (task seed %d)", self.env.id, self.spec.task_seed)
@@ -280,12 +339,19 @@ class _Episode:
 
     async def _generate(self, room: int, turn: int, purpose: str = "turn") -> Generation:
         """Sample after the ledger, into the ledger."""
-        generation = await self._sample(self.policy, self.ledger.ids(), room, purpose, self.spec.key)
+        try:
+            generation = await self._sample(self.policy, self.ledger.ids(), room, purpose, self.spec.key)
+        except Partial as cut:
+            self._take(cut.generation, turn, purpose)
+            raise
+        self._take(generation, turn, purpose)
+        return generation
+
+    def _take(self, generation: Generation, turn: int, purpose: str) -> None:
         try:
             self.ledger.append_sampled(generation.token_ids, generation.logprobs, generation.versions, turn)
         except ValueError as fault:
             raise EngineError(f"{purpose} {turn}: {fault}") from None
-        return generation
 
     async def _sample(self, policy: Policy, ids: list[int], room: int, purpose: str, key: str) -> Generation:
         assert self.record is not None
@@ -296,10 +362,8 @@ class _Episode:
         )
         began = time.monotonic()
         try:
-            async with asyncio.timeout(self.limits.turn_timeout):
-                generation = await policy.engine.generate(ids, sampling, key)
-        except TimeoutError:
-            raise EngineError(f"no answer within {self.limits.turn_timeout:g} s ({purpose} {turn})") from None
+            own = policy is self.policy
+            generation = await self.waits.engine(policy.engine, ids, sampling, key, f"{purpose} {turn}", own)
         finally:
             self.turn_s = time.monotonic() - began
             self.engine_s += self.turn_s
@@ -323,10 +387,28 @@ class _Episode:
             trajectory = Trajectory(self.env.id, Task("", self.spec.task_seed, self.spec.split))
             trajectory.stop, trajectory.error = stop, error
         else:
-            await self.env.aend(stop, error)
             trajectory = self.record
+            try:
+                await self.env.aend(stop, error)
+            except AgentrlError as fault:
+                trajectory.stop, trajectory.error = StopReason.ENV_ERROR, f"environment {self.env.id}: {fault}"
+            except Exception as fault:
+                log.exception("the end of environment %s broke (task seed %d)", self.env.id, self.spec.task_seed)
+                trajectory.stop = StopReason.ENV_ERROR
+                trajectory.error = f"environment {self.env.id}: its end broke: {type(fault).__name__}: {fault}"
+        trajectory.cause = self._cause(trajectory.stop)
         trajectory.ledgers = [ledger for ledger in self.ledgers if len(ledger)]
         trajectory.rewrites = self.rewrites
         trajectory.seed, trajectory.member = self.spec.seed, self.spec.member
         trajectory.timings = {"engine_s": self.engine_s, "env_s": self.env_s}
         return trajectory
+
+    def _cause(self, stop: StopReason) -> dict[str, Json] | None:
+        """See `Trajectory.cause`."""
+        blame = "infrastructure" if stop.infrastructure else "policy"
+        if stop in _CLOCKS:
+            return {"blame": blame, **{f"{who}_s": seconds for who, seconds in self.waits.clock.used.items()}}
+        return {"blame": blame} if stop.infrastructure or stop is StopReason.MAX_TOOL_TIME else None
+
+
+_CLOCKS = frozenset({StopReason.MAX_TURN_TIME, StopReason.MAX_EPISODE_TIME, StopReason.EPISODE_TIMEOUT})

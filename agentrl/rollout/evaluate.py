@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from agentrl.catalog import EnvRef
 from agentrl.reward import Scorer
+from agentrl.rollout.clock import Watch
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.rollout.record import in_episode
 from agentrl.rollout.seeds import derive
@@ -41,7 +42,7 @@ async def run_tasks(
     Raises the first error that is not an outcome of an episode, such as ReplayError.
     """
     slots = asyncio.Semaphore(max_episodes)
-    theatre = stage or Stage()
+    theatre, watch = stage or Stage(), Watch()
 
     async def one(index: int, member: int) -> Trajectory:
         spec = EpisodeSpec(index, split, derive(seed, split, index, member), member, key=f"{split}{index}.m{member}")
@@ -49,7 +50,7 @@ async def run_tasks(
             with in_episode(spec.key):
                 trajectory = theatre.ready(spec.key)
                 if trajectory is None:
-                    trajectory = await run_episode(theatre.env(env, spec.key), policy, spec, limits, scorer)
+                    trajectory = await run_episode(theatre.env(env, spec.key), policy, spec, limits, scorer, watch)
                 theatre.ended(spec.key, trajectory)
         on_episode(trajectory)
         return trajectory

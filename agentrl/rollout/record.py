@@ -59,7 +59,7 @@ def content_of(trajectory: Trajectory) -> Json:
     """What a replay must give again: a trajectory without what a clock measured around the whole episode, and without
     success, which follows from the rest (records from before it was kept stay good)."""
     row = trajectory.to_json()
-    del row["timings"], row["success"]
+    del row["timings"], row["cause"], row["success"]
     if isinstance(row["evidence"], dict):
         row["evidence"] = {key: value for key, value in row["evidence"].items() if key != "success"}
     return row

@@ -15,7 +15,7 @@ from agentrl.env import Action, Message, Observation, StepResult, Task, ToolEnv
 from agentrl.env.wrapper import ToolWrapper
 from agentrl.errors import EngineError, EnvError, ReplayError, ToolTimeoutError
 from agentrl.reward.leaf import JudgeClient, Twin
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, WeightBuckets
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway, WeightBuckets
 from agentrl.rollout.record import RecordWriter, common, content_of, current_episode, digest
 from agentrl.rollout.stage import Stage, TwinMaker
 from agentrl.trajectory import Json, StopReason, Trajectory, Turn
@@ -47,7 +47,7 @@ class Recorder(Stage):
 
     def ended(self, episode: str, trajectory: Trajectory) -> None:
         """Close an episode. One that a clock cut is kept whole: when a clock strikes, no replay can know."""
-        if episode in self._cut:
+        if episode in self._cut or "policy_s" in (trajectory.cause or {}):
             self._cut.discard(episode)
             self.writer.add(episode, "whole", 0, None, trajectory.to_json())
             return
@@ -218,6 +218,9 @@ class RecordingEngine(Engine):
         ask = {**writer.prompt(request_key, token_ids, generation.token_ids), "sampling": asdict(sampling)}
         writer.add(request_key, "engine", call, ask, asdict(generation), asked=asked)
         return generation
+
+    def progress(self, request_key: str) -> Underway | None:
+        return self._engine.progress(request_key)
 
     async def start(self) -> None:
         await self._engine.start()

@@ -83,7 +83,7 @@ def make_scorer(config: TrainConfig, env: EnvRef, stage: Stage, spec: dict[str, 
     context = make_context(config.reward)
     assert context.judge is not None
     context = replace(context, judge=stage.judge(context.judge), twin=stage.twin(lambda task: env.build()))
-    return compile_spec(spec, context=context)
+    return compile_spec(spec, context=context, timeout=config.rollout.env_timeout)
 
 
 def open_live(config: TrainConfig, temperature: float, record: RecordFolder | None) -> Scene:

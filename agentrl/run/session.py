@@ -38,7 +38,7 @@ def build_scorer(config: TrainConfig, env: EnvRef) -> Scorer:
     if name is None:
         raise ConfigError(f"env.reward: {config.env.id} names no reward spec of its own; set env.reward=NAME_OR_PATH")
     context = make_context(config.reward, twin=lambda task: env.build())
-    return compile_spec(load_spec(find_reward(name)), context=context)
+    return compile_spec(load_spec(find_reward(name)), context=context, timeout=config.rollout.env_timeout)
 
 
 def check(config: TrainConfig) -> None:

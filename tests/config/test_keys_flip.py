@@ -273,7 +273,7 @@ FLIPS: dict[str, tuple[Observe, str, str, str]] = {
        for key, a, b in [("groups", 2, 3), ("oversample", 1.0, 2.0), ("max_staleness", 0, 1), ("max_episodes", 4, 5),
                          ("max_turns", 2, 3), ("max_turn_tokens", 8, 9), ("max_episode_tokens", 90, 91),
                          ("temperature", 1.0, 0.5), ("top_p", 1.0, 0.5), ("top_k", 0, 5), ("turn_timeout", 1.0, 2.0),
-                         ("episode_timeout", 1.0, 2.0)]},
+                         ("episode_timeout", 1.0, 2.0), ("env_timeout", 1.0, 2.0)]},
     "RolloutConfig.colocate": (loop, LOOP, "rollout.colocate=false", "rollout.colocate=true"),
     **{f"RolloutConfig.{key}": (attempts, "rollout.group_size=2", f"rollout.{key}={a}", f"rollout.{key}={b}")
        for key, a, b in [("retries", 0, 1), ("group_size", 2, 3), ("oversample_members", 1.0, 2.0)]},

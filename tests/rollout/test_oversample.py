@@ -27,8 +27,7 @@ def played(renderer: Renderer, stuck: tuple[str, ...], updates: int = 2, **rollo
             batches.append(groups)
             collect.trained(groups)
             await collect.publish([])
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await asyncio.sleep(0.1)
         # Counted before the end: what was given up has let go of the engine already.
         assert engine.running == 3 * collect.ledger.counts()["running"]
         await collect.close()

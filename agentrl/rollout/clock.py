@@ -1,0 +1,140 @@
+"""Who waits for what in a rollout, and whose time an episode uses.
+
+A deadline counts only the time that the engine or the environment had: not queues, not pauses for a publish, not
+scoring, and not time in which something else blocked the event loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from agentrl.rollout.engine import Engine, Underway
+from agentrl.tool.tool import Blame
+
+
+class Watch:
+    """What each episode waits for. `moves` counts whatever comes back: tokens, tool calls, turns, episodes."""
+
+    def __init__(self) -> None:
+        self.moves = 0
+        self._waits: dict[str, tuple[Callable[[], str], float]] = {}
+
+    def moved(self) -> None:
+        """Something came back."""
+        self.moves += 1
+
+    @contextmanager
+    def waits(self, key: str, what: Callable[[], str]) -> Iterator[None]:
+        """Episode `key` waits for something; when it has come (or is given up), that is a move."""
+        self._waits[key] = (what, time.monotonic())
+        try:
+            yield
+        finally:
+            self._waits.pop(key, None)
+            self.moved()
+
+    def waiting(self, most: int = 8) -> str:
+        """What is waited for and since when, longest first; "" where nothing is."""
+        now = time.monotonic()
+        oldest = sorted(self._waits.items(), key=lambda item: item[1][1])
+        told = [f"episode {key} for {now - since:.0f} s on {what()}" for key, (what, since) in oldest[:most]]
+        more = len(oldest) - len(told)
+        return "; ".join(told) + (f"; and {more} more" if more > 0 else "")
+
+
+class Quiet:
+    """Seconds in which nothing moved, although the event loop listened."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._moves, self.seconds = watch, watch.moves, 0.0
+
+    def add(self, passed: float) -> float:
+        """Count `passed` seconds, from 0 again where anything moved in them."""
+        if self._watch.moves != self._moves:
+            self._moves, self.seconds = self._watch.moves, 0.0
+        else:
+            self.seconds += passed
+        return self.seconds
+
+
+@dataclass(slots=True)
+class EpisodeClock:
+    """Seconds of an episode's `limit` that went by, by who used them: the policy (sampling, and tools whose lateness is
+    its doing) or the infrastructure (the environment, its other tools, an engine that cannot tell)."""
+
+    limit: float
+    used: dict[Blame, float] = field(default_factory=lambda: {"policy": 0.0, "infrastructure": 0.0})
+
+    @property
+    def left(self) -> float:
+        return self.limit - sum(self.used.values())
+
+    def add(self, blame: Blame, seconds: float) -> None:
+        self.used[blame] += seconds
+
+    def blame(self, blame: Blame, seconds: float) -> Blame:
+        """Who used most of it, with the `seconds` of what is under way."""
+        used = {**self.used, blame: self.used[blame] + seconds}
+        return "policy" if used["policy"] >= used["infrastructure"] else "infrastructure"
+
+
+class RequestClock:
+    """The time that one request has at the engine.
+
+    Where the engine tells (`Engine.progress`), only seconds in which it had the request under way count. Where it
+    cannot, all do, and a late answer is then never the policy's doing: nobody knows whether tokens came.
+    """
+
+    def __init__(
+        self, engine: Engine, key: str, turn_timeout: float, stall_timeout: float, clock: EpisodeClock, watch: Watch
+    ) -> None:
+        self._engine, self._key, self._clock, self._watch = engine, key, clock, watch
+        self._turn_timeout, self._stall_timeout = turn_timeout, stall_timeout
+        self._waited = self._last_token = 0.0
+        self._quiet = Quiet(watch)
+        self.told: Underway | None = None
+
+    @property
+    def tokens(self) -> int:
+        return 0 if self.told is None else self.told.tokens
+
+    @property
+    def active_s(self) -> float:
+        return self._waited if self.told is None else self.told.active_s
+
+    @property
+    def blame(self) -> Blame:
+        return "policy" if self.tokens else "infrastructure"
+
+    def spend(self, passed: float) -> float:
+        """For `deadline.in_time`: what is left to the request."""
+        self._waited += passed
+        told = self._engine.progress(self._key)
+        if told is not None:
+            if told.tokens != self.tokens:
+                self._last_token = told.active_s
+                self._watch.moved()
+            self.told = told
+        stalled = self._quiet.add(passed)
+        return min(self._turn_timeout - self.active_s, self._clock.left - self.active_s, self._stall_timeout - stalled)
+
+    @property
+    def episode_over(self) -> bool:
+        return self._clock.left - self.active_s <= 0
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the turn's time went by with tokens coming: the policy thinks too long. An engine that went silent
+        for half of the time is broken instead."""
+        silent = self.active_s - self._last_token
+        return self.active_s >= self._turn_timeout and self.tokens > 0 and silent < self._turn_timeout / 2
+
+    def __str__(self) -> str:
+        if self.told is None:
+            return "the engine, which does not tell how far it is"
+        state = f"{self.told.tokens} tokens after {self.told.active_s:.0f} s" if self.told.active_s else "queued or paused"
+        return f"the engine ({state})"
+

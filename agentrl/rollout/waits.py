@@ -1,0 +1,151 @@
+"""What an episode waits for, each under its deadline: its environment and the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from agentrl.deadline import GRACE, LateError, end, in_time, within
+from agentrl.env import ToolEnv
+from agentrl.errors import EngineError, EnvError
+from agentrl.rollout.clock import EpisodeClock, RequestClock, Watch
+from agentrl.rollout.engine import Engine, Generation, Sampling
+from agentrl.tool.tool import Blame
+from agentrl.trajectory import Message, StopReason
+
+Answer = TypeVar("Answer")
+
+
+class CutError(Exception):
+    """The episode's time is up, for the reason `stop`."""
+
+    def __init__(self, stop: StopReason, message: str) -> None:
+        super().__init__(message)
+        self.stop = stop
+
+
+class Waits:
+    """The waits of one episode. Times in seconds: `turn` and `episode` of active time (see `clock`), `stall` without
+    any move of the whole rollout, after which the engine counts as stuck."""
+
+    def __init__(self, key: str, turn: float, episode: float, stall: float, watch: Watch) -> None:
+        self.clock, self.watch = EpisodeClock(episode), watch
+        self._key, self._turn, self._stall = key, turn, stall
+
+    async def environment(
+        self, env: ToolEnv, work: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = math.inf
+    ) -> Answer:
+        """What the environment answers. Raises EnvError after `limit`, and CutError where the episode's time is up. Time
+        in which all tool calls under way queue for a place does not count."""
+        task, calls, spent = asyncio.ensure_future(work), list(env.toolbox.waiting), 0.0
+
+        def spend(passed: float) -> float:
+            nonlocal calls, spent
+            if calls != (now := list(env.toolbox.waiting)):
+                calls = now
+                self.watch.moved()
+            spent += passed if not calls or any(call.running for call in calls) else 0.0
+            return min(limit, self.clock.left) - spent
+
+        def doing() -> str:
+            return "; ".join(map(str, env.toolbox.waiting)) or f"{what} of environment {env.id}"
+
+        try:
+            with self.watch.waits(self._key, doing):
+                in_its_time = await in_time(task, spend)
+                if not in_its_time:
+                    late = self._late(env, doing(), blame, spent, limit)
+                    await end(task, f"episode {self._key}, {what} of environment {env.id}")
+                    raise late
+        except asyncio.CancelledError:
+            await end(task, f"episode {self._key}, {what} of environment {env.id}")
+            raise
+        finally:
+            self.clock.add(blame, spent)
+        return task.result()
+
+    def _late(self, env: ToolEnv, doing: str, blame: Blame, spent: float, limit: float) -> Exception:
+        if spent >= limit:
+            return EnvError(f"environment {env.id}: no end of {doing} within {limit:g} s (rollout.env_timeout)")
+        stop, message = self._over(doing, blame, spent)
+        env.cut(stop)
+        return CutError(stop, message)
+
+    def _over(self, doing: str, blame: Blame, spent: float) -> tuple[StopReason, str]:
+        """Why an episode ends whose time is up."""
+        policy = self.clock.blame(blame, spent) == "policy"
+        stop = StopReason.MAX_EPISODE_TIME if policy else StopReason.EPISODE_TIMEOUT
+        return stop, f"{self.clock.limit:g} s of active time are over (rollout.episode_timeout), last spent on {doing}"
+
+    async def engine(
+        self, engine: Engine, ids: Sequence[int], sampling: Sampling, key: str, what: str, own: bool = True
+    ) -> Generation:
+        """What the engine samples. Raises EngineError where it does not answer in its time, and CutError where the
+        policy's time is up (`own`: this is the policy, not another model); the error then has what was sampled so far
+        as `generation`."""
+        request = RequestClock(engine, key, self._turn, self._stall, self.clock, self.watch)
+        task = asyncio.ensure_future(engine.generate(ids, sampling, key))
+        try:
+            with self.watch.waits(self._key, lambda: f"{what} at {request}"):
+                if not await in_time(task, request.spend):
+                    return await self._cut(engine, key, task, request, what, own)
+        except asyncio.CancelledError:
+            await end(task, f"episode {self._key}, {what}")
+            raise
+        finally:
+            self._count(task, request, own)
+        return task.result()
+
+    def _count(self, task: asyncio.Future[Generation], request: RequestClock, own: bool) -> None:
+        """Put the request's time on the episode's clock: the engine's own final word where there is one."""
+        done = task.done() and not task.cancelled() and task.exception() is None
+        final = task.result().active_s if done else None
+        blame: Blame = request.blame if final is None else "policy"
+        self.clock.add(blame if own else "infrastructure", request.active_s if final is None else final)
+
+    async def _cut(
+        self, engine: Engine, key: str, task: asyncio.Future[Generation], request: RequestClock, what: str, own: bool
+    ) -> Generation:
+        """A late request: cut and kept where that is the policy's doing, else given up."""
+        spent = f"{what}: {request.active_s:.1f} s of sampling, {request.tokens} tokens"
+        stop: StopReason | None = None
+        message = f"no answer within {self._turn:g} s ({what} at {request})"
+        if request.episode_over:
+            stop, message = self._over(spent, request.blame if own else "infrastructure", request.active_s)
+        elif request.thinking and own:
+            stop, message = StopReason.MAX_TURN_TIME, f"{spent} (rollout.turn_timeout = {self._turn:g})"
+        elif request.active_s < self._turn:
+            message = f"nothing came back for {self._stall:g} s ({what} at {request})"
+        if stop is None or stop.infrastructure:
+            await end(task, f"episode {self._key}, {what}")
+            raise EngineError(message) if stop is None else CutError(stop, message)
+        generation = await self._partial(engine, key, task, what)
+        if generation.finish != "abort":
+            return generation  # it came to its end in this very moment
+        raise Partial(stop, message, replace(generation, finish="length"))
+
+    async def _partial(self, engine: Engine, key: str, task: asyncio.Future[Generation], what: str) -> Generation:
+        """What was sampled before the request was aborted. Raises EngineError where the engine does not give it."""
+        try:
+            await within(GRACE, engine.abort(key), "abort")
+            return await within(GRACE, asyncio.shield(task), "abort")
+        except LateError:
+            await end(task, f"episode {self._key}, {what}")
+            raise EngineError(f"no answer within {GRACE:g} s of being aborted ({what})") from None
+
+
+class Partial(CutError):
+    """As CutError, with what the cut turn had sampled."""
+
+    def __init__(self, stop: StopReason, message: str, generation: Generation) -> None:
+        super().__init__(stop, message)
+        self.generation = generation
+
+
+def whose(env: ToolEnv, message: Message) -> Blame:
+    """Whose time a step of the environment is: the policy's where all called tools say so."""
+    tools = [env.toolbox[call.name] for call in message.tool_calls if call.name in env.toolbox]
+    return "policy" if tools and all(tool.options.policy_late for tool in tools) else "infrastructure"

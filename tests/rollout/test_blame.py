@@ -1,0 +1,384 @@
+"""Whose time it was: what the policy used up is scored, what the infrastructure lost is unscored and tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl import deadline
+from agentrl.catalog import EnvRef
+from agentrl.config import RolloutConfig
+from agentrl.errors import StalledError
+from agentrl.render.base import Renderer
+from agentrl.reward import Context, compile_spec
+from agentrl.rollout.collect import Collector
+from agentrl.rollout.engine import Generation, Sampling, Underway
+from agentrl.rollout.episode import Policy
+from agentrl.trajectory import Message, StopReason, ToolCall, Trajectory
+
+from .conftest import FaultyEngine
+
+ENV = '''
+"""A room with slow things in it."""
+import asyncio
+
+from agentrl.env import Message, Task, ToolEnv
+from agentrl.tool import tool
+
+
+async def for_ever():
+    await asyncio.sleep(3600)
+
+
+class Room(ToolEnv):
+    id = "test/Room-v0"
+    summary = "room"
+
+    def __init__(self, *, slow: str = "", user_s: float = 0.0, **base):
+        super().__init__(**base)
+        self.slow, self.user_s = slow, user_s
+
+    def make_task(self, rng_seed, split):
+        return Task(f"room/{split}/{rng_seed}", rng_seed, split)
+
+    def prompt(self, task):
+        return [Message("user", "begin")]
+
+    async def setup(self, task):
+        self.ran = 0
+        if self.slow == "setup":
+            await for_ever()
+
+    async def teardown(self):
+        if self.slow == "teardown":
+            await for_ever()
+        if self.slow == "broken teardown":
+            raise OSError("the room is on fire")
+
+    def state(self):
+        return {"ran": self.ran}
+
+    @tool(timeout=0.3, late="policy")
+    async def run(self, code: str) -> str:
+        """run what the policy wrote"""
+        self.ran += 1
+        return await for_ever() if code == "loop" else "ok"
+
+    @tool(timeout=30, late="policy")
+    async def work(self, code: str) -> str:
+        """the same, with more time"""
+        self.ran += 1
+        return await for_ever()
+
+    @tool(timeout=0.3)
+    async def ask(self) -> str:
+        """ask a server that is dead"""
+        return await for_ever()
+
+    @tool(timeout=0.2, on_timeout="answer")
+    async def told(self) -> str:
+        """too slow, and says so"""
+        return await for_ever()
+
+    @tool(parallel=False)
+    async def wait(self, seconds: float) -> str:
+        """take a while"""
+        await asyncio.sleep(seconds)
+        return "ok"
+
+    async def user_reply(self, message):
+        await asyncio.sleep(self.user_s)
+        return None if "bye" in message.content else [Message("user", "go on")]
+'''
+DONE = {"agentrl_reward": 1, "name": "done", "root": {"use": "episode.stopped"}}
+TOKEN = 0.01
+
+
+class Actor(FaultyEngine):
+    """Each member of a group plays its part, a step of the part a turn. It tells how far its requests are.
+
+    Parts: "bye" ends the episode; "think" samples for ever; "silent" samples three tokens and then nothing; ("ponder", n)
+    samples n tokens; ("queue", s) waits s seconds for a place; ("call", name, arguments) calls a tool. A token takes
+    10 ms.
+    """
+
+    def __init__(self, renderer: Any, parts: dict[int, Sequence[Any]]) -> None:
+        super().__init__(renderer.stop_token_ids[0])
+        self.renderer, self.parts = renderer, parts
+        self.seen: dict[str, Underway] = {}
+        self.aborted: set[str] = set()
+        self.turns: dict[str, int] = {}
+        self.asked: list[tuple[str, Sampling]] = []
+
+    def progress(self, request_key: str) -> Underway | None:
+        return self.seen.get(request_key)
+
+    async def abort(self, request_key: str) -> None:
+        self.aborted.add(request_key)
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        self.keys.append(request_key)
+        self.asked.append((request_key, sampling))
+        turn = self.turns.get(request_key, 0)
+        self.turns[request_key] = turn + 1
+        member = int(request_key.split(".m")[1].split(".")[0])
+        part = self.parts[member]
+        step = part[min(turn, len(part) - 1)]
+        self.seen[request_key] = Underway(0.0, 0)
+        try:
+            return await self._play(step, request_key)
+        finally:
+            del self.seen[request_key]
+
+    async def _play(self, step: Any, key: str) -> Generation:
+        if step[0] == "queue":
+            await asyncio.sleep(step[1])
+        if step in ("think", "silent") or step[0] == "ponder":
+            ids: list[int] = []
+            while not (step[0] == "ponder" and len(ids) == step[1]):
+                await self.open.wait()
+                await asyncio.sleep(TOKEN)
+                if step != "silent" or len(ids) < 3:
+                    ids.append(270)
+                self.seen[key] = Underway(self.seen[key].active_s + TOKEN, len(ids))
+                if key in self.aborted:
+                    return self._generation(ids, "abort", self.seen[key].active_s)
+            return self._generation([*ids, self.stop], "stop", self.seen[key].active_s)
+        calls = (ToolCall(step[1], step[2], id="c"),) if step[0] == "call" else ()
+        message = Message("assistant", "" if calls else "bye", calls)
+        return self._generation(self.renderer.assistant(message), "stop", 0.0)
+
+    def _generation(self, ids: list[int], finish: Any, active_s: float) -> Generation:
+        return Generation(ids, [-1.0] * len(ids), [self.version] * len(ids), finish, active_s=active_s)
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EnvRef]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "envs" / "room").mkdir(parents=True)
+    (tmp_path / "envs" / "room" / "env.py").write_text(ENV)
+    return lambda **params: EnvRef("room", params)
+
+
+@contextmanager
+def collecting(env: EnvRef, engine: FaultyEngine, renderer: Renderer, spec: Any = None, **config: Any) -> Iterator[Collector]:
+    settings = RolloutConfig(**{"groups": 1, "min_survivors": 2, **config})
+    scorer = spec if spec is not None else compile_spec(DONE)
+    yield Collector(env, Policy(engine, renderer), scorer, settings, context=4000, seed=0)
+
+
+def play(
+    env: EnvRef, renderer: Renderer, parts: dict[int, Sequence[Any]], spec: Any = None, meanwhile: Any = None, **config: Any
+) -> tuple[list[Trajectory], Actor]:
+    """One group, whose members play these parts."""
+    engine = Actor(renderer, parts)
+
+    async def scenario() -> list[Trajectory]:
+        config.setdefault("group_size", len(parts))
+        with collecting(env, engine, renderer, spec, **config) as collect:
+            also = asyncio.create_task(meanwhile(collect)) if meanwhile else None
+            try:
+                [group] = await asyncio.wait_for(collect.collect(), 20)
+            finally:
+                await collect.close()
+                if also is not None:
+                    await also
+            return group.trajectories
+
+    return asyncio.run(scenario()), engine
+
+
+def test_members_are_scored_by_whose_fault_their_timeout_was(room: Any, renderer: Renderer) -> None:
+    """An endless loop and endless thinking get the reward 0 of an episode that is not done, and stay in their group; a dead
+    tool server is nobody's reward and tried again; a queue of three turn timeouts is nothing at all."""
+    parts = {0: ["bye"], 1: [("call", "run", {"code": "loop"})], 2: [("call", "ask", {})], 3: ["think"],
+             4: [("queue", 1.2)], 5: [("call", "told", {}), "bye"], 6: ["silent"]}
+    members, engine = play(room(), renderer, parts, turn_timeout=0.4)
+    assert [m.stop.value for m in members] == ["done", "max_tool_time", "tool_timeout", "max_turn_time", "done", "done",
+                                               "engine_error"]
+    assert [m.reward for m in members] == [1.0, 0.0, None, 0.0, 1.0, 1.0, None]
+    retried = {key.split(".")[1] for key in engine.keys if key.endswith(".a1")}
+    assert retried == {"m2", "m6"}
+    blame = [m.cause and m.cause["blame"] for m in members]
+    assert blame == [None, "policy", "infrastructure", "policy", None, None, "infrastructure"]
+
+
+def test_a_cut_episode_keeps_what_was_sampled_and_where(room: Any, renderer: Renderer) -> None:
+    parts = {0: ["think"], 1: [("call", "run", {"code": "loop"})]}
+    (thinker, looper), _engine = play(room(), renderer, parts, turn_timeout=0.4)
+    [ledger] = thinker.ledgers
+    tokens = int(ledger.sampled.sum())
+    assert 30 <= tokens <= 150 and set(ledger.token_ids[ledger.sampled].tolist()) == {270}
+    [turn] = thinker.turns
+    assert (turn.ledger, turn.end, turn.sampled_tokens, turn.finish) == (0, len(ledger) - 1, tokens, "length")
+    assert thinker.error is not None and "rollout.turn_timeout = 0.4" in thinker.error
+    assert thinker.cause is not None and 0.35 <= thinker.cause["policy_s"] <= 1.5
+    assert thinker.truncated and not thinker.terminated
+    [turn] = looper.turns
+    assert turn.results == [] and turn.end == len(looper.ledgers[0]) - 1 > 0
+    assert looper.state == {"ran": 1} and looper.error == "tool run: no answer within 0.3 s"
+    assert Trajectory.from_json(thinker.to_json()).cause == thinker.cause
+    old = thinker.to_json()
+    del old["cause"]
+    assert Trajectory.from_json(old).cause is None
+
+
+def test_a_publish_and_a_blocked_loop_are_no_time_of_the_turns(room: Any, renderer: Renderer) -> None:
+    """16 turns of 0.3 s with 0.6 s each, over a publish of 1 s and one second in which the event loop stands still."""
+
+    async def slow_publish(collect: Collector) -> None:
+        await asyncio.sleep(0.15)
+        await collect.policy.engine.pause()
+        await asyncio.sleep(1.0)
+        await collect.policy.engine.resume()
+        await asyncio.sleep(0.05)
+        time.sleep(1.0)
+
+    parts = {member: [("ponder", 30), "bye"] for member in range(16)}
+    members, engine = play(room(), renderer, parts, meanwhile=slow_publish, turn_timeout=0.6)
+    assert [m.stop.value for m in members] == ["done"] * 16
+    assert len(engine.keys) == 32  # two turns each, nobody tried again
+
+
+def test_engines_that_cannot_tell_are_not_late_while_the_loop_is_blocked(room: Any, renderer: Renderer) -> None:
+    async def block(collect: Collector) -> None:
+        await asyncio.sleep(0.1)
+        time.sleep(1.0)
+
+    class Mute(Actor):
+        def progress(self, request_key: str) -> Underway | None:
+            return None
+
+    engine = Mute(renderer, {member: [("ponder", 20), "bye"] for member in range(16)})
+
+    async def scenario() -> list[Trajectory]:
+        with collecting(room(), engine, renderer, group_size=16, turn_timeout=0.6) as collect:
+            also = asyncio.create_task(block(collect))
+            [group] = await collect.collect()
+            await also
+            await collect.close()
+            return group.trajectories
+
+    assert [m.stop.value for m in asyncio.run(scenario())] == ["done"] * 16
+    assert len(engine.keys) == 32
+
+
+def test_who_used_an_episodes_time_decides(room: Any, renderer: Renderer) -> None:
+    """Member 0 thinks for 0.3 s a turn, member 1 says one word and waits for a slow tool, member 2 is cut within a tool whose
+    time is the policy's: 0, unscored, 0; and the state of the cut call is there."""
+    parts = {0: [("ponder", 30)], 1: [("call", "wait", {"seconds": 0.3})], 2: [("call", "work", {"code": "loop"})], 3: ["bye"]}
+    members, _engine = play(room(), renderer, parts, episode_timeout=0.8, retries=0)
+    assert [m.stop.value for m in members] == ["max_episode_time", "episode_timeout", "max_episode_time", "done"]
+    assert [m.reward for m in members] == [0.0, None, 0.0, 1.0]
+    for member, who in ((0, "policy"), (1, "infrastructure"), (2, "policy")):
+        cause = members[member].cause
+        assert cause is not None and cause["blame"] == who
+        assert 0.7 <= cause[f"{who}_s"] <= 1.6 and cause[f"{who}_s"] > 5 * min(cause["policy_s"], cause["infrastructure_s"])
+    assert members[2].state == {"ran": 1} and members[2].turns[0].end > 0
+    assert members[1].state is None
+
+
+def test_waiting_for_a_place_is_no_time_of_an_episode(room: Any, renderer: Renderer) -> None:
+    """Four members of 0.3 s, one at a time, with 0.6 s each."""
+    members, engine = play(room(), renderer, {key: [("ponder", 30), "bye"] for key in range(4)}, max_episodes=1,
+                           episode_timeout=0.6)
+    assert [m.stop.value for m in members] == ["done"] * 4 and len(engine.keys) == 8
+
+
+def test_an_episode_longer_than_the_stall_timeout_that_moves_is_no_stall(room: Any, renderer: Renderer) -> None:
+    """1.2 s of one turn's tokens, then eight tool calls of 0.15 s, with a stall timeout of 0.5 s."""
+    part = [("ponder", 120), *[("call", "wait", {"seconds": 0.15})] * 8, "bye"]
+    members, _ = play(room(), renderer, {0: part, 1: part}, stall_timeout=0.5)
+    assert [m.stop.value for m in members] == ["done", "done"]
+
+
+@pytest.mark.parametrize(("part", "says"), [
+    (("queue", 60), r"episode g0\.m0\.a0 for \d s on turn 0 at the engine \(queued or paused\)"),
+    (("call", "work", {"code": "loop"}), r"episode g0\.m0\.a0 for \d s on tool work \(c\w*\), which runs for \d s"),
+])
+def test_a_stall_says_which_episode_waits_for_what_since_when(room: Any, renderer: Renderer, part: Any, says: str) -> None:
+    with pytest.raises(StalledError, match=says) as stalled:
+        play(room(), renderer, {0: [part], 1: ["bye"]}, stall_timeout=0.5)
+    assert "no token, tool call or episode came back for 0.5 s (rollout.stall_timeout); update 0 waits for group 0" in str(
+        stalled.value)
+
+
+def test_a_blocked_loop_is_no_stall(room: Any, renderer: Renderer) -> None:
+    async def block(collect: Collector) -> None:
+        await asyncio.sleep(0.1)
+        time.sleep(1.5)
+
+    members, _ = play(room(), renderer, {key: [("ponder", 30), "bye"] for key in range(2)}, meanwhile=block, stall_timeout=0.5)
+    assert [m.stop.value for m in members] == ["done", "done"]
+
+
+def test_a_setup_that_hangs_is_a_fault_that_names_the_environment(room: Any, renderer: Renderer) -> None:
+    with pytest.raises(StalledError, match=r"env_error: environment test/Room-v0: no end of the setup of environment "
+                                           r"test/Room-v0 within 0\.1 s \(rollout\.env_timeout\)"):
+        play(room(slow="setup"), renderer, {0: ["bye"], 1: ["bye"]}, env_timeout=0.1, retries=0)
+
+
+def test_a_teardown_that_hangs_is_let_go_and_the_episode_counts(room: Any, renderer: Renderer, caplog: Any) -> None:
+    began = time.monotonic()
+    with caplog.at_level(logging.ERROR):
+        members, _ = play(room(slow="teardown"), renderer, {0: ["bye"], 1: ["think"]}, env_timeout=0.2, turn_timeout=0.3)
+    assert [m.reward for m in members] == [1.0, 0.0] and time.monotonic() - began < 5
+    assert "the teardown of environment test/Room-v0: no end within 0.2 s; it is let go" in caplog.text
+
+
+@pytest.mark.parametrize(("step", "says"), [
+    ("bye", "env_error: OSError: the room is on fire"),  # the environment's own end
+    (("call", "wait", {"seconds": 0.01}), "env_error: environment test/Room-v0: its end broke: OSError: the room is on fire"),
+])
+def test_a_teardown_that_breaks_is_a_fault_of_the_environment(room: Any, renderer: Renderer, step: Any, says: str) -> None:
+    with pytest.raises(StalledError, match=says):
+        play(room(slow="broken teardown"), renderer, {0: [step], 1: [step]}, retries=0, max_turns=1)
+
+
+def test_scoring_that_hangs_is_unscored_and_tried_again(room: Any, renderer: Renderer) -> None:
+    """The first two episodes' functions hang; the spec's time is over after 1 s, and the second attempts are scored."""
+    release, calls = threading.Event(), []
+
+    def mark(view: Any, args: Any) -> float:
+        calls.append(view)
+        if len(calls) <= 2:
+            release.wait(30)
+        return 0.5
+
+    spec = {"agentrl_reward": 1, "name": "slow", "root": {"use": "python", "args": {"name": "mark"}}}
+    scorer = compile_spec(spec, context=Context(python={"mark": mark}), timeout=1.0)
+    members, engine = play(room(), renderer, {0: ["bye"], 1: ["bye"]}, spec=scorer)
+    release.set()
+    assert [m.reward for m in members] == [0.5, 0.5]
+    assert sorted(engine.keys) == ["g0.m0.a0", "g0.m0.a1", "g0.m1.a0", "g0.m1.a1"]
+
+
+def test_an_engine_that_does_not_give_back_what_it_aborts_is_a_fault(
+    room: Any, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from agentrl.rollout import waits
+
+    class Deaf(Actor):
+        async def abort(self, request_key: str) -> None: ...
+
+    monkeypatch.setattr(waits, "GRACE", 0.2)
+    monkeypatch.setattr(deadline.end, "__defaults__", (0.2,))
+    engine = Deaf(renderer, {0: ["think"], 1: ["bye"], 2: ["bye"]})
+
+    async def scenario() -> list[Trajectory]:
+        with collecting(room(), engine, renderer, group_size=3, turn_timeout=0.3, retries=0) as collect:
+            [group] = await collect.collect()
+            await collect.close()
+            return group.trajectories
+
+    members = asyncio.run(scenario())
+    assert [m.stop for m in members] == [StopReason.ENGINE_ERROR, StopReason.DONE, StopReason.DONE]
+    assert members[0].error is not None and "no answer within 0.2 s of being aborted (turn 0)" in members[0].error
