@@ -36,13 +36,14 @@ def aggregate(
     mode.
     """
     kept = torch.where(mask, loss, torch.zeros_like(loss))
+    tokens, episodes = max(denominators.tokens, 1.0), max(denominators.episodes, 1.0)  # no token at all: a sum of zero
     if mode == "token_mean":
-        return kept.sum() / denominators.tokens
+        return kept.sum() / tokens
     if mode == "seq_mean_token_sum":
-        return kept.sum() / denominators.episodes
+        return kept.sum() / episodes
     if mode == "seq_mean_token_sum_norm":
-        return kept.sum() / (denominators.episodes * denominators.length)
+        return kept.sum() / (episodes * denominators.length)
     if mode == "seq_mean_token_mean":
         count = row_sum(mask.to(loss.dtype), offsets) if episode_tokens is None else episode_tokens.to(loss.dtype)
-        return (row_sum(kept, offsets) / count.clamp(min=1)).sum() / denominators.episodes
+        return (row_sum(kept, offsets) / count.clamp(min=1)).sum() / episodes
     raise ConfigError(f"algorithm.aggregate = {mode!r}: expected one of {', '.join(get_args(Mode))}")

@@ -22,6 +22,7 @@ from agentrl.errors import CheckpointError, ResourceError
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"(\.writing_)?step_(\d{6,})")
+_OLD = ".old_"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -107,7 +108,11 @@ class Checkpoints:
 
     def lost(self) -> list[int]:
         """Steps newer than the newest whole checkpoint whose writing was begun and did not end: what a
-        kill in the middle of a save left behind. What lies aside is removed."""
+        kill in the middle of a save left behind. What lies aside is removed; a checkpoint that was moved away for
+        one of the same step, which did not take its place, is back."""
+        for old in self.root.glob(f"{_OLD}step_*"):
+            if not old.with_name(old.name.removeprefix(_OLD)).exists():
+                old.rename(old.with_name(old.name.removeprefix(_OLD)))
         newest = self.newest()
         last = -1 if newest is None else int(_NAME.fullmatch(newest.name)[2])  # type: ignore[index]
         begun = self._begun()
@@ -138,10 +143,14 @@ class Checkpoints:
 
     def _publish(self, aside: Path, target: Path) -> None:
         if target.exists():
-            old = target.with_name(f".old_{target.name}")
+            old = target.with_name(f"{_OLD}{target.name}")
             shutil.rmtree(old, ignore_errors=True)
             target.rename(old)
-            aside.rename(target)
+            try:
+                aside.rename(target)
+            except OSError:
+                old.rename(target)
+                raise
             shutil.rmtree(old, ignore_errors=True)
         else:
             aside.rename(target)

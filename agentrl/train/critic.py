@@ -149,7 +149,7 @@ def _metrics(engine: BaseEngine, meter: Meter, steps: Steps, tokens: float) -> d
     sums, _ = meter.totals(engine)
     if not steps.norms:
         return {}
-    mean = {name: value / tokens for name, value in sums.items()}
+    mean = {name: value / max(tokens, 1.0) for name, value in sums.items()}
     variance = max(mean["square_return"] - mean["return"] ** 2, 1e-12)
     return {
         "critic/loss": sums["loss"] / len(steps.norms),

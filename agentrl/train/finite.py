@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from agentrl.algorithm.ragged import row_ids
 from agentrl.batch.rows import is_ragged, offsets_of
 from agentrl.train.micro import has
-from agentrl.train.minibatch import episodes_of
+from agentrl.train.minibatch import episodes_of, tokens_of_rows
 
 COLUMNS = ("reward", "rewards", "baseline", "logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 SHOWN = 8
@@ -24,12 +23,12 @@ def broken_rows(batch: TensorDict) -> dict[str, list[int]]:
         if not has(batch, name):
             continue
         column = batch.get(name)
-        if is_ragged(column):
-            bad = np.unique(row_ids(offsets_of(column))[~torch.isfinite(column.values())].numpy())
-        else:
-            bad = np.flatnonzero(~torch.isfinite(column).numpy())
-        if len(bad):
-            found[name] = bad.tolist()
+        values = column.values() if is_ragged(column) else column
+        if bool(torch.isfinite(values.sum(dtype=torch.float64))):  # the usual case, without a column of its own
+            continue
+        bad = ~torch.isfinite(values)
+        rows = tokens_of_rows(bad, offsets_of(column)) > 0 if is_ragged(column) else bad.numpy()
+        found[name] = np.flatnonzero(rows).tolist()
     return found
 
 

@@ -12,7 +12,6 @@ import torch
 from tensordict import TensorDict
 
 from agentrl.algorithm import Denominators, correction
-from agentrl.algorithm.ragged import row_ids, row_sum
 from agentrl.batch.rows import jagged, offsets_of, select
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError
@@ -88,19 +87,28 @@ def trained_tokens(batch: TensorDict) -> torch.Tensor:
     return sampled & (batch.get("weights").values() > 0) if has(batch, "weights") else sampled
 
 
+def tokens_of_rows(mask: torch.Tensor, offsets: torch.Tensor) -> np.ndarray:
+    """How many tokens of each row are marked, int64 [N], without a number a token in between."""
+    found = np.zeros(len(offsets) - 1, dtype=np.int64)
+    full = offsets.diff().numpy() > 0
+    if full.any():
+        found[full] = np.add.reduceat(mask.numpy(), offsets[:-1].numpy()[full], dtype=np.int64)
+    return found
+
+
 def counted(
     batch: TensorDict, parts: list[np.ndarray], length: int | None = None
 ) -> tuple[TensorDict, tuple[Denominators, ...]]:
     """The batch with the row column `episode_tokens` int64 [N] (trained tokens of the row's episode, over all of its
-    rows), and the denominators of each minibatch, none of them below 1."""
-    per_row = row_sum(trained_tokens(batch).to(torch.int64), offsets_of(batch.get("sampled"))).numpy()
+    rows), and the denominators of each minibatch."""
+    per_row = tokens_of_rows(trained_tokens(batch), offsets_of(batch.get("sampled")))
     episode = episodes_of(batch)
     per_episode = np.bincount(episode, weights=per_row).astype(np.int64)
     counts = []
     for rows in parts:
         tokens = int(per_row[rows].sum())
         alive = int((per_episode[np.unique(episode[rows])] > 0).sum())
-        counts.append(Denominators(max(float(tokens), 1.0), max(float(alive), 1.0), float(length or 1)))
+        counts.append(Denominators(float(tokens), float(alive), float(length or 1)))
     out: TensorDict = batch.copy()
     return out.update({"episode_tokens": torch.from_numpy(per_episode[episode])}), tuple(counts)
 
@@ -117,9 +125,7 @@ def teaches(batch: TensorDict, algorithm: AlgorithmConfig) -> np.ndarray:
         if algorithm.loss.name == "kl_cov" and has(batch, "picked"):
             moved = moved | batch.get("picked").values()
         alive = alive & moved
-    found = np.zeros(len(batch), dtype=bool)
-    found[row_ids(offsets_of(batch.get("sampled")))[alive].numpy()] = True
-    return found
+    return tokens_of_rows(alive, offsets_of(batch.get("sampled"))) > 0
 
 
 def without_idle_rows(
@@ -132,7 +138,7 @@ def without_idle_rows(
     keep = teaches(batch, algorithm)
     if parts and not keep[parts[0]].any():
         offsets = offsets_of(batch.get("sampled"))
-        sampled = row_sum(batch.get("sampled").values().to(torch.int64), offsets).numpy()[parts[0]]
+        sampled = tokens_of_rows(batch.get("sampled").values(), offsets)[parts[0]]
         tokens = offsets.diff().numpy()[parts[0]]
         keep[parts[0][np.lexsort((tokens, sampled == 0))[0]]] = True
     if keep.all():

@@ -22,12 +22,14 @@ def with_picks(batch: TensorDict, parts: list[np.ndarray], picks: Picks | None, 
     if picks is None:
         return batch
     offsets = offsets_of(batch.get("sampled"))
-    trained, owner = trained_tokens(batch), row_ids(offsets)
+    trained = trained_tokens(batch)
     logprobs, advantages = batch.get("old_logprobs").values().double(), batch.get("advantages").values().double()
     noise = token_noise(batch, seed)
-    picked = torch.zeros(len(owner), dtype=torch.bool)
+    picked = torch.zeros(len(trained), dtype=torch.bool)
     for rows in parts:
-        mine = (torch.isin(owner, torch.from_numpy(rows)) & trained).nonzero().squeeze(1)
+        spans = [torch.arange(int(offsets[row]), int(offsets[row + 1])) for row in rows.tolist()]
+        every = torch.cat(spans)
+        mine = every[trained[every]]
         if len(mine):
             covariance = (logprobs[mine] - logprobs[mine].mean()) * (advantages[mine] - advantages[mine].mean())
             picked[mine[chosen(covariance, noise[mine], picks)]] = True

@@ -36,7 +36,7 @@ def sft_steps(
     for number, bins in enumerate(micros):
         engine.set_rate(sft_rate(first + number, cfg))
 
-        def loss(rows: list[int], tokens: float = counts[number].tokens) -> Tensor:
+        def loss(rows: list[int], tokens: float = max(counts[number].tokens, 1.0)) -> Tensor:
             logprobs, _ = engine.logprobs(Pack(batch, rows, engine.device).micro, 1.0, False)
             share = -logprobs.sum() / tokens
             meter.add("loss", share)

@@ -124,3 +124,24 @@ def test_kill_in_the_middle_of_a_write_loses_only_that_one(tmp_path: Path) -> No
     write(checkpoints, 20)
     assert names(tmp_path) == ["step_000020"]
     assert whole(tmp_path / "step_000020")
+
+
+def test_the_only_checkpoint_survives_one_of_its_own_step_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old one has been moved away when the new one cannot take its place: by an error, and by a kill."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    write(checkpoints, 10)
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name.startswith(".writing_"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        with pytest.raises(OSError, match="Input/output"):
+            write(checkpoints, 10)
+    assert names(tmp_path) == ["step_000010"] and checkpoints.newest() == tmp_path / "step_000010"
+    (tmp_path / "step_000010").rename(tmp_path / ".old_step_000010")  # what a kill between the two leaves
+    again = Checkpoints(tmp_path, keep=1)
+    assert again.lost() == [] and again.newest() == tmp_path / "step_000010"

@@ -272,3 +272,14 @@ def test_rows_of_one_ledger_fall_into_the_minibatches_of_their_rows() -> None:
     assert [part.tolist() for part in parts] == [part.tolist() for part in expected]
     turned = select(batch, list(range(9, -1, -1)))
     assert len(cut(turned, AlgorithmConfig(minibatch=4), seed=3, step=1)) == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_update_whose_tokens_are_all_rejected_trains_none_and_leaves_the_weights(tiny: str, mode: str) -> None:
+    algorithm = AlgorithmConfig(minibatch=6, aggregate=mode, length_norm=9 if mode.endswith("norm") else None,
+                                proximal="recompute", correction=Choice(name="masked", args={"cap": 1e-6}), entropy_bonus=0.1)
+    actor = start(tiny)
+    before = weights(actor)
+    metrics = actor.run(Actor.update, several(), algorithm)
+    assert metrics["tokens_trained"] == metrics["episodes_trained"] == metrics["loss"] == metrics["grad_norm"] == 0
+    assert metrics["optimizer_steps"] == metrics["minibatches"] == 3 and torch.equal(before, weights(actor))
