@@ -48,6 +48,10 @@ class NonFiniteError(UserError):
     """Training met numbers that are not finite, more often than it may skip, or in the weights: names the rows."""
 
 
+class JudgeBudgetError(UserError):
+    """What the run may spend on judges is spent: its episodes cannot be scored any more."""
+
+
 class ReplayError(UserError):
     """A replay asks for something else than what was recorded: names episode, call, expected and got."""
 

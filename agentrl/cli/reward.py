@@ -107,10 +107,15 @@ def run_lint(args: argparse.Namespace) -> int:
             raise UserError(f"{args.env}: cannot be probed: {error}") from error
         findings += lint_probes(scorer, probes, ref.build().order_free)
     if args.json:
-        print(json.dumps({"spec": scorer.name, "findings": [item.to_json() for item in findings]}, indent=2))
+        decides = None if scorer.rule is None else {"by": str(scorer.rule), "node": scorer.rule.node}
+        found = [item.to_json() for item in findings]
+        print(json.dumps({"spec": scorer.name, "success": decides, "findings": found}, indent=2))
     else:
         for item in findings:
             print(f"{item.level}: {item.code} at {item.at}: {item.message}")
+        if scorer.rule is not None:
+            node = f": {json.dumps(scorer.rule.node)}" if scorer.rule.derived else ""
+            print(f"success is decided by {scorer.rule}{node}")
         low, high = scorer.range
         probed = (
             f", probed on {args.tasks} tasks of {args.env}" if args.env else ", not probed (--env ID would)"
@@ -130,6 +135,7 @@ def run_explain(args: argparse.Namespace) -> int:
     if args.json:
         content = {
             "value": score.value,
+            "success": score.success,
             "turns": score.turns,
             "terminal": score.terminal,
             "metrics": score.metrics,
@@ -157,6 +163,8 @@ def run_score(args: argparse.Namespace) -> int:
         args.out.write_text(text, encoding="utf-8")
     values = [row["value"] for row in rows if row["value"] is not None]
     mean = f"mean {sum(values) / len(values):.4g}" if values else "no value"
+    known = [row["success"] for row in rows if row["success"] is not None]
+    mean += f", success {sum(known)} of {len(known)}" if known else ""
     print(f"{len(values)} of {len(rows)} episodes scored, {mean}", file=sys.stderr)
     why = Counter(next(reasons(row["evidence"]), "no reason given") for row in rows if row["value"] is None)
     for reason, count in why.most_common(5):

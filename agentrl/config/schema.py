@@ -356,7 +356,8 @@ class CheckpointConfig(Frozen):
 
 class JudgeConfig(Frozen):
     """How judge leaves are asked; model and prompt stand in the spec. Keys come from the environment
-    variables that litellm reads. `cache`: a folder for verdicts. `calls`, `usd`: budgets of the whole run.
+    variables that litellm reads. `cache`: a folder for verdicts. `calls`, `usd`: budgets of the whole run; a run that
+    surely needs more calls is refused, and one that has spent a budget stops with a checkpoint.
     `usd_per_million`: (prompt, sampled) prices where litellm knows none."""
 
     api_base: str | None = None

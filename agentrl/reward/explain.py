@@ -20,6 +20,12 @@ def explain_text(score: Score) -> str:
         lines.append(f"  {evidence['unscored']}")
     if "root" in evidence:
         lines.extend(_node(evidence["root"], "  ", ""))
+    if "success" in evidence:
+        decided = evidence["success"]
+        shown = {True: "yes", False: "no", None: "could not be scored"}[decided["value"]]
+        lines.append(f"success: {shown}, by {decided['by']}")
+        if "node" in decided:
+            lines.extend(_node(decided["node"], "  ", ""))
     if score.turns:
         shares = ", ".join(f"turn {turn}: {_value(amount)}" for turn, amount in score.turns.items())
         lines.append(f"emitted at turns: {shares}; at the end: {_value(score.terminal)}")

@@ -33,8 +33,9 @@ class Finding:
 
 def lint_spec(scorer: Scorer) -> list[Finding]:
     """Findings that need no episode: dead weights, unreachable gates, constants, mods without effect."""
-    findings = list(_constant(scorer))
-    for top in (scorer.root, *scorer.metrics):
+    findings = [*_constant(scorer), *_undecided(scorer)]
+    stated = [scorer.success] if scorer.success is not None and scorer.rule is not None and not scorer.rule.derived else []
+    for top in (scorer.root, *scorer.metrics, *stated):
         findings.extend(_top(top, top is scorer.root))
         for node in walk(top):
             findings.extend(_weights(node))
@@ -50,9 +51,18 @@ def _constant(scorer: Scorer) -> Iterator[Finding]:
         yield Finding("error", "constant-output", "/root", f"the reward is {low:g} whatever happens")
 
 
+def _undecided(scorer: Scorer) -> Iterator[Finding]:
+    if scorer.success is None:
+        message = "nothing says whether an episode did its task (costs and sums over turns have no best); write a \"success\""
+        yield Finding("error", "no-success", "/root", message)
+    elif scorer.success.range()[1] < TRUE:
+        message = f"reaches at most {scorer.success.range()[1]:g}, so no episode ever succeeds"
+        yield Finding("error", "never-true", "/success", message)
+
+
 def _top(node: Node, root: bool) -> Iterator[Finding]:
     if node.mods.weight != 1.0:
-        where = "the root" if root else "a metric"
+        where = "the root" if root else "a top-level node"
         yield Finding(
             "error", "dead-weight", node.pointer, f"{where} has no parent that its weight could matter to"
         )
@@ -149,16 +159,17 @@ def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None) 
     (calls at random and every number as the answer), `padded` (every gold call three times), `shuffled`
     (the gold calls in another order). `order_free`: whether the environment says that order is free.
     """
-    if scorer.compares:
-        message = "the spec compares the members of a group; what single probe episodes score tells nothing"
-        return [Finding("warning", "not-probed", "/root", message)]
     scores = {
         kind: [scorer.score(trajectory) for trajectory in episodes] for kind, episodes in probes.items()
     }
+    if scorer.compares:
+        message = "the spec compares the members of a group; what single probe episodes score tells nothing"
+        return [Finding("warning", "not-probed", "/root", message), *_succeeding(scorer, probes, scores)]
     ceiling = list(_ceiling(scorer, scores))
     if any(item.code == "gold-unscored" for item in ceiling):
         return ceiling  # nothing else can be told of a spec that does not fit the environment
     findings = [*_floor(scorer, scores), *ceiling, *_spam(scores), *_padded(probes, scores)]
+    findings += _succeeding(scorer, probes, scores)
     return [*findings, *_shuffled(scores, order_free), *_never_varies(scorer, scores)]
 
 
@@ -188,12 +199,38 @@ def _ceiling(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[
         return
     worst = min((value for value in values if value is not None), default=high)
     if math.isfinite(high) and worst < high - 1e-6:
+        succeeds = all(score.success for score in scores.get("gold", ()))
         yield Finding(
-            "error",
+            "warning" if succeeds else "error",  # what it cost may well be taken off
             "gold-below-maximum",
             "/root",
             f"the gold solution earns {worst:g}, the maximum is {high:g}",
         )
+
+
+def _succeeding(scorer: Scorer, probes: Probes, scores: Mapping[str, Sequence[Score]]) -> Iterator[Finding]:
+    if scorer.rule is None:
+        return
+    for trajectory, score in zip(probes.get("gold", ()), scores.get("gold", ()), strict=True):
+        if score.success is not True:
+            yield Finding("error", "gold-no-success", "/success", gold_fault(scorer, trajectory, score))
+            break
+    for kind, what in (("empty", "an empty answer"), ("silent", "doing nothing"), ("spam", "spam")):
+        lucky = sum(score.success is True for score in scores.get(kind, ()))
+        if lucky:
+            message = f"{what} is a success by {scorer.rule} in {lucky} of {len(scores[kind])} tasks"
+            yield Finding("error", "cheap-success", "/success", message)
+
+
+def gold_fault(scorer: Scorer, trajectory: Trajectory, score: Score) -> str:
+    """What is to be said of a gold solution that is no success: spec, task, value, and what to do."""
+    value = "unscored" if score.value is None else f"{score.value:g}"
+    decided = "could not be scored" if score.success is None else "is not 1"
+    why = next(reasons(score.evidence), None) if score.success is None else None
+    task = trajectory.task.id
+    return (f"reward spec {scorer.name!r}: the gold solution of task {task!r} is no success: {scorer.rule} {decided} "
+            f"(reward {value}{f': {why}' if why else ''}). If the gold turns are right, say by a top-level \"success\" in the "
+            "spec what counts (docs/rewards.md)")
 
 
 def _spam(scores: Mapping[str, Sequence[Score]]) -> Iterator[Finding]:

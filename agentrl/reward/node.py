@@ -234,13 +234,13 @@ class LeafNode(Node):
         self.leaf = leaf
         self.label = leaf.kind
         self._resolve = resolve
-        self._key = json.dumps([leaf.kind, leaf.args], sort_keys=True)
+        self.key = json.dumps([leaf.kind, leaf.args], sort_keys=True)
 
     def raw_range(self) -> tuple[float, float]:
         return 0.0, 1.0
 
     def inner(self, view: View, frame: Frame) -> Result:
-        place = (self._key, *view.place)
+        place = (self.key, *view.place)
         if place not in frame.readings:
             frame.readings[place] = self._read(view, frame)
         return replace(frame.readings[place])  # a copy: the node finishes its result in place

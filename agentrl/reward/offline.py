@@ -9,7 +9,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import UserError
+from agentrl.errors import JudgeBudgetError, UserError
 from agentrl.reward.compile import compile_spec
 from agentrl.reward.leaf import Context
 from agentrl.reward.score import Score, Scorer
@@ -99,11 +99,31 @@ def _score_chunk(chunk: Lines) -> list[dict[str, Json]]:
 
 def _score_lines(scorer: Scorer, path: str, lines: Lines) -> list[dict[str, Json]]:
     trajectories = [parse_row(path, number, line) for number, line in lines]
-    scores = scorer.score_group(trajectories) if scorer.compares else [scorer.score(t) for t in trajectories]
+    scores = _scores(scorer, trajectories)
     return [
         score_row(number, trajectory, score)
         for (number, _), trajectory, score in zip(lines, trajectories, scores, strict=True)
     ]
+
+
+def _scores(scorer: Scorer, trajectories: list[Trajectory]) -> list[Score]:
+    """Rows beyond the judge's budget are unscored, and say so: those before it were paid for."""
+
+    def unscored(error: JudgeBudgetError) -> Score:
+        return Score(None, evidence={"spec": scorer.name, "value": None, "unscored": str(error)})
+
+    if scorer.compares:
+        try:
+            return scorer.score_group(trajectories)
+        except JudgeBudgetError as error:
+            return [unscored(error)] * len(trajectories)
+    scores: list[Score] = []
+    for trajectory in trajectories:
+        try:
+            scores.append(scorer.score(trajectory))
+        except JudgeBudgetError as error:
+            scores.append(unscored(error))
+    return scores
 
 
 def score_row(number: int, trajectory: Trajectory, score: Score) -> dict[str, Json]:

@@ -53,6 +53,13 @@ def probe_episodes(build: Callable[[], ProbeEnv], tasks: int, seed: int = 0) -> 
     return episodes
 
 
+def gold_episode(build: Callable[[], ProbeEnv], seed: int) -> Trajectory:
+    """The gold solution of one training task. Raises NotImplementedError where the environment scripts none."""
+    env = build()
+    task = env.make_task(seed, "train")
+    return play(env, task, env.gold_turns(task))
+
+
 def play(env: ProbeEnv, task: Task, turns: Sequence[Message | str]) -> Trajectory:
     """The episode of fixed assistant turns. One that does not end by itself is cut as at max_turns."""
     env.reset(seed=task.seed, options={"task": task})

@@ -308,7 +308,10 @@ class Collector:
         for index, task in list(self._tasks.items()):
             if task.done() and not task.cancelled() and task.exception() is not None:
                 del self._tasks[index]
-                task.result()
+                try:
+                    task.result()
+                except BaseExceptionGroup as several:
+                    raise first_of(several) from several
 
     def _stalled(self, idle: float) -> str:
         stats: dict[str, Any] = self.ledger.counts()
@@ -321,6 +324,13 @@ class Collector:
 def alike(group: Group) -> bool:
     """Whether all scored members have the same reward (and the greedy episode, where there is one): no variance."""
     return len({t.reward for t in [*group.scored(), *([group.baseline] if group.baseline else [])]}) == 1
+
+
+def first_of(error: BaseException) -> BaseException:
+    """The first error of a group of errors, however deep."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _more(count: int, factor: float) -> int:

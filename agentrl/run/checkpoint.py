@@ -63,6 +63,15 @@ class Saver:
         if not self._config.checkpoint.asynchronous:
             await self.wait()
 
+    async def save_missing(self) -> int:
+        """Have a whole checkpoint of the ledger's version, which is returned."""
+        await self.wait()
+        step, newest = self._collector.version, self._checkpoints.newest()
+        if newest is None or newest.name != f"step_{step:06d}":
+            await self.save()
+            await self.wait()
+        return step
+
     async def wait(self) -> None:
         """Until nothing is being written. Raises what the writing failed with."""
         if self._writing is not None:

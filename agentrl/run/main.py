@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.config import TrainConfig
-from agentrl.errors import AgentrlError, ResourceError, WorkerDiedError
+from agentrl.errors import AgentrlError, JudgeBudgetError, ResourceError, WorkerDiedError
 from agentrl.loop import evaluate_now, train_loop
 from agentrl.run.curve import draw_curve
 from agentrl.run.display import Display
@@ -123,7 +123,12 @@ async def _phases(session: Session, recorder: Recorder, outcome: Outcome, interr
         folder.rewind(-1)
         await session.publish()
         await session.saver.save(await evaluate_now(session, recorder, "before"))
-    await train_loop(session, recorder, interrupt)
+    try:
+        await train_loop(session, recorder, interrupt)
+    except JudgeBudgetError as error:
+        step = await session.saver.save_missing()
+        raise JudgeBudgetError(f"{error}, and go on from the checkpoint of step {step}: "
+                               f"agentrl train --resume {folder.path} reward.judge...") from error
     if session.collector.ledger.version >= config.steps or not interrupt.requested:
         await session.saver.rate(await evaluate_now(session, recorder, "after"))
         await recorder.writes.wait()

@@ -20,6 +20,7 @@ from agentrl.rollout.stage import Stage
 from agentrl.run.engines import API, api_name, check_api, make_api_engine, make_engine, resolve_engine
 from agentrl.run.policy import check_rollout, longest, make_policy
 from agentrl.run.recordings import RecordFolder
+from agentrl.run.reward_checks import check_decided
 from agentrl.run.tool_parser import renderer_of
 from agentrl.train.pretrained import load_tokenizer
 from agentrl.trajectory import Json
@@ -60,7 +61,7 @@ def check_scene(config: TrainConfig) -> None:
     """Raise a UserError for whatever is wrong before a folder is made or a process started. Not for a replay."""
     env = EnvRef.of(config)
     env.build().close()
-    make_scorer(config, env, Stage(), reward_spec(config, env))
+    check_decided(make_scorer(config, env, Stage(), reward_spec(config, env)))
     check_rollout(config, env)
     assert config.model.path is not None
     if api_name(config.model.path) is not None:

@@ -20,6 +20,7 @@ from agentrl.run.engines import make_engine, refuse_api, resolve_engine
 from agentrl.run.folder import RunFolder
 from agentrl.run.places import check_places, open_pools, start_actors
 from agentrl.run.policy import check_rollout, check_trainable, longest, make_policy
+from agentrl.run.reward_checks import check_judge, check_success
 from agentrl.run.sizes import check_sizes
 from agentrl.run.tool_parser import renderer_of
 from agentrl.train.actor import Actor
@@ -59,6 +60,8 @@ def check(config: TrainConfig) -> None:
     engine_name = resolve_engine(config.engine)
     check_sizes(config, engine_name)
     check_places(config, engine_name)
+    check_judge(config, scorer)
+    check_success(config, env, scorer)
 
 
 @dataclass(slots=True)

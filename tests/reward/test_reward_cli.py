@@ -57,11 +57,21 @@ def record(path, *trajectories):
         ({"op": "min", "of": [{**ONE, "scale": [0.5, 1]}, {**ANSWER, "scale": [0, 0.5]}]}, "never-decides", "/root/of/0"),
         ({**ONE, "clip": [-1, 2]}, "dead-clip", "/root"),
         ({**ONE, "missing": "skip"}, "dead-missing", "/root"),
+        (leaf("cost.turns", {"max": 3}), "no-success", "/root"),
     ],
 )  # fmt: skip
 def test_lint_of_a_spec_alone(root, code, at):
     found = lint_spec(compile_spec(spec(root)))
     assert (code, at) in {(item.code, item.at) for item in found}
+
+
+@pytest.mark.parametrize(("success", "code"), [
+    ({"id": "right", "gte": 2}, "unreachable-gate"), ({**ONE, "scale": [0, 0.5]}, "never-true"),
+    ({**ONE, "weight": 2}, "dead-weight"),
+])  # fmt: skip
+def test_lint_of_a_success_node(success, code):
+    found = lint_spec(compile_spec(spec({**ANSWER, "id": "right"}, success=success)))
+    assert (code, "/success") in {(item.code, item.at) for item in found}
 
 
 def test_lint_of_an_unpinned_judge():
@@ -117,7 +127,11 @@ def test_probes_are_what_they_say(probes):
     [
         ({"op": "sum", "of": [ANSWER, leaf("calls.none")]}, "do-nothing-floor"),
         ({"op": "mean", "of": [ANSWER, leaf("text.equals", {"expect": "never"})]}, "gold-below-maximum"),
+        ({"op": "mean", "of": [ANSWER, leaf("text.equals", {"expect": "never"})]}, "gold-no-success"),
+        (leaf("group.rank", {"of": leaf("text.equals", {"expect": "never"})}, scope="group"), "gold-no-success"),
         (leaf("text.equals", {"expect": {"$": "/task/gold/anser"}}), "gold-unscored"),
+        (leaf("number.close", {"expect": {"$": "/task/gold/answer"}, "which": "any"}), "cheap-success"),
+        ({"op": "max", "of": [ANSWER, leaf("calls.none")]}, "cheap-success"),
         (leaf("number.close", {"expect": {"$": "/task/gold/answer"}, "which": "any"}), "spam-passes"),
         (leaf("calls.match", {**CALLS, "compare": "superset"}), "permissive-match"),
         (leaf("calls.match", {**CALLS, "order": "ordered"}), "order-matters"),
@@ -129,6 +143,27 @@ def test_probes_are_what_they_say(probes):
 )  # fmt: skip
 def test_lint_finds_what_is_wrong(root, code, probes):
     assert code in findings(root, probes)
+
+
+def test_what_gold_costs_is_no_error(probes):
+    root = {"op": "sum", "of": [ANSWER, leaf("cost.turns", {"max": 10}, weight=-0.2)]}
+    found = lint_probes(compile_spec(spec(root)), probes, True)
+    assert [(item.level, item.code) for item in found] == [("warning", "gold-below-maximum")]
+
+
+def test_lint_and_explain_say_what_decides_success(tmp_path, capsys):
+    shaped = write(tmp_path / "shaped.json", spec({"op": "sum", "of": [ANSWER, leaf("cost.turns", {"max": 10}, weight=-0.2)]}))
+    own = write(tmp_path / "own.json", spec(ANSWER, success={"use": "calls.none", "id": "quiet"}))
+    file = record(tmp_path / "rows.jsonl", episode([call("f")], "7", task_gold={"answer": 7, "calls": []}))
+    for path, line in ((shaped, "success is decided by the task part of /root: {"), (own, "success is decided by /success\n")):
+        agentrl("lint", path)
+        assert line in capsys.readouterr().out
+    for path, line in ((shaped, "success: yes, by the task part of /root"), (own, "success: no, by /success")):
+        agentrl("explain", path, file)
+        assert line in capsys.readouterr().out
+    agentrl("score", shaped, file)
+    out = capsys.readouterr()
+    assert json.loads(out.out)["success"] is True and "success 1 of 1" in out.err
 
 
 def test_a_sound_spec_has_no_findings(probes):

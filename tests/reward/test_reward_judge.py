@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from reward_episodes import SHELF, call, episode, leaf, spec
 
-from agentrl.errors import RewardSpecError
+from agentrl.errors import JudgeBudgetError, RewardSpecError
 from agentrl.reward import Context, compile_spec
 from agentrl.reward.judge import Judge, JudgeSettings
 
@@ -193,26 +193,38 @@ def test_a_failure_is_not_cached_and_a_broken_file_is_asked_again(server, tmp_pa
 
 def test_a_budget_in_calls(server):
     compiled = scorer(judge(server, calls=2))
-    values = [compiled.score(episode(f"answer {i}")).value for i in range(4)]
-    assert values == [0.7, 0.7, None, None]
+    assert [compiled.score(episode(f"answer {i}")).value for i in range(2)] == [0.7, 0.7]
+    for _ in range(2):
+        with pytest.raises(JudgeBudgetError, match=r"budget of 2 judge calls is spent; raise reward\.judge\.calls"):
+            compiled.score(episode("answer 3"))
+    assert compiled.score(episode("answer 1")).value == 0.7  # what was paid for is known
     assert len(server.requests) == 2
+
+
+def test_a_spent_budget_is_no_missing_verdict(server):
+    """`missing: 0` is for a judge that could not answer; a judge that may not be asked would turn every reward into 0."""
+    asked = {"model": MODEL, "prompt": "{answer}", "range": [0, 10]}
+    compiled = compile_spec(spec(leaf("judge", asked, missing=0)), context=Context(judge=judge(server, calls=1)))
+    assert compiled.score(episode("one")).value == 0.7
+    with pytest.raises(JudgeBudgetError):
+        compiled.score(episode("two"))
 
 
 def test_a_budget_in_money_is_not_overspent(server):
     """100 prompt tokens at 10 and 10 sampled at 20 USD a million: 0.0012 a call, and at most 0.0084 + 0.002 reserved."""
     client = judge(server, usd=0.02, usd_per_million=(10.0, 20.0))
     compiled = scorer(client, max_tokens=100, prompt="Grade: {answer}")
-    values = [compiled.score(episode(f"answer {i}")).value for i in range(40)]
-    assert values[0] == 0.7
-    assert values[-1] is None
+    assert compiled.score(episode("answer")).value == 0.7
+    with pytest.raises(JudgeBudgetError, match=r"0\.02 USD for judging is spent .* raise reward\.judge\.usd"):
+        for i in range(40):
+            compiled.score(episode(f"answer {i}"))
     assert 0 < client.budget.usd <= 0.02
     assert client.budget.usd == pytest.approx(0.0012 * len(server.requests))
 
 
 def test_a_budget_in_money_needs_a_price(server):
-    result = scorer(judge(server, usd=1.0)).score(episode("done"))
-    assert result.value is None
-    assert "price is not known" in reason(result)
+    with pytest.raises(JudgeBudgetError, match="price is not known"):
+        scorer(judge(server, usd=1.0)).score(episode("done"))
     assert not server.requests
 
 

@@ -28,7 +28,8 @@ EARLY: dict[str, Any] = {"use": "text.contains", "id": "early",
                          "args": {"expect": list("abcdefghij"), "where": "all", "credit": "partial"}}
 LATE: dict[str, Any] = {"use": "text.contains", "id": "late", "weight": 0.5,
                          "args": {"expect": list("klmnopqrst"), "where": "all", "credit": "partial"}}
-SPEC = {"agentrl_reward": 1, "name": "two", "root": {"op": "sum", "of": [EARLY, LATE]}}
+RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
+SPEC = {"agentrl_reward": 1, "name": "two", "success": RIGHT, "root": {"op": "sum", "of": [EARLY, LATE]}}
 COMPARING = {"agentrl_reward": 1, "name": "ranks", "root": {"use": "group.rank", "args": {"of": EARLY}}}
 
 

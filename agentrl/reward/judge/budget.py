@@ -20,12 +20,14 @@ class Budget:
         """Take one call that costs at most `usd` (None: not known). Why it may not be made, or None."""
         with self._lock:
             if self.limit_calls is not None and self.calls >= self.limit_calls:
-                return f"the budget of {self.limit_calls} judge calls is spent"
+                return f"the budget of {self.limit_calls} judge calls is spent; raise reward.judge.calls"
             if self.limit_usd is not None:
                 if usd is None:
-                    return "the model's price is not known, so a budget in money cannot hold; give its prices"
+                    return ("reward.judge.usd: the model's price is not known, so a budget in money cannot hold; set "
+                            "reward.judge.usd_per_million")
                 if self.usd + self._reserved + usd > self.limit_usd + 1e-12:
-                    return f"the budget of {self.limit_usd} USD for judging is spent ({self.usd:.6f} used)"
+                    return (f"the budget of {self.limit_usd} USD for judging is spent ({self.usd:.6f} used); raise "
+                            "reward.judge.usd")
             self.calls += 1
             self._reserved += usd or 0.0
             return None

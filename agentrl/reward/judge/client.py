@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import jsonschema
 
+from agentrl.errors import JudgeBudgetError
 from agentrl.reward.judge.budget import Budget
 from agentrl.reward.judge.cache import VerdictCache
 from agentrl.reward.judge.load import load_litellm
@@ -91,7 +92,7 @@ class Judge:
         self._lock = threading.Lock()
 
     def ask(self, key: str, request: VerdictRequest) -> Verdict:
-        """The verdict, waited for. Raises DependencyError without litellm."""
+        """The verdict, waited for. Raises DependencyError without litellm, JudgeBudgetError where it would cost too much."""
         return self._submit(key, request).result()
 
     async def aask(self, key: str, request: VerdictRequest) -> Verdict:
@@ -138,7 +139,7 @@ class Judge:
         reserved = self._most(litellm, request)
         refusal = self.budget.reserve(reserved)
         if refusal is not None:
-            raise _Fault(refusal, again=False)
+            raise JudgeBudgetError(refusal)
         used = 0.0
         try:
             response = self._complete(litellm, request)

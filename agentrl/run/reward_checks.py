@@ -1,0 +1,133 @@
+"""Before a run: its gold is a success by its reward spec, and its judges can be paid to the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from agentrl.catalog import EnvRef
+from agentrl.config import TrainConfig
+from agentrl.errors import ConfigError
+from agentrl.reward import Scorer
+from agentrl.reward.lint import gold_fault
+from agentrl.reward.node import LeafNode, Node
+from agentrl.reward.ops import GateNode
+from agentrl.reward.probes import gold_episode
+from agentrl.rollout.pieces import make_sampler
+from agentrl.rollout.sampler.base import TaskChoice
+from agentrl.rollout.sampler.source import TaskSource
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+TASKS = 3
+"""Gold solutions that are played before a run."""
+
+
+def check_decided(scorer: Scorer) -> None:
+    """Raise ConfigError where nothing in the spec says whether an episode did its task."""
+    if scorer.rule is None:
+        raise ConfigError(f"env.reward: reward spec {scorer.name!r} does not say what a success is, and it cannot be derived "
+                          "(costs and sums over turns have no best); give it a top-level \"success\" (docs/rewards.md)")
+
+
+def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
+    """Raise ConfigError where the gold solution of a training task is no success: whatever counts successes would be dead.
+
+    Not checked, which is logged, where the environment scripts no gold solution or a judge would have to be paid.
+    """
+    check_decided(scorer)
+    if scorer.compares and config.checkpoint.best == "reward":
+        raise ConfigError(f"checkpoint.best: reward spec {scorer.name!r} compares the members of a group; an evaluation plays "
+                          "one episode a task, which has success and no reward; use checkpoint.best = \"success\"")
+    if scorer.asks:
+        log.warning("%s: not checked whether the gold solution is a success, for that would ask its judge; agentrl reward lint "
+                    "%s --env %s does", scorer.name, scorer.name, env.id)
+        return
+    try:
+        fault = _apart(lambda: _first_fault(_tasks(config, env), scorer))
+    except NotImplementedError as error:
+        log.warning("%s: not checked whether the gold solution is a success: %s", scorer.name, error)
+        return
+    if fault is not None:
+        raise ConfigError(f"env.reward: {fault}; agentrl reward lint {scorer.name} --env {env.id} shows more")
+
+
+def _first_fault(tasks: Iterable[tuple[EnvRef, int]], scorer: Scorer) -> str | None:
+    for ref, seed in tasks:
+        trajectory = gold_episode(ref.build, seed)
+        score = scorer.score(trajectory)
+        if score.success is not True:
+            return gold_fault(scorer, trajectory, score)
+    return None
+
+
+def _apart(work: Callable[[], T]) -> T:
+    """Environments are played where no event loop runs: here, or in a thread (a notebook runs one)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    with ThreadPoolExecutor(1, thread_name_prefix="agentrl-gold") as pool:
+        return pool.submit(work).result()
+
+
+def _tasks(config: TrainConfig, env: EnvRef) -> Iterator[tuple[EnvRef, int]]:
+    """At least TASKS tasks, and one of each kind that the sampler may choose."""
+    source = TaskSource(env, make_sampler(config.rollout.sampler), config.rollout.sampler.name, config.seed)
+    kinds = [source.env_of(TaskChoice(0, params)) for params in source.sampler.variants()]
+    for number in range(max(TASKS, len(kinds))):
+        yield kinds[number % len(kinds)], number
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """What one episode asks its judges: `least` unless it is unscored or equal to another, `most` with every branch taken."""
+
+    least: int
+    most: int
+
+
+def questions(scorer: Scorer, max_turns: int) -> Questions:
+    """Bounds of the different questions of an episode of `max_turns` turns."""
+    least: dict[str, int] = {}
+    most: dict[str, int] = {}
+
+    def look(node: Node, parts: int, sure: bool) -> None:
+        parts = max_turns if node.mods.scope in ("round", "turn") else parts
+        sure = sure and node.mods.when is None
+        if isinstance(node, LeafNode) and node.leaf.kind == "judge":
+            most[node.key] = max(parts, most.get(node.key, 0))
+            least[node.key] = max(int(sure), least.get(node.key, 0))
+        for child in node.children():
+            look(child, parts, sure and not (isinstance(node, GateNode) and child is not node.test))
+
+    for top in (scorer.root, *scorer.metrics, *([scorer.success] if scorer.success is not None else [])):
+        look(top, 1, True)
+    return Questions(sum(least.values()), sum(most.values()))
+
+
+def check_judge(config: TrainConfig, scorer: Scorer) -> None:
+    """Raise ConfigError where `reward.judge.calls` is spent before the run's end; log where it may be."""
+    budget = config.reward.judge.calls
+    if budget is None or not scorer.asks:
+        return
+    rollout, asked = config.rollout, questions(scorer, config.rollout.max_turns)
+    step = rollout.groups * (rollout.group_size + (config.algorithm.advantage.name == "remax"))
+    evaluations = 2 + ((config.steps - 1) // config.eval.every if config.eval.every else 0)
+    episodes = config.steps * step + evaluations * config.eval.tasks
+    sums = f"{config.steps} steps x {step} episodes + {evaluations} evaluations x {config.eval.tasks}"
+    if asked.least * episodes > budget:
+        last = max(0, budget // asked.least - config.eval.tasks) // step
+        raise ConfigError(
+            f"reward.judge.calls: {budget} calls are not enough: reward spec {scorer.name!r} asks its judges about "
+            f"{asked.least * episodes} times ({sums}, {asked.least} an episode), so they are spent at about step "
+            f"{last}; set reward.judge.calls={asked.most * episodes}, or fewer steps"
+        )
+    if asked.most * episodes > budget:
+        log.warning("reward.judge.calls: %d calls may not be enough: up to %d (%s, up to %d an episode); the run stops with a "
+                    "checkpoint where they are spent", budget, asked.most * episodes, sums, asked.most)

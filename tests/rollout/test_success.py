@@ -1,0 +1,87 @@
+"""Samplers and evaluation under rewards that a cost, a scale or a comparison shapes: they ask for success."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from agentrl.catalog import EnvRef
+from agentrl.config import Choice, RolloutConfig
+from agentrl.render.base import Renderer
+from agentrl.reward import compile_spec
+from agentrl.rollout.collect import Collector
+from agentrl.rollout.episode import Limits, Policy
+from agentrl.rollout.evaluate import evaluate, success_rate, summarize
+from agentrl.run.report import make_report
+from agentrl.trajectory import Task, Trajectory
+
+from .conftest import FaultyEngine
+
+ANY = {"use": "format.regex", "args": {"pattern": "(?s).*", "where": "all"}}
+TOKENS = {"use": "cost.tokens", "args": {"max": 100}}
+SHAPED = {
+    "a cost": {"op": "sum", "of": [ANY, {**TOKENS, "weight": -0.5}]},
+    "a scale": {"op": "sum", "of": [ANY, {**TOKENS, "weight": -0.5}], "scale": [-1, 1]},
+    "a comparison": {"op": "sum", "of": [ANY, {"use": "group.rank", "scope": "group", "weight": -0.5, "args": {"of": TOKENS}}]},
+}
+STAGED = Choice(name="staged", args={"stages": [{"calls": 2}, {"calls": 4}], "threshold": 0.9, "window": 3, "review": 0.0})
+WEIGHTED = Choice(name="success_weighted", args={"buckets": [{"calls": 2}, {"calls": 4}]})
+
+
+def metrics(renderer: Renderer, root: dict[str, Any], sampler: Choice) -> dict[str, float]:
+    async def scenario() -> dict[str, float]:
+        engine = FaultyEngine(renderer.stop_token_ids[0])
+        config = RolloutConfig(groups=3, group_size=2, max_turns=2, sampler=sampler)
+        scorer = compile_spec({"agentrl_reward": 1, "name": "shaped", "root": root})
+        collect = Collector(EnvRef("key_value"), Policy(engine, renderer), scorer, config, context=2048, seed=0)
+        for _ in range(4):
+            collect.trained(await collect.collect())
+            await collect.publish([])
+        await collect.close()
+        return collect.metrics()
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("root", SHAPED.values(), ids=SHAPED)
+def test_a_curriculum_goes_on_though_nothing_earns_the_highest_reward(renderer: Renderer, root: dict[str, Any]) -> None:
+    """All 12 groups succeed: the first window of three fills the first stage."""
+    found = metrics(renderer, root, STAGED)
+    assert (found["sampler/stage"], found["sampler/stage_success"]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("root", SHAPED.values(), ids=SHAPED)
+def test_weights_go_down_where_everything_succeeds(renderer: Renderer, root: dict[str, Any]) -> None:
+    """(1 + n) / (2 + n) for n groups without decay is above 0.5; with a success of 0 it is below."""
+    found = metrics(renderer, root, WEIGHTED)
+    arms = [found["sampler/calls=2/success"], found["sampler/calls=4/success"]]
+    assert min(arms) >= 0.5 and max(arms) > 0.7
+
+
+@pytest.mark.parametrize(("name", "reward"), [("a cost", 1.0), ("a comparison", None)])
+def test_an_evaluation_counts_successes(renderer: Renderer, name: str, reward: float | None) -> None:
+    engine = FaultyEngine(renderer.stop_token_ids[0])
+    scorer = compile_spec({"agentrl_reward": 1, "name": "shaped", "root": SHAPED[name]})
+    found = asyncio.run(evaluate(EnvRef("key_value"), Policy(engine, renderer), scorer, Limits.of(RolloutConfig(), 2048), tasks=3,
+                                 seed=0, max_episodes=4))  # fmt: skip
+    assert (found.success, found.scored, found.unscored) == (1.0, 3, 0)
+    assert (found.reward is None) if reward is None else (found.reward is not None and 0.5 < found.reward < reward)
+
+
+def rated(task: str, reward: float | None, success: bool | None) -> Trajectory:
+    return Trajectory("x", Task(task, 0), reward=reward, success=success)
+
+
+def test_rates_are_over_what_is_known() -> None:
+    """An outage knows neither; a success node without a value leaves a reward; a group leaf leaves a success."""
+    episodes = [rated("a", 0.5, True), rated("a", 0.9, False), rated("b", None, None), rated("b", 0.7, None),
+                rated("c", None, True)]
+    assert success_rate(episodes) == pytest.approx(2 / 3) and success_rate(episodes[2:4]) is None
+    found = summarize(episodes)
+    assert (found.success, found.scored, found.unscored) == (pytest.approx(2 / 3), 4, 1)
+    assert found.reward == pytest.approx(0.7)
+    report = make_report(episodes, samples=2)
+    assert report["pass@1"]["mean"] == pytest.approx((0.5 + 1.0) / 2) and report["pass@2"]["mean"] == 1.0
+    assert report["unscored"] == 1

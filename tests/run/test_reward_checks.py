@@ -1,0 +1,121 @@
+"""What is refused before a run: gold that is no success, a success that nobody can tell, judges that cannot be paid."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.catalog import EnvRef
+from agentrl.config import TrainConfig
+from agentrl.errors import ConfigError
+from agentrl.reward import Scorer
+from agentrl.run.reward_checks import Questions, check_judge, check_success, questions
+from agentrl.run.scene import check_scene
+from agentrl.run.session import build_scorer, check
+
+RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
+NEVER = {"use": "text.equals", "args": {"expect": "never"}}
+TURNS = {"use": "cost.turns", "weight": -0.1, "args": {"max": 10}}
+MARK = {"use": "judge", "args": {"model": "openai/j-2026-01-01", "prompt": "{transcript}"}}
+
+
+def made(tmp_path: Path, root: dict[str, Any], success: dict[str, Any] | None = None, **sections: Any) -> TrainConfig:
+    spec = {"agentrl_reward": 1, "name": "mine", "root": root, **({"success": success} if success else {})}
+    (tmp_path / "mine.json").write_text(json.dumps(spec))
+    return TrainConfig.model_validate({
+        "name": "x", "env": {"id": "key_value", "reward": str(tmp_path / "mine.json")}, "model": {"init": {}},
+        "cluster": {"backend": "inline"}, "engine": "embedded", **sections,
+    })  # fmt: skip
+
+
+def parts(config: TrainConfig) -> tuple[TrainConfig, EnvRef, Scorer]:
+    env = EnvRef.of(config)
+    return config, env, build_scorer(config, env)
+
+
+def test_costs_pass(tmp_path: Path) -> None:
+    check(made(tmp_path, {"op": "sum", "of": [RIGHT, TURNS]}))
+
+
+def test_gold_that_is_no_success_is_refused_with_spec_task_value_and_advice(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(made(tmp_path, {"op": "mean", "of": [RIGHT, NEVER]}))
+    told = str(caught.value)
+    for part in ("env.reward", "'mine'", "key_value/train/0", "the task part of /root is not 1", "reward 0.5", '"success"',
+                 "agentrl reward lint mine"):  # fmt: skip
+        assert part in told, part
+    check(made(tmp_path, {"op": "mean", "of": [RIGHT, NEVER]}, RIGHT))
+
+
+def test_every_kind_of_task_that_the_sampler_may_choose_is_tried(tmp_path: Path) -> None:
+    """Gold of 2 and 4 calls fits; of 6 calls it does not."""
+    short = {"op": "all", "of": [RIGHT, {"use": "cost.calls", "scale": [2, 0], "args": {"max": 10}}]}
+    sampler = {"name": "staged", "args": {"stages": [{"calls": 2}, {"calls": 2}, {"calls": 4}, {"calls": 6}]}}
+    check(made(tmp_path, short, rollout={"sampler": {"name": "staged", "args": {"stages": sampler["args"]["stages"][:3]}}}))
+    with pytest.raises(ConfigError, match="no success"):
+        check(made(tmp_path, short, rollout={"sampler": sampler}))
+
+
+def test_a_spec_in_which_nothing_decides_is_refused_for_training_and_for_evaluation(tmp_path: Path) -> None:
+    for refuse in (check, check_scene):
+        with pytest.raises(ConfigError, match=r"'mine' does not say what a success is.*\"success\""):
+            refuse(made(tmp_path, {"op": "sum", "of": [TURNS]}))
+
+
+def test_an_environment_without_gold_is_said_and_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import agentrl.run.reward_checks as module
+
+    def without(build: Any, seed: int) -> Any:
+        raise NotImplementedError("key_value has no scripted gold policy")
+
+    monkeypatch.setattr(module, "gold_episode", without)
+    with caplog.at_level(logging.WARNING, logger="agentrl"):
+        check_success(*parts(made(tmp_path, NEVER)))
+    assert "not checked" in caplog.text and "no scripted gold policy" in caplog.text
+
+
+def test_the_best_by_reward_needs_a_reward_of_single_episodes(tmp_path: Path) -> None:
+    rank = {"use": "group.rank", "scope": "group", "args": {"of": TURNS}}
+    root = {"op": "sum", "of": [RIGHT, rank]}
+    check_success(*parts(made(tmp_path, root)))
+    with pytest.raises(ConfigError, match=r"checkpoint\.best.*compares the members"):
+        check_success(*parts(made(tmp_path, root, checkpoint={"best": "reward"})))
+
+
+@pytest.mark.parametrize(("root", "expected"), [
+    (MARK, Questions(1, 1)),
+    ({"op": "mean", "of": [MARK, MARK, {**MARK, "args": {**MARK["args"], "prompt": "or: {answer}"}}]}, Questions(2, 2)),
+    ({"op": "gate", "if": RIGHT, "then": MARK, "else": 0}, Questions(0, 1)),
+    ({"op": "gate", "if": MARK, "then": RIGHT, "else": 0}, Questions(1, 1)),
+    ({**MARK, "scope": "turn"}, Questions(1, 7)),
+    ({**MARK, "when": {"$": "/episode/turns", "gt": 1}}, Questions(0, 1)),
+])  # fmt: skip
+def test_how_often_an_episode_asks(tmp_path: Path, root: dict[str, Any], expected: Questions) -> None:
+    assert questions(parts(made(tmp_path, root))[2], 7) == expected
+
+
+def test_a_budget_that_ends_before_the_run_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    """128 episodes a step; the evaluation before takes 16 of the 10,000 calls: 9,984 / 128 = 78 steps."""
+    sections: dict[str, Any] = {"steps": 200, "rollout": {"groups": 8, "group_size": 16}, "eval": {"tasks": 16, "every": 0}}
+    config, _, scorer = parts(made(tmp_path, MARK, **sections))
+    with pytest.raises(ConfigError) as caught:
+        check_judge(config, scorer)
+    for part in ("reward.judge.calls: 10000", "25632 times", "200 steps x 128 episodes + 2 evaluations x 16", "at about step 78",
+                 "reward.judge.calls=25632"):  # fmt: skip
+        assert part in str(caught.value), part
+    enough, _, scorer = parts(made(tmp_path, MARK, reward={"judge": {"calls": 25632}}, **sections))
+    check_judge(enough, scorer)
+
+
+def test_a_budget_that_may_end_before_the_run_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gated = {"op": "gate", "if": RIGHT, "then": MARK, "else": 0}
+    sections: dict[str, Any] = {"steps": 100, "rollout": {"groups": 8, "group_size": 16}, "eval": {"tasks": 10, "every": 10}}
+    with caplog.at_level(logging.WARNING, logger="agentrl"):
+        check_judge(*parts(made(tmp_path, gated, **sections))[::2])
+    assert "up to 12910 (100 steps x 128 episodes + 11 evaluations x 10" in caplog.text
