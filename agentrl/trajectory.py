@@ -8,6 +8,7 @@ Neither is ever derived again from the other.
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -269,7 +270,7 @@ class TokenLedger:
         version -1 is context.
         """
         versions, turns = self.versions, self.turns
-        cuts = np.flatnonzero((np.diff(versions) != 0) | (np.diff(turns) != 0)) + 1
+        cuts = np.flatnonzero((versions[1:] != versions[:-1]) | (turns[1:] != turns[:-1])) + 1
         starts = np.concatenate(([0], cuts)) if self._length else cuts
         counts = np.diff(np.append(starts, self._length))
         return {
@@ -386,12 +387,24 @@ class Trajectory:
 
     def to_json(self) -> dict[str, Json]:
         """A JSON object, its ledgers as `TokenLedger.packed`; `from_json` is the inverse."""
+        return {**self._record(), "ledgers": [ledger.packed() for ledger in self.ledgers]}
+
+    def to_text(self) -> str:
+        """`to_json` as text, in a third of the time: what is long is base64, which needs no escaping."""
+        ledgers = ", ".join(
+            "{" + ", ".join(f'"{name}": "{value}"' if isinstance(value, str) else f'"{name}": {json.dumps(value)}'
+                            for name, value in ledger.packed().items()) + "}"
+            for ledger in self.ledgers
+        )
+        return f'{json.dumps(self._record())[:-1]}, "ledgers": [{ledgers}]}}'
+
+    def _record(self) -> dict[str, Json]:
+        """All fields but the ledgers."""
         row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ledgers"}
         row["task"] = asdict(self.task)
         row["messages"] = [asdict(message) for message in self.messages]
         row["turns"] = [asdict(turn) for turn in self.turns]
         row["stop"] = self.stop.value
-        row["ledgers"] = [ledger.packed() for ledger in self.ledgers]
         return row
 
     @classmethod
@@ -433,6 +446,13 @@ class Group:
         return {"index": self.index, "task_seed": self.task_seed,
                 "trajectories": [member.to_json() for member in self.trajectories],
                 "baseline": None if self.baseline is None else self.baseline.to_json()}
+
+    def to_text(self) -> str:
+        """`to_json` as text; see `Trajectory.to_text`."""
+        head = json.dumps({"index": self.index, "task_seed": self.task_seed})
+        members = ", ".join(member.to_text() for member in self.trajectories)
+        baseline = "null" if self.baseline is None else self.baseline.to_text()
+        return f'{head[:-1]}, "trajectories": [{members}], "baseline": {baseline}}}'
 
     @classmethod
     def from_json(cls, row: Mapping[str, Json]) -> Group:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.algorithm.ragged import credit, row_sum, sampled_offsets, spread
+from agentrl.algorithm.ragged import credit, row_counts, sampled_offsets, spread
 from agentrl.algorithm.types import AdvantageInput
 
 
@@ -85,7 +85,7 @@ def episodes(batch: AdvantageInput) -> Episodes:
     unique, index = torch.unique(_keys(batch)[scored], dim=0, return_inverse=True)
     where = torch.arange(rows)[scored]
     first = torch.full((len(unique),), rows).scatter_reduce(0, index, where, reduce="amin")
-    sampled = row_sum(batch.mask.to(torch.int64), batch.offsets)[scored]
+    sampled = row_counts(batch.mask, batch.offsets)[scored]
     tokens = torch.zeros(len(unique), dtype=torch.int64).index_add(0, index, sampled)
     names, group = torch.unique(unique[:, 0], return_inverse=True)
     episode = torch.full((rows,), -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,16 @@ def row_sum(column: Tensor, offsets: Tensor) -> Tensor:
     return zeros.index_add(0, row_ids(offsets), column)
 
 
+def row_counts(mask: Tensor, offsets: Tensor) -> Tensor:
+    """True tokens of each row: bool [T] on the host -> int64 [N]. Makes nothing as long as the column."""
+    counts = np.zeros(len(offsets) - 1, dtype=np.int64)
+    bounds = offsets.numpy()
+    filled = np.flatnonzero(bounds[1:] > bounds[:-1])
+    if len(filled):
+        counts[filled] = np.add.reduceat(mask.numpy().view(np.uint8), bounds[filled], dtype=np.int64)
+    return torch.from_numpy(counts)
+
+
 def row_mean(column: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
     """Mean over the masked tokens of each row: [T] -> [N]; 0 for a row without one."""
     kept = torch.where(mask, column, torch.zeros_like(column))
@@ -30,8 +41,9 @@ def spread(rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 def on_mask(rows: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
-    """A row's value on its masked tokens, 0 elsewhere: [N] -> [T]."""
-    return spread(rows, offsets) * mask.to(rows.dtype)
+    """A row's value on its masked tokens, 0 elsewhere: [N] -> [T], without a gradient, on the host."""
+    tokens = torch.from_numpy(np.repeat(rows.detach().numpy(), np.diff(offsets.numpy())))
+    return tokens.mul_(mask)
 
 
 def zscores(values: Tensor, eps: float = 1e-8) -> Tensor:

@@ -23,7 +23,7 @@ def collate(
     """One batch of N rows (a row is a non-empty ledger), T_i tokens in row i.
 
     Ragged columns [N, T_i]: `token_ids` int64, `sampled` bool, `logprobs` float32, `versions` int32,
-    `turns` int32, `rewards` float32 (see `token_rewards`; they sum to the trajectory's reward over its
+    `turns` int32, `rewards` float32 (see `reward_spots`; they sum to the trajectory's reward over its
     rows). Row columns [N]: `group` int64, `member` int64, `trajectory` int64 (index into the argument),
     `reward` float32 (the trajectory's reward, the same on all of its rows).
 
@@ -37,7 +37,7 @@ def collate(
     if len(numbers) != len(trajectories):
         raise ValueError(f"{len(numbers)} group numbers for {len(trajectories)} trajectories")
     ledgers: list[TokenLedger] = []
-    rewards: list[np.ndarray] = []
+    rewards: list[list[tuple[int, float]]] = []
     rows: list[tuple[int, int, int, float]] = []
     for index, trajectory in enumerate(trajectories):
         if trajectory.reward is None and not allow_unscored:
@@ -45,11 +45,12 @@ def collate(
                 f"trajectory {index} (task {trajectory.task.id!r}) is unscored; drop it before collating"
             )
         reward = float("nan") if trajectory.reward is None else trajectory.reward
-        for ledger, placed in zip(trajectory.ledgers, token_rewards(trajectory), strict=True):
+        spots = reward_spots(trajectory)
+        for place, ledger in enumerate(trajectory.ledgers):
             if len(ledger) == 0:
                 continue
             ledgers.append(ledger)
-            rewards.append(placed)
+            rewards.append([(token, amount) for at, token, amount in spots if at == place])
             rows.append((numbers[index], trajectory.member, index, reward))
     return _batch(ledgers, rewards, rows)
 
@@ -71,42 +72,58 @@ def number_groups(trajectories: Sequence[Trajectory]) -> list[int]:
 
 
 def token_rewards(trajectory: Trajectory) -> list[np.ndarray]:
-    """Rewards by token, one float32 array a ledger; over all ledgers they sum to `trajectory.reward`.
+    """Rewards by token, one float32 array a ledger; over all ledgers they sum to `trajectory.reward`."""
+    columns = [np.zeros(len(ledger), dtype=np.float32) for ledger in trajectory.ledgers]
+    for ledger, token, amount in reward_spots(trajectory):
+        columns[ledger][token] = amount
+    return columns
 
-    The turns' rewards and what they leave of the episode's lie where `reward.credit.token_rewards` puts
+
+def reward_spots(trajectory: Trajectory) -> list[credit.Spot]:
+    """Where `trajectory.reward` lies, as (ledger, token, amount).
+
+    The turns' rewards and what they leave of the episode's lie where `reward.credit.reward_spots` puts
     them. Ledgers without turns (transcripts) carry the whole reward on the last sampled token. A trajectory
-    that sampled nothing has no token to hold a reward: all zeros. Unscored: NaN in place of the rest.
+    that sampled nothing has no token to hold a reward. Unscored: NaN in place of the rest.
     """
     total = float("nan") if trajectory.reward is None else trajectory.reward
-    turns = {turn.index: turn.reward for turn in trajectory.turns if turn.reward is not None}
-    spots = [np.flatnonzero(ledger.sampled) for ledger in trajectory.ledgers]
     if any(turn.ledger >= 0 and turn.end >= 0 for turn in trajectory.turns):
-        return credit.token_rewards(trajectory, Score(total, turns))
-    placed = [np.zeros(len(ledger), dtype=np.float32) for ledger in trajectory.ledgers]
-    last = max((i for i, where in enumerate(spots) if len(where)), default=None)
-    if last is not None:
-        placed[last][spots[last][-1]] = total
-    return placed
+        turns = {turn.index: turn.reward for turn in trajectory.turns if turn.reward is not None}
+        return credit.reward_spots(trajectory, Score(total, turns))
+    last = max((at for at, ledger in enumerate(trajectory.ledgers) if ledger.sampled_tokens), default=None)
+    if last is None:
+        return []
+    return [(last, int(np.flatnonzero(trajectory.ledgers[last].sampled)[-1]), total)]
 
 
 def _batch(
-    ledgers: Sequence[TokenLedger], rewards: Sequence[np.ndarray], rows: Sequence[tuple[int, int, int, float]]
+    ledgers: Sequence[TokenLedger], rewards: Sequence[Sequence[tuple[int, float]]],
+    rows: Sequence[tuple[int, int, int, float]],
 ) -> TensorDict:
     offsets = torch.zeros(len(ledgers) + 1, dtype=torch.int64)
     torch.cumsum(torch.tensor([len(ledger) for ledger in ledgers], dtype=torch.int64), 0, out=offsets[1:])
+    starts, total = offsets[:-1].tolist(), int(offsets[-1])
 
-    def column(parts: Sequence[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
-        flat = torch.from_numpy(np.concatenate(parts)) if len(parts) else torch.zeros(0)
-        return jagged(flat.to(dtype), offsets)
+    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A column of all ledgers, written where it stays: nothing of its size is made beside it."""
+        values = torch.empty(total, dtype=dtype)
+        flat = values.numpy()
+        for start, ledger in zip(starts, ledgers, strict=True):
+            flat[start : start + len(ledger)] = getattr(ledger, name)
+        return jagged(values, offsets)
 
+    placed = torch.zeros(total)
+    for start, spots in zip(starts, rewards, strict=True):
+        for token, amount in spots:
+            placed[start + token] = amount
     return build(
         {
-            "token_ids": column([ledger.token_ids for ledger in ledgers], torch.int64),
-            "sampled": column([ledger.sampled for ledger in ledgers], torch.bool),
-            "logprobs": column([ledger.logprobs for ledger in ledgers], torch.float32),
-            "versions": column([ledger.versions for ledger in ledgers], torch.int32),
-            "turns": column([ledger.turns for ledger in ledgers], torch.int32),
-            "rewards": column(rewards, torch.float32),
+            "token_ids": column("token_ids", torch.int64),
+            "sampled": column("sampled", torch.bool),
+            "logprobs": column("logprobs", torch.float32),
+            "versions": column("versions", torch.int32),
+            "turns": column("turns", torch.int32),
+            "rewards": jagged(placed, offsets),
             "group": torch.tensor([row[0] for row in rows], dtype=torch.int64),
             "member": torch.tensor([row[1] for row in rows], dtype=torch.int64),
             "trajectory": torch.tensor([row[2] for row in rows], dtype=torch.int64),

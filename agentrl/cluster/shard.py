@@ -32,7 +32,8 @@ class Shard(Strategy):
     - `argument`: the parameter that holds the batch, by default the first; all others (a function
       shipped along, for example) go to every rank.
     - `balance`: None splits contiguously into nearly equal row counts; "tokens" splits by a n + b n^2
-      over row lengths (`cost`); "column" takes the rank from the batch's row column `dp_rank`.
+      over row lengths (`cost`); "column" takes the rank from the batch's row column `dp_rank`
+      (-1: the row goes to no rank; only where `collect` is not "source").
     - `collect`: "source" puts the ranks' rows (TensorDict, tensor or list, one entry a row) back in
       the driver's row order; "concat" joins them in rank order; "metrics" reduces dicts of numbers to
       one, key by key, by `metrics` ("sum", "mean", "max", "min"; "mean" where not named); "none" drops them.
@@ -99,8 +100,10 @@ class Shard(Strategy):
     def _shards(self, where: str, batch: TensorDict, count: int) -> list[np.ndarray]:
         if self.balance == "column":
             owner = np.asarray(batch.get("dp_rank"))
-            if len(owner) and (owner.min() < 0 or owner.max() >= count):
-                raise DispatchError(f"{where}: column dp_rank names rank {owner.max()}, the axis has {count}")
+            least = 0 if self.collect == "source" else -1
+            if len(owner) and (owner.min() < least or owner.max() >= count):
+                wrong = owner.max() if owner.max() >= count else owner.min()
+                raise DispatchError(f"{where}: column dp_rank names rank {wrong}, the axis has {count}")
             return [np.flatnonzero(owner == rank) for rank in range(count)]
         if self.balance == "tokens":
             tokens = lengths(batch).numpy().astype(np.float64)

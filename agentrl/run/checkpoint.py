@@ -146,7 +146,7 @@ def _write_driver(folder: Path, state: dict[str, Any], groups: Iterable[Group]) 
     """The driver's state, and its groups one a line, so that one at a time is held as text."""
     with (folder / GROUPS).open("w") as file:
         for group in groups:
-            file.write(json.dumps(group.to_json()) + "\n")
+            file.write(group.to_text() + "\n")
     (folder / DRIVER).write_text(json.dumps(state))
 
 

@@ -80,7 +80,7 @@ class RunFolder:
 
     def write_trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> None:
         """Write `trajectories/<name>.jsonl`, row by row; an older file of that name is replaced at the end."""
-        atomic_write_all(self.trajectories / f"{name}.jsonl", (json.dumps(t.to_json()) + "\n" for t in trajectories))
+        atomic_write_all(self.trajectories / f"{name}.jsonl", (t.to_text() + "\n" for t in trajectories))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""

@@ -12,7 +12,8 @@ import torch
 from tensordict import TensorDict
 
 from agentrl.algorithm import Denominators, correction
-from agentrl.batch.rows import jagged, offsets_of, select
+from agentrl.algorithm.ragged import row_counts
+from agentrl.batch.rows import jagged, offsets_of
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError
 from agentrl.train.micro import has
@@ -89,11 +90,7 @@ def trained_tokens(batch: TensorDict) -> torch.Tensor:
 
 def tokens_of_rows(mask: torch.Tensor, offsets: torch.Tensor) -> np.ndarray:
     """How many tokens of each row are marked, int64 [N], without a number a token in between."""
-    found = np.zeros(len(offsets) - 1, dtype=np.int64)
-    full = offsets.diff().numpy() > 0
-    if full.any():
-        found[full] = np.add.reduceat(mask.numpy(), offsets[:-1].numpy()[full], dtype=np.int64)
-    return found
+    return row_counts(mask, offsets).numpy()
 
 
 def counted(
@@ -128,12 +125,11 @@ def teaches(batch: TensorDict, algorithm: AlgorithmConfig) -> np.ndarray:
     return tokens_of_rows(alive, offsets_of(batch.get("sampled"))) > 0
 
 
-def without_idle_rows(
-    batch: TensorDict, parts: list[np.ndarray], algorithm: AlgorithmConfig
-) -> tuple[TensorDict, list[np.ndarray]]:
-    """The batch without rows that cannot have a gradient, and what is left of each minibatch (possibly nothing).
+def without_idle_rows(batch: TensorDict, parts: list[np.ndarray], algorithm: AlgorithmConfig) -> list[np.ndarray]:
+    """What is left of each minibatch (possibly nothing) without the rows that cannot have a gradient.
 
     The first minibatch keeps at least one row, its shortest with a sampled token: trainer and engine are compared there.
+    The batch itself stays as it is: rows of no minibatch are sent to no rank.
     """
     keep = teaches(batch, algorithm)
     if parts and not keep[parts[0]].any():
@@ -141,7 +137,4 @@ def without_idle_rows(
         sampled = tokens_of_rows(batch.get("sampled").values(), offsets)[parts[0]]
         tokens = offsets.diff().numpy()[parts[0]]
         keep[parts[0][np.lexsort((tokens, sampled == 0))[0]]] = True
-    if keep.all():
-        return batch, parts
-    place = np.cumsum(keep) - 1
-    return select(batch, np.flatnonzero(keep)), [place[rows[keep[rows]]] for rows in parts]
+    return [rows[keep[rows]] for rows in parts]

@@ -49,7 +49,7 @@ class UpdateShard(Shard):
         batch, counts = counted(batch, parts, norm_length(algorithm))
         if self.policy:
             batch = with_picks(batch, parts, picks_of(algorithm.loss.name, algorithm.loss.args), seed + step)
-            batch, parts = without_idle_rows(batch, parts, algorithm)
+            parts = without_idle_rows(batch, parts, algorithm)
         keep = np.asarray(batch.get("group")) if algorithm.groups == "kept" else None
         planned = placed(batch, parts, mesh.size(self.mesh), keep, counts)
         return Shard.scatter(self, Call(call.where, call.names, (planned,), rest.kwargs), mesh)
@@ -113,13 +113,13 @@ def placed(
     keep: np.ndarray | None = None,
     counts: tuple[Denominators, ...] = (),
 ) -> TensorDict:
-    """The batch with `minibatch` (the part of each row), `dp_rank` (balanced by tokens within each part),
-    the batch-wide `counts`, and `together` and `prefix` where any rows stay together.
+    """The batch with `minibatch` (the part of each row), `dp_rank` (balanced by tokens within each part; -1 for a
+    row of no part), the batch-wide `counts`, and `together` and `prefix` where any rows stay together.
 
     `keep` holds the rows' group numbers where groups are kept on one rank; `counts` the denominators of each part.
     """
-    columns = {name: np.zeros(len(batch), dtype=np.int64) for name in ("minibatch", "dp_rank", "prefix")}
-    columns["together"] = np.full(len(batch), -1, dtype=np.int64)
+    columns = {name: np.zeros(len(batch), dtype=np.int64) for name in ("minibatch", "prefix")}
+    columns |= {name: np.full(len(batch), -1, dtype=np.int64) for name in ("dp_rank", "together")}
     tokens = lengths(batch).numpy()
     for number, rows in enumerate(parts):
         if len(rows) == 0:

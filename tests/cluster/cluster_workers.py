@@ -35,6 +35,7 @@ class Plain(Worker):
         "items": Shard(balance="tokens"),
         "own_rows": Shard(collect="concat"),
         "count": Shard(collect="metrics", metrics={"rows": "sum", "most": "max", "least": "min"}),
+        "count_column": Shard(collect="metrics", balance="column"),
         "apply": Shard(argument="batch"),
         "drop": Shard(collect="none"),
         "wrong_count": Shard(),
@@ -86,6 +87,9 @@ class Plain(Worker):
 
     def count(self, batch: TensorDict) -> dict[str, float]:
         return {"rows": len(batch), "most": self.rank, "least": self.rank, "mean": self.rank}
+
+    def count_column(self, batch: TensorDict) -> dict[str, float]:
+        return self.count(batch)
 
     def apply(self, function: Callable[[TensorDict], TensorDict], batch: TensorDict) -> TensorDict:
         return function(batch)

@@ -106,3 +106,13 @@ async def test_awaited_calls():
     group = launch(Plain, backend="inline", world_size=3)
     out = await group.arun(Plain.double, ragged_batch([1, 2]))
     assert out["id"].tolist() == [0, 1]
+
+
+def test_a_row_of_rank_minus_one_goes_nowhere_where_results_are_no_rows():
+    group = launch(Plain, backend="inline", world_size=2)
+    batch = ragged_batch([1, 2, 3, 4]).update({"dp_rank": torch.tensor([1, -1, 0, 1])})
+    assert [part["rows"] for part in group.run_all(Plain.count_column, batch)] == [1, 2]
+    with pytest.raises(DispatchError, match="dp_rank names rank -1, the axis has 2"):
+        group.run(Plain.double_column, batch)
+    with pytest.raises(DispatchError, match="dp_rank names rank 2, the axis has 2"):
+        group.run(Plain.count_column, batch.update({"dp_rank": torch.tensor([1, -1, 2, 1])}))

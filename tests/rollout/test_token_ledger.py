@@ -22,7 +22,7 @@ from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec, load_spec
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
-from agentrl.trajectory import MAX_TURN, StopReason, TokenLedger
+from agentrl.trajectory import MAX_TURN, Group, StopReason, Task, TokenLedger, Trajectory
 
 from .conftest import FaultyEngine
 
@@ -73,6 +73,17 @@ def test_columns_files_and_forks_are_those_of_plain_lists(parts: list[Any], data
         "versions": [-1] * keep, "turns": plain["turns"][:keep],
     }  # fmt: skip
     assert fork.oldest is None and ledger.to_json() == plain
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(part, max_size=3), max_size=3), st.text())
+def test_the_text_of_episodes_and_groups_is_that_of_their_json(ledgers: list[list[Any]], text: str) -> None:
+    episode = Trajectory("x", Task(text, 0), ledgers=[built(parts)[0] for parts in ledgers], state={text: [text, None, 1.5]},
+                         reward=0.25)
+    assert episode.to_text() == json.dumps(episode.to_json())
+    assert Trajectory.from_json(json.loads(episode.to_text())) == episode
+    for group in (Group(3, 4, [episode, episode]), Group(0, 0, [], episode)):
+        assert group.to_text() == json.dumps(group.to_json()) and Group.from_json(json.loads(group.to_text())) == group
 
 
 def test_a_column_that_was_given_out_neither_changes_nor_can_be_changed() -> None:

@@ -23,6 +23,7 @@ from agentrl.train import minibatch
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
 from agentrl.train.minibatch import counted, cut, episodes_of, without_idle_rows
+from agentrl.train.plan import placed
 from agentrl.trajectory import Task, TokenLedger, Trajectory
 
 MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
@@ -218,10 +219,11 @@ def test_counts_are_taken_from_every_row_and_without_rejected_tokens() -> None:
     assert counts.tokens == sum(per_row) and counts.episodes == 3 and counts.length == 10
     expected = [sum(n for n, e in zip(per_row, episode, strict=True) if e == own) for own in episode]
     assert out["episode_tokens"].tolist() == expected
-    kept, (left,) = without_idle_rows(out, parts, AlgorithmConfig())
-    assert 0 < len(kept) == len(left) < len(batch) and kept["episode_tokens"].tolist() == [
-        expected[row] for row in range(len(batch)) if per_row[row] and bool((batch["advantages"][row] != 0).any())
-    ]
+    (left,) = without_idle_rows(out, parts, AlgorithmConfig())
+    teaching = [row for row in range(len(batch)) if per_row[row] and bool((batch["advantages"][row] != 0).any())]
+    assert left.tolist() == teaching and 0 < len(teaching) < len(batch)
+    alone = placed(out, [left], 2)["dp_rank"].tolist()
+    assert [row for row, rank in enumerate(alone) if rank >= 0] == teaching, "the others go to no rank, and are not copied"
 
 
 def test_the_first_minibatch_keeps_a_row_so_that_the_engine_is_compared(tiny: str) -> None:
