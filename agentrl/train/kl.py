@@ -10,7 +10,7 @@ from agentrl.algorithm.ragged import row_ids
 from agentrl.batch.rows import offsets_of
 from agentrl.config.schema import KlConfig
 from agentrl.errors import ConfigError
-from agentrl.train.minibatch import episodes_of
+from agentrl.train.minibatch import episodes_of, proximal_of
 
 
 def kl_kind(cfg: KlConfig) -> str:
@@ -34,10 +34,10 @@ def check_kl(cfg: KlConfig) -> None:
 
 
 def reward_penalty(batch: TensorDict, cfg: KlConfig) -> torch.Tensor:
-    """The KL of each sampled token of the proximal policy (`old_logprobs`) to the reference (`ref_logprobs`), float32 [T]; 0 on
+    """The KL of each sampled token of the proximal policy to the reference (`ref_logprobs`), float32 [T]; 0 on
     the others. The penalty is `coef` times it: R_t = r_t - coef (log pi_old - log pi_ref) with k1."""
-    old, reference, sampled = (batch.get(name).values() for name in ("old_logprobs", "ref_logprobs", "sampled"))
-    found: torch.Tensor = kl_estimate(kl_kind(cfg), old, reference) * sampled
+    old, reference = proximal_of(batch).values(), batch.get("ref_logprobs").values()
+    found: torch.Tensor = kl_estimate(kl_kind(cfg), old, reference) * batch.get("sampled").values()
     return found
 
 

@@ -189,7 +189,6 @@ class Learner:
             scores = (await self.judges.arun(RewardModel.compute_scores, batch))["score"]
             batch = await in_thread("batch", with_scores, batch, scores, self.config.reward_model.weight)
             metrics["reward_model/score"] = float(scores[last_rows(batch)].mean())
-        batch["old_logprobs"] = batch.get("logprobs")
         if self.algorithm.proximal == "recompute":
             now = await self.actors.arun(Actor.compute_logprob, batch, temperature)
             batch["old_logprobs"] = same_offsets(now["logprobs"], batch)

@@ -63,22 +63,29 @@ def shuffled(count: int, size: int, seed: int, step: int, groups: np.ndarray | N
     return [np.asarray(part, dtype=np.int64) for part in parts]
 
 
+def proximal_of(batch: TensorDict) -> torch.Tensor:
+    """Logprobs of the proximal policy, a ragged column: `old_logprobs` where they were recomputed, else the engine's."""
+    column: torch.Tensor = batch.get("old_logprobs" if has(batch, "old_logprobs") else "logprobs")
+    return column
+
+
 def with_policies(batch: TensorDict, algorithm: AlgorithmConfig) -> TensorDict:
-    """The batch with `old_logprobs` of the proximal policy, and `weights` where there is an off-policy correction.
+    """The batch with `old_logprobs` only where the proximal policy is to be recomputed, and `weights` where there is an
+    off-policy correction.
 
     Raises ConfigError where the proximal policy is to be recomputed and was not.
     """
     out: TensorDict = batch.copy()
-    if algorithm.proximal == "behaviour":
-        out.update({"old_logprobs": batch.get("logprobs")})
-    elif not has(batch, "old_logprobs"):
+    if algorithm.proximal == "behaviour" and has(out, "old_logprobs"):
+        del out["old_logprobs"]
+    if algorithm.proximal == "recompute" and not has(out, "old_logprobs"):
         raise ConfigError('algorithm.proximal = "recompute": the batch has no column old_logprobs (Actor.compute_logprob)')
     if algorithm.correction is None:
         return out
     rule = correction(algorithm.correction.name, algorithm.correction.args)
     column = out.get("sampled")
     offsets = offsets_of(column)
-    proximal, behaviour = out.get("old_logprobs").values(), out.get("logprobs").values()
+    proximal, behaviour = proximal_of(out).values(), out.get("logprobs").values()
     return out.update({"weights": jagged(rule(proximal, behaviour, column.values(), offsets), offsets)})
 
 

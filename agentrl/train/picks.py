@@ -10,20 +10,20 @@ from torch import Tensor
 from agentrl.algorithm.loss.covariance import Picks
 from agentrl.algorithm.ragged import row_ids
 from agentrl.batch.rows import jagged, offsets_of
-from agentrl.train.minibatch import trained_tokens
+from agentrl.train.minibatch import proximal_of, trained_tokens
 
 
 def with_picks(batch: TensorDict, parts: list[np.ndarray], picks: Picks | None, seed: int) -> TensorDict:
     """The batch with the ragged bool column `picked`; as it is where nothing is to be picked.
 
     The covariance of a token is (log pi - mean)(A - mean), means over the trained tokens of its minibatch, those of rows
-    without advantage included; log pi is the proximal policy's (`old_logprobs`).
+    without advantage included; log pi is the proximal policy's.
     """
     if picks is None:
         return batch
     offsets = offsets_of(batch.get("sampled"))
     trained = trained_tokens(batch)
-    logprobs, advantages = batch.get("old_logprobs").values().double(), batch.get("advantages").values().double()
+    logprobs, advantages = proximal_of(batch).values().double(), batch.get("advantages").values().double()
     noise = token_noise(batch, seed)
     picked = torch.zeros(len(trained), dtype=torch.bool)
     for rows in parts:

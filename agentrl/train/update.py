@@ -46,8 +46,8 @@ def update_policy(
     """All optimizer steps of one training step; every rank calls it with its own rows.
 
     Needs the columns that `UpdateShard` leaves in a batch: token_ids, sampled, logprobs (of the policy that sampled),
-    old_logprobs (of the proximal policy), advantages, minibatch, episode_tokens, where they are asked for weights, picked
-    and ref_logprobs, and the batch-wide counts. A minibatch of which no row is left still takes its optimizer step, with
+    advantages, minibatch, episode_tokens, where they are asked for old_logprobs (of the proximal policy), weights, picked and
+    ref_logprobs, and the batch-wide counts. A minibatch of which no row is left still takes its optimizer step, with
     a gradient of zero. Returns metrics, the same on every rank. Raises NonFiniteError where the weights are not finite
     afterwards.
     """
@@ -127,7 +127,7 @@ class _Job:
         weights = piece.column("weights") if has(self.batch, "weights") else torch.ones_like(logprobs)
         given = LossInput(
             logprobs,
-            piece.column("old_logprobs"),
+            piece.column("old_logprobs" if has(self.batch, "old_logprobs") else "logprobs"),
             piece.column("logprobs"),
             piece.column("advantages"),
             weights.detach() > 0,
