@@ -18,12 +18,13 @@ class AdvantageInput:
     Shapes: `token_rewards`, `mask`, `turns` [T]; `offsets` [N + 1]; `group`, `reward` [N]; `values` [T]
     where a critic exists. `member` [N] says which episode of the group a row belongs to (an episode may
     hold several ledgers and still counts once in its group); without it every row is an episode. The rows
-    of an episode lie in the order of its ledgers, with rows of others between them or not: recursions over
-    time run through them in that order. `reward`, the same on all rows of an episode, is NaN where it could
-    not be scored: such an episode takes part in no baseline, no recursion and no whitening, and gets
-    advantage 0. `baseline` [N] is the reward of the greedy rollout of the same task (REMAX). `terms`
-    [N, K] are reward terms that are to be normalized one by one; NaN is a term that could not be scored. `anchors` [T]
-    names the state in which the turn of a token was taken; equal numbers are equal states (turn-level credit).
+    of an episode lie in the order of its ledgers (as `batch.collate` puts them), with rows of others between
+    them or not: recursions over time run through them in that order. `reward`, the same on all rows of an
+    episode, is NaN where it could not be scored: such an episode takes part in no baseline, no recursion and
+    no whitening, and gets advantage 0. `baseline` [N] is the reward of the greedy rollout of the same task
+    (REMAX). `terms` [N, K] are reward terms that are to be normalized one by one; NaN is a term that could
+    not be scored. `anchors` [T] names the state in which the turn of a token was taken; equal numbers are
+    equal states (turn-level credit).
 
     Floating point columns are float32 or float64; advantages come back in the dtype of `reward`.
     """

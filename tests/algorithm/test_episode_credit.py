@@ -9,6 +9,11 @@ import pytest
 import torch
 
 from agentrl.algorithm import ADVANTAGES, AdvantageInput, advantages
+from agentrl.batch import collate
+from agentrl.config import Choice
+from agentrl.config.schema import AlgorithmConfig
+from agentrl.train.learner import with_advantages
+from agentrl.trajectory import Message, Task, TokenLedger, Trajectory, Turn
 
 NAN = math.nan
 
@@ -185,3 +190,31 @@ def test_gdpo_whitens_over_episodes_whatever_their_length() -> None:
     out = advantages("multi_reward", {"terms": ["a", "b"], "eps": 0.0})(batch_of(rows))
     # each term gives +-sqrt(.5); their sums +-sqrt(2), whose unbiased std over two episodes is 2
     assert out.advantages.tolist() == pytest.approx([math.sqrt(0.5)] * 5 + [-math.sqrt(0.5)], abs=1e-6)
+
+
+def played(member: int, reward: float, ledgers: int) -> Trajectory:
+    """Two turns of one token, in one ledger or in two; the reward is the episode's."""
+    kept = [TokenLedger() for _ in range(ledgers)]
+    turns = []
+    for turn in range(2):
+        ledger = kept[min(turn, ledgers - 1)]
+        ledger.append_context([3], turn)
+        ledger.append_sampled([5 + turn], [-1.0], [0], turn)
+        turns.append(Turn(turn, Message("assistant", "x"), ledger=min(turn, ledgers - 1), end=len(ledger) - 1))
+    return Trajectory("made-up", Task("t", 0), ledgers=kept, turns=turns, reward=reward, member=member)
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_pp", "turn_returns", "gigpo", "grpo"])
+def test_from_trajectories_on_two_ledgers_earn_what_one_would(name: str) -> None:
+    """Collated, by the learner: the winner's tokens get the same whether its context was rewritten between the turns or not."""
+    def found(ledgers: int) -> list[float]:
+        batch = collate([played(0, 1.0, ledgers), played(1, 0.0, 1), played(2, 0.1, 1)], groups=[0, 0, 0])
+        batch["values"] = batch["rewards"] * 0.25 + batch["logprobs"] * 0.125
+        args = {"gamma": 0.5}
+        algorithm = AlgorithmConfig(advantage=Choice(name=name, args={} if name == "grpo" else args))
+        out, _ = with_advantages(batch, algorithm, 0.0)
+        return [float(v) for v in out["advantages"].values()[out["sampled"].values()]]
+
+    one, two = found(1), found(2)
+    assert two == pytest.approx(one, abs=1e-6)
+    assert two[0] > 0 and two[1] > 0 > two[2]

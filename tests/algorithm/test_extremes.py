@@ -47,3 +47,15 @@ def test_gmpo_clips_by_the_sign_of_the_advantage_it_multiplies() -> None:
     assert loss_of("gmpo", [-1.0, -1.0], [2.0, -1.0]).tolist() == pytest.approx([-0.5 * math.exp(-1)] * 2)
     # the same with mean -0.5: both are cut off at -0.4
     assert loss_of("gmpo", [-1.0, -1.0], [-2.0, 1.0]).tolist() == pytest.approx([0.5 * math.exp(-0.4)] * 2)
+
+
+def test_clips_at_their_corners() -> None:
+    """At a ratio of 1 the whole gradient passes even bounds of 0, once and not by halves; without advantage there is none."""
+    new = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    advantage = torch.tensor([1.0, -1.0, 0.0, 2.0], dtype=torch.float64)
+    mask = torch.ones(4, dtype=torch.bool)
+    for name in ("ppo_clip", "gspo", "gmpo"):
+        new.grad = None
+        given = LossInput(new, torch.zeros(4).double(), torch.zeros(4).double(), advantage, mask, torch.arange(5))
+        policy_loss(name, {"clip_low": 0.0, "clip_high": 0.0})(given).loss.sum().backward()
+        assert new.grad is not None and new.grad.tolist() == [-1.0, 1.0, 0.0, -2.0], name
