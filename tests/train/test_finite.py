@@ -34,6 +34,7 @@ from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.critic import Critic
 from agentrl.train.learner import MAX_SKIPPED, Learner
 from agentrl.train.minibatch import cut
+from tests.config.test_keys_flip import Course, made
 from tests.e2e.runs import rows, small, train
 
 GAE = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
@@ -174,6 +175,30 @@ def test_weights_that_are_not_finite_end_the_update(tiny: str, role: str) -> Non
             actor.run(Actor.sft_steps, batch, 1)
         else:
             start(tiny, lr=math.inf).run(Actor.update, batch, AlgorithmConfig())
+
+
+def test_weights_that_are_not_finite_are_neither_published_nor_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop's calls around an update that ends so: none after it."""
+    import agentrl.loop as module
+
+    course = Course(made(["steps=4", "checkpoint.every=1"]), tmp_path)
+    real = course.session.learner.step
+
+    async def step(batch: Any, number: int) -> Any:
+        if number == 2:
+            raise NonFiniteError("the weights are not finite any more")
+        return await real(batch, number)
+
+    async def read(self: Any) -> dict[str, float]:
+        return {}
+
+    course.session.learner.step = step
+    monkeypatch.setattr(module.EngineMeter, "__init__", lambda self, engine: None)
+    monkeypatch.setattr(module.EngineMeter, "read", read)
+    with pytest.raises(NonFiniteError):
+        asyncio.run(module.train_loop(course.session, course.recorder, course.interrupt))
+    done = [call for call in course.calls if call[0] in ("update", "publish", "save")]
+    assert done == [("update", 0), ("publish", 1), ("save", 1), ("update", 1), ("publish", 2), ("save", 2)]
 
 
 @pytest.mark.slow
