@@ -22,7 +22,8 @@ from tests.e2e.runs import rows, train
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 # What an untrained model says holds some letters and not others, so rewards differ within a group.
-SPEC = {"agentrl_reward": 1, "name": "letters", "root": {
+RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
+SPEC = {"agentrl_reward": 1, "name": "letters", "success": RIGHT, "root": {
     "use": "text.contains", "args": {"expect": list("abcdefghijklmnopqrst"), "where": "all", "credit": "partial"}}}
 TASKS, GROUPS, MEMBERS = 5, 3, 4
 # The entropy bonus has every row computed, also of a member whose reward is its group's mean: metrics cover all tokens.

@@ -208,7 +208,8 @@ def test_a_run_whose_rewards_overflow_keeps_weights_and_checkpoints(tmp_path: Pa
     the checkpoint of the start is there and whole, and its weights are finite."""
     spec = tmp_path / "huge.json"
     root = {"use": "cost.tokens", "args": {"max": 120}, "scale": [1e39, 2e39]}
-    spec.write_text(json.dumps({"agentrl_reward": 1, "name": "huge", "description": "beyond float32", "root": root}))
+    right = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
+    spec.write_text(json.dumps({"agentrl_reward": 1, "name": "huge", "success": right, "root": root}))
     text = train(tmp_path, *small(tmp_path, "huge", "cluster.backend=inline", f"env.reward={spec}", "steps=6",
                                   "checkpoint.keep=1", "checkpoint.every=1", "checkpoint.keep_best=0"), code=2)
     assert "reward of (group 9, member 0, ledger 0)" in text  # three groups a step
