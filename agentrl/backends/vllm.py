@@ -15,10 +15,11 @@ import torch
 
 from agentrl.backends.parameters import Arrivals, Expected, expected_parameters
 from agentrl.backends.vllm_actor import ReplicaDeadError
+from agentrl.backends.vllm_pace import Paces
 from agentrl.backends.vllm_replicas import Replica, Replicas
 from agentrl.backends.vllm_routes import VllmRoutes
 from agentrl.errors import ConfigError, DependencyError, EngineError
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, WeightBuckets
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway, WeightBuckets
 from agentrl.weights.parcel import Parcel
 from agentrl.weights.route import Offer
 from agentrl.weights.target import Adapter, WeightTarget
@@ -87,6 +88,7 @@ class VllmEngine(Engine, WeightTarget):
             options, replicas, gpus=tensor_parallel, startup_timeout=startup_timeout,
             call_timeout=call_timeout, max_respawns=max_respawns, places=places, catch_up=self._catch_up,
         )  # fmt: skip
+        self._paces = Paces(self._replicas.progress)
         self._expected: Expected | None = None
         self._numbers = itertools.count()
         self._unfit: str | None = None
@@ -116,6 +118,7 @@ class VllmEngine(Engine, WeightTarget):
             replica = await self._replicas.route(request_key)
             request_id = f"{request_key}#{next(self._numbers)}"
             replica.in_flight += 1
+            self._paces.begin(request_key, request_id)
             try:
                 return await self._replicas.generate(replica, (list(token_ids), sampling, request_key, request_id))
             except ReplicaDeadError:
@@ -125,6 +128,11 @@ class VllmEngine(Engine, WeightTarget):
                 raise
             finally:
                 replica.in_flight -= 1
+                self._paces.end(request_key, request_id)
+
+    def progress(self, request_key: str) -> Underway | None:
+        """Active from the first token on, but while the engine is paused."""
+        return self._paces.of(request_key)
 
     async def pause(self) -> None:
         async with self._turnstile:
@@ -230,6 +238,7 @@ class VllmEngine(Engine, WeightTarget):
         )
 
     async def close(self) -> None:
+        self._paces.close()
         await self._replicas.close()
         self._routes.close()
         self._newest = []

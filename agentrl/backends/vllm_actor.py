@@ -3,9 +3,11 @@ this file, in `vllm_worker.py` and in `vllm_logprobs.py`."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy.typing as npt
 
 from agentrl.backends.adapters import write_adapter
 from agentrl.backends.vllm_outbox import Answers, Request, answered
+from agentrl.backends.vllm_pace import Pace, Told
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import EngineStats, Finish, Generation, Sampling
 from agentrl.weights.parcel import Wire
@@ -72,6 +75,8 @@ class VllmActor:
             **self._options,
         )
         self._engine = AsyncLLM.from_engine_args(args)
+        self._pace = Pace(lambda: list(self._engine.output_processor.request_states.values()))
+        self._looking = asyncio.create_task(self._pace.run())
         await self._engine.update_weight_version("0")
         return os.getpid()
 
@@ -94,7 +99,7 @@ class VllmActor:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._requests.setdefault(request_key, set()).add(request_id)
-        final = None
+        final, active_s = None, 0.0
         try:
             prompt = {"prompt_token_ids": list(token_ids)}
             async for output in self._engine.generate(prompt, params, request_id, lora_request=self._lora):
@@ -105,12 +110,13 @@ class VllmActor:
             kind = ReplicaDeadError if self._engine.errored else EngineError
             raise kind(f"{type(problem).__name__}: {problem}") from None
         finally:
+            active_s = self._pace.over(request_id)
             self._requests[request_key].discard(request_id)
             if not self._requests[request_key]:
                 del self._requests[request_key]
         if final is None:
             raise EngineError(f"vLLM gave no output for request {request_id}")
-        return self._read(final, len(token_ids))
+        return replace(self._read(final, len(token_ids)), active_s=active_s)
 
     async def generate_many(self, requests: Sequence[Request]) -> AsyncIterator[Answers]:
         """`generate` for each, answers as they come (see vllm_outbox.py)."""
@@ -120,9 +126,11 @@ class VllmActor:
     async def pause(self) -> None:
         """Stop after the step under way and drop all caches: what runs is computed anew after `resume`."""
         await self._engine.pause_generation(mode="keep", clear_cache=True)
+        self._pace.pause(True)
 
     async def resume(self) -> None:
         await self._engine.resume_generation()
+        self._pace.pause(False)
 
     async def begin_update(self) -> None:
         await self._engine.collective_rpc("agentrl_begin")
@@ -173,6 +181,10 @@ class VllmActor:
     async def cancel(self, request_id: str) -> None:
         await self._engine.abort(request_id)
 
+    async def progress(self) -> Told:
+        """How far each request is."""
+        return self._pace.told()
+
     async def stats(self) -> EngineStats:
         """Tokens count as they are sampled, not only once a request is finished; a request is waiting until
         it has its first one."""
@@ -189,6 +201,7 @@ class VllmActor:
 
     async def close(self) -> None:
         if self._engine is not None:
+            self._looking.cancel()
             self._engine.shutdown()
             self._engine = None
 

@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from agentrl.backends.vllm_actor import CPU_ENVIRONMENT, ENVIRONMENT, ReplicaDeadError, VllmActor
 from agentrl.backends.vllm_outbox import Outbox, Request
+from agentrl.backends.vllm_pace import Told
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import EngineStats, Generation
 
@@ -169,6 +170,12 @@ class Replicas:
             return await asyncio.wait_for(self.ask(replica, method, *args), self._call_timeout)
         except TimeoutError:
             raise self._died(replica, f"no answer to {method} within {self._call_timeout:g} s") from None
+
+    async def progress(self) -> list[Told]:
+        """What each live replica tells of its requests; nothing from one that does not answer."""
+        answers = await asyncio.gather(*(asyncio.wait_for(self.ask(replica, "progress"), self._call_timeout)
+                                         for replica in self.alive()), return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def counters(self) -> list[EngineStats]:
         """Of every replica, the dead ones (as they last were, nothing running) among them."""
