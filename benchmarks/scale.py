@@ -57,6 +57,7 @@ class Meter:
     def __init__(self) -> None:
         self.phases: dict[str, dict[str, float]] = {}
         self.peak = self.gap = 0.0
+        self.last = time.perf_counter()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
@@ -66,16 +67,21 @@ class Meter:
 
     async def beat(self) -> None:
         """Run beside the phases, on their loop."""
-        last = time.perf_counter()
         while True:
             await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            self.gap, last = max(self.gap, now - last - 0.001), now
+            self.beaten()
+
+    def beaten(self) -> None:
+        """The loop answers now."""
+        now = time.perf_counter()
+        self.gap, self.last = max(self.gap, now - self.last), now
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self.peak, self.gap, began, worked = own_memory(), 0.0, time.perf_counter(), time.process_time()
+        self.last = began
         yield
+        self.beaten()  # a phase on the loop's own thread is one silence
         self.phases[name] = {"s": round(time.perf_counter() - began, 3), "cpu_s": round(time.process_time() - worked, 3),
                              "gib": round(max(self.peak, own_memory()), 2),
                              "gap_s": round(self.gap, 3)}

@@ -42,8 +42,8 @@ def spread(rows: Tensor, offsets: Tensor) -> Tensor:
 
 def on_mask(rows: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
     """A row's value on its masked tokens, 0 elsewhere: [N] -> [T], without a gradient, on the host."""
-    tokens = torch.from_numpy(np.repeat(rows.detach().numpy(), np.diff(offsets.numpy())))
-    return tokens.mul_(mask)
+    tokens = np.repeat(rows.detach().numpy(), np.diff(offsets.numpy()))
+    return torch.from_numpy(np.multiply(tokens, mask.numpy(), out=tokens))
 
 
 def zscores(values: Tensor, eps: float = 1e-8) -> Tensor:

@@ -34,6 +34,7 @@ class Shard(Strategy):
     - `balance`: None splits contiguously into nearly equal row counts; "tokens" splits by a n + b n^2
       over row lengths (`cost`); "column" takes the rank from the batch's row column `dp_rank`
       (-1: the row goes to no rank; only where `collect` is not "source").
+    - `stays`: columns that no worker reads and that are therefore not sent.
     - `collect`: "source" puts the ranks' rows (TensorDict, tensor or list, one entry a row) back in
       the driver's row order; "concat" joins them in rank order; "metrics" reduces dicts of numbers to
       one, key by key, by `metrics` ("sum", "mean", "max", "min"; "mean" where not named); "none" drops them.
@@ -48,6 +49,7 @@ class Shard(Strategy):
     argument: str | None = None
     metrics: Mapping[str, str] = field(default_factory=dict, hash=False)
     cost: tuple[float, float] = (1.0, 0.0)
+    stays: tuple[str, ...] = ()
 
     def check(self, where: str, parameters: Sequence[inspect.Parameter], returns: Any) -> None:
         usable = positional(parameters)
@@ -87,6 +89,7 @@ class Shard(Strategy):
         axis = {rank: mesh.index(rank, self.mesh) for rank in shipment.ranks}
         if isinstance(batch, TensorDict):
             shards = self._shards(where, batch, count)
+            shipment.batch = batch.exclude(*self.stays) if self.stays else batch
             shipment.rows = {rank: shards[axis[rank]] for rank in shipment.ranks}
         elif isinstance(batch, Stored):
             shares = self._stored(where, batch, count)

@@ -24,11 +24,12 @@ def broken_rows(batch: TensorDict) -> dict[str, list[int]]:
             continue
         column = batch.get(name)
         values = column.values() if is_ragged(column) else column
-        if bool(torch.isfinite(values.sum(dtype=torch.float64))):  # the usual case, without a column of its own
-            continue
+        if bool(torch.isfinite(values.sum())):
+            continue  # the usual case, without a column of its own: one such number makes the sum so
         bad = ~torch.isfinite(values)
-        rows = tokens_of_rows(bad, offsets_of(column)) > 0 if is_ragged(column) else bad.numpy()
-        found[name] = np.flatnonzero(rows).tolist()
+        rows = np.flatnonzero(tokens_of_rows(bad, offsets_of(column)) > 0 if is_ragged(column) else bad.numpy()).tolist()
+        if rows:
+            found[name] = rows
     return found
 
 

@@ -28,6 +28,9 @@ from agentrl.errors import ConfigError, DispatchError
 from agentrl.train.minibatch import counted, cut, with_policies, without_idle_rows
 from agentrl.train.picks import with_picks
 
+DRIVER_ONLY = ("rewards", "turns", "versions")
+"""Token columns that advantages are formed from, on the driver: no role reads them, so they are not sent."""
+
 
 @dataclass(frozen=True)
 class UpdateShard(Shard):
@@ -38,6 +41,7 @@ class UpdateShard(Shard):
     """
 
     policy: bool = True
+    stays: tuple[str, ...] = DRIVER_ONLY
 
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
         batch, rest = _taken(call, "algorithm")
@@ -60,6 +64,7 @@ class RowsShard(Shard):
     """For one forward pass over all rows: balanced by tokens, those that are shared counted once."""
 
     balance: Literal["tokens", "column"] | None = "tokens"
+    stays: tuple[str, ...] = DRIVER_ONLY
 
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
         name = call.names[0]
@@ -67,7 +72,7 @@ class RowsShard(Shard):
         if not isinstance(batch, TensorDict) or columns_of(batch, np.arange(0))[0] is None:
             return Shard.scatter(self, call, mesh)
         planned = placed(batch, [np.arange(len(batch))], mesh.size(self.mesh))
-        by_column = Shard(mesh=self.mesh, collect=self.collect, balance="column", argument=name)
+        by_column = Shard(mesh=self.mesh, collect=self.collect, balance="column", argument=name, stays=self.stays)
         return by_column.scatter(Call(call.where, call.names, (planned, *rest.args), rest.kwargs), mesh)
 
 

@@ -35,6 +35,7 @@ class Plain(Worker):
         "items": Shard(balance="tokens"),
         "own_rows": Shard(collect="concat"),
         "count": Shard(collect="metrics", metrics={"rows": "sum", "most": "max", "least": "min"}),
+        "names": Shard(collect="concat", stays=("half", "absent")),
         "count_column": Shard(collect="metrics", balance="column"),
         "apply": Shard(argument="batch"),
         "drop": Shard(collect="none"),
@@ -87,6 +88,9 @@ class Plain(Worker):
 
     def count(self, batch: TensorDict) -> dict[str, float]:
         return {"rows": len(batch), "most": self.rank, "least": self.rank, "mean": self.rank}
+
+    def names(self, batch: TensorDict) -> list[str]:
+        return sorted(batch.keys())
 
     def count_column(self, batch: TensorDict) -> dict[str, float]:
         return self.count(batch)

@@ -40,6 +40,7 @@ def check_every_strategy(group, sizes):
     tripled = group.run(Plain.apply, lambda rows: rows.update({"id": rows["id"] * factor}), batch)
     assert tripled["id"].tolist() == [3 * i for i in range(len(sizes))]
     assert group.run(Plain.drop, batch) is None
+    assert group.run(Plain.names, batch) == sorted({*batch.keys()} - {"half"}) * world
     owner = torch.tensor([(3 * i) % world for i in range(len(sizes))])
     placed = group.run(Plain.double_column, batch.copy().update({"dp_rank": owner}))
     assert placed["rank"].tolist() == owner.tolist()
