@@ -27,6 +27,7 @@ class Steps:
     def __init__(self, engine: BaseEngine, batch: TensorDict, where: str) -> None:
         self._engine, self._batch, self._where = engine, batch, where
         self.norms: list[float] = []
+        self._taken: list[float] = []
         self.skipped = 0
 
     def take(self, number: int, micros: list[list[int]], loss: Callable[[list[int]], torch.Tensor]) -> None:
@@ -41,6 +42,7 @@ class Steps:
         norm = self._engine.step(sound)
         self.norms.append(norm)
         if sound and math.isfinite(norm):
+            self._taken.append(norm)
             return
         self.skipped += 1
         if broken:
@@ -59,9 +61,8 @@ class Steps:
 
     def metrics(self) -> dict[str, float]:
         """`grad_norm`, the mean over the steps that were taken, `skipped_optimizer_steps` and `optimizer_steps` (taken)."""
-        taken = [norm for norm in self.norms if math.isfinite(norm)]
         return {
-            "grad_norm": sum(taken) / max(len(taken), 1),
+            "grad_norm": sum(self._taken) / max(len(self._taken), 1),
             "skipped_optimizer_steps": float(self.skipped),
-            "optimizer_steps": float(len(self.norms) - self.skipped),
+            "optimizer_steps": float(len(self._taken)),
         }

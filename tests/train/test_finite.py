@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,12 @@ from agentrl.errors import NonFiniteError
 from agentrl.train.actor import Actor
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.critic import Critic
+from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.learner import MAX_SKIPPED, Learner
+from agentrl.train.micro import Pack
 from agentrl.train.minibatch import cut
+from agentrl.train.optim import adamw
+from agentrl.train.steps import Steps
 from tests.config.test_keys_flip import Course, made
 from tests.e2e.runs import rows, small, train
 
@@ -143,6 +148,30 @@ def test_an_optimizer_step_that_is_not_finite_is_not_taken_and_the_others_are(
     for group in (actor, alone):
         group.run(Actor.update, follow, algorithm, step=1)
     assert torch.allclose(flat(alone), flat(actor), atol=2e-6)
+
+
+def test_a_loss_that_is_not_finite_skips_the_step_even_where_its_gradient_is(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
+    """An infinite constant in the second of two micro-batches; its rows are named, the other's are not."""
+    batch = make_batch(8)
+    engine = FsdpEngine(tiny, ModelConfig(), 1.0)
+    engine.optimizers = adamw(engine.named(), toy_optim())
+    steps = Steps(engine, batch, "here")
+
+    def loss(rows: list[int], shift: float) -> torch.Tensor:
+        found, _ = engine.logprobs(Pack(batch, rows, engine.device).micro, 1.0, False)
+        return found.mean() + (shift if 5 in rows else 0.0)
+
+    before = [p.detach().clone() for _, p in engine.named()]
+    with caplog.at_level(logging.ERROR, "agentrl"):
+        steps.take(3, [[0, 1], [5]], partial(loss, shift=math.inf))
+    assert steps.skipped == 1 and math.isfinite(steps.norms[0])
+    assert all(torch.equal(old, p) for old, (_, p) in zip(before, engine.named(), strict=True))
+    assert "here: optimizer step 3 is not taken" in caplog.text
+    assert "(group 1, member 1, ledger 0)" in caplog.text and "group 0" not in caplog.text
+    assert all(p.grad is None for _, p in engine.named())
+    steps.take(4, [[0, 1], [5]], partial(loss, shift=0.0))
+    assert steps.skipped == 1 and not all(torch.equal(old, p) for old, (_, p) in zip(before, engine.named(), strict=True))
+    assert steps.metrics() == {"grad_norm": steps.norms[1], "skipped_optimizer_steps": 1.0, "optimizer_steps": 1.0}
 
 
 def test_the_critic_skips_an_optimizer_step_too(tiny: str) -> None:
