@@ -1,6 +1,6 @@
 """Known faults, one after the other: each alone must turn its tests red. (`make faults`; docs/testing.md)
 
-    python .ci/faults.py [-k WORD] [--jobs 2]
+    python .ci/faults.py [-k REGEX] [--jobs 2]
 
 tests/faults.toml names them: in which file, which text becomes which, and which tests must see it. They are applied in
 copies of the tree under build/faults, and the tests run in processes forked from one that has the libraries imported.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
+import re
 import signal
 import sys
 import time
@@ -66,27 +66,29 @@ class Trial:
     tests: tuple[str, ...]
     code: int = -1
     began: float = 0.0
+    whole: str = ""
 
     def put(self, tree: Path) -> None:
         """Put the fault into the tree."""
         if self.fault is not None:
-            (tree / self.fault.file).write_text(self.fault.changed((ROOT / self.fault.file).read_text()))
+            self.whole = (tree / self.fault.file).read_text()
+            (tree / self.fault.file).write_text(self.fault.changed(self.whole))
 
     def end(self, code: int, tree: Path) -> None:
         """Take the fault out again."""
         self.code = code
         if self.fault is not None:
-            shutil.copy2(ROOT / self.fault.file, tree / self.fault.file)
+            (tree / self.fault.file).write_text(self.whole)
             seen = "seen    " if code else "NOT SEEN"
             print(f"{seen} {self.fault.name} ({time.monotonic() - self.began:.1f} s)", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-k", default="", metavar="WORD", help="only faults with this in their name")
+    parser.add_argument("-k", default="", metavar="REGEX", help="only faults with this in their name")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
-    chosen = [fault for fault in faults() if args.k in fault.name]
+    chosen = [fault for fault in faults() if re.search(args.k, fault.name)]
     trees = [WORK / str(number) for number in range(args.jobs)]
     for tree in trees:
         copy_tree(tree)
@@ -115,28 +117,44 @@ def warm() -> None:
 def run(trials: list[Trial], trees: list[Path]) -> None:
     """pytest -x for each trial, in forked processes, as many at once as there are trees. One that takes too long is
     ended with all its children, and counts as red."""
-    waiting, running = list(reversed(trials)), dict[int, tuple[Trial, Path]]()
-    free = list(trees)
-    while waiting or running:
-        while waiting and free:
-            trial, tree = waiting.pop(), free.pop()
-            trial.put(tree)
-            trial.began = time.monotonic()
-            child = os.fork()
-            if child == 0:
-                os._exit(inside(tree, trial.tests))
-            running[child] = trial, tree
-        time.sleep(0.05)
-        for child, (trial, tree) in list(running.items()):
-            done, status = os.waitpid(child, os.WNOHANG)
-            if not done and time.monotonic() - trial.began < LIMIT_S:
-                continue
-            if not done:
-                os.killpg(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-            trial.end(os.waitstatus_to_exitcode(status) if done else LATE, tree)
-            free.append(tree)
-            del running[child]
+    waiting, running, free = list(reversed(trials)), dict[int, tuple[Trial, Path]](), list(trees)
+    try:
+        while waiting or running:
+            while waiting and free:
+                trial, tree = waiting.pop(), free.pop()
+                running[begin(trial, tree)] = trial, tree
+            time.sleep(0.05)
+            for child, (trial, tree) in list(running.items()):
+                code = ended(child, trial)
+                if code is not None:
+                    del running[child]
+                    trial.end(code, tree)
+                    free.append(tree)
+    finally:
+        for child in running:
+            os.killpg(child, signal.SIGKILL)
+
+
+def begin(trial: Trial, tree: Path) -> int:
+    """Fork a process that runs a trial; its id."""
+    trial.put(tree)
+    trial.began = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        os._exit(inside(tree, trial.tests))
+    return child
+
+
+def ended(child: int, trial: Trial) -> int | None:
+    """The exit code of a process, LATE where it had to be ended, None while it runs."""
+    done, status = os.waitpid(child, os.WNOHANG)
+    if done:
+        return os.waitstatus_to_exitcode(status)
+    if time.monotonic() - trial.began < LIMIT_S:
+        return None
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return LATE
 
 
 def inside(tree: Path, tests: tuple[str, ...]) -> int:
