@@ -38,6 +38,9 @@ class ScoreLike(Protocol):
     @property
     def value(self) -> float | None: ...
 
+    @property
+    def success(self) -> bool | None: ...
+
 
 class ScorerLike(Protocol):
     """The part of `agentrl.reward.Scorer` that the Gymnasium face calls."""

@@ -272,6 +272,14 @@ def test_the_sound_one_passes_everything() -> None:
     assert {f.check: f.evidence for f in findings if f.ok is not True} == {}
 
 
+def test_what_gold_costs_does_not_fail_it() -> None:
+    """Two lookups and an answer: 3 of 10 turns cost 0.06 of 1."""
+    cost = {"use": "cost.turns", "weight": -0.2, "args": {"max": 10}}
+    shaped = {**SPEC, "root": {"op": "sum", "of": [SPEC["root"], cost]}}
+    found = check_all(Subject(Sum, compile_spec(shaped)), ["gold scores most", "free order"])
+    assert [(item.ok, item.evidence) for item in found if item.ok is not True] == [] and len(found) == 2
+
+
 def test_without_spec_or_gold_the_checks_say_so() -> None:
     class NoGold(Sum):
         def gold_turns(self, task: Task) -> list[Message]:

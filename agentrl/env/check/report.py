@@ -72,6 +72,12 @@ class Subject:
         score = run_sync(self.scorer.ascore(env.trajectory))
         return score.value
 
+    def won(self, env: ToolEnv) -> bool:
+        """Whether the environment's finished episode is a success. Raises Skipped without a scorer."""
+        if self.scorer is None:
+            raise Skipped("the environment names no reward spec")
+        return run_sync(self.scorer.ascore(env.trajectory)).success is True
+
     def play(self, env: ToolEnv, turns: Sequence[Action], seed: int, split: str = "train") -> float | None:
         """Reset, play until the episode or the turns end, and score."""
         env.reset(seed=seed, options={"split": split})

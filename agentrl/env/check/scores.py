@@ -12,12 +12,11 @@ from agentrl.env.check.report import CheckFailed, Skipped, Subject, describe
 from agentrl.env.sample import sample_arguments
 from agentrl.trajectory import Message, ToolCall
 
-FULL = 1.0 - 1e-6
 LUCK = 0.1
 
 
 def check_gold(subject: Subject) -> str:
-    """Gold turns end the episode and score full marks, on every split."""
+    """Gold turns end the episode and are a success, on every split."""
     env = subject.build()
     played = 0
     for split in env.splits:
@@ -31,11 +30,10 @@ def check_gold(subject: Subject) -> str:
                     raise CheckFailed(
                         f"{describe(env.task)}: gold {what} at turn {number + 1} of {len(turns)}"
                     )
-            value = subject.score(env)
-            if value is None or value < FULL:
-                raise CheckFailed(f"{describe(env.task)}: gold scored {value}, not 1")
+            if not subject.won(env):
+                raise CheckFailed(f"{describe(env.task)}: gold scored {subject.score(env)} and is no success")
             played += 1
-    return f"gold scored 1 on {played} tasks"
+    return f"gold succeeded on {played} tasks"
 
 
 Idler = Callable[[Subject, ToolEnv, int], list[Message | str]]
@@ -101,7 +99,7 @@ def _until_silence(turns: list[Message | str], env: ToolEnv) -> list[Message | s
 
 
 def check_order(subject: Subject) -> str:
-    """Where the class says `order_free`, gold calls in any order score the same."""
+    """Where the class says `order_free`, gold calls in any order succeed as well."""
     env = subject.build()
     if not env.order_free:
         raise Skipped("the class does not declare order_free")
@@ -115,13 +113,13 @@ def check_order(subject: Subject) -> str:
         for _ in range(4):
             turns = _reordered(gold, rng)
             value = subject.play(env, turns, seed)
-            if value is None or value < FULL:
+            if not subject.won(env):
                 names = json.dumps([call.name for turn in turns for call in turn.tool_calls])
-                raise CheckFailed(f"{describe(env.task)}: the order {names} scored {value}, not 1")
+                raise CheckFailed(f"{describe(env.task)}: the order {names} scored {value} and is no success")
             tried += 1
     if not tried:
         raise Skipped(f"none of {subject.tasks} gold solutions has two calls")
-    return f"{tried} orders of gold calls scored 1"
+    return f"{tried} orders of gold calls succeeded"
 
 
 def _reordered(gold: list[Message], rng: random.Random) -> list[Message]:
