@@ -21,7 +21,11 @@ from agentrl.render.base import Renderer
 from agentrl.reward import Context, compile_spec
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Generation, Sampling, Underway
-from agentrl.rollout.episode import Policy
+from agentrl.rollout.episode import Limits, Policy
+from agentrl.rollout.evaluate import run_tasks
+from agentrl.rollout.record import Recorded, content_of
+from agentrl.rollout.recording import Recorder
+from agentrl.rollout.replay import Replayer
 from agentrl.trajectory import Message, StopReason, ToolCall, Trajectory
 
 from .conftest import FaultyEngine
@@ -61,6 +65,8 @@ class Room(ToolEnv):
         if self.slow == "teardown":
             await for_ever()
         if self.slow == "broken teardown":
+            raise OSError("the room is on fire")
+        if self.slow == "broken cancel" and self.trajectory.stop.value == "cancelled":
             raise OSError("the room is on fire")
 
     def state(self):
@@ -382,3 +388,38 @@ def test_an_engine_that_does_not_give_back_what_it_aborts_is_a_fault(
     members = asyncio.run(scenario())
     assert [m.stop for m in members] == [StopReason.ENGINE_ERROR, StopReason.DONE, StopReason.DONE]
     assert members[0].error is not None and "no answer within 0.2 s of being aborted (turn 0)" in members[0].error
+
+
+def test_a_cancelled_member_whose_teardown_breaks_ends_nothing_else(room: Any, renderer: Renderer) -> None:
+    """Oversampling cancels the thinker once two members are back; what its teardown raises is logged, not the group's end."""
+    members, engine = play(room(slow="broken cancel"), renderer, {0: ["bye"], 1: ["bye"], 2: ["think"], 3: ["think"]},
+                           group_size=2, oversample_members=2.0)
+    assert [m.reward for m in members] == [1.0, 1.0] and len(engine.keys) == 4
+
+
+def test_an_evaluation_does_not_wait_for_a_lost_request_for_ever(room: Any, renderer: Renderer) -> None:
+    """No watchdog there: a request that is queued for ever ends unscored after `stall_timeout` without any move."""
+    engine = Actor(renderer, {0: [("queue", 60)], 1: [("ponder", 80), "bye"]})
+    limits = Limits.of(RolloutConfig(stall_timeout=0.4), 4000)
+    began = time.monotonic()
+    lost, fine = asyncio.run(run_tasks(room(), Policy(engine, renderer), compile_spec(DONE), limits, [(0, 0), (0, 1)], seed=0,
+                                       max_episodes=2))
+    assert (lost.stop, lost.reward, fine.reward) == (StopReason.ENGINE_ERROR, None, 1.0)
+    assert lost.error is not None and "nothing came back for 0.4 s (turn 0 at the engine (queued or paused))" in lost.error
+    assert 1.1 < time.monotonic() - began < 5  # 0.8 s of the other's tokens are moves
+
+
+def test_what_a_clock_or_a_late_tool_cut_replays_equal(room: Any, renderer: Renderer, tmp_path: Path) -> None:
+    parts = {0: ["think"], 1: [("call", "run", {"code": "loop"})], 2: [("call", "work", {"code": "loop"})], 3: ["bye"]}
+    limits = Limits.of(RolloutConfig(turn_timeout=0.4, episode_timeout=0.8), 4000)
+    recorder = Recorder(tmp_path / "calls.jsonl")
+    policy = Policy(recorder.engine(Actor(renderer, parts)), renderer)
+    pairs = [(0, member) for member in parts]
+    live = asyncio.run(run_tasks(room(), policy, compile_spec(DONE), limits, pairs, seed=0, max_episodes=4, stage=recorder))
+    recorder.close()
+    assert [t.stop.value for t in live] == ["max_turn_time", "max_tool_time", "max_episode_time", "done"]
+    stage = Replayer(Recorded.read(tmp_path / "calls.jsonl"))
+    policy = Policy(stage.engine(), renderer)
+    again = asyncio.run(run_tasks(room(), policy, compile_spec(DONE), limits, pairs, seed=0, max_episodes=4, stage=stage))
+    assert [content_of(t) for t in again] == [content_of(t) for t in live]
+    assert [t.cause for t in again] == [t.cause for t in live]
