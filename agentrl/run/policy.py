@@ -43,10 +43,14 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
 
 
 def check_trainable(config: TrainConfig) -> None:
-    """Raise ConfigError where episodes are sampled from no distribution that an update could be taken against."""
+    """Raise ConfigError where episodes are sampled from no distribution that an update could be taken against, or where
+    the policy could escape a reward."""
     if config.rollout.temperature == 0:
         raise ConfigError("rollout.temperature = 0: greedy rollouts of a task are all the same, and there is nothing to learn "
                           "from them; training needs at least 0.01 (eval.temperature = 0 makes evaluations greedy)")
+    if any(choice.name == "time_budget" for choice in config.env.wrappers):
+        raise ConfigError("env.wrappers: time_budget counts the wall clock (queues and publishes too) and leaves whom it cuts "
+                          "unscored, so a policy could escape a bad reward by being slow; use rollout.episode_timeout")
 
 
 def _check_temperatures(config: TrainConfig) -> None:

@@ -244,3 +244,14 @@ def test_wrappers_of_a_config(tmp_path: Path) -> None:
         path.write_text(f"{head}[[env.wrappers]]\n{text}\n")
         with pytest.raises(ConfigError, match=says):
             EnvRef.of(load_config(path)).build()
+
+
+def test_training_refuses_a_budget_of_wall_time() -> None:
+    """It leaves whom it cuts unscored: slowness would be a way out of a bad reward."""
+    from agentrl.config.schema import Choice, EnvConfig, TrainConfig
+    from agentrl.run.policy import check_trainable
+
+    wrappers = [Choice(name="time_budget", args={"seconds": 5.0})]
+    with pytest.raises(ConfigError, match=r"env\.wrappers: time_budget .* use rollout\.episode_timeout"):
+        check_trainable(TrainConfig(env=EnvConfig(id="key_value", wrappers=wrappers)))
+    check_trainable(TrainConfig(env=EnvConfig(id="key_value")))
