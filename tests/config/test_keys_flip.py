@@ -352,7 +352,8 @@ ELSEWHERE: dict[str, str] = {
     "CheckpointConfig.asynchronous":
         "train/test_async_save.py::test_save_returns_before_the_checkpoint_is_whole_only_when_asynchronous",
     **{f"JudgeConfig.{key}": "reward/test_reward_context.py::test_every_judge_key_reaches_the_judge"
-       for key in ("api_base", "cache", "calls", "usd", "usd_per_million", "concurrency", "timeout", "retries")},
+       for key in ("api_base", "cache", "usd", "usd_per_million", "concurrency", "timeout", "retries")},
+    "JudgeConfig.calls": "run/test_reward_checks.py::test_a_budget_that_ends_before_the_run_is_refused_with_the_numbers",
     "RewardConfig.python": "reward/test_reward_context.py::test_a_python_leaf_runs_only_where_the_config_allows_it_by_name",
 }
 
