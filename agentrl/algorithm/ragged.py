@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,11 +23,9 @@ def row_sum(column: Tensor, offsets: Tensor) -> Tensor:
 
 def row_counts(mask: Tensor, offsets: Tensor) -> Tensor:
     """True tokens of each row: bool [T] on the host -> int64 [N]. Makes nothing as long as the column."""
-    counts = np.zeros(len(offsets) - 1, dtype=np.int64)
-    bounds = offsets.numpy()
-    filled = np.flatnonzero(bounds[1:] > bounds[:-1])
-    if len(filled):
-        counts[filled] = np.add.reduceat(mask.numpy().view(np.uint8), bounds[filled], dtype=np.int64)
+    flags, bounds = mask.numpy(), offsets.tolist()
+    found = (np.count_nonzero(flags[start:stop]) for start, stop in itertools.pairwise(bounds))
+    counts = np.fromiter(found, np.int64, len(bounds) - 1)  # np.add.reduceat would cast the whole column first
     return torch.from_numpy(counts)
 
 
