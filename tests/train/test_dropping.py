@@ -285,3 +285,14 @@ def test_an_update_whose_tokens_are_all_rejected_trains_none_and_leaves_the_weig
     metrics = actor.run(Actor.update, several(), algorithm)
     assert metrics["tokens_trained"] == metrics["episodes_trained"] == metrics["loss"] == metrics["grad_norm"] == 0
     assert metrics["optimizer_steps"] == metrics["minibatches"] == 3 and torch.equal(before, weights(actor))
+
+
+def test_means_do_not_depend_on_the_number_of_epochs(tiny: str) -> None:
+    """With weights that stand still, two epochs say what one says: of tokens, of steps, and of the gap to the engine."""
+    found = []
+    for epochs in (1, 2):
+        algorithm = AlgorithmConfig(minibatch=3, epochs=epochs, loss=Choice(name="reinforce"))
+        found.append(start(tiny, lr=1e-12, max_grad_norm=1e9).run(Actor.update, make_batch(8), algorithm))
+    for name in ("entropy", "kl_behaviour", "mismatch_kl", "mismatch_max", *COMPARED[:4]):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-5), name
+    assert found[1]["tokens_computed"] == 2 * found[0]["tokens_computed"] and found[1]["optimizer_steps"] == 6
