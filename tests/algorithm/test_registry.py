@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import pytest
 
-from agentrl.algorithm import advantages, correction, kl_estimate, policy_loss
+from agentrl.algorithm import ADVANTAGES, POLICY_LOSSES, advantages, correction, kl_estimate, policy_loss
+from agentrl.algorithm.correction import CORRECTIONS
 from agentrl.errors import ConfigError
 
 
@@ -26,3 +30,32 @@ from agentrl.errors import ConfigError
 def test_wrong_names_and_values(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+CLIPS = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
+REQUIRED = inspect.Parameter.empty
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "dr_grpo": {}, "opo": {}, "rloo": {}, "remax": {}, "reinforce_pp_baseline": {}, "reinforce": {},
+    "gae": {"gamma": 1.0, "lam": 1.0, "whitened": True}, "gigpo": {"gamma": 0.95, "weight": 1.0, "divide": True},
+    "gpg": {"f_norm": 1.0}, "grpo": {"eps": 1e-6}, "pass_at_k": {"k": 4, "eps": 1e-6}, "reinforce_pp": {"gamma": 1.0},
+    "multi_reward": {"terms": REQUIRED, "weights": None, "eps": 1e-6, "whitened": True},
+    "turn_returns": {"gamma": 1.0, "divide": True},
+    "ppo_clip": CLIPS, "decoupled_ppo": {**CLIPS, "weight_cap": None}, "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "gmpo": {"clip_low": 0.4, "clip_high": 0.4}, "cispo": {"clip_low": 1.0, "clip_high": 0.28},
+    "sapo": {"tau_positive": 1.0, "tau_negative": 1.05}, "clip_cov": {**CLIPS, "share": 2e-4, "low": 1.0, "high": 5.0},
+    "kl_cov": {"share": 2e-3, "coefficient": 1.0}, "icepop": {"low": 0.5, "high": 5.0},
+    "reject_sequence": {"low": 0.99, "high": 1.01},
+    **{name: {"cap": 2.0} for name in ("truncated", "truncated_sequence", "masked", "masked_sequence")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(DEFAULTS))
+def test_defaults_are_the_papers(name: str) -> None:
+    """A run that names no argument gets these; where a paper gives none they are what docs/algorithms.md says."""
+    function = {**ADVANTAGES, **POLICY_LOSSES, **CORRECTIONS}[name]
+    found = inspect.signature(function).parameters.values()
+    assert {p.name: p.default for p in found if p.kind is inspect.Parameter.KEYWORD_ONLY} == DEFAULTS[name]
+
+
+def test_every_function_is_in_the_table_above() -> None:
+    assert set(DEFAULTS) == {*ADVANTAGES, *POLICY_LOSSES, *CORRECTIONS}
