@@ -335,6 +335,19 @@ def test_the_coefficient_is_steered_by_episodes_and_only_where_the_policy_learns
     assert two.kl_coef == pytest.approx(0.1 * (1 - 0.2 * 4 / 20))
 
 
+def test_a_penalty_in_the_reward_is_steered_by_what_was_taken_off(tiny: str) -> None:
+    """The engine's policy lies 2 from the reference, the trainer's at it; target 1: the penalty, which is of the first, grows."""
+    algorithm = AlgorithmConfig(advantage=Choice(name="reinforce_pp"), minibatch=8,
+                                kl=KlConfig(coef=0.1, target=1.0, horizon=20, where="reward"))
+    learner = opened(tiny, config_of(algorithm=algorithm))
+    batch = collate(trajectories(8))
+    now = learner.actors.run(Actor.compute_logprob, batch)["logprobs"].values()
+    batch["logprobs"].values().copy_((now + 2.0) * batch["sampled"].values())
+    metrics = asyncio.run(learner.step(batch, 0))
+    assert metrics["kl_reward"] == pytest.approx(2.0, abs=1e-4) and abs(metrics["kl_reference"]) < 0.1
+    assert metrics["kl_coef"] == 0.1 and learner.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 8 / 20))
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
