@@ -150,7 +150,6 @@ async def measure(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     ledger = GroupLedger(args.groups, 0)
     with meter.phase("group_ledger"):
         groups = chosen(ledger, groups)
-    await asyncio.sleep(0)
     with meter.phase("collate"):
         batch = await in_thread("batch", make_batch, groups, Choice(name="grpo"))
     algorithm = AlgorithmConfig(minibatch=args.groups * args.members // 4)
@@ -165,6 +164,7 @@ async def measure(args: argparse.Namespace, out: Path) -> dict[str, Any]:
                                  algorithm=algorithm, seed=0, step=0)
     stored = own_memory("RssShmem")
     del batch, first, second
+    await asyncio.sleep(0.05)  # what a thread returned is held until the loop has gone on
     folder = RunFolder(out)
     folder.trajectories.mkdir()
     with meter.phase("trajectory_file"):

@@ -42,8 +42,12 @@ def spread(rows: Tensor, offsets: Tensor) -> Tensor:
 
 def on_mask(rows: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
     """A row's value on its masked tokens, 0 elsewhere: [N] -> [T], without a gradient, on the host."""
-    tokens = np.repeat(rows.detach().numpy(), np.diff(offsets.numpy()))
-    return torch.from_numpy(np.multiply(tokens, mask.numpy(), out=tokens))
+    values, flags, bounds = rows.detach().numpy(), mask.numpy(), offsets.tolist()
+    tokens = np.empty(len(flags), dtype=values.dtype)
+    for value, (start, stop) in zip(values, itertools.pairwise(bounds), strict=True):
+        # Row by row: one np.repeat over all would hold the interpreter's lock, and with it the event loop.
+        np.multiply(flags[start:stop], value, out=tokens[start:stop])
+    return torch.from_numpy(tokens)
 
 
 def zscores(values: Tensor, eps: float = 1e-8) -> Tensor:
