@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +22,12 @@ from agentrl.render.base import Renderer
 from agentrl.reward import Context, compile_spec
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Generation, Sampling, Underway
-from agentrl.rollout.episode import Limits, Policy
+from agentrl.rollout.episode import Limits, Policy, score_group
 from agentrl.rollout.evaluate import run_tasks
 from agentrl.rollout.record import Recorded, content_of
 from agentrl.rollout.recording import Recorder
 from agentrl.rollout.replay import Replayer
-from agentrl.trajectory import Message, StopReason, ToolCall, Trajectory
+from agentrl.trajectory import Message, StopReason, Task, ToolCall, Trajectory
 
 from .conftest import FaultyEngine
 
@@ -423,3 +424,15 @@ def test_what_a_clock_or_a_late_tool_cut_replays_equal(room: Any, renderer: Rend
     again = asyncio.run(run_tasks(room(), policy, compile_spec(DONE), limits, pairs, seed=0, max_episodes=4, stage=stage))
     assert [content_of(t) for t in again] == [content_of(t) for t in live]
     assert [t.cause for t in again] == [t.cause for t in live]
+
+
+def test_a_group_whose_comparison_hangs_is_unscored() -> None:
+    async def late(trajectories: Any) -> Any:
+        raise deadline.LateError("reward spec best: no end within 5 s")
+
+    members = [Trajectory("test/Room-v0", Task("t", 0), reward=1.0, metrics={"best": 1.0}) for _ in range(2)]
+    scorer: Any = SimpleNamespace(ascore_group=late, ids=["best"])
+    asyncio.run(score_group(members, scorer))
+    for member in members:
+        assert (member.stop, member.reward, member.metrics) == (StopReason.ENV_ERROR, None, {"best": None})
+        assert member.error == "reward spec best: no end within 5 s" and member.cause == {"blame": "infrastructure"}
