@@ -110,7 +110,8 @@ def configure(tree: Path, rooms: list[str]) -> None:
         "only_mutate": mutate,
         "also_copy": ["envs", "tools", "rewards", "configs", "docs", "README.md"],
         "pytest_add_cli_args_test_selection": tests,
-        "pytest_add_cli_args": ["-p", "mutate_plugin", "-p", "no:cacheprovider", "-k", "not killed", *[f"--ignore={path}" for path in LEFT_OUT]],
+        "pytest_add_cli_args": ["-p", "mutate_plugin", "-p", "no:cacheprovider", "-k", "not killed",
+                                *[f"--ignore={path}" for path in LEFT_OUT]],
         "process_isolation": "forkserver", "forkserver_warmup": "collect", "use_git_change_detection": False,
         "timeout_multiplier": 4.0, "timeout_constant": 20.0,
     }
