@@ -294,6 +294,28 @@ def test_anchors() -> None:
     assert found[5] != found[10]  # after 7, and after 8
 
 
+def test_picked_are_the_tokens_of_the_largest_covariance_over_the_whole_minibatch() -> None:
+    """Against numpy: means over all trained tokens of the minibatch, rows without advantage included, rejected tokens not."""
+    batch = make_batch(12)
+    batch["advantages"].values()[: int(batch["advantages"].offsets()[6])] = 0.0
+    sampled, offsets = batch["sampled"].values().numpy(), batch["sampled"].offsets().numpy()
+    weights = sampled * (np.arange(len(sampled)) % 5 != 0)
+    batch["weights"] = jagged(torch.from_numpy(weights).float(), batch["sampled"].offsets())
+    logprobs, advantages = (batch[name].values().double().numpy() for name in ("logprobs", "advantages"))
+    parts = [np.arange(0, 12, 2), np.arange(1, 12, 2)]
+    largest = with_picks(batch, parts, Picks(0.1), seed=0)["picked"].values().numpy()
+    within = with_picks(batch, parts, Picks(0.1, -0.05, 0.05), seed=0)["picked"].values().numpy()
+    for rows in parts:
+        mine = np.concatenate([np.arange(offsets[row], offsets[row + 1]) for row in rows])
+        mine = mine[weights[mine] > 0]
+        covariance = (logprobs[mine] - logprobs[mine].mean()) * (advantages[mine] - advantages[mine].mean())
+        wanted = max(int(0.1 * len(mine)), 1)
+        assert sorted(mine[largest[mine]]) == sorted(mine[np.argsort(-covariance)[:wanted]])
+        near = np.abs(covariance) < 0.05
+        assert within[mine].sum() == min(wanted, near.sum()) > 0 and near[within[mine]].all()
+    assert not (largest | within)[~(weights > 0)].any()
+
+
 @pytest.mark.parametrize("picks", [Picks(0.25), Picks(0.25, 0.0, 99.0)])
 def test_picks_do_not_depend_on_the_order_of_rows(tiny: str, picks: Picks) -> None:
     from agentrl.batch import select
