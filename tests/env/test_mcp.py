@@ -332,13 +332,14 @@ def test_the_tools_section_of_a_config_reaches_the_environment(
     words = ", ".join(f'"{word}"' for word in stdio.command)
     path.write_text(
         f'[env]\nid = "key_value"\n[tools]\nsets = ["dates"]\n[tools.mcp.shop]\ncommand = [{words}]\n'
-        'tools = ["count"]\nprefix = "shop_"\nmax_output = 30\ntimeout = 20.0\nenv = { STOCK = "1" }\n'
+        'tools = ["count", "setting"]\nprefix = "shop_"\nmax_output = 30\ntimeout = 20.0\nenv = { SHOP_NAME = "corner" }\n'
     )
     config = load_config(path)
     env = EnvRef.of(config).build()
     env.reset(seed=0)
-    assert env.toolbox.names[4:] == ("add_days", "days_between", "weekday", "shop_count")
+    assert env.toolbox.names[4:] == ("add_days", "days_between", "weekday", "shop_count", "shop_setting")
     options = env.toolbox["shop_count"].options
     assert (options.timeout, options.max_output) == (20.0, 30)
-    assert config.tools.mcp["shop"].env == {"STOCK": "1"}
+    turn = Message("assistant", tool_calls=(ToolCall("shop_setting", {}), ToolCall("shop_count", {"name": "tea"})))
+    assert [message.content for message in env.step(turn)[0]] == ["corner", "3"]
     env.close()

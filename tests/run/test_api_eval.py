@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from agentrl.backends.embedded import EmbeddedEngine
-from agentrl.backends.litellm import LiteLlmEngine, retry_after
+from agentrl.backends.litellm import LiteLlmEngine, Transcript, retry_after
 from agentrl.backends.openai_server import OpenAiServer
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
@@ -22,6 +24,7 @@ from agentrl.errors import EngineError
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Sampling
 from agentrl.run.display import Display
+from agentrl.run.engines import make_api_engine
 from agentrl.run.rollout import RolloutRequest, run_rollout
 from agentrl.train.init_model import init_model
 from agentrl.train.pretrained import load_tokenizer
@@ -168,6 +171,55 @@ async def test_attempts_are_bounded_and_what_no_retry_helps_is_asked_once() -> N
         await ask(engine(server, retries=1, timeout=0.2))
     with Loopback(lambda body, number: None if number == 0 else "back") as server:
         assert await ask(engine(server)) == "back"
+
+
+def asked_by(server: Loopback, *keys: str) -> Any:
+    """The engine of a config with these keys of [api]; its first wait is 0.01 s."""
+    made = make_api_engine(config_from({"env": {"id": "key_value"}, "model": {"path": "api:openai/test"}},
+                                       [f"api.base={server.url}", *keys]), Transcript())
+    made._backoff = 0.01
+    return made
+
+
+async def test_every_key_of_the_api_section_is_kept_at_the_server() -> None:
+    running: list[int] = []
+    lock, now = threading.Lock(), 0
+
+    def slow(body: dict[str, Any], number: int) -> str:
+        nonlocal now
+        with lock:
+            now += 1
+            running.append(now)
+        time.sleep(0.2)
+        with lock:
+            now -= 1
+        return "yes"
+
+    for most in (2, 3):
+        running.clear()
+        with Loopback(slow) as server:  # it hears us at api.base
+            made = asked_by(server, f"api.concurrency={most}", "api.usd_per_million=[10, 20]")
+            await made.start()
+            prompt = made.renderer.start([Message("user", "q")], [])
+            turns = await asyncio.gather(*(made.generate(prompt, Sampling(max_tokens=8), f"e{n}") for n in range(6)))
+            assert max(running) == most and len(server.requests) == 6
+            assert {turn.usage.usd for turn in turns} == {(100 * 10 + 10 * 20) / 1e6}
+    for retries in (0, 2):
+        with Loopback(lambda body, number: {"status": 500}) as server:
+            with pytest.raises(EngineError, match=rf"\({retries + 1} attempts\)"):
+                await ask(asked_by(server, f"api.retries={retries}"))
+            assert len(server.requests) == retries + 1
+    with Loopback(lambda body, number: {"status": 200, "sleep": 2.0}) as server:
+        began = time.monotonic()
+        with pytest.raises(EngineError, match=r"^Timeout"):
+            await ask(asked_by(server, "api.retries=0", "api.timeout=0.3"))
+        assert 0.3 <= time.monotonic() - began < 1.8
+    busy = {"status": 429, "headers": {"Retry-After": "0.5"}}
+    for longest, attempts in ((0.4, 1), (0.6, 3)):  # a wait that is longer than max_wait is not begun
+        with Loopback(lambda body, number: busy) as server:
+            with pytest.raises(EngineError, match=rf"\({attempts} attempts\)"):
+                await ask(asked_by(server, "api.retries=2", f"api.max_wait={longest}"))
+            assert len(server.requests) == attempts
 
 
 def test_retry_after_is_seconds_or_a_date() -> None:

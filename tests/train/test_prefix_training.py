@@ -16,8 +16,10 @@ from train_batches import toy_critic, toy_optim
 from agentrl.batch import collate
 from agentrl.batch.rows import jagged, offsets_of
 from agentrl.batch.sharing import resolved, settled, with_trees
+from agentrl.cluster.dispatch import Call
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
+from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -183,6 +185,23 @@ def test_groups_are_kept_or_split_and_trees_stay_together(
                 assert len(homes) == 1
                 if members <= size:
                     assert sum(number in groups[p] for p in parts) == 1
+
+
+@pytest.mark.parametrize("groups", ["kept", "split"])
+def test_the_key_groups_keeps_a_group_in_one_minibatch_and_on_one_rank(groups: str) -> None:
+    """Six groups of four members, eight a minibatch, two ranks: three minibatches of eight either way. Kept: two whole groups
+    in each, one on either rank. Split: groups are spread over both."""
+    batch = groups_of((4,) * 6)
+    algorithm = AlgorithmConfig(minibatch=8, groups=groups)  # type: ignore[arg-type]
+    call = Call("test", ("batch",), (batch,), {"algorithm": algorithm})
+    planned = Actor.dispatch_table["update"].scatter(call, Mesh.of({"dp": 2}, 2)).batch
+    homes: dict[int, set[tuple[int, int]]] = {}
+    for group, part, rank in zip(planned["group"], planned["minibatch"], planned["dp_rank"], strict=True):
+        homes.setdefault(int(group), set()).add((int(part), int(rank)))
+    sizes = [len({(int(g), int(m)) for g, m, part in zip(planned["group"], planned["member"], planned["minibatch"], strict=True)
+                  if part == number}) for number in range(3)]
+    assert sizes == [8, 8, 8] and int(planned["minibatch"].max()) == 2
+    assert {len(places) for places in homes.values()} == {1} if groups == "kept" else max(map(len, homes.values())) > 2
 
 
 @pytest.fixture(scope="module")

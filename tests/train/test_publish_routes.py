@@ -252,6 +252,23 @@ def test_the_stream_holds_what_export_writes(tiny: str) -> None:
     assert counts[0] > 2 and counts[1] == 1
 
 
+@pytest.mark.parametrize("mib", [0.0625, 0.125])
+def test_bucket_mib_bounds_each_bucket_and_folder_is_where_it_lies(tiny: str, tmp_path: Path, mib: float) -> None:
+    """The tiny model's largest tensor, its embeddings, is 51 KB; every bucket but the last is filled to within it."""
+    actors = trained(tiny)
+    tensors = [tensor for bucket in actors.run(Actor.export_weights) for tensor in bucket.values()]
+    total, largest = sum(t.nbytes for t in tensors), max(t.nbytes for t in tensors)
+    actors.run(Actor.open_route, "disk", WeightsConfig(bucket_mib=mib, folder=str(tmp_path)), 1)
+    parcels: list[Parcel] = []
+    while (parcel := actors.run(Actor.next_bucket, not parcels)) is not None:
+        parcels.append(parcel)
+        assert Path(parcel.file).is_relative_to(tmp_path) and Path(parcel.file).is_file() and parcel.nbytes <= mib * 2**20
+    assert largest <= mib * 2**20 and sum(parcel.nbytes for parcel in parcels) >= total
+    assert all(parcel.nbytes > mib * 2**20 - largest for parcel in parcels[:-1]) and len(parcels) >= total / (mib * 2**20)
+    actors.run(Actor.close_route)
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_adapter_alone_is_published_in_place_of_the_one_before(tiny: str) -> None:
     async def run() -> None:
         actors = trained(tiny, model=LORA)

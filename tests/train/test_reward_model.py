@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from transformers import AutoModelForSequenceClassification
 from agentrl.batch import collate
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
+    AlgorithmConfig,
+    Choice,
     ClusterConfig,
     EnvConfig,
     ModelConfig,
@@ -61,6 +64,38 @@ def test_an_episode_of_two_ledgers_takes_its_last_score_once() -> None:
     added = [float((out["rewards"][i] - batch["rewards"][i]).sum()) for i in range(3)]
     assert added == pytest.approx([0.5, 0.0, 3.5])
     assert out["rewards"][2][-1] - batch["rewards"][2][-1] == pytest.approx(3.5)
+
+
+@pytest.mark.parametrize("weight", [1.0, -0.5])
+def test_the_advantages_are_those_of_the_reward_and_weight_times_the_score(
+    tiny: str, classifier: str, monkeypatch: pytest.MonkeyPatch, weight: float
+) -> None:
+    """What the actor is given, against plain transformers: reward + weight x score, less the mean of its group of four."""
+    config = TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"),
+                         algorithm=AlgorithmConfig(advantage=Choice(name="dr_grpo")),
+                         reward_model=RewardModelConfig(path=classifier, weight=weight))
+    actors = launch(Actor, backend="inline", world_size=1)
+    actors.run(Actor.init_model, tiny, config.model, config.optim)
+    learner, batch = Learner(config, actors), collate(trajectories(8))
+    asyncio.run(learner.open(tiny))
+    model = AutoModelForSequenceClassification.from_pretrained(classifier)
+    with torch.no_grad():
+        scores = torch.stack([model(batch["token_ids"][i][None]).logits[0, 0] for i in range(8)])
+    total = (batch["reward"] + weight * scores).reshape(2, 4)
+    expected = (total - total.mean(1, keepdim=True)).flatten()
+    arun, seen = actors.arun, []
+
+    async def watched(method: Any, *args: Any, **kwargs: Any) -> Any:
+        if method is Actor.update:
+            seen.extend(args[0]["advantages"][i][args[0]["sampled"][i]] for i in range(8))
+        return await arun(method, *args, **kwargs)
+
+    monkeypatch.setattr(actors, "arun", watched)
+    metrics = asyncio.run(learner.step(batch, 0))
+    assert metrics["reward_model/score"] == pytest.approx(scores.mean().item(), rel=1e-4)
+    assert scores.std() > 0.1
+    for found, one in zip(seen, expected, strict=True):
+        assert torch.allclose(found, one.expand(len(found)), atol=1e-4)
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0, -1.0])

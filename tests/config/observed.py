@@ -1,0 +1,359 @@
+"""What the functions that read the config make of it, in numbers that a test can say beforehand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl.config import TrainConfig
+from agentrl.errors import EngineError
+
+# -- models and environments -----------------------------------------------------------------------
+
+
+def built_model(config: TrainConfig, out: Path) -> Any:
+    """Parameters, shapes, positions and the spread of the weights of the model that `model.init` makes."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    from agentrl.train.init_model import init_model
+
+    assert config.model.init is not None
+    folder = init_model(config.model.init, out / "model", seed=config.seed)
+    weights = load_file(folder / "model.safetensors")
+    names = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "o": "self_attn.o_proj", "up": "mlp.up_proj"}
+    return {
+        "parameters": sum(tensor.numel() for tensor in weights.values()),
+        "positions": AutoConfig.from_pretrained(folder).max_position_embeddings,
+        **{key: tuple(weights[f"model.layers.0.{name}.weight"].shape) for key, name in names.items()},
+        "std": weights["model.embed_tokens.weight"].std().item(),
+    }
+
+
+def sizes(layers: int = 1, hidden: int = 16, mlp: int = 16, heads: int = 2, kv_heads: int = 1, head_dim: int = 8,
+          context: int = 4096, std: float = 0.05) -> dict[str, Any]:
+    """The same of a Qwen3 with tied embeddings, by hand: its parts are q, k, v, o, the norms of q and k, the three
+    matrices of the MLP, two norms a layer and one at the end."""
+    from agentrl.train.tokenizer import packaged_tokenizer
+
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads) + 2 * head_dim
+    parameters = len(packaged_tokenizer(64)) * hidden + layers * (attention + 3 * hidden * mlp + 2 * hidden) + hidden
+    return {"parameters": parameters, "positions": context, "q": (heads * head_dim, hidden), "k": (kv_heads * head_dim, hidden),
+            "o": (hidden, heads * head_dim), "up": (mlp, hidden), "std": pytest.approx(std, rel=0.02)}
+
+
+def environment(config: TrainConfig, out: Path) -> Any:
+    """The environment's id, calls that its task needs at least, the reward spec's name, and what wraps it."""
+    from agentrl.catalog import EnvRef
+    from agentrl.run.session import build_scorer
+
+    ref = EnvRef.of(config)
+    env = ref.build()
+    env.reset(seed=3)
+    name, wrappers = env.unwrapped.id, []
+    calls = sum(len(turn.tool_calls) for turn in env.unwrapped.gold_turns(env.task)) if config.env.id == "key_value" else None
+    around: Any = env
+    while around is not env.unwrapped:
+        wrappers.append(f"{type(around).__name__} over {around.tokens}")
+        around = around.env
+    env.close()
+    return {"id": name, "calls": calls, "reward": build_scorer(config, ref).name, "wrappers": wrappers}
+
+
+# -- episodes --------------------------------------------------------------------------------------
+
+
+class Scribe:
+    """In an engine's place: makes the same call in every turn, and writes down how it was asked."""
+
+    def __init__(self, renderer: Any, fail: bool) -> None:
+        from agentrl.trajectory import Message, ToolCall
+
+        self.ids = renderer.assistant(Message("assistant", tool_calls=(ToolCall("list", {}),)))
+        self.fail, self.asked, self.running, self.most = fail, [], 0, 0  # type: ignore[var-annotated]
+
+    async def generate(self, token_ids: Sequence[int], sampling: Any, request_key: str) -> Any:
+        from agentrl.rollout.engine import Generation
+
+        self.asked.append((request_key, sampling))
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0.002)
+        self.running -= 1
+        if self.fail:
+            raise EngineError("away")
+        ids = self.ids[: sampling.max_tokens]
+        return Generation(list(ids), [-1.0] * len(ids), [0] * len(ids), "stop" if ids == self.ids else "length")
+
+    def progress(self, request_key: str) -> None:
+        return None
+
+    async def abort(self, request_key: str) -> None:
+        pass
+
+
+@cache
+def renderer() -> Any:
+    from agentrl.render import make_renderer
+    from agentrl.train.tokenizer import packaged_tokenizer
+
+    return make_renderer(packaged_tokenizer(4096))
+
+
+def rollouts(config: TrainConfig, fail: bool = False) -> tuple[Any, Scribe, list[Any]]:
+    """The collector of a session, its engine, and the episodes of its first group, as far as one comes together."""
+    from agentrl.catalog import EnvRef
+    from agentrl.rollout.collect import Collector
+    from agentrl.run.policy import make_policy
+    from agentrl.run.session import build_scorer
+
+    ref, engine = EnvRef.of(config), Scribe(renderer(), fail)
+    policy = make_policy(config, engine, renderer())  # type: ignore[arg-type]
+
+    async def body() -> tuple[Any, Scribe, list[Any]]:
+        collector = Collector(ref, policy, build_scorer(config, ref), config.rollout, context=4096, seed=config.seed)
+        found = await collector._members(0, 0, ref)
+        return collector, engine, found
+
+    return asyncio.run(body())
+
+
+def admitted(config: TrainConfig, out: Path) -> int:
+    """Groups that run before any update is done."""
+    collector, _, _ = rollouts(config)
+    count = 0
+    while collector.ledger.admit() is not None:
+        count += 1
+    return count
+
+
+def most_at_once(config: TrainConfig, out: Path) -> int:
+    return rollouts(config)[1].most
+
+
+def ends(config: TrainConfig, out: Path) -> Any:
+    """Turns of each episode, and how it ended."""
+    return [(len(episode.turns), episode.stop.value) for episode in rollouts(config)[2]]
+
+
+def members(config: TrainConfig, out: Path) -> Any:
+    """Members that were started, that came back, and that were cancelled."""
+    collector, engine, found = rollouts(config)
+    return len({key for key, _ in engine.asked}), len(found), collector.progress.cancelled
+
+
+def asked(config: TrainConfig, out: Path) -> Any:
+    """How the first request of each member says to sample."""
+    _, engine, _ = rollouts(config)
+    first = engine.asked[: config.rollout.group_size]
+    return {(s.max_tokens, s.temperature, s.top_p, s.top_k) for _, s in first}
+
+
+def tokens(config: TrainConfig, out: Path) -> Any:
+    """Whether every episode ended for want of tokens, and by how many its ledgers are short of the bound."""
+    found = rollouts(config)[2]
+    short = {config.rollout.max_episode_tokens - sum(len(ledger) for ledger in episode.ledgers) for episode in found}
+    return {episode.stop.value for episode in found}, min(short) >= 0 and max(short) < 40
+
+
+def attempts(config: TrainConfig, out: Path) -> Any:
+    """Requests of a group of two whose engine is away, and how many different seeds they have."""
+    _, engine, _ = rollouts(config, fail=True)
+    return len(engine.asked), len({sampling.seed for _, sampling in engine.asked})
+
+
+# -- engines ---------------------------------------------------------------------------------------
+
+
+def vllm_arguments(config: TrainConfig, out: Path) -> Any:
+    """What the replica hands to vLLM's AsyncEngineArgs, and what its keeper was told."""
+    from agentrl.backends.vllm_actor import VllmActor
+    from agentrl.run import engines
+
+    seen: dict[str, Any] = {}
+
+    class Started:
+        @staticmethod
+        def from_engine_args(args: Any) -> Any:
+            return SimpleNamespace(update_weight_version=nothing)
+
+    async def nothing(*args: Any) -> None:
+        pass
+
+    modules = {name: ModuleType(name) for name in ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.v1", "vllm.v1.engine",
+                                                   "vllm.v1.engine.async_llm")}
+    vars(modules["vllm.engine.arg_utils"])["AsyncEngineArgs"] = lambda **given: seen.update(given)
+    vars(modules["vllm.v1.engine.async_llm"])["AsyncLLM"] = Started
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "model_context", lambda model: 4096)
+        engine: Any = engines.make_engine("vllm", "model", config)
+        for name, module in modules.items():
+            patch.setitem(__import__("sys").modules, name, module)
+        asyncio.run(VllmActor(engine._replicas._options).start())
+    keeper = engine._replicas
+    return {**seen, "replicas": keeper._count, "respawns": keeper._max_respawns, "call_timeout": keeper._call_timeout,
+            "gpus": keeper._gpus}
+
+
+def chosen_engine(config: TrainConfig, out: Path) -> Any:
+    """The engine that a run makes, by its class."""
+    from agentrl.run import engines
+
+    model = "model"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "model_context", lambda model: 4096)
+        patch.setattr(engines.importlib.util, "find_spec", lambda name: object())
+        import agentrl.backends.embedded as embedded
+
+        patch.setattr(embedded, "EmbeddedEngine", lambda *args, **options: SimpleNamespace(**options))
+        return type(engines.make_engine(engines.resolve_engine(config.engine), model, config)).__name__
+
+
+# -- the phases of a run ---------------------------------------------------------------------------
+
+
+class Course:
+    """A session without models: what a phase of a run calls, in order. Every evaluation finds 0.5."""
+
+    def __init__(self, config: TrainConfig, out: Path) -> None:
+        from agentrl.catalog import EnvRef
+        from agentrl.rollout.ledger import GroupLedger
+        from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
+
+        self.calls: list[tuple[str, Any]] = []
+        ledger = GroupLedger(1, 0)
+        tokens = TokenLedger()
+        tokens.append_context([5], 0)
+        tokens.append_sampled([6], [-1.0], [0], 0)
+        member = Trajectory("made-up", Task("t", 0), ledgers=[tokens], turns=[], reward=0.5)
+
+        async def collect() -> list[Group]:
+            return [Group(ledger.version, 0, [member])]
+
+        def trained(groups: list[Group]) -> None:
+            ledger.version += 1
+
+        self.member = member
+        self.session: Any = SimpleNamespace(
+            config=config, env=EnvRef("key_value"), limits=None, engine=SimpleNamespace(forget=self.waited("forget", None)),
+            scorer=SimpleNamespace(range=(0.0, 1.0)), display=SimpleNamespace(phase=self.quiet, step=self.quiet),
+            collector=SimpleNamespace(ledger=ledger, collect=collect, trained=trained, metrics=dict,
+                                      rest=self.waited("rest", None)),
+            learner=SimpleNamespace(step=self.waited("update", {})), publish=self.waited("publish", None),
+            saver=SimpleNamespace(check=self.waited("check", None), wait=self.waited("wait", None), wanted=lambda found: False,
+                                  save=self.waited("save", None)),
+            folder=SimpleNamespace(warm_start=out / "warm"),
+            actors=SimpleNamespace(arun=self.worker),
+            policy=SimpleNamespace(at=lambda temperature: temperature, renderer=None),
+        )
+        self.recorder: Any = SimpleNamespace(
+            row=self.quiet, evaluation=self.waited("evaluation", None), trajectories=self.waited("write", None),
+            writes=SimpleNamespace(check=self.waited("written", None), wait=self.waited("written", None)),
+        )
+        self.interrupt: Any = SimpleNamespace(requested=False, in_step=False)
+
+    def quiet(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def waited(self, name: str, value: Any) -> Callable[..., Any]:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append((name, self.session.collector.ledger.version))
+            return dict(value) if isinstance(value, dict) else value
+
+        return call
+
+    async def worker(self, method: Any, *args: Any) -> Any:
+        self.calls.append((method.__name__, len(args[0]) if method.__name__ == "sft_steps" else None))
+        return {"loss": 1.0}
+
+    async def evaluated(self, env: Any, policy: Any, *args: Any, tasks: int, seed: int, **kwargs: Any) -> Any:
+        from agentrl.rollout.evaluate import Evaluation
+
+        self.calls.append(("evaluate", {"temperature": policy, "tasks": tasks, "seed": seed, "params": env.params}))
+        return Evaluation(0.5, 0.5, 1, 0, {}, [])
+
+    def all(self, name: str) -> list[Any]:
+        """What was noted of each call of this name."""
+        return [value for called, value in self.calls if called == name]
+
+
+def course_of(config: TrainConfig, out: Path) -> Course:
+    import agentrl.loop as module
+
+    course = Course(config, out)
+
+    class Meter:
+        def __init__(self, engine: Any) -> None:
+            pass
+
+        async def read(self) -> dict[str, float]:
+            return {}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "evaluate", course.evaluated)
+        patch.setattr(module, "EngineMeter", Meter)
+        asyncio.run(module.train_loop(course.session, course.recorder, course.interrupt))
+    return course
+
+
+def at(name: str) -> Callable[[TrainConfig, Path], Any]:
+    """After how many updates the loop called `name`."""
+    return lambda config, out: course_of(config, out).all(name)
+
+
+def first_evaluation(config: TrainConfig, out: Path) -> Any:
+    return course_of(config, out).all("evaluate")[0]
+
+
+def warming_up(config: TrainConfig, out: Path) -> dict[str, Any]:
+    """The warm start: rows of each call of ten steps, after how many steps the gate was asked and with what, the
+    transcripts' environment and teacher, and how it ended."""
+    import agentrl.run.sft as module
+    from agentrl.errors import AgentrlError
+
+    course = Course(config, out)
+
+    class Source:
+        def __init__(self, env: Any, renderer: Any, teacher: Any, seed: int) -> None:
+            course.calls.append(("transcripts", (env.params, teacher)))
+
+        async def take(self, first: int, count: int) -> list[Any]:
+            return [course.member] * count
+
+    ended = "open"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "evaluate", course.evaluated)
+        patch.setattr(module, "Transcripts", Source)
+        try:
+            asyncio.run(module.warm_start(course.session, course.recorder, course.interrupt))
+        except AgentrlError as problem:
+            ended = "shut" if "did not open its gate" in str(problem) else str(problem)
+    names = [name for name, _ in course.calls if name in ("sft_steps", "evaluate")]
+    asked_at = [10 * names[:place].count("sft_steps") for place, name in enumerate(names) if name == "evaluate"]
+    [transcripts] = course.all("transcripts")
+    return {"rows": course.all("sft_steps"), "gates": asked_at, "transcripts": transcripts, "end": ended,
+            "gate": course.all("evaluate")[0]}
+
+
+def only(observe: Callable[[TrainConfig, Path], dict[str, Any]], *names: str) -> Callable[[TrainConfig, Path], Any]:
+    """Some of what is observed; a single one by itself."""
+    def picked(config: TrainConfig, out: Path) -> Any:
+        found = observe(config, out)
+        return found[names[0]] if len(names) == 1 else {name: found[name] for name in names}
+
+    return picked
+
+
+def folder(config: TrainConfig, out: Path) -> str:
+    from agentrl.run.folder import RunFolder
+
+    made = config.model_copy(update={"out": str(out / config.out)})
+    return str(RunFolder.create(made).path.relative_to(out))
+
+
