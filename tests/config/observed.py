@@ -312,8 +312,8 @@ def first_evaluation(config: TrainConfig, out: Path) -> Any:
 
 
 def warming_up(config: TrainConfig, out: Path) -> dict[str, Any]:
-    """The warm start: rows of each call of ten steps, after how many steps the gate was asked and with what, the
-    transcripts' environment and teacher, and how it ended."""
+    """The warm start: rows of each call of ten steps and the number of its first transcript, after how many steps the gate
+    was asked and with what, the transcripts' environment and teacher, and how it ended."""
     import agentrl.run.sft as module
     from agentrl.errors import AgentrlError
 
@@ -324,6 +324,7 @@ def warming_up(config: TrainConfig, out: Path) -> dict[str, Any]:
             course.calls.append(("transcripts", (env.params, teacher)))
 
         async def take(self, first: int, count: int) -> list[Any]:
+            course.calls.append(("first", first))
             return [course.member] * count
 
     ended = "open"
@@ -337,8 +338,8 @@ def warming_up(config: TrainConfig, out: Path) -> dict[str, Any]:
     names = [name for name, _ in course.calls if name in ("sft_steps", "evaluate")]
     asked_at = [10 * names[:place].count("sft_steps") for place, name in enumerate(names) if name == "evaluate"]
     [transcripts] = course.all("transcripts")
-    return {"rows": course.all("sft_steps"), "gates": asked_at, "transcripts": transcripts, "end": ended,
-            "gate": course.all("evaluate")[0]}
+    return {"rows": course.all("sft_steps"), "firsts": course.all("first"), "gates": asked_at, "transcripts": transcripts,
+            "end": ended, "gate": course.all("evaluate")[0]}
 
 
 def only(observe: Callable[[TrainConfig, Path], dict[str, Any]], *names: str) -> Callable[[TrainConfig, Path], Any]:

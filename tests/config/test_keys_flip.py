@@ -119,7 +119,8 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
                                                    "engine=auto": "SimpleNamespace"}),  # no GPU is seen here
     "SftConfig.max_steps": (warm("rows", "end"), SHUT, {f"sft.max_steps={n}": {"rows": [80] * (n // 10), "end": "shut"}
                                                         for n in (20, 40)}),
-    "SftConfig.batch": (warm("rows"), SHUT, {"sft.batch=2": [20] * 4, "sft.batch=3": [30] * 4}),
+    "SftConfig.batch": (warm("rows", "firsts"), SHUT, {"sft.batch=2": {"rows": [20] * 4, "firsts": [0, 20, 40, 60]},
+                                                       "sft.batch=3": {"rows": [30] * 4, "firsts": [0, 30, 60, 90]}}),
     "SftConfig.teacher": (warm("transcripts"), SHUT, {"sft.teacher={wrong=0.5}": ({}, {"wrong": 0.5})}),
     "SftConfig.params": (warm("transcripts", "gate"), SHUT, {"sft.params={calls=2}": {"transcripts": ({"calls": 2}, {}),
                                                                                       "gate": GATE}}),
