@@ -1,8 +1,9 @@
 """Deadlines that count only the time in which the event loop listened.
 
 `asyncio.timeout` counts the wall clock: where something blocks the loop for longer than a deadline, everything that was
-waited for is late at once, answered or not. Here time goes by in slices. A slice counts for its own length at most,
-however long the loop was away, and what is awaited is looked at once more before it counts as late.
+waited for is late at once, answered or not. Here one ticker per event loop counts the time in which the loop came round,
+and every deadline on that loop reads it. No more of it can go by than of the wall clock, so a deadline sleeps for as long
+as it has left, up to `LONGEST`; thousands of episodes that wait for slow tools cost the loop next to nothing.
 """
 
 from __future__ import annotations
@@ -12,18 +13,60 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-SLICE = 0.25
-"""The longest slice, in seconds; a deadline has eight at least."""
+TICK = 0.05
+"""Seconds between two ticks of a loop's clock. A tick that comes late counts for twice that at most."""
+LONGEST = 5.0
+"""Seconds after which a deadline looks again at what it counts, at the latest; an eighth of what is left, if that is less."""
 GRACE = 10.0
 """Seconds that cancelled work has to come to an end; then it is let go."""
 
 
 class LateError(TimeoutError):
     """What was awaited was not there in its time."""
+
+
+class LoopClock:
+    """Seconds in which one event loop listened, counted while anybody asks (`enter` to `leave`)."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._users, self._heard, self._last = loop, 0, 0.0, 0.0
+        self._next: asyncio.TimerHandle | None = None
+
+    def enter(self) -> None:
+        self._users += 1
+        if self._next is None:
+            self._last = time.monotonic()
+            self._next = self._loop.call_later(TICK, self._tick)
+
+    def leave(self) -> None:
+        self._users -= 1
+
+    def now(self) -> float:
+        """Seconds heard so far; what goes by is counted at ticks, and here."""
+        now = time.monotonic()
+        self._heard += min(now - self._last, 2 * TICK)
+        self._last = now
+        return self._heard
+
+    def _tick(self) -> None:
+        self.now()
+        self._next = self._loop.call_later(TICK, self._tick) if self._users else None
+
+
+_CLOCKS: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopClock] = WeakKeyDictionary()
+
+
+def loop_clock() -> LoopClock:
+    """The clock of the running event loop."""
+    loop = asyncio.get_running_loop()
+    if loop not in _CLOCKS:
+        _CLOCKS[loop] = LoopClock(loop)
+    return _CLOCKS[loop]
 
 
 async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable[[], bool] = lambda: True) -> T:
@@ -48,22 +91,22 @@ async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable
     raise LateError(f"{name}: no end within {seconds:g} s")
 
 
-async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float]) -> bool:
-    """Wait until the task is done (True) or no time is left (False). `spend(seconds)` is told what went by and says what
-    is left; the first call tells of none."""
-    left = whole = spend(0.0)
-    while not task.done():
-        if left <= 0:
-            return False
-        slice_ = max(min(SLICE, whole / 8, left), 0.005)
-        began = time.monotonic()
-        await asyncio.wait([task], timeout=slice_)
-        took = time.monotonic() - began
-        if took > slice_ + 0.05 and not task.done():
-            # The loop was away. What came in meanwhile is handled now.
-            await asyncio.wait([task], timeout=slice_)
-        left = spend(min(took, slice_))
-    return True
+async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float], longest: float = LONGEST) -> bool:
+    """Wait until the task is done (True) or no time is left (False). `spend(seconds)` is told what the loop heard go by
+    and says what is left; the first call tells of none. It is called every `longest` seconds at least."""
+    clock = loop_clock()
+    clock.enter()
+    try:
+        heard, left = clock.now(), spend(0.0)
+        while not task.done():
+            if left <= 0:
+                return False
+            await asyncio.wait([task], timeout=min(longest, max(left / 8, TICK), left + 0.005))
+            before, heard = heard, clock.now()
+            left = spend(heard - before)
+        return True
+    finally:
+        clock.leave()
 
 
 async def end(task: asyncio.Future[Any], name: str, grace: float = GRACE) -> None:

@@ -11,15 +11,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from agentrl.deadline import LONGEST
 from agentrl.rollout.engine import Engine, Underway
 from agentrl.tool.tool import Blame
 
 
 class Watch:
-    """What each episode waits for. `moves` counts whatever comes back: tokens, tool calls, turns, episodes."""
+    """What each episode waits for. `moves` counts whatever comes back: tokens, tool calls, turns, episodes.
 
-    def __init__(self) -> None:
-        self.moves = 0
+    `look`: tokens and tool calls of a wait under way are seen by looking, so often (seconds) at least.
+    """
+
+    def __init__(self, look: float = LONGEST) -> None:
+        self.moves, self.look = 0, look
         self._waits: dict[str, tuple[Callable[[], str], float]] = {}
 
     def moved(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig
-from agentrl.deadline import in_time
+from agentrl.deadline import LONGEST, in_time
 from agentrl.errors import StalledError
 from agentrl.reward import Scorer
 from agentrl.rollout.clock import Quiet, Watch
@@ -63,7 +63,7 @@ class Collector:
         self.policy, self.scorer, self.config = policy, scorer, config
         # The watchdog below ends a run in which nothing moves; requests need no such limit of their own.
         self.limits = replace(Limits.of(config, context), stall_timeout=math.inf)
-        self.watch = Watch()
+        self.watch = Watch(min(LONGEST, config.stall_timeout / 8))
         self.seed = seed
         self.ledger = GroupLedger(config.groups, config.max_staleness, _more(config.groups, config.oversample))
         self.tasks = TaskSource(env, make_sampler(config.sampler), config.sampler.name, seed)

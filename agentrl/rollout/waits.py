@@ -55,7 +55,7 @@ class Waits:
 
         try:
             with self.watch.waits(self._key, doing):
-                in_its_time = await in_time(task, spend)
+                in_its_time = await in_time(task, spend, self.watch.look)
                 if not in_its_time:
                     late = self._late(env, doing(), blame, spent, limit)
                     await end(task, f"episode {self._key}, {what} of environment {env.id}")
@@ -90,7 +90,7 @@ class Waits:
         task = asyncio.ensure_future(engine.generate(ids, sampling, key))
         try:
             with self.watch.waits(self._key, lambda: f"{what} at {request}"):
-                if not await in_time(task, request.spend):
+                if not await in_time(task, request.spend, self.watch.look):
                     return await self._cut(engine, key, task, request, what, own)
         except asyncio.CancelledError:
             await end(task, f"episode {self._key}, {what}")
