@@ -56,7 +56,7 @@ VARIANTS: dict[str, Variant] = {
     "ledgers_gae": Variant([*_context("compact", '{tokens=150, summary_tokens=4, keep=2, prompt="note"}').overrides,
                             *_advantage("gae").overrides]),
     "lora": Variant(["model.lora.rank=16", "optim.lr=3e-3"]),
-    "top_p": Variant(["rollout.top_p=0.95", 'algorithm.proximal="recompute"']),
+    "top_p": Variant(["rollout.top_p=0.95"]),
     "temperature_0.7": Variant(["rollout.temperature=0.7"]),
     "kl_in_loss": Variant(["algorithm.kl.coef=0.01"]),
     "kl_in_reward": Variant(["algorithm.kl.coef=0.01", 'algorithm.kl.where="reward"']),
