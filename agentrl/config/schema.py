@@ -1,4 +1,4 @@
-"""The config of a run, key by key. Every key changes something; `tests/config` flips each.
+"""The config of a run, key by key. `tests/config/test_keys_flip.py` says what each does, or names the test that does.
 
 Defaults suit a real model at `model.path` (docs/hyperparameters.md has their sources). Configs that build a tiny one
 with `[model.init]` carry its values themselves.

@@ -48,6 +48,7 @@ def make_engine(name: str, model: str, config: TrainConfig, pools: Pools | None 
             model, replicas=v.replicas, tensor_parallel=v.tensor_parallel, kv_cache_mib=v.kv_cache_mib,
             max_model_len=min(v.max_model_len, model_context(model)), enforce_eager=v.enforce_eager, dtype=config.model.dtype,
             max_respawns=v.max_respawns, call_timeout=v.call_timeout, lora_rank=_adapter_rank(config),
+            places=pools.beside("rollout") if pools is not None and "rollout" in pools else (),
         )
     from agentrl.backends.embedded import EmbeddedEngine
 

@@ -187,7 +187,7 @@ ELSEWHERE: dict[str, str] = {
     "ClusterConfig.address": "cluster/test_two_nodes.py::test_two_ray_nodes_on_one_machine",
     "ClusterConfig.max_restarts": "cluster/test_restarts.py::test_the_limit_bounds_how_often_a_run_starts_again",
     "ClusterConfig.pools": "cluster/test_pool.py::test_roles_share_a_pool",
-    "ClusterConfig.roles": "cluster/test_pool.py::test_roles_share_a_pool",
+    "ClusterConfig.roles": f"{PLACES}::test_vllm_replicas_run_where_the_role_rollout_is_placed",
     "WeightsConfig.route": "train/test_publish_routes.py::test_each_route_brings_the_weights_and_only_it_does",
     **{f"WeightsConfig.{key}": "train/test_publish_routes.py::test_bucket_mib_bounds_each_bucket_and_folder_is_where_it_lies"
        for key in ("bucket_mib", "folder")},

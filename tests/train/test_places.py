@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from train_batches import make_batch, toy_critic
 
-from agentrl.backends import embedded, vllm
+from agentrl.backends import embedded, vllm, vllm_replicas
 from agentrl.config.schema import (
     AlgorithmConfig,
     Choice,
@@ -24,6 +24,7 @@ from agentrl.config.schema import (
     ModelConfig,
     PoolConfig,
     TrainConfig,
+    VllmConfig,
 )
 from agentrl.run import engines, places
 from agentrl.train import learner
@@ -115,3 +116,32 @@ def test_what_starts_a_role_gets_the_keys_of_the_cluster(monkeypatch: pytest.Mon
     assert places.open_pools(changed, "embedded") == (pooled, ["critic"], 9.0)
     inline = config.model_copy(update={"cluster": cluster.model_copy(update={"backend": "inline"})})
     assert places.start_actors(inline, None).world_size == 3 and seen["actor"]["backend"] == "inline"
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_vllm_replicas_run_where_the_role_rollout_is_placed(monkeypatch: pytest.MonkeyPatch, placed: bool) -> None:
+    """Two replicas with a pool of two: each is started with Ray's options of its slot; without a pool, with those of its own."""
+    slots = [{"num_cpus": 0.5, "scheduling_strategy": f"slot {number}"} for number in range(2)]
+
+    class Pools:
+        def __contains__(self, role: str) -> bool:
+            return placed and role == "rollout"
+
+        def beside(self, role: str) -> list[dict[str, Any]]:
+            assert role == "rollout"
+            return slots
+
+    started: list[dict[str, Any]] = []
+
+    class Remote:
+        def options(self, **options: Any) -> Any:
+            started.append(options)
+            return SimpleNamespace(remote=lambda given: None)
+
+    monkeypatch.setattr(engines, "model_context", lambda model: 4096)
+    monkeypatch.setattr(vllm_replicas.ray, "remote", lambda cls: Remote())
+    config = TrainConfig(env=EnvConfig(id="none"), vllm=VllmConfig(replicas=2))
+    engine: Any = engines.make_engine("vllm", "model", config, Pools())  # type: ignore[arg-type]
+    for number in range(2):
+        engine._replicas._spawn(number)
+    assert [options.get("scheduling_strategy") for options in started] == (["slot 0", "slot 1"] if placed else [None, None])
