@@ -261,4 +261,5 @@ def test_the_config_chooses_the_policy_and_who_writes(renderer: Renderer) -> Non
         pytest.skip("an API model writes the summary through litellm, which is not installed")
     other = make_policy(config(context=args, summary_model="openai/scribe"), engine, renderer)
     assert other.writer is not None and other.writer.temperature == 0.0
+    assert other.writer.engine._model == "openai/scribe" and other.engine is engine  # type: ignore[attr-defined]
     assert make_context(Choice(name="truncate", args={"keep": 5})) == Truncate(keep=5)
