@@ -36,11 +36,12 @@ def config(tmp_path: Path) -> TrainConfig:
 
 def test_each_part_of_a_session_gets_its_keys(config: TrainConfig, tmp_path: Path) -> None:
     async def opened() -> Any:
-        session = await open_session(config, RunFolder.create(config), Display())
+        session: Any = await open_session(config, RunFolder.create(config), Display())
+        workers = list(session.actors.backend._workers)
         await session.close()
-        return session
+        return session, workers
 
-    session = asyncio.run(opened())
+    session, [actor] = asyncio.run(opened())
     assert session.limits == Limits(max_turns=3, max_turn_tokens=11, max_episode_tokens=300, turn_timeout=21.0,
                                     episode_timeout=22.0, context=512, env_timeout=23.0, stall_timeout=300.0)
     policy, collector = session.policy, session.collector
@@ -48,7 +49,6 @@ def test_each_part_of_a_session_gets_its_keys(config: TrainConfig, tmp_path: Pat
     assert collector.seed == collector.tasks.run_seed == 5 and collector.limits.max_turns == 3 and collector._greedy
     assert (collector.ledger.groups_per_update, collector.ledger.max_staleness, collector._slots._value) == (3, 2, 9)
     assert session.env.params == {"calls": 2} and session.scorer.name == collector.scorer.name == "key_value_exact"
-    [actor] = session.actors.backend._workers
     assert actor._optim == config.optim and actor._total_steps == 8 and session.learner.algorithm == config.algorithm
     assert session.publisher._cfg == config.weights
     assert (session.saver._checkpoints.keep, session.saver._checkpoints.keep_best) == (4, 3)
