@@ -138,7 +138,7 @@ KEYS, STARTS, PARALLEL = "train/test_keys.py", "train/test_adapter_and_sft_keys.
 ACTOR = f"{KEYS}::test_a_key_moves_the_weights_as_the_plain_trainer_does"
 CRITIC = f"{KEYS}::test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does"
 JUDGE, API, BLAME, MCP = "reward/test_reward_judge.py", "run/test_api_eval.py", "rollout/test_blame.py", "env/test_mcp.py"
-PLACES = "train/test_places.py"
+PLACES, SESSION = "train/test_places.py", "run/test_session_keys.py"
 ELSEWHERE: dict[str, str] = {
     **{f"SftConfig.{key}": f"{STARTS}::test_a_key_of_sft_scales_the_first_step_of_its_weights" for key in ("lr", "matrix_lr")},
     "SftConfig.warmup": f"{STARTS}::test_sft_warmup_and_min_steps_are_where_the_rate_rises_and_where_it_ends",
@@ -159,7 +159,7 @@ ELSEWHERE: dict[str, str] = {
     **{f"RewardModelConfig.{key}":
        "train/test_reward_model.py::test_the_advantages_are_those_of_the_reward_and_weight_times_the_score"
        for key in ("path", "weight")},
-    "ModelConfig.path": "e2e/test_train.py::test_two_ranks_learn_the_same",
+    "ModelConfig.path": f"{SESSION}::test_the_model_is_the_warmed_up_one_the_given_one_or_one_built_by_the_seed",
     "ModelConfig.tool_parser": "run/test_tool_parser.py::test_a_named_parser_is_used_where_it_fits_and_refused_where_not",
     "ModelConfig.dtype": f"{PLACES}::test_dtype_is_what_the_engine_gets_and_what_the_trainer_computes_in",
     "ModelConfig.activation_checkpointing": f"{PARALLEL}::test_activation_checkpointing_keeps_less",

@@ -82,14 +82,17 @@ def test_values_are_at_the_sampled_tokens_and_start_at_zero(tiny: str) -> None:
 
 
 def test_a_critic_of_another_model(tiny: str, tmp_path: Path) -> None:
+    """The value head is as wide as the critic's model: 32 for the policy's own, 16 for the other."""
     other = str(init_model(SMALL.model_copy(update={"hidden": 16}), tmp_path / "other", seed=1))
-    sizes = []
+    sizes, widths = [], []
     for path in (None, other):
         learner = opened(tiny, config_of(algorithm=GAE, critic=toy_critic(path=path)))
         assert asyncio.run(learner.step(own_logprobs(learner), 0))["grad_norm"] > 0
         learner.critics.run(Critic.save, str(tmp_path / "c"))  # type: ignore[union-attr]
+        [critic] = learner.critics.backend._workers  # type: ignore[union-attr]
+        widths.append(tuple(critic._engine.module.head.weight.shape))
         sizes.append(sum(file.stat().st_size for file in (tmp_path / "c").glob("*.distcp")))
-    assert sizes[1] < sizes[0]
+    assert sizes[1] < sizes[0] and widths == [(1, 32), (1, 16)]
 
 
 def test_critic_warm_up_leaves_the_policy(tiny: str) -> None:
