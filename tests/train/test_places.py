@@ -21,10 +21,12 @@ from agentrl.config.schema import (
     ClusterConfig,
     EnvConfig,
     KlConfig,
+    LoraSection,
     ModelConfig,
     PoolConfig,
     TrainConfig,
     VllmConfig,
+    WeightsConfig,
 )
 from agentrl.run import engines, places
 from agentrl.train import learner
@@ -145,3 +147,16 @@ def test_vllm_replicas_run_where_the_role_rollout_is_placed(monkeypatch: pytest.
     for number in range(2):
         engine._replicas._spawn(number)
     assert [options.get("scheduling_strategy") for options in started] == (["slot 0", "slot 1"] if placed else [None, None])
+
+
+@pytest.mark.parametrize(("rank", "published", "room"), [(8, "adapter", 8), (20, "adapter", 32), (8, "merged", None)])
+def test_vllm_gets_room_for_an_adapter_of_the_rank_and_only_where_one_is_published(
+    monkeypatch: pytest.MonkeyPatch, rank: int, published: Any, room: int | None
+) -> None:
+    """vLLM has room for ranks of 8, 16, 32, ... : the least that holds the adapter's."""
+    monkeypatch.setattr(engines, "model_context", lambda model: 4096)
+    config = TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(lora=LoraSection(rank=rank)),
+                         weights=WeightsConfig(lora=published))
+    engine: Any = engines.make_engine("vllm", "model", config)
+    options = engine._replicas._options
+    assert (options.get("max_lora_rank"), options.get("enable_lora", False)) == (room, room is not None)
