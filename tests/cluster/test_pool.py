@@ -9,6 +9,7 @@ from cluster_workers import Plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.cluster import placement
 from agentrl.cluster.pool import Node, need, place, pools_of_roles
 from agentrl.cluster.roles import launch_roles
 from agentrl.config.schema import (
@@ -69,6 +70,22 @@ def test_every_size_of_a_pool_changes_its_place():
     for too_much in (PoolConfig(nodes=3), PoolConfig(cpus=5.0), PoolConfig(per_node=3, gpus=1.0)):
         with pytest.raises(ResourceError):
             place({"p": too_much}, NODES)
+
+
+def test_a_pool_is_held_in_one_bundle_a_node_and_handed_out_in_slots(monkeypatch):
+    """Two nodes of three processes, each with 1.5 CPU slots and half a GPU: 4.5 and 1.5 a node, slots 0 to 2 on the first."""
+    monkeypatch.setattr(placement, "available_resources_per_node", dict)
+    nodes = {Node("a", 8, 2): "id a", Node("b", 8, 2): "id b", Node("c", 4, 0): "id c"}
+    monkeypatch.setattr(placement, "_nodes", lambda left: nodes)
+    asked = []
+    monkeypatch.setattr(placement, "placement_group", lambda bundles, **how: asked.append((bundles, how)) or "held")
+    held = placement._hold({"p": PoolConfig(nodes=2, per_node=3, cpus=1.5, gpus=0.5)})["p"]
+    [(bundles, how)] = asked
+    assert bundles == [{"CPU": 4.5, "GPU": 1.5}] * 2
+    assert sorted(pin[placement.NODE_LABEL] for pin in how["bundle_label_selector"]) == ["id a", "id b"]
+    options = held.options()
+    assert [one["scheduling_strategy"].placement_group_bundle_index for one in options] == [0, 0, 0, 1, 1, 1]
+    assert {(one["num_cpus"], one["num_gpus"]) for one in options} == {(1.5, 0.5)}
 
 
 pool = st.builds(

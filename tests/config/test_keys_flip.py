@@ -180,7 +180,7 @@ ELSEWHERE: dict[str, str] = {
     "RolloutConfig.filter_zero_variance": "rollout/test_collect.py::test_groups_without_variance_are_replaced_and_only_those",
     "RolloutConfig.max_filtered":
         "rollout/test_collect.py::test_the_bound_on_filtering_is_per_update_and_leaves_groups_that_teach",
-    **{f"PoolConfig.{key}": "cluster/test_pool.py::test_every_size_of_a_pool_changes_its_place"
+    **{f"PoolConfig.{key}": "cluster/test_pool.py::test_a_pool_is_held_in_one_bundle_a_node_and_handed_out_in_slots"
        for key in ("nodes", "per_node", "cpus", "gpus")},
     **{f"ClusterConfig.{key}": f"{PLACES}::test_what_starts_a_role_gets_the_keys_of_the_cluster"
        for key in ("backend", "actors", "startup_timeout", "call_timeout")},
