@@ -93,20 +93,69 @@ async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable
 
 async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float], longest: float = LONGEST) -> bool:
     """Wait until the task is done (True) or no time is left (False). `spend(seconds)` is told what the loop heard go by
-    and says what is left; the first call tells of none. It is called every `longest` seconds at least."""
+    and says what is left; the first call tells of none. It is called every `longest` seconds at least. Raises what it raises.
+
+    The caller goes on a fixed number of turns of the loop after the task's end, whenever the clock was looked at: the
+    embedded engine steps once a turn, so which requests share a step, and their last digits, must not depend on a clock.
+    """
     clock = loop_clock()
     clock.enter()
     try:
-        heard, left = clock.now(), spend(0.0)
-        while not task.done():
-            if left <= 0:
-                return False
-            await asyncio.wait([task], timeout=min(longest, max(left / 8, TICK), left + 0.005))
-            before, heard = heard, clock.now()
-            left = spend(heard - before)
-        return True
+        left = spend(0.0)
+        if task.done() or left <= 0:
+            return task.done()
+        return await _Countdown(task, spend, clock, longest).wait(left)
     finally:
         clock.leave()
+
+
+class _Countdown:
+    """Timers that look at the clock until a task is done; who waits for it is woken once, at the end."""
+
+    def __init__(
+        self, task: asyncio.Future[Any], spend: Callable[[float], float], clock: LoopClock, longest: float
+    ) -> None:
+        self._task, self._spend, self._clock, self._longest = task, spend, clock, longest
+        self._heard = clock.now()
+        self._loop = asyncio.get_running_loop()
+        self._woken: asyncio.Future[None] = self._loop.create_future()
+
+    async def wait(self, left: float) -> bool:
+        self._task.add_done_callback(self._wake)
+        self._look_later(left)
+        try:
+            await self._woken
+            if self._task.done():
+                self._tell()
+            return self._task.done()
+        finally:
+            self._timer.cancel()
+            self._task.remove_done_callback(self._wake)
+
+    def _tell(self) -> float:
+        """Tell what went by since the last time; what is left."""
+        before, self._heard = self._heard, self._clock.now()
+        return self._spend(self._heard - before)
+
+    def _look_later(self, left: float) -> None:
+        self._timer = self._loop.call_later(min(self._longest, max(left / 8, TICK), left + 0.005), self._look)
+
+    def _look(self) -> None:
+        if self._woken.done() or self._task.done():
+            return
+        try:
+            left = self._tell()
+        except Exception as fault:
+            self._woken.set_exception(fault)
+            return
+        if left <= 0:
+            self._wake()
+        else:
+            self._look_later(left)
+
+    def _wake(self, _: object = None) -> None:
+        if not self._woken.done():
+            self._woken.set_result(None)
 
 
 async def end(task: asyncio.Future[Any], name: str, grace: float = GRACE) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agentrl import deadline, executors
-from agentrl.deadline import LateError, within
+from agentrl.deadline import LateError, in_time, within
 from agentrl.errors import EnvError, HungError, ToolTimeoutError
 from agentrl.executors import TOOLS, DaemonThreads
 from agentrl.tool import Toolbox, tool
@@ -185,3 +185,72 @@ def test_work_that_swallows_its_cancellation_is_let_go(monkeypatch: pytest.Monke
 
 def test_a_hung_tool_is_the_infrastructures_fault() -> None:
     assert issubclass(HungError, EnvError)
+
+
+def test_who_waits_goes_on_one_turn_after_the_end_whenever_the_clock_is_looked_at() -> None:
+    """The embedded engine steps once a turn of the loop: a turn more or less, and another step has the next request."""
+
+    async def turns_after(last: int) -> int:
+        """Turns of 1.7 ms from the end of what is awaited, in turn `last`, to the waiter's."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        turn = 0
+
+        async def turns() -> None:
+            nonlocal turn
+            while True:
+                turn += 1
+                if turn == last:
+                    future.set_result(None)
+                time.sleep(0.0017)  # as a step of the engine does
+                await asyncio.sleep(0)
+
+        spinning = asyncio.ensure_future(turns())
+        assert await in_time(future, lambda passed: 60.0, longest=0.005)
+        spinning.cancel()
+        return turn - last
+
+    async def run() -> list[int]:
+        return [await turns_after(last) for last in range(1, 25)]
+
+    assert asyncio.run(run()) == [1] * 24
+
+
+def test_a_deadline_is_told_of_all_the_time_that_went_by_once() -> None:
+    told: list[float] = []
+
+    async def run(seconds: float, limit: float) -> bool:
+        told.clear()
+
+        def spend(passed: float) -> float:
+            told.append(passed)
+            return limit - sum(told)
+
+        task = asyncio.ensure_future(asyncio.sleep(seconds))
+        try:
+            return await in_time(task, spend, longest=0.02)
+        finally:
+            task.cancel()
+
+    began = time.monotonic()
+    assert asyncio.run(run(0.11, 60.0))
+    took = time.monotonic() - began
+    assert told[0] == 0.0 and 0.1 <= sum(told) <= took
+    assert not asyncio.run(run(60.0, 0.1))
+    assert 0.1 <= sum(told) < 1.0
+
+
+def test_a_fault_while_time_is_counted_is_raised_to_who_waits() -> None:
+    async def run() -> None:
+        calls = 0
+
+        def spend(passed: float) -> float:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise EnvError("gone")
+            return 0.1
+
+        with pytest.raises(EnvError, match="gone"):
+            await in_time(asyncio.ensure_future(asyncio.sleep(60)), spend)
+
+    asyncio.run(asyncio.wait_for(run(), 10))
