@@ -71,7 +71,7 @@ def loop_clock() -> LoopClock:
 
 async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable[[], bool] = lambda: True) -> T:
     """What `work` comes to. Raises LateError after `seconds`; the work is then cancelled. Time in which `counts` is
-    false (it waits in a queue, say) does not count. The work runs as a task of its own."""
+    false (it waits in a queue, say) does not count. The work runs as a task of its own, `contained`."""
     left = seconds
 
     def spend(passed: float) -> float:
@@ -79,7 +79,7 @@ async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable
         left -= passed if counts() else 0.0
         return left
 
-    task = asyncio.ensure_future(work)
+    task = asyncio.ensure_future(contained(work, name))
     try:
         if not await in_time(task, spend):
             await end(task, name)
@@ -89,6 +89,23 @@ async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable
     if task.done() and not task.cancelled():
         return task.result()
     raise LateError(f"{name}: no end within {seconds:g} s")
+
+
+async def contained(work: Awaitable[T], name: str, kind: type[Exception] = RuntimeError) -> T:
+    """What `work`, to be run as a task of its own, comes to.
+
+    Where it is cancelled although nobody cancelled that task, or calls sys.exit, `kind` is raised: the first would look like
+    a task that was given up, the second would end the event loop and all that runs on it.
+    """
+    try:
+        return await work
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise kind(f"{name} was cancelled from inside") from None
+    except SystemExit as fault:
+        raise kind(f"{name} called sys.exit({fault.code!r})") from fault
 
 
 async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float], longest: float = LONGEST) -> bool:

@@ -88,7 +88,7 @@ def run_calls(context: Context, task: Task, calls: Sequence[ToolCall]) -> Replay
         return Replayed(twin.state(), answers)
     except UnscorableError:
         raise
-    except Exception as error:  # an environment author's code may raise anything; that is no reason to stop a run
+    except (Exception, SystemExit) as error:  # an author's code may raise anything; that is no reason to stop a run
         log.exception("a gold replay broke (task %s)", task.id)
         raise UnscorableError(f"the twin environment broke: {type(error).__name__}: {error}") from error
     finally:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from agentrl.deadline import GRACE, LateError, end, in_time, within
+from agentrl.deadline import GRACE, LateError, contained, end, in_time, within
 from agentrl.env import ToolEnv
 from agentrl.errors import EngineError, EnvError
 from agentrl.rollout.clock import EpisodeClock, RequestClock, Watch
@@ -40,7 +40,8 @@ class Waits:
     ) -> Answer:
         """What the environment answers. Raises EnvError after `limit`, and CutError where the episode's time is up. Time
         in which all tool calls under way queue for a place does not count."""
-        task, calls, spent = asyncio.ensure_future(work), list(env.toolbox.waiting), 0.0
+        task = asyncio.ensure_future(contained(work, f"{what} of environment {env.id}"))
+        calls, spent = list(env.toolbox.waiting), 0.0
 
         def spend(passed: float) -> float:
             nonlocal calls, spent
@@ -87,7 +88,7 @@ class Waits:
         policy's time is up (`own`: this is the policy, not another model); the error then has what was sampled so far
         as `generation`."""
         request = RequestClock(engine, key, self._turn, self._stall, self.clock, self.watch)
-        task = asyncio.ensure_future(engine.generate(ids, sampling, key))
+        task = asyncio.ensure_future(contained(engine.generate(ids, sampling, key), what, EngineError))
         try:
             with self.watch.waits(self._key, lambda: f"{what} at {request}"):
                 if not await in_time(task, request.spend, self.watch.look):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.deadline import LateError, within
+from agentrl.deadline import LateError, contained, within
 from agentrl.errors import EnvError, PolicyTimeoutError, ToolError, ToolTimeoutError
 from agentrl.tool.output import CountTokens, error_text, estimate_tokens, fit, to_json, to_text
 from agentrl.tool.tool import Tool
@@ -201,7 +201,7 @@ class Toolbox:
                 waiting.since, waiting.running = time.monotonic(), True
                 answer = item.invoke(self._owner, values, child)
                 if item.options.inline and not item.is_async:
-                    return await answer  # on the loop itself: over before a clock could run
+                    return await contained(answer, item.name)  # on the loop itself: over before a clock could run
                 return await within(item.options.timeout, answer, f"tool {item.name}")
         except ToolError as refusal:
             return Problem("tool_error", str(refusal))

@@ -61,6 +61,10 @@ class Room(ToolEnv):
         self.ran = 0
         if self.slow == "setup":
             await for_ever()
+        if self.slow == "cancelled setup":
+            raise asyncio.CancelledError
+        if self.slow == "exit":
+            raise SystemExit(3)
 
     async def teardown(self):
         if self.slow == "teardown":
@@ -331,6 +335,25 @@ def test_a_setup_that_hangs_is_a_fault_that_names_the_environment(room: Any, ren
     with pytest.raises(StalledError, match=r"env_error: environment test/Room-v0: no end of the setup of environment "
                                            r"test/Room-v0 within 0\.1 s \(rollout\.env_timeout\)"):
         play(room(slow="setup"), renderer, {0: ["bye"], 1: ["bye"]}, env_timeout=0.1, retries=0)
+
+
+@pytest.mark.parametrize(("slow", "says"), [("cancelled setup", "was cancelled from inside"), ("exit", r"sys\.exit\(3\)")])
+def test_a_setup_that_cancels_itself_or_exits_is_a_fault_and_no_stall(
+    room: Any, renderer: Renderer, slow: str, says: str
+) -> None:
+    with pytest.raises(StalledError, match=f"groups failed.*env_error: RuntimeError: the setup of environment test/Room-v0.*{says}"):
+        play(room(slow=slow), renderer, {0: ["bye"], 1: ["bye"]}, stall_timeout=3.0, retries=0)
+
+
+def test_a_request_that_the_engine_cancels_is_a_fault_of_the_engine(
+    room: Any, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(self: Actor, step: Any, key: str) -> Generation:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(Actor, "_play", lost)
+    with pytest.raises(StalledError, match="groups failed.*engine_error: turn 0.* was cancelled from inside"):
+        play(room(), renderer, {0: ["bye"], 1: ["bye"]}, stall_timeout=3.0, retries=0)
 
 
 def test_a_teardown_that_hangs_is_let_go_and_the_episode_counts(room: Any, renderer: Renderer, caplog: Any) -> None:

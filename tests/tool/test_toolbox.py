@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from typing import Any
 
@@ -92,6 +93,39 @@ def test_a_timeout_inside_the_tool_is_a_fault_and_not_our_clock() -> None:
     with pytest.raises(EnvError, match="database") as caught:
         asyncio.run(Toolbox([inner]).call(ToolCall("inner", {})))
     assert not isinstance(caught.value, ToolTimeoutError)
+
+
+def cancels_what_it_waits_for() -> str:
+    raise asyncio.CancelledError
+
+
+async def awaits_what_was_cancelled() -> str:
+    lost = asyncio.ensure_future(asyncio.sleep(60))
+    lost.cancel()
+    return str(await lost)
+
+
+def leaves() -> str:
+    return sys.exit("no such option")
+
+
+async def leaves_while_others_run() -> str:
+    return leaves()
+
+
+@pytest.mark.parametrize("options", [{}, {"late": "policy"}, {"on_timeout": "answer"}], ids=["stop", "policy", "answer"])
+@pytest.mark.parametrize("function", [cancels_what_it_waits_for, awaits_what_was_cancelled])
+def test_a_cancellation_inside_the_tool_is_a_fault_and_nobody_was_late(function: Any, options: Any) -> None:
+    with pytest.raises(EnvError, match=f"tool {function.__name__} broke: .*was cancelled from inside") as caught:
+        asyncio.run(Toolbox([tool(**options)(function)]).call(ToolCall(function.__name__, {})))
+    assert not isinstance(caught.value, ToolTimeoutError)
+
+
+@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize("function", [leaves, leaves_while_others_run])
+def test_a_tool_that_exits_is_a_fault_and_ends_nothing_else(function: Any, inline: bool) -> None:
+    with pytest.raises(EnvError, match=f"tool {function.__name__} broke: .*sys.exit.*no such option"):
+        asyncio.run(Toolbox([tool(inline=inline)(function)]).call(ToolCall(function.__name__, {})))
 
 
 def test_plain_functions_run_in_a_thread_unless_inline() -> None:

@@ -37,7 +37,7 @@ class PythonFunction(Leaf):
     def read(self, view: View, args: Args) -> Reading:
         try:
             answer: Any = self.function(view, args.get("args"))
-        except Exception as error:  # the user's own code may raise anything; that is no reason to stop a run
+        except (Exception, SystemExit) as error:  # the user's own code may raise anything; that is no reason to stop a run
             raise UnscorableError(f"{args['name']} raised {type(error).__name__}: {error}") from error
         value, evidence = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         if value is None:
