@@ -10,6 +10,7 @@ import importlib
 import inspect
 import multiprocessing
 import pickle
+import signal
 import sys
 import time
 import types
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import EnvError
+from agentrl.errors import EnvError, ToolError
 from agentrl.executors import TOOLS
 
 Where = tuple[str, str, str]
@@ -43,13 +44,22 @@ def where(function: Callable[..., Any], name: str) -> Where:
 @asynccontextmanager
 async def child_for(name: str, place: Where) -> AsyncIterator[Child]:
     """A child that has imported the function, so that its start is no time of the tool's."""
-    child = _idle.pop() if _idle else await TOOLS.call(name, Child)
+    child = _rested() or await TOOLS.call(name, Child)
     try:
         await child.call(name, place, None)
         yield child
     finally:
         if child.lives:
             _idle.append(child)
+
+
+def _rested() -> Child | None:
+    """An idle child that still runs; one that ended meanwhile (killed for memory, say) is no fault of the next call."""
+    while _idle:
+        child = _idle.pop()
+        if child.runs():
+            return child
+    return None
 
 
 class Child:
@@ -66,6 +76,10 @@ class Child:
         self.used = 0.0
         """Seconds of processor time that the call which it was killed in had used."""
 
+    def runs(self) -> bool:
+        """Whether the process is there."""
+        return self._process.is_alive()
+
     async def call(self, name: str, place: Where, values: Mapping[str, Any] | None) -> Any:
         """Call the function (with values None, only import it). Raises what it raises, and EnvError where the child ends
         instead of answering. Where the caller gives up, the child is killed."""
@@ -77,6 +91,7 @@ class Child:
             self._kill()
             raise
         except (EOFError, OSError):
+            await TOOLS.call(name, self._process.join, 1)  # it is about to end by itself, with an exit code that says why
             self._kill()
             raise EnvError(f"tool {name}: its process ended with exit code {self._process.exitcode}") from None
         if not answered:
@@ -104,6 +119,7 @@ class Child:
 def serve(pipe: Connection, path: list[str]) -> None:
     """The child: answer calls until the other side is gone."""
     sys.path[:] = path
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal; the run then ends its step
     while True:
         try:
             place, values = pipe.recv()
@@ -113,16 +129,26 @@ def serve(pipe: Connection, path: list[str]) -> None:
         try:
             function = _find(*place)
             answer = True, function(**values) if values is not None else None
+        except SystemExit as leaving:
+            answer = False, RuntimeError(f"{place[1]} called sys.exit({leaving.code!r})")
         except Exception as fault:
             answer = False, fault
         pipe.send_bytes(_pickled(answer))
 
 
 def _pickled(answer: tuple[bool, Any]) -> bytes:
+    answered, result = answer
     try:
-        return pickle.dumps(answer)
+        packed = pickle.dumps(answer)
+        if not answered:
+            pickle.loads(packed)  # an exception that takes other arguments than its words travels only one way
+        return packed
     except Exception as problem:
-        return pickle.dumps((False, TypeError(f"what it returned or raised cannot be pickled: {problem}")))
+        if isinstance(result, ToolError):
+            return pickle.dumps((False, ToolError(str(result))))
+        if not answered:
+            return pickle.dumps((False, RuntimeError(f"{type(result).__name__}: {result}")))
+        return pickle.dumps((False, TypeError(f"what it returned cannot be pickled: {problem}")))
 
 
 def _find(module: str, name: str, file: str) -> Callable[..., Any]:

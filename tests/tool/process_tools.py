@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 from agentrl.errors import ToolError
@@ -36,3 +37,26 @@ def die() -> int:
 @tool(process=True, timeout=20)
 def unfit() -> object:
     return lambda: None
+
+
+@tool(process=True, timeout=20)
+def leave() -> int:
+    sys.exit(5)
+
+
+@tool(process=True, timeout=20)
+def nap() -> int:
+    time.sleep(1.0)
+    return os.getpid()
+
+
+class Refusal(ToolError):
+    """An error that pickle cannot make again: its words are put together."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}")
+
+
+@tool(process=True, timeout=20)
+def refuse() -> int:
+    raise Refusal("no", "closed")

@@ -18,7 +18,7 @@ from agentrl.tool import Tool, Toolbox, tool
 from agentrl.tool import process as children
 from agentrl.trajectory import ToolCall
 
-from .process_tools import die, sleep, spin, square, unfit
+from .process_tools import die, leave, nap, refuse, sleep, spin, square, unfit
 
 
 def call(item: Tool, **arguments: Any) -> Any:
@@ -64,14 +64,36 @@ def test_a_call_that_hangs_is_killed_and_leaves_no_thread(hang: Tool) -> None:
 def test_a_process_that_ends_or_answers_what_cannot_travel_is_a_fault_of_the_environment() -> None:
     with pytest.raises(EnvError, match="tool die: its process ended with exit code 3"):
         call(die)
-    with pytest.raises(EnvError, match=r"tool unfit broke: TypeError: what it returned or raised cannot be pickled"):
+    with pytest.raises(EnvError, match=r"tool unfit broke: TypeError: what it returned cannot be pickled"):
         call(unfit)
+    with pytest.raises(EnvError, match=r"tool leave broke: RuntimeError: leave called sys\.exit\(5\)"):
+        call(leave)
+
+
+def test_a_child_that_died_between_two_calls_gets_no_call() -> None:
     pid = call(square, n=1).value[1]
     os.kill(pid, signal.SIGKILL)
     assert gone(pid)
-    with pytest.raises(EnvError, match="exit code -9"):
-        call(square, n=1)
-    assert call(square, n=1).value[0] == 1
+    answer = call(square, n=1).value
+    assert answer[0] == 1 and answer[1] != pid
+
+
+def test_ctrl_c_does_not_reach_a_child() -> None:
+    """The terminal sends it to every process of the run, which then ends its step: that needs its tools."""
+    pid = call(square, n=1).value[1]
+
+    async def interrupted() -> Any:
+        napping = asyncio.ensure_future(Toolbox([nap]).call(ToolCall("nap", {})))
+        await asyncio.sleep(0.3)
+        os.kill(pid, signal.SIGINT)
+        return (await napping).value
+
+    assert asyncio.run(interrupted()) == pid
+
+
+def test_a_refusal_that_pickle_cannot_make_again_reaches_the_policy() -> None:
+    answer = call(refuse)
+    assert answer.error == "tool_error" and "no: closed" in answer.content
 
 
 def test_a_content_file_of_a_shelf_can_ask_for_it(tmp_path: Path) -> None:
