@@ -44,7 +44,9 @@ def where(function: Callable[..., Any], name: str) -> Where:
 @asynccontextmanager
 async def child_for(name: str, place: Where) -> AsyncIterator[Child]:
     """A child that has imported the function, so that its start is no time of the tool's."""
-    child = _rested() or await TOOLS.call(name, Child)
+    child = _rested()
+    if child is None:
+        child = await TOOLS.call(name, Child)
     try:
         await child.call(name, place, None)
         yield child
