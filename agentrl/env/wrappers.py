@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -15,6 +16,7 @@ from agentrl.env.wrapper import ToolWrapper, text_size
 from agentrl.errors import ConfigError, ToolError
 from agentrl.tool import CountTokens, Tool, estimate_tokens
 from agentrl.tool.output import fit
+from agentrl.tool.process import Child
 from agentrl.tool.validate import nearest
 from agentrl.trajectory import Message
 
@@ -73,21 +75,35 @@ class ToolFaults(_ChangesTools):
 
     def _change_tools(self) -> None:
         for item in list(self.toolbox):
-            self.toolbox.replace(_flaky(item, self.rate, self.seed, self.message))
+            self.toolbox.replace(_Flaky.of(item, self.rate, self.seed, self.message))
 
 
-def _flaky(item: Tool, rate: float, seed: int, message: str) -> Tool:
-    async def call(self: ToolEnv, **values: Any) -> Any:
-        record = self.trajectory
-        place = f"{seed}/{record.task.seed}/{len(record.turns)}/{item.name}/{values!r}"
-        chance = (
-            int.from_bytes(blake2b(place.encode(errors="replace"), digest_size=4).digest(), "big") / 2**32
-        )
-        if chance < rate:
-            raise ToolError(message)
-        return await item.invoke(self, values)
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Flaky(Tool):
+    """A tool of which a share of the calls fails; the others are calls of `item`, in its own place."""
 
-    return replace(item, function=call, method=True, explicit=item.signature)
+    item: Tool
+    rate: float
+    seed: int
+    message: str
+
+    @classmethod
+    def of(cls, item: Tool, rate: float, seed: int, message: str) -> _Flaky:
+        return cls(item.function, item.name, item.options, item.method, item.signature,
+                   item=item, rate=rate, seed=seed, message=message)
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[Child | None]:
+        async with self.item.place() as child:
+            yield child
+
+    async def invoke(self, owner: Any, values: Mapping[str, Any], child: Child | None = None) -> Any:
+        record = owner.trajectory
+        place = f"{self.seed}/{record.task.seed}/{len(record.turns)}/{self.name}/{dict(values)!r}"
+        chance = int.from_bytes(blake2b(place.encode(errors="replace"), digest_size=4).digest(), "big") / 2**32
+        if chance < self.rate:
+            raise ToolError(self.message)
+        return await self.item.invoke(owner, values, child)
 
 
 class ObservationLimit(ToolWrapper):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from agentrl.catalog import EnvRef
@@ -38,7 +38,8 @@ def check_decided(scorer: Scorer) -> None:
 def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
     """Raise ConfigError where the gold solution of a training task is no success: whatever counts successes would be dead.
 
-    Not checked, which is logged, where the environment scripts no gold solution or a judge would have to be paid.
+    Not checked, which is logged, where the environment scripts no gold solution or a judge would have to be paid. Faults
+    that the wrapper `tool_faults` injects are left out.
     """
     check_decided(scorer)
     if scorer.compares and config.checkpoint.best == "reward":
@@ -48,8 +49,10 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
         log.warning("%s: not checked whether the gold solution is a success, for that would ask its judge; agentrl reward lint "
                     "%s --env %s does", scorer.name, scorer.name, env.id)
         return
+    # A script cannot try again where a tool fails by chance, as a policy can.
+    sound = replace(env, wrappers=[choice for choice in env.wrappers if choice.name != "tool_faults"])
     try:
-        fault = _apart(lambda: _first_fault(_tasks(config, env), scorer))
+        fault = _apart(lambda: _first_fault(_tasks(config, sound), scorer))
     except NotImplementedError as error:
         log.warning("%s: not checked whether the gold solution is a success: %s", scorer.name, error)
         return

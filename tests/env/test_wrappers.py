@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,8 @@ from agentrl.trajectory import Message, StopReason
 
 sys.path.insert(0, str(Path(__file__).parent))
 from toyenvs import Notes, call
+
+from tests.tool.process_tools import square
 
 
 class Half:
@@ -108,6 +111,35 @@ def test_faults_come_at_the_rate_and_are_the_same_in_a_replay() -> None:
     assert env.state() == {"notes": []}, "a failed call was not run"
     with pytest.raises(ValueError, match="0 to 1"):
         ToolFaults(Notes(), 1.5)
+
+
+def test_a_tool_that_may_fail_keeps_its_process_and_its_limit_of_concurrency() -> None:
+    most = running = 0
+
+    class Slow(Notes):
+        tools = (square,)
+
+        @tool(concurrency=1)
+        async def write(self, text: str) -> str:
+            nonlocal most, running
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0.05)
+            running -= 1
+            return text
+
+    async def scenario() -> None:
+        rooms = [ToolFaults(Slow(), 0.0) for _ in range(3)]
+        for env in rooms:
+            await env.areset(seed=0)
+        await asyncio.gather(*(env.astep(call("write", text="a")) for env in rooms))
+        for env in rooms:
+            await env.astep(call("square", n=3))
+        values = [env.trajectory.turns[1].results[0].value for env in rooms]
+        assert [value[0] for value in values] == [9, 9, 9] and os.getpid() not in {value[1] for value in values}
+
+    asyncio.run(scenario())
+    assert most == 1
 
 
 def test_observation_limit_cuts_what_is_seen_and_what_is_kept() -> None:

@@ -51,6 +51,12 @@ def test_gold_that_is_no_success_is_refused_with_spec_task_value_and_advice(tmp_
     check(made(tmp_path, {"op": "mean", "of": [RIGHT, NEVER]}, RIGHT))
 
 
+def test_faults_that_a_wrapper_injects_are_no_fault_of_the_gold(tmp_path: Path) -> None:
+    """A script cannot try again, as a policy can. Without any fault the same gold is a success."""
+    faults = [{"name": "tool_faults", "args": {"rate": 1.0}}]
+    check(made(tmp_path, RIGHT, env={"id": "service_desk", "reward": "service_desk", "wrappers": faults}))
+
+
 def test_every_kind_of_task_that_the_sampler_may_choose_is_tried(tmp_path: Path) -> None:
     """Gold of 2 and 4 calls fits; of 6 calls it does not."""
     short = {"op": "all", "of": [RIGHT, {"use": "cost.calls", "scale": [2, 0], "args": {"max": 10}}]}
