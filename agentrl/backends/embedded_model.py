@@ -144,4 +144,9 @@ def _load(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     except (OSError, ValueError, KeyError) as problem:
         raise ModelError(f"cannot load the model {path}: {problem}") from problem
     slot_attention.register()
-    return module.to(device).eval().requires_grad_(False)
+    module = module.to(device).eval().requires_grad_(False)
+    for parameter in module.parameters():
+        # A loaded parameter is a piece of the mapped file, wherever that begins there; products of one token round by it.
+        # Memory of torch's own begins at a multiple of 64 bytes, as it does after a sleep.
+        parameter.data = parameter.data.clone()
+    return module

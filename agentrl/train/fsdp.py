@@ -77,6 +77,11 @@ class FsdpEngine(BaseEngine):
         self.module.train()
         if self.sharded:
             self._shard()
+        else:
+            for parameter in self.module.parameters():
+                # Out of the mapped file, where it may begin anywhere (shards are copies already): a resumed run loads from
+                # another file than the unbroken one did, and products of one token round by where their operands begin.
+                parameter.data = parameter.data.clone()
         self.optimizers: Optimizers | None = None
 
     def _shard(self) -> None:

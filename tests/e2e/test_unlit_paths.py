@@ -115,9 +115,12 @@ STEPS, KILLS = (12, 12) if LONG else (5, 3)
 KILLED = ["checkpoint.every=1", "checkpoint.keep=2", f"steps={STEPS}", "eval.every=2"]
 
 
-def test_killed_at_random_a_synchronous_run_ends_with_the_numbers_of_the_unbroken(warm: str, tmp_path: Path) -> None:
-    whole = execute(config_of(tmp_path / "whole", "run", warm, *KILLED))
-    moments = killed_at_random(tmp_path / "cut", "run", [warm, *KILLED], KILLS, STEPS)
+@pytest.mark.parametrize("where", ["rollout.colocate=false", "rollout.colocate=true"])
+def test_killed_at_random_a_synchronous_run_ends_with_the_numbers_of_the_unbroken(
+    warm: str, tmp_path: Path, where: str
+) -> None:
+    whole = execute(config_of(tmp_path / "whole", "run", warm, where, *KILLED))
+    moments = killed_at_random(tmp_path / "cut", "run", [warm, where, *KILLED], KILLS, STEPS)
     assert numbers(tmp_path / "cut" / "run") == numbers(whole), moments
 
 
