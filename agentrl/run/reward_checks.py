@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, UserError
 from agentrl.reward import Scorer
 from agentrl.reward.lint import gold_fault
 from agentrl.reward.node import LeafNode, Node
@@ -36,7 +37,8 @@ def check_decided(scorer: Scorer) -> None:
 
 
 def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
-    """Raise ConfigError where the gold solution of a training task is no success: whatever counts successes would be dead.
+    """Raise ConfigError where the gold solution of a training task is no success: whatever counts successes would be dead;
+    and where it cannot be played, as the environment breaks or hangs.
 
     Not checked, which is logged, where the environment scripts no gold solution or a judge would have to be paid. Faults
     that the wrapper `tool_faults` injects are left out.
@@ -52,31 +54,44 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
     # A script cannot try again where a tool fails by chance, as a policy can.
     sound = replace(env, wrappers=[choice for choice in env.wrappers if choice.name != "tool_faults"])
     try:
-        fault = _apart(lambda: _first_fault(_tasks(config, sound), scorer))
+        fault = _first_fault(_tasks(config, sound), scorer, config.rollout.env_timeout + config.rollout.episode_timeout)
     except NotImplementedError as error:
         log.warning("%s: not checked whether the gold solution is a success: %s", scorer.name, error)
         return
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # an environment author's code, which may even exit
+        log.debug("the gold solution could not be played", exc_info=True)
+        raise ConfigError(f"env.id: the gold solution of a task of {env.id!r} cannot be played: {type(error).__name__}: {error}; "
+                          f"agentrl env check {env.id} shows more") from error
     if fault is not None:
         raise ConfigError(f"env.reward: {fault}; agentrl reward lint {scorer.name} --env {env.id} shows more")
 
 
-def _first_fault(tasks: Iterable[tuple[EnvRef, int]], scorer: Scorer) -> str | None:
+def _first_fault(tasks: Iterable[tuple[EnvRef, int]], scorer: Scorer, limit: float) -> str | None:
     for ref, seed in tasks:
-        trajectory = gold_episode(ref.build, seed)
+        trajectory = _apart(partial(gold_episode, ref.build, seed), limit)
         score = scorer.score(trajectory)
         if score.success is not True:
             return gold_fault(scorer, trajectory, score)
     return None
 
 
-def _apart(work: Callable[[], T]) -> T:
-    """Environments are played where no event loop runs: here, or in a thread (a notebook runs one)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return work()
-    with ThreadPoolExecutor(1, thread_name_prefix="agentrl-gold") as pool:
-        return pool.submit(work).result()
+def _apart(work: Callable[[], T], limit: float) -> T:
+    """Environments are played where no event loop runs (a notebook runs one here), and those that hang are given up after
+    `limit` seconds (TimeoutError): in a thread that the process need not wait for."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as fault:
+            answer.set_exception(fault)
+
+    threading.Thread(target=run, name="agentrl-gold", daemon=True).start()
+    if not wait([answer], limit).done:
+        raise TimeoutError(f"no end within {limit:g} s (rollout.env_timeout + rollout.episode_timeout)")
+    return answer.result()
 
 
 def _tasks(config: TrainConfig, env: EnvRef) -> Iterator[tuple[EnvRef, int]]:

@@ -14,6 +14,7 @@ import pytest
 from agentrl.catalog import EnvRef
 from agentrl.config import Choice, RolloutConfig
 from agentrl.env.taskdata import load_tasks
+from agentrl.errors import EnvError
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
 from agentrl.rollout.collect import Collector
@@ -108,6 +109,15 @@ def test_a_pool_skips_doubles_and_says_where_there_are_no_more(caplog: pytest.Lo
     small = source(KEY_VALUE, pool=10)
     assert len(set(drawn(small, range(10)))) == 10 and sorted(small.pool()) == sorted(
         next(seed for seed, text in enumerate(content) if text == wanted) for wanted in list(dict.fromkeys(content))[:10])
+
+
+@pytest.mark.parametrize("count", [0, -1, "many", 2.5])
+def test_a_number_of_tasks_that_is_none_is_refused_by_name(count: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 and below would make the tasks endless without a word."""
+    kind = type(KEY_VALUE.build().unwrapped)
+    monkeypatch.setattr(kind, "task_count", lambda self, split: count)
+    with pytest.raises(EnvError, match=rf"KeyValue-v0: task_count\('train'\) gave {count!r}; expected 1 or more"):
+        source(KEY_VALUE).draw(0)
 
 
 def test_arms_of_success_weighted_are_the_different_tasks() -> None:

@@ -57,6 +57,52 @@ def test_faults_that_a_wrapper_injects_are_no_fault_of_the_gold(tmp_path: Path) 
     check(made(tmp_path, RIGHT, env={"id": "service_desk", "reward": "service_desk", "wrappers": faults}))
 
 
+BROKEN = '''
+import time
+from agentrl.env import Message, Task, ToolEnv
+
+class Broken(ToolEnv):
+    id = "test/Broken-v0"
+    summary = "broken"
+
+    def __init__(self, *, how="", **base):
+        super().__init__(**base)
+        self.how = how
+
+    def make_task(self, rng_seed, split):
+        return Task(f"broken/{rng_seed}", rng_seed, split, {}, {"answer": "1"})
+
+    def prompt(self, task):
+        return [Message("user", "begin")]
+
+    def gold_turns(self, task):
+        return [Message("assistant", "1")]
+
+    async def setup(self, task):
+        if self.how == "raises":
+            raise ValueError("no database")
+        if self.how == "exits":
+            raise SystemExit(4)
+        if self.how == "hangs":
+            time.sleep(30)
+'''
+
+
+@pytest.mark.parametrize(("how", "says"), [
+    ("raises", "ValueError: no database"), ("exits", "SystemExit: 4"), ("hangs", r"no end within 1\.5 s \(rollout\.env_timeout"),
+])
+def test_an_environment_that_breaks_or_hangs_before_the_run_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, says: str
+) -> None:
+    (tmp_path / "envs" / "broken").mkdir(parents=True)
+    (tmp_path / "envs" / "broken" / "env.py").write_text(BROKEN)
+    monkeypatch.chdir(tmp_path)
+    config = made(tmp_path, RIGHT, rollout={"env_timeout": 0.5, "episode_timeout": 1.0})
+    config = config.model_copy(update={"env": config.env.model_copy(update={"id": "broken", "params": {"how": how}})})
+    with pytest.raises(ConfigError, match=rf"env\.id: the gold solution of a task of 'broken' cannot be played: .*{says}"):
+        check_success(*parts(config))
+
+
 def test_every_kind_of_task_that_the_sampler_may_choose_is_tried(tmp_path: Path) -> None:
     """Gold of 2 and 4 calls fits; of 6 calls it does not."""
     short = {"op": "all", "of": [RIGHT, {"use": "cost.calls", "scale": [2, 0], "args": {"max": 10}}]}

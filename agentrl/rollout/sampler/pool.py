@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from agentrl.env import ToolEnv
+from agentrl.errors import EnvError
 from agentrl.rollout.seeds import derive
 
 log = logging.getLogger(__name__)
@@ -23,8 +24,11 @@ def pool_seeds(env: ToolEnv, size: int) -> Sequence[int]:
 
     With `size` those of the first so many different tasks of the training split (compared by `Task.data`), or of
     as many as there are, which is logged; without, of all tasks of an environment that has a finite number.
+    Raises EnvError for a number of tasks that is none.
     """
     count = env.task_count("train")
+    if count is not None and (not isinstance(count, int) or count < 1):
+        raise EnvError(f"{env.id}: task_count('train') gave {count!r}; expected 1 or more, or None where tasks are endless")
     if not size:
         return range(count or 0)
     found: dict[str, int] = {}
