@@ -30,7 +30,6 @@ from pathlib import Path
 from scratch import ROOT, copy_tree, environment
 
 WORK = ROOT / "build" / "mutate"
-REPORT = WORK / "survivors.md"
 # Which tests may kill a mutant of a room: folders and files; what they do not call costs nothing.
 TESTS = {
     "agentrl/algorithm": ["tests/algorithm", "tests/train/test_learner.py", "tests/run/test_estimator_columns.py"],
@@ -41,8 +40,9 @@ TESTS = {
     "agentrl/trajectory.py": ["tests/rollout", "tests/batch", "tests/env/test_tool_env.py", "tests/reward"],
     "agentrl/loop.py": ["tests/e2e/test_unlit_paths.py", "tests/run"],
 }
-# Other processes than the one that is forked would run other code than the mutant, or cost half a minute each.
-LEFT_OUT = ["tests/train/test_publish_vllm.py", "tests/train/test_publish_routes.py"]
+# Other processes than the one that is forked are not seen calling anything, and cost half a minute each.
+LEFT_OUT = ["tests/train/test_publish_vllm.py", "tests/train/test_publish_routes.py", "tests/train/test_ranks.py",
+            "tests/train/test_world_size.py", "tests/batch/test_balance_benchmark.py"]
 STATUS = {0: "survived", 1: "killed", 3: "killed", 5: "no tests", 33: "no tests"}
 QUIET = ("log", "logger", "logging", "warnings")
 TABLE = ("<!-- mutation scores: written by `make mutate ARGS=--docs` -->", "<!-- end of mutation scores -->")
@@ -71,7 +71,8 @@ def main() -> int:
     parser.add_argument("--docs", action="store_true", help="write the table of scores into docs/testing.md")
     args = parser.parse_args()
     rooms = rooms_of(args.only)
-    tree = WORK / "-".join(Path(room).stem for room in rooms) / "tree"
+    folder = WORK / "-".join(Path(room).stem for room in rooms)
+    tree = folder / "tree"
     if copy_tree(tree):
         configure(tree, rooms)
     os.chdir(tree)
@@ -81,9 +82,9 @@ def main() -> int:
     began = time.monotonic()
     run(tree, chosen, args.jobs, args.budget)
     results = read(chosen)
-    write(results, time.monotonic() - began)
+    write(results, folder, f"seed {args.seed}, {args.per_file} a file, {commit()}", time.monotonic() - began)
     if args.docs:
-        write_docs(results)
+        write_docs()
     return 0
 
 
@@ -236,25 +237,38 @@ def scores(results: list[Result]) -> list[str]:
     return rows
 
 
-def write(results: list[Result], seconds: float) -> None:
-    """survivors.md and survivors.json beside the copy, and the table on the screen."""
+def write(results: list[Result], folder: Path, sampled: str, seconds: float) -> None:
+    """survivors.md and results.json beside the copy, and the table on the screen."""
     alive = [result for result in results if result.status in ("survived", "no tests", "not run")]
-    text = ["# Mutants that no test sees", ""]
+    costs = json.loads((folder / "tree" / "test-costs.json").read_text())
+    text = [f"# Mutants that no test sees ({sampled})", ""]
+    text += [f"Red without a mutant, so left out: {test}\n" for test, cost in costs.items() if cost is None]
     for result in alive:
         text += [f"- {result.file}:{result.line} ({result.status})", "",
                  textwrap.indent("\n".join(difflib.ndiff([result.before], [result.after])), "      "), ""]
-    REPORT.write_text("\n".join(text) + "\n")
-    REPORT.with_suffix(".json").write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    (folder / "survivors.md").write_text("\n".join(text) + "\n")
+    kept = {"sampled": sampled, "results": [asdict(result) for result in results]}
+    (folder / "results.json").write_text(json.dumps(kept, indent=1) + "\n")
     print("\n".join(scores(results)))
-    print(f"{len(alive)} of {len(results)} live on: {REPORT}; {seconds:.0f} s, {seconds / max(len(results), 1):.2f} s a mutant")
+    print(f"{len(alive)} of {len(results)} live on: {folder / 'survivors.md'}; "
+          f"{seconds:.0f} s, {seconds / max(len(results), 1):.2f} s a mutant")
 
 
-def write_docs(results: list[Result]) -> None:
-    """The table between its two marks in docs/testing.md."""
+def commit() -> str:
+    """The commit that the tree stands on."""
+    done = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return f"commit {done.stdout.strip()}" if done.returncode == 0 else "no commit"
+
+
+def write_docs() -> None:
+    """One table of all runs whose results lie in build/mutate, between its two marks in docs/testing.md."""
+    runs = [json.loads(path.read_text()) for path in sorted(WORK.glob("*/results.json"))]
+    results = [Result(**row) for done in runs for row in done["results"]]
     page = ROOT / "docs" / "testing.md"
     head, _, rest = page.read_text().partition(TABLE[0])
     _, _, tail = rest.partition(TABLE[1])
-    page.write_text("\n".join([head + TABLE[0], "", *scores(results), "", TABLE[1]]) + tail)
+    sampled = "; ".join(sorted({done["sampled"] for done in runs}))
+    page.write_text("\n".join([head + TABLE[0], "", f"Sample: {sampled}.", "", *scores(results), "", TABLE[1]]) + tail)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """A pytest plugin for mutation runs: the files that cost least first, and so many seconds of tests a mutant.
 
 In the run in which mutmut finds out which test calls which function, it measures what each test costs with its
-fixtures. Under a mutant it then orders the selected tests by what their file costs, leaves out those beyond
+fixtures, and goes on after a red test: one that fails without a mutant cannot kill one, so it is named in the costs
+file and left out from then on. Under a mutant it orders the selected tests by what their file costs, leaves out those beyond
 MUTATE_BUDGET seconds, and bounds each by its own time, so that an endless loop is found out soon.
 """
 
@@ -16,25 +17,38 @@ import pytest
 
 COSTS = Path(os.environ.get("MUTATE_COSTS", "test-costs.json"))
 _spent: dict[str, float] = defaultdict(float)
+_red: set[str] = set()
+
+
+def _in_stats() -> bool:
+    return os.environ.get("MUTANT_UNDER_TEST") == "stats"
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if os.environ.get("MUTANT_UNDER_TEST") == "stats":
+    if _in_stats():
         _spent[report.nodeid] += report.duration
+        if report.failed:
+            _red.add(report.nodeid)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if _spent and os.environ.get("MUTANT_UNDER_TEST") == "stats":
+    if _spent and _in_stats():
         known = json.loads(COSTS.read_text()) if COSTS.exists() else {}
-        COSTS.write_text(json.dumps({**known, **_spent}))
+        COSTS.write_text(json.dumps({**known, **_spent, **dict.fromkeys(_red)}))
+        if session.exitstatus == pytest.ExitCode.TESTS_FAILED:
+            session.exitstatus = pytest.ExitCode.OK
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mutant = os.environ.get("MUTANT_UNDER_TEST", "")
+    if mutant == "stats":
+        config.option.maxfail = 0  # mutmut asks for -x
     if config.option.collectonly or mutant in ("stats", "fail", "mutant_generation") or not COSTS.exists():
         return
-    costs: dict[str, float] = json.loads(COSTS.read_text())
+    known: dict[str, float | None] = json.loads(COSTS.read_text())
+    red = {nodeid for nodeid, cost in known.items() if cost is None}
+    costs = {nodeid: cost for nodeid, cost in known.items() if cost is not None}
     # The run without a mutant only shows that the tests can run: the run for statistics has seen each of them green.
     budget = float(os.environ.get("MUTATE_BUDGET", "30")) if mutant else 1.0
     of_file: dict[str, float] = defaultdict(float)
@@ -43,6 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     order = sorted(items, key=lambda item: (of_file[item.nodeid.split("::")[0]], item.nodeid.split("::")[0]))
     kept, spent = [], 0.0
     for item in order:
+        if item.nodeid in red:
+            continue
         cost = costs.get(item.nodeid, 0.0)
         if kept and spent + cost > budget:
             continue
