@@ -24,6 +24,20 @@ def _in_stats() -> bool:
     return os.environ.get("MUTANT_UNDER_TEST") == "stats"
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Errors while collecting are red tests like others (mutmut asks for -x), and mutants in a worker's class are no
+    methods that its table must name."""
+    from agentrl.cluster import worker
+
+    if _in_stats() or config.option.collectonly:
+        config.option.maxfail = 0
+        config.option.continue_on_collection_errors = True
+    methods = worker.public_methods
+    worker.public_methods = lambda cls: {  # type: ignore[assignment]
+        name: method for name, method in methods(cls).items() if "__mutmut_" not in name}
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if _in_stats():
         _spent[report.nodeid] += report.duration
@@ -35,15 +49,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if _spent and _in_stats():
         known = json.loads(COSTS.read_text()) if COSTS.exists() else {}
         COSTS.write_text(json.dumps({**known, **_spent, **dict.fromkeys(_red)}))
-        if session.exitstatus == pytest.ExitCode.TESTS_FAILED:
-            session.exitstatus = pytest.ExitCode.OK
+    if session.exitstatus == pytest.ExitCode.TESTS_FAILED and (_in_stats() or session.config.option.collectonly):
+        session.exitstatus = pytest.ExitCode.OK
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if _in_stats() and report.failed:
+        _red.add(report.nodeid)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mutant = os.environ.get("MUTANT_UNDER_TEST", "")
-    if mutant == "stats":
-        config.option.maxfail = 0  # mutmut asks for -x
     if config.option.collectonly or mutant in ("stats", "fail", "mutant_generation") or not COSTS.exists():
         return
     known: dict[str, float | None] = json.loads(COSTS.read_text())

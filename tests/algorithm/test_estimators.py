@@ -227,6 +227,7 @@ def test_clip_cov_and_kl_cov():
     assert policy_loss("kl_cov", {"coefficient": 3.0})(batch).loss.tolist() == pytest.approx([-r + 0.3, -r])
     assert picks_of("ppo_clip", {}) is None
     assert picks_of("kl_cov", {"share": 0.5}) == Picks(0.5)
+    assert picks_of("clip_cov", {}) == Picks(2e-4, 1.0, 5.0) and picks_of("kl_cov", {}) == Picks(2e-3)  # the paper's
     with pytest.raises(ConfigError, match="picked"):
         policy_loss("kl_cov", {})(loss_input([0.0], [0.0], [1.0], [0, 1]))
 

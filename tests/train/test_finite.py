@@ -39,7 +39,8 @@ from agentrl.train.micro import Pack
 from agentrl.train.minibatch import cut
 from agentrl.train.optim import adamw
 from agentrl.train.steps import Steps
-from tests.config.test_keys_flip import Course, made
+from tests.config.observed import Course
+from tests.config.test_keys_flip import made
 from tests.e2e.runs import rows, small, train
 
 GAE = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
