@@ -109,7 +109,7 @@ def configure(tree: Path, rooms: list[str]) -> None:
     lines = {
         "source_paths": ["agentrl"],
         "only_mutate": mutate,
-        "also_copy": ["envs", "tools", "rewards", "configs", "docs", "benchmarks", "examples", "README.md"],
+        "also_copy": ["envs", "tools", "rewards", "configs", "docs", "benchmarks", "README.md"],
         "pytest_add_cli_args_test_selection": tests,
         "pytest_add_cli_args": ["-p", "mutate_plugin", "-p", "no:cacheprovider", "-k", "not killed",
                                 *[f"--ignore={path}" for path in LEFT_OUT]],
