@@ -134,8 +134,10 @@ class Waits:
             await within(GRACE, engine.abort(key), "abort")
             return await within(GRACE, asyncio.shield(task), "abort")
         except LateError:
-            await end(task, f"episode {self._key}, {what}")
             raise EngineError(f"no answer within {GRACE:g} s of being aborted ({what})") from None
+        finally:
+            if not task.done():
+                await end(task, f"episode {self._key}, {what}")
 
 
 class Partial(CutError):

@@ -17,7 +17,7 @@ import pytest
 from agentrl import deadline
 from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig
-from agentrl.errors import StalledError
+from agentrl.errors import EngineError, StalledError
 from agentrl.render.base import Renderer
 from agentrl.reward import Context, compile_spec
 from agentrl.rollout.collect import Collector
@@ -412,6 +412,26 @@ def test_an_engine_that_does_not_give_back_what_it_aborts_is_a_fault(
     members = asyncio.run(scenario())
     assert [m.stop for m in members] == [StopReason.ENGINE_ERROR, StopReason.DONE, StopReason.DONE]
     assert members[0].error is not None and "no answer within 0.2 s of being aborted (turn 0)" in members[0].error
+
+
+def test_a_request_that_cannot_be_aborted_does_not_run_on_beside_the_next_attempt(
+    room: Any, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside: list[list[str]] = []
+    generate = Actor.generate
+
+    async def watched(self: Actor, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        beside.append(list(self.seen))
+        return await generate(self, token_ids, sampling, request_key)
+
+    async def dead(self: Actor, request_key: str) -> None:
+        raise EngineError("the replica is gone")
+
+    monkeypatch.setattr(Actor, "generate", watched)
+    monkeypatch.setattr(Actor, "abort", dead)
+    with pytest.raises(StalledError, match="engine_error: the replica is gone"):
+        play(room(), renderer, {0: ["think"], 1: ["think"]}, turn_timeout=0.1, retries=1, max_episodes=1)
+    assert len(beside) >= 4 and not any(beside)
 
 
 def test_a_cancelled_member_whose_teardown_breaks_ends_nothing_else(room: Any, renderer: Renderer) -> None:
