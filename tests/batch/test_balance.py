@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentrl.batch.balance import as_given, baselines, in_rows, lower_bound, partition, portfolio
 from agentrl.batch.karmarkar import karmarkar_karp
 from agentrl.batch.packings import first_fit_decreasing, fits, least_loaded, shelves
-from agentrl.batch.plan import plan
+from agentrl.batch.plan import group_units, plan
 from agentrl.errors import ConfigError
 
 sizes = st.lists(st.integers(1, 100), min_size=1, max_size=60)
@@ -166,3 +166,10 @@ def test_bound_counts_sequences_that_cannot_share():
     tokens = np.asarray([60, 60, 60, 10])
     assert lower_bound(tokens, tokens.astype(float), 2, 100) == 120.0
     assert portfolio(tokens, tokens.astype(float), 2, 100).cost == 120.0
+
+
+def test_a_group_is_cut_in_the_order_of_its_rows():
+    """20 rows of each of two groups, one after the other in turn: five rows of ten tokens fill a cap of 50, the first ones first."""
+    unit = group_units(np.full(40, 10), np.tile([1, 0], 20), 50.0)
+    assert unit[1::2].tolist() == np.repeat([0, 1, 2, 3], 5).tolist()
+    assert unit[0::2].tolist() == np.repeat([4, 5, 6, 7], 5).tolist()

@@ -388,6 +388,8 @@ def test_group_zscore():
     assert group_values("group.zscore", of, turns_used(1, 2, 3)) == pytest.approx([0.25, 0.5, 0.75])
     assert group_values("group.zscore", of, turns_used(1, 2, 3), scale=[-2, 2]) == pytest.approx([-1, 0, 1])
     assert group_values("group.zscore", of, turns_used(2, 2)) == [0.5, 0.5]
+    del of["bound"]  # 3
+    assert group_values("group.zscore", of, turns_used(1, 2, 3)) == pytest.approx([1 / 3, 1 / 2, 2 / 3])
 
 
 def test_unscored_members_take_no_part_in_a_group():

@@ -227,6 +227,17 @@ async def test_below_the_threshold_nothing_is_rewritten() -> None:
     assert await Truncate(keep=1, tokens=119).rewrite(moment) is not None
 
 
+async def test_a_compaction_leaves_room_for_the_request_and_the_summary() -> None:
+    """20 tokens for the turn, 10 for the summary, 30 for the request of 30 characters: of 120, 60 are left to what is there."""
+    async def ask(instruction: Message, tokens: int) -> str:
+        return "sum"
+
+    messages = [Message("user", "x"), Message("assistant", "y"), Message("tool", "z")] * 3
+    policy = Compact(summary_tokens=10, prompt="p" * 30)
+    rewritten = [await policy.rewrite(Moment(messages, 1, tokens, 20, 120, ask)) for tokens in (60, 61)]
+    assert rewritten[0] is None and rewritten[1] is not None and rewritten[1][1].content == HEAD + "sum"
+
+
 def config(**rollout: Any) -> TrainConfig:
     env = {"id": "key_value", "wrappers": rollout.pop("wrappers", [])}
     return TrainConfig.model_validate({"env": env, "rollout": rollout})

@@ -120,6 +120,19 @@ def test_a_number_of_tasks_that_is_none_is_refused_by_name(count: Any, monkeypat
         source(KEY_VALUE).draw(0)
 
 
+def test_all_tasks_are_those_of_the_training_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(KEY_VALUE.build().unwrapped)
+    monkeypatch.setattr(kind, "task_count", lambda self, split: {"train": 3, "heldout": 5}[split])
+    tasks = source(KEY_VALUE)
+    assert sorted(tasks.draw(index).seed for index in range(3)) == list(tasks.pool()) == [0, 1, 2]
+
+
+def test_a_run_without_a_pool_goes_on_with_one() -> None:
+    tasks = source(KEY_VALUE, pool=4)
+    tasks.load_json(json.loads(json.dumps(source(EnvRef("key_value")).to_json())))
+    assert len({tasks.draw(index).seed for index in range(4)}) == 4 and tasks.metrics()["sampler/epoch"] == 1.0
+
+
 def test_arms_of_success_weighted_are_the_different_tasks() -> None:
     tasks = source(KEY_VALUE, name="success_weighted", pool=10)
     seeds = Counter(tasks.draw(index).seed for index in range(2000))

@@ -14,12 +14,12 @@ from agentrl.algorithm import ADVANTAGES
 from agentrl.catalog import EnvRef
 from agentrl.config.load import config_from
 from agentrl.config.schema import CriticConfig, SftConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, ModelError
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.run import sizes
-from agentrl.train.pretrained import count_parameters
+from agentrl.train.pretrained import count_parameters, model_context
 from agentrl.trajectory import StopReason, Trajectory
 from tests.rollout.conftest import FaultyEngine, renderer  # noqa: F401 - a fixture
 
@@ -143,3 +143,11 @@ def test_the_defaults_hold_one_another() -> None:
     assert {key: getattr(section, key.partition(".")[2]) for key, section in [
         ("optim.lr", config.optim), ("sft.lr", SftConfig()), ("sft.matrix_lr", SftConfig()), ("critic.lr", CriticConfig())
     ]} == sizes.RATES  # fmt: skip
+
+
+def test_a_models_context_is_what_its_config_says_or_an_error(tmp_path: Path) -> None:
+    path = Path(model(tmp_path, 1))
+    assert model_context(str(path)) == 4096
+    (path / "config.json").write_text(json.dumps({"model_type": "bloom", "n_layer": 1}))  # a family without a longest sequence
+    with pytest.raises(ModelError, match=r"its config\.json has no max_position_embeddings"):
+        model_context(str(path))

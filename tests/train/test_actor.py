@@ -188,3 +188,14 @@ def test_an_update_without_any_group_that_teaches_is_a_step_that_moves_nothing(t
     before = weights(group)
     metrics = group.run(Actor.update, batch, AlgorithmConfig(minibatch=4), step=0)
     assert same(before, weights(group)) and metrics["lr"] > 0
+
+
+def test_a_rank_computes_in_one_thread_where_nobody_says_how_many(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    try:
+        for said, wanted in (("2", 2), (None, 1)):
+            monkeypatch.delenv("OMP_NUM_THREADS") if said is None else monkeypatch.setenv("OMP_NUM_THREADS", said)
+            start(tiny)
+            assert torch.get_num_threads() == wanted
+    finally:
+        torch.set_num_threads(before)
