@@ -35,7 +35,7 @@ TESTS = {
     "agentrl/algorithm": ["tests/algorithm", "tests/train/test_learner.py", "tests/run/test_estimator_columns.py"],
     "agentrl/batch": ["tests/batch", "tests/train"],
     "agentrl/reward": ["tests/reward", "tests/rollout"],
-    "agentrl/rollout": ["tests/rollout", "tests/run", "tests/env/test_compaction_rollout.py"],
+    "agentrl/rollout": ["tests/rollout", "tests/run", "tests/env/test_compaction_rollout.py", "tests/engines/test_meter.py"],
     "agentrl/train": ["tests/train", "tests/run"],
     "agentrl/trajectory.py": ["tests/rollout", "tests/batch", "tests/env/test_tool_env.py", "tests/reward"],
     "agentrl/loop.py": ["tests/e2e/test_unlit_paths.py", "tests/run"],

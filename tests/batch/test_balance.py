@@ -169,7 +169,7 @@ def test_bound_counts_sequences_that_cannot_share():
 
 
 def test_a_group_is_cut_in_the_order_of_its_rows():
-    """20 rows of each of two groups, one after the other in turn: five rows of ten tokens fill a cap of 50, the first ones first."""
+    """20 rows of each of two groups in turn: five rows of ten tokens fill a cap of 50, the first ones first."""
     unit = group_units(np.full(40, 10), np.tile([1, 0], 20), 50.0)
     assert unit[1::2].tolist() == np.repeat([0, 1, 2, 3], 5).tolist()
     assert unit[0::2].tolist() == np.repeat([4, 5, 6, 7], 5).tolist()

@@ -83,7 +83,6 @@ def test_rows_have_storage_of_their_own():
     assert small["ids"].values().untyped_storage().nbytes() == 2 * 8
     wire = to_wire(batch)
     taken = from_wire(wire, [0, 1])
-    assert taken["ids"].offsets().dtype == torch.int64, "float32 counts tokens exactly up to 2**24 only"
     taken["ids"].values().fill_(-1)
     taken["row"].fill_(-1)
     assert batch["ids"].values()[1] == 1 and batch["row"].tolist() == [0, 1]
