@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 from reward_episodes import SHELF, call, episode, leaf, spec
@@ -16,7 +18,7 @@ from agentrl.config.schema import JudgeConfig
 from agentrl.errors import JudgeBudgetError, RewardSpecError
 from agentrl.reward import Context, compile_spec
 from agentrl.reward.context import judge_settings
-from agentrl.reward.judge import Judge
+from agentrl.reward.judge import Judge, load
 
 MODEL = "openai/test-judge-2026-01-01"
 
@@ -342,3 +344,11 @@ def test_offline_scoring_asks_the_judge_once_for_equal_episodes(server, tmp_path
     last = [json.loads(line) for line in capsys.readouterr().out.splitlines()][6:]
     assert {row["value"] for row in last} == {0.7, None}
     assert any("budget of 1 judge calls" in json.dumps(row) for row in last)
+
+
+@pytest.mark.parametrize("before", [None, "mine"])
+def test_the_import_of_litellm_reads_its_own_prices_and_leaves_the_environment(before, monkeypatch):
+    name, seen = "LITELLM_LOCAL_MODEL_COST_MAP", []
+    monkeypatch.setattr(load.importlib, "import_module", lambda _: seen.append(os.environ[name]) or SimpleNamespace())
+    monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
+    assert load.load_litellm().suppress_debug_info is True and seen == ["True"] and os.environ.get(name) == before
