@@ -26,6 +26,8 @@ LOSS_EXTRA = {
     "decoupled_ppo": ['algorithm.proximal="recompute"', "rollout.max_staleness=2"],
     "gmpo": ['algorithm.aggregate="seq_mean_token_mean"'],
     "gspo": ['algorithm.aggregate="seq_mean_token_mean"'],
+    # Nothing holds the ratio near 1: exact for the weights that sampled, which a second minibatch no longer is.
+    "reinforce": ["algorithm.minibatch=128"],
 }
 BASE_ARGS = {"ppo_clip": "{clip_low=0.2, clip_high=0.28}"}
 
