@@ -47,24 +47,24 @@ async def play(engine, members, *, turn_timeout, turn_tokens, during=None):
 async def test_endless_thinking_on_a_real_engine_is_cut_and_scored(chatty):
     engine = EmbeddedEngine(chatty, device="cpu")
     await engine.start()
-    (trajectory,) = await play(engine, 1, turn_timeout=0.4, turn_tokens=3500)
+    (trajectory,) = await play(engine, 1, turn_timeout=1.5, turn_tokens=3500)
     stats = await engine.stats()
     await engine.close()
     assert trajectory.stop == "max_turn_time" and trajectory.reward is not None
-    assert trajectory.cause["blame"] == "policy" and 0.4 <= trajectory.cause["policy_s"] < 2.0
+    assert trajectory.cause["blame"] == "policy" and 1.5 <= trajectory.cause["policy_s"]
     (ledger,) = trajectory.ledgers
-    assert 5 < int(ledger.sampled.sum()) == trajectory.turns[0].sampled_tokens == stats.sampled_tokens
+    assert 5 < int(ledger.sampled.sum()) < 3500 and int(ledger.sampled.sum()) == trajectory.turns[0].sampled_tokens == stats.sampled_tokens
     assert stats.running == stats.waiting == 0
 
 
 async def test_queues_and_publishes_of_a_real_engine_are_no_time_of_a_turn(chatty):
-    """Eight turns on one slot, each with three times what it needs, and a pause that is as long: the last one waits for more
-    than ten times what it needs."""
+    """Eight turns on one slot, each with twelve times what it needs alone, and a pause that is as long: by the wall clock
+    those that wait are late."""
     engine = EmbeddedEngine(chatty, device="cpu", max_slots=1)
     await engine.start()
     await engine.generate([300, 301], Sampling(max_tokens=60, seed=1), "warm")
     alone = await engine.generate([300, 301], Sampling(max_tokens=60, seed=1), "alone")
-    limit = 3 * alone.active_s
+    limit = 12 * alone.active_s
 
     async def publish():
         await asyncio.sleep(alone.active_s / 2)
@@ -78,7 +78,7 @@ async def test_queues_and_publishes_of_a_real_engine_are_no_time_of_a_turn(chatt
     took = time.monotonic() - began
     await engine.close()
     assert [t.stop.value for t in trajectories] == ["max_turns"] * 8
-    assert took > 2 * limit
+    assert took > limit
     assert sum(t.timings["engine_s"] > limit for t in trajectories) >= 5  # by the wall clock, most were late
 
 
