@@ -47,13 +47,14 @@ async def play(engine, members, *, turn_timeout, turn_tokens, during=None):
 async def test_endless_thinking_on_a_real_engine_is_cut_and_scored(chatty):
     engine = EmbeddedEngine(chatty, device="cpu")
     await engine.start()
-    (trajectory,) = await play(engine, 1, turn_timeout=1.5, turn_tokens=3500)
+    (trajectory,) = await play(engine, 1, turn_timeout=0.6, turn_tokens=3500)
     stats = await engine.stats()
     await engine.close()
     assert trajectory.stop == "max_turn_time" and trajectory.reward is not None
-    assert trajectory.cause["blame"] == "policy" and 1.5 <= trajectory.cause["policy_s"]
+    assert trajectory.cause["blame"] == "policy" and 0.6 <= trajectory.cause["policy_s"]
     (ledger,) = trajectory.ledgers
-    assert 5 < int(ledger.sampled.sum()) < 3500 and int(ledger.sampled.sum()) == trajectory.turns[0].sampled_tokens == stats.sampled_tokens
+    assert 5 < ledger.sampled_tokens < 3500
+    assert int(ledger.sampled.sum()) == trajectory.turns[0].sampled_tokens == stats.sampled_tokens
     assert stats.running == stats.waiting == 0
 
 
