@@ -161,6 +161,9 @@ def test_lint_and_explain_say_what_decides_success(tmp_path, capsys):
     for path, line in ((shaped, "success: yes, by the task part of /root"), (own, "success: no, by /success")):
         agentrl("explain", path, file)
         assert line in capsys.readouterr().out
+    unknown = write(tmp_path / "unknown.json", spec(ANSWER, success=leaf("text.equals", {"expect": {"$": "/task/gold/other"}})))
+    agentrl("explain", unknown, file)
+    assert "success: could not be scored, by /success\n" in capsys.readouterr().out
     agentrl("score", shaped, file)
     out = capsys.readouterr()
     assert json.loads(out.out)["success"] is True and "success 1 of 1" in out.err

@@ -181,6 +181,14 @@ def test_results_contains_replay_by_round_wants_only_the_answers_of_that_round()
     )  # got before counts
 
 
+def test_a_task_without_gold_calls_asks_for_no_answers():
+    """What was asked and answered besides takes nothing from the whole share."""
+    trajectory = episode([(call("add", x=1), "1")], "end", task_gold={"calls": []})
+    for credit in ({}, {"credit": "partial"}):
+        args = {"replay": {"$": "/task/gold/calls"}, **credit}
+        assert value("results.contains", args, trajectory, Context(twin=Counter)) == 1
+
+
 def test_results_contains_replay_by_round_does_not_count_what_came_later():
     rounds = [gold(call("add", x=1)), gold(call("add", x=2))]
     later = [(call("add", x=1), "1"), (call("add", x=2), "3")]

@@ -466,6 +466,8 @@ def test_what_a_clock_or_a_late_tool_cut_replays_equal(room: Any, renderer: Rend
     policy = Policy(stage.engine(), renderer)
     again = asyncio.run(run_tasks(room(), policy, compile_spec(DONE), limits, pairs, seed=0, max_episodes=4, stage=stage))
     assert [content_of(t) for t in again] == [content_of(t) for t in live]
+    assert all(t.evidence is not None and "success" in t.evidence for t in live[:2]), "it follows from the rest, and is left out"
+    assert not any("success" in content_of(t)["evidence"] for t in live if t.evidence is not None)
     assert [t.cause for t in again] == [t.cause for t in live]
 
 
