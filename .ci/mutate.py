@@ -75,6 +75,8 @@ def main() -> int:
     tree = folder / "tree"
     if copy_tree(tree):
         configure(tree, rooms)
+        for old in folder.glob("results-*.json"):
+            old.unlink()
     os.chdir(tree)
     generate(args.jobs)
     chosen = [m for file in mutated(args.only or rooms) for m in sample(file, args.per_file, args.seed)]
@@ -82,7 +84,7 @@ def main() -> int:
     began = time.monotonic()
     run(tree, chosen, args.jobs, args.budget)
     results = read(chosen)
-    write(results, folder, f"seed {args.seed}, {args.per_file} a file, {commit()}", time.monotonic() - began)
+    write(results, folder, args.seed, f"seed {args.seed}, {args.per_file} a file, {commit()}", time.monotonic() - began)
     if args.docs:
         write_docs()
     return 0
@@ -237,8 +239,8 @@ def scores(results: list[Result]) -> list[str]:
     return rows
 
 
-def write(results: list[Result], folder: Path, sampled: str, seconds: float) -> None:
-    """survivors.md and results.json beside the copy, and the table on the screen."""
+def write(results: list[Result], folder: Path, seed: int, sampled: str, seconds: float) -> None:
+    """survivors.md and the seed's results beside the copy, and the table on the screen."""
     alive = [result for result in results if result.status in ("survived", "no tests", "not run")]
     costs = json.loads((folder / "tree" / "test-costs.json").read_text())
     text = [f"# Mutants that no test sees ({sampled})", ""]
@@ -248,7 +250,7 @@ def write(results: list[Result], folder: Path, sampled: str, seconds: float) -> 
                  textwrap.indent("\n".join(difflib.ndiff([result.before], [result.after])), "      "), ""]
     (folder / "survivors.md").write_text("\n".join(text) + "\n")
     kept = {"sampled": sampled, "results": [asdict(result) for result in results]}
-    (folder / "results.json").write_text(json.dumps(kept, indent=1) + "\n")
+    (folder / f"results-{seed}.json").write_text(json.dumps(kept, indent=1) + "\n")
     print("\n".join(scores(results)))
     print(f"{len(alive)} of {len(results)} live on: {folder / 'survivors.md'}; "
           f"{seconds:.0f} s, {seconds / max(len(results), 1):.2f} s a mutant")
@@ -261,8 +263,8 @@ def commit() -> str:
 
 
 def write_docs() -> None:
-    """One table of all runs whose results lie in build/mutate, between its two marks in docs/testing.md."""
-    runs = [json.loads(path.read_text()) for path in sorted(WORK.glob("*/results.json"))]
+    """One table of all runs (rooms, seeds) whose results lie in build/mutate, between its two marks in docs/testing.md."""
+    runs = [json.loads(path.read_text()) for path in sorted(WORK.glob("*/results-*.json"))]
     results = [Result(**row) for done in runs for row in done["results"]]
     page = ROOT / "docs" / "testing.md"
     head, _, rest = page.read_text().partition(TABLE[0])
