@@ -153,6 +153,27 @@ def test_a_reference_that_resolves_to_nothing_is_null():
     assert text == "'/task/gold/calls' resolves to nothing"
 
 
+@pytest.mark.parametrize(
+    ("form", "wanted"), [("bfcl", "{name: {argument: [values]}}"), ("literal", '{"name", "arguments"}')]
+)
+def test_gold_calls_of_another_shape_say_which_shape_was_wanted(form, wanted):
+    trajectory = episode([call("f")], task_gold={"calls": [{"f": 1, "g": 2}]})
+    text = why("calls.match", {"expect": {"$": "/task/gold/calls"}, "form": form}, trajectory)
+    assert text.startswith(f"expected call 0 is {wanted}, not ")
+
+
+def test_a_cost_says_what_was_used():
+    root = compile_spec(spec(leaf("cost.turns", {"max": 10, "free": 1}))).score(turns_used(3)[0]).evidence["root"]
+    assert root["value"] == pytest.approx(2 / 9) and root["evidence"] == {"used": 3, "free": 1, "max": 10}
+
+
+def test_a_condition_reads_the_names_of_the_offered_tools():
+    trajectory = episode("end", tools=TOOLS)
+    for name, wanted in (("get", 1), ("put", None)):
+        node = {**leaf("episode.stopped"), "when": {"$": "/episode/tools", "contains": name}}
+        assert compile_spec(spec(node)).score(trajectory).value == wanted
+
+
 # -- calls.schema, calls.none ----------------------------------------------------------------------
 
 TOOLS = [tool_schema("get", key="string")]

@@ -274,3 +274,11 @@ def test_the_batch_places_rewards_on_the_same_tokens():
     for turn in trajectory.turns:
         turn.reward = score.turns.get(turn.index)
     np.testing.assert_allclose(collate.token_rewards(trajectory)[0], token_rewards(trajectory, score)[0])
+
+
+def test_a_part_that_may_be_skipped_may_count_as_nothing_in_the_range():
+    far = {**HALF, "scale": [2, 3]}
+    for more in ({"missing": "skip"}, {"when": {"$": "/episode/turns", "gt": 1}}):
+        assert compile_spec(spec(op("sum", ONE, {**far, **more}))).range == (0, 4)
+        assert compile_spec(spec(op("product", ONE, {**far, **more}))).range == (0, 3)
+    assert compile_spec(spec(op("sum", ONE, far))).range == (2, 4)

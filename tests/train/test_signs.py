@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, Choice, ModelConfig
 from agentrl.train.actor import Actor
+from agentrl.train.engine import BaseEngine
+from agentrl.train.micro import Meter
 
 REINFORCE = AlgorithmConfig(minibatch=64, loss=Choice(name="reinforce"))
 
@@ -148,3 +151,18 @@ def test_a_resume_goes_on_with_the_schedule_and_the_random_numbers(tiny: str, tm
     assert torch.equal(torch.rand(3), expected)
     rates.append(resumed.run(Actor.update, make_batch(4, seed=2), REINFORCE, step=2)["lr"])
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3])
+
+
+def test_a_rank_without_tokens_sends_its_maxima_in_the_precision_of_the_others() -> None:
+    """All ranks reduce together: one float32 buffer among those of float64 is read as other numbers."""
+    sent: list[torch.Tensor] = []
+
+    class Engine:
+        def reduce(self, values: torch.Tensor, how: str) -> torch.Tensor:
+            sent.append(values)
+            return values
+
+    meter = Meter()
+    meter.top("ratio", torch.zeros(0))
+    assert meter.totals(cast(BaseEngine, Engine())) == ({}, {"ratio": 0.0})
+    assert [values.dtype for values in sent] == [torch.float64]
