@@ -174,7 +174,7 @@ def scale(rows: int) -> dict[str, float]:
     update of four minibatches (shuffled, each balanced over the ranks), in groups of 8 that begin alike."""
     batch = make_batch(rows, 20)
     sampled = batch["sampled"]
-    batch["group"] = torch.arange(rows) // 8
+    batch["group"], batch["member"] = torch.arange(rows) // 8, torch.arange(rows) % 8
     batch["advantages"] = jagged(torch.ones(len(sampled.values())), sampled.offsets())
     algorithm = AlgorithmConfig(minibatch=-(-rows // 4))
     out: dict[str, float] = {}

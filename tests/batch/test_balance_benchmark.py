@@ -24,3 +24,9 @@ def test_balance():
     assert out["benchmark"] == "balance" and out["instances"] == 27
     assert out["instances_worse_than_a_baseline"] == 0
     assert all(ratio >= 1.0 for ratio in out["ratios"].values())
+
+
+@pytest.mark.slow
+def test_the_controllers_share_is_measured():
+    out = last_object(str(BENCHMARKS / "cluster.py"), "--only", "scale")
+    assert out["benchmark"] == "cluster" and out["ratios"]["scale.growth_8_to_1024"] > 0
