@@ -113,9 +113,11 @@ def _batch(
         return jagged(values, offsets)
 
     placed = torch.zeros(total)
-    for start, spots in zip(starts, rewards, strict=True):
-        for token, amount in spots:
-            placed[start + token] = amount
+    flat_rewards = placed.numpy()
+    with np.errstate(over="ignore"):  # beyond float32 it is infinite, and the learner names the row
+        for start, spots in zip(starts, rewards, strict=True):
+            for token, amount in spots:
+                flat_rewards[start + token] = np.float64(amount)
     return build(
         {
             "token_ids": column("token_ids", torch.int64),
