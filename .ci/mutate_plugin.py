@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     red = {nodeid for nodeid, cost in known.items() if cost is None}
     costs = {nodeid: cost for nodeid, cost in known.items() if cost is not None}
     # The run without a mutant only shows that the tests can run: the run for statistics has seen each of them green.
-    budget = float(os.environ.get("MUTATE_BUDGET", "30")) if mutant else 1.0
+    budget = float(os.environ.get("MUTATE_BUDGET", "30")) if mutant else 0.0
     of_file: dict[str, float] = defaultdict(float)
     for item in items:
         of_file[item.nodeid.split("::")[0]] += costs.get(item.nodeid, 0.0)

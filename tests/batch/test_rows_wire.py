@@ -99,3 +99,9 @@ def test_what_does_not_fit_is_refused():
     odd = build({"a": jagged(torch.arange(3), torch.tensor([0, 2, 3])), "b": other}, 2)
     with pytest.raises(ValueError, match="'b' has row lengths of its own"):
         to_wire(odd)
+
+
+def test_a_batch_without_tokens_travels():
+    batch = every_column([1, 2]).select("row")
+    sent = from_wire(pickle.loads(pickle.dumps(to_wire(batch), protocol=5)), [1])
+    assert set(sent.keys()) == {"row"} and sent["row"].tolist() == batch["row"][1:].tolist()

@@ -139,6 +139,8 @@ def test_probes_are_what_they_say(probes):
         ({"op": "product", "of": [ANSWER, leaf("calls.none", {"names": ["erase"]})]}, "never-varies"),
         ({"op": "gate", "if": leaf("calls.none", {"names": ["get"]}), "gte": 1, "then": leaf("calls.none"), "else": ANSWER},
          "do-nothing-floor"),
+        ({"op": "gate", "if": leaf("text.equals", {"expect": "never"}), "gte": 1, "then": leaf("calls.none"), "else": ANSWER},
+         "gate-never-opens"),
     ],
 )  # fmt: skip
 def test_lint_finds_what_is_wrong(root, code, probes):

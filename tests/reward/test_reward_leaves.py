@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 
 import pytest
 from reward_episodes import call, episode, gold, leaf, spec, tool_schema, value
 
 from agentrl.reward import compile_spec
+from agentrl.reward.pointer import parse_pointer
+from agentrl.reward.values import as_decimal
 from agentrl.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
 
 
@@ -162,6 +165,19 @@ def test_gold_calls_of_another_shape_say_which_shape_was_wanted(form, wanted):
     assert text.startswith(f"expected call 0 is {wanted}, not ")
 
 
+def test_toolrl_says_which_calls_it_paired():
+    """The second call made is the first wanted, the first made the third; nobody made the second."""
+    trajectory = episode([call("g", y="u"), call("f", x=1)], "end", task_gold={"calls": gold(*ABC)})
+    node = leaf("calls.match", {"expect": {"$": "/task/gold/calls"}, "credit": "toolrl"})
+    found = compile_spec(spec(node)).score(trajectory).evidence["root"]["evidence"]
+    assert sorted(found["pairs"]) == [[0, 2], [1, 0]] and (found["made"], found["expected"]) == (2, 3)
+
+
+def test_whole_numbers_of_1200_bits_and_more_are_no_decimals():
+    """They have 361 digits; texts of more than 400 characters are none either."""
+    assert as_decimal(2**1199 - 1) == Decimal(2**1199 - 1) and as_decimal(2**1199) is None is as_decimal(-(2**1199))
+
+
 def test_a_cost_says_what_was_used():
     root = compile_spec(spec(leaf("cost.turns", {"max": 10, "free": 1}))).score(turns_used(3)[0]).evidence["root"]
     assert root["value"] == pytest.approx(2 / 9) and root["evidence"] == {"used": 3, "free": 1, "max": 10}
@@ -169,6 +185,8 @@ def test_a_cost_says_what_was_used():
 
 def test_a_condition_reads_the_names_of_the_offered_tools():
     trajectory = episode("end", tools=TOOLS)
+    stopped = compile_spec(spec(leaf("episode.stopped"))).score(trajectory)
+    assert stopped.value == 1 and stopped.evidence["root"]["evidence"] == {"stop": "done"}
     for name, wanted in (("get", 1), ("put", None)):
         node = {**leaf("episode.stopped"), "when": {"$": "/episode/tools", "contains": name}}
         assert compile_spec(spec(node)).score(trajectory).value == wanted
@@ -476,3 +494,8 @@ def test_junk_scores_within_the_range_or_is_null(node, trajectory):
     score = compile_spec(spec(node)).score(trajectory)
     assert score.value is None or 0 <= score.value <= 1
     assert len(json.dumps(score.evidence, allow_nan=False)) < 20_000
+
+
+def test_a_pointer_reads_tildes_and_slashes_in_names():
+    """RFC 6901: ~0 is "~" and ~1 is "/", read in that order, so "~01" is "~1"."""
+    assert parse_pointer("/a~0b/c~1d/~01") == ("a~b", "c/d", "~1")

@@ -181,6 +181,19 @@ def test_results_contains_replay_by_round_wants_only_the_answers_of_that_round()
     )  # got before counts
 
 
+def test_a_twin_is_reset_with_the_tasks_seed_and_the_missing_answers_are_named():
+    """Gold answers: "2" and "5". The policy got "5" alone."""
+    asked = []
+
+    class Seeded(Counter):
+        def reset(self, *, seed=None, options=None):
+            asked.append((seed, options["task"].seed))
+            return super().reset(seed=seed, options=options)
+
+    found = scorer_of(Seeded, leaf("results.contains", REPLAY)).score(member(5, seed=11))
+    assert found.value == 0 and found.evidence["root"]["evidence"] == {"expected": 2, "missing": ["2"]} and asked == [(11, 11)]
+
+
 def test_a_task_without_gold_calls_asks_for_no_answers():
     """What was asked and answered besides takes nothing from the whole share."""
     trajectory = episode([(call("add", x=1), "1")], "end", task_gold={"calls": []})
