@@ -220,6 +220,13 @@ def test_sapo_by_hand():
     assert batch.logprobs.grad.tolist() == pytest.approx([-1.0, 0.0], abs=1e-6)
 
 
+def test_dr_grpo_divides_by_episodes_and_a_constant_length():
+    """1 + 2 + 4 over 2 episodes and a length of 7; the 3 is not masked in."""
+    loss, mask = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([True, True, False, True])
+    share = aggregate(loss, mask, torch.tensor([0, 1, 4]), "seq_mean_token_sum_norm", Denominators(3, 2, 7.0))
+    assert share.item() == pytest.approx(7 / (2 * 7.0))
+
+
 def test_clip_cov_and_kl_cov():
     batch = loss_input([0.1, 0.1], [0.0, 0.0], [1.0, 1.0], [0, 2], picked=[True, False])
     r = math.exp(0.1)

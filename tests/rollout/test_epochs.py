@@ -127,6 +127,15 @@ def test_all_tasks_are_those_of_the_training_split(monkeypatch: pytest.MonkeyPat
     assert sorted(tasks.draw(index).seed for index in range(3)) == list(tasks.pool()) == [0, 1, 2]
 
 
+def test_another_pool_than_the_checkpoints_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    drawn(before := source(KEY_VALUE, pool=4), range(1))
+    for size, said in ((4, False), (3, True)):
+        drawn(after := source(KEY_VALUE, pool=size), range(1))
+        caplog.clear()
+        after.load_json(before.to_json())
+        assert (f"a pool of 4 tasks, now there are {size}" in caplog.text) is said
+
+
 def test_a_run_without_a_pool_goes_on_with_one() -> None:
     tasks = source(KEY_VALUE, pool=4)
     tasks.load_json(json.loads(json.dumps(source(EnvRef("key_value")).to_json())))
