@@ -11,9 +11,11 @@ from agentrl.catalog import EnvRef
 from agentrl.config import Choice, RolloutConfig
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
+from agentrl.rollout import evaluate as evaluation
 from agentrl.rollout.collect import Collector
-from agentrl.rollout.episode import Limits, Policy
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.rollout.evaluate import evaluate, success_rate, summarize
+from agentrl.rollout.seeds import derive
 from agentrl.run.report import make_report
 from agentrl.trajectory import Task, Trajectory
 
@@ -68,6 +70,21 @@ def test_an_evaluation_counts_successes(renderer: Renderer, name: str, reward: f
                                  seed=0, max_episodes=4))  # fmt: skip
     assert (found.success, found.scored, found.unscored) == (1.0, 3, 0)
     assert (found.reward is None) if reward is None else (found.reward is not None and 0.5 < found.reward < reward)
+
+
+def test_an_evaluations_seed_moves_the_sampling_and_not_the_tasks(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, str, int]] = []
+
+    async def run(env: Any, policy: Any, spec: EpisodeSpec, *rest: Any) -> Trajectory:
+        asked.append((spec.task_seed, spec.split, spec.seed))
+        return rated("x", 1.0, True)
+
+    monkeypatch.setattr(evaluation, "run_episode", run)
+    policy = Policy(FaultyEngine(renderer.stop_token_ids[0]), renderer)
+    scorer, limits = compile_spec({"agentrl_reward": 1, "name": "s", "root": SHAPED["a cost"]}), Limits.of(RolloutConfig(), 2048)
+    for seed in (3, 4):
+        asyncio.run(evaluate(EnvRef("key_value"), policy, scorer, limits, tasks=2, seed=seed, max_episodes=4))
+    assert asked == [(task, "heldout", derive(seed, "heldout", task, 0)) for seed in (3, 4) for task in (0, 1)]
 
 
 def rated(task: str, reward: float | None, success: bool | None) -> Trajectory:

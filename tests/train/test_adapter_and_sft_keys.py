@@ -12,6 +12,7 @@ from agentrl.batch import collate
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.train.actor import Actor
+from agentrl.train.optim import muon
 
 # -- the warm start --------------------------------------------------------------------------------
 
@@ -118,3 +119,14 @@ def test_rank_alpha_and_modules_are_the_shape_the_scale_and_the_place_of_the_ada
         assert down.shape[0] == up.shape[1] == rank and (up.shape[0], down.shape[1]) == SIZES[name.split(".")[-2]]
         expected = alpha / rank * (up @ down)
         assert expected.abs().max() > 1e-4 and torch.allclose(moved[name], expected, atol=1e-7)
+
+
+def test_muon_moves_the_matrices_inside_the_layers_and_neither_embeddings_nor_an_output_head_of_its_own() -> None:
+    shapes = {"model.embed_tokens.weight": (5, 3), "model.layers.0.mlp.up.weight": (4, 3), "model.norm.weight": (3,),
+              "lm_head.weight": (5, 3)}
+    named = [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()]
+    of = {id(parameter): name for name, parameter in named}
+    moved = {type(part).__name__: [of[id(p)] for group in part.param_groups for p in group["params"]]
+             for part in muon(named, toy_sft()).parts}
+    assert moved == {"AdamW": ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"],
+                     "Muon": ["model.layers.0.mlp.up.weight"]}
