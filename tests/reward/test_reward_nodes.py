@@ -36,7 +36,7 @@ def weigh(node, weight):
         (op("sum", ONE, HALF, ZERO), 1.5),
         (op("sum", weigh(ONE, 2), weigh(HALF, -1)), 1.5),
         (op("mean", ONE, HALF, ZERO), 0.5),
-        (op("mean", weigh(ONE, 3), ZERO), 0.75),
+        (op("mean", weigh(ONE, 3), ZERO), 0.75), (op("mean", weigh(ONE, 0), HALF), 0.5),
         (op("product", HALF, HALF), 0.25),
         (op("min", ONE, HALF), 0.5),
         (op("max", ZERO, HALF), 0.5),

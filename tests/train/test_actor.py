@@ -170,6 +170,9 @@ def test_sft_loss_is_the_mean_over_assistant_tokens(tiny: str) -> None:
 def test_clear_errors(tiny: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such model folder"):
         start(str(tmp_path / "tinny"))
+    (tmp_path / "tiny").mkdir()
+    with pytest.raises(ModelError, match=r"no such model folder; did you mean .*/tiny\?"):
+        start(str(tmp_path / "tinny"))
     with pytest.raises(ConfigError, match="hard cap of 10 tokens"):
         start(tiny, micro_tokens=10).run(Actor.update, make_batch(4), PLAIN)
     with pytest.raises(ConfigError, match="number of steps"):
