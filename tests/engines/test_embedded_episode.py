@@ -1,6 +1,7 @@
 """A whole episode on the embedded engine while the weights change three times under it."""
 
 import asyncio
+from functools import partial
 
 import pytest
 from contract import until
@@ -17,6 +18,16 @@ from agentrl.train.tokenizer import packaged_tokenizer
 pytestmark = pytest.mark.asyncio
 
 
+async def _held_amid_a_turn(engine, tokens):
+    """Hold the engine; whether it sampled so many tokens and is in a turn. If not, it goes on."""
+    await engine.pause()
+    stats = await engine.stats()
+    if stats.sampled_tokens >= tokens and stats.running:
+        return True
+    await engine.resume()
+    return False
+
+
 async def test_an_episode_over_three_updates_says_which_weights_sampled_each_token(tmp_path):
     folder = str(init_model(InitModelConfig(layers=2, init_std=0.2), tmp_path / "model", seed=0))
     model = load(folder)
@@ -28,11 +39,7 @@ async def test_an_episode_over_three_updates_says_which_weights_sampled_each_tok
     spec = EpisodeSpec(1, "train", 3, 0, key="a")
     episode = asyncio.ensure_future(run_episode(Chat(), policy, spec, limits, compile_spec(CHAT_REWARD)))
     for version in (1, 2, 3):
-        async def far_enough(version=version):
-            return (await engine.stats()).sampled_tokens >= 30 * version
-
-        await until(far_enough)
-        await engine.pause()
+        await until(partial(_held_amid_a_turn, engine, 30 * version))
         await engine.publish(version, [weights[version]])
         await engine.resume()
     trajectory = await asyncio.wait_for(episode, 60)
