@@ -18,7 +18,7 @@ help:
 	@echo "make faults            each known fault alone: does its test see it? (ARGS='-k entropy')"
 	@echo "make mutate            a sample of small faults: how many do the tests see? (ARGS='--only agentrl/algorithm')"
 	@echo "make curves            learning curves of every algorithm: some hours (ARGS='--variants grpo,gae --seeds 0')"
-	@echo "make lint              ruff and a strict type check"
+	@echo "make lint              formatting, ruff and a strict type check"
 	@echo "make bench             all CPU benchmarks, one JSON object each"
 
 $(BIN)/.core: pyproject.toml .ci/install.py
@@ -64,6 +64,7 @@ curves: $(BIN)/.test
 	$(BIN)/python -m tests.curves $(ARGS)
 
 lint: $(BIN)/.test
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 

@@ -49,8 +49,11 @@ def requirements_of(distribution: str) -> list[str]:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         if name_of(line) not in CUDA_ONLY:
-            kept.append(f"{requirement.name}{requirement.specifier}" if not requirement.extras else
-                        f"{requirement.name}[{','.join(sorted(requirement.extras))}]{requirement.specifier}")
+            kept.append(
+                f"{requirement.name}{requirement.specifier}"
+                if not requirement.extras
+                else f"{requirement.name}[{','.join(sorted(requirement.extras))}]{requirement.specifier}"
+            )
     return kept
 
 

@@ -41,8 +41,13 @@ TESTS = {
     "agentrl/loop.py": ["tests/e2e/test_unlit_paths.py", "tests/run"],
 }
 # Other processes than the one that is forked are not seen calling anything, and cost half a minute each.
-LEFT_OUT = ["tests/train/test_publish_vllm.py", "tests/train/test_publish_routes.py", "tests/train/test_ranks.py",
-            "tests/train/test_world_size.py", "tests/batch/test_balance_benchmark.py"]
+LEFT_OUT = [
+    "tests/train/test_publish_vllm.py",
+    "tests/train/test_publish_routes.py",
+    "tests/train/test_ranks.py",
+    "tests/train/test_world_size.py",
+    "tests/batch/test_balance_benchmark.py",
+]
 STATUS = {0: "survived", 1: "killed", 3: "killed", 5: "no tests", 33: "no tests"}
 QUIET = ("log", "logger", "logging", "warnings")
 TABLE = ("<!-- mutation scores: written by `make mutate ARGS=--docs` -->", "<!-- end of mutation scores -->")
@@ -62,8 +67,9 @@ class Result:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", default=[], metavar="PATH",
-                        help="a room or file of the table, or a path in one")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="PATH", help="a room or file of the table, or a path in one"
+    )
     parser.add_argument("--per-file", type=int, default=5, help="mutants sampled of each file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
@@ -113,10 +119,20 @@ def configure(tree: Path, rooms: list[str]) -> None:
         "only_mutate": mutate,
         "also_copy": ["envs", "tools", "rewards", "configs", "docs", "benchmarks", "README.md"],
         "pytest_add_cli_args_test_selection": tests,
-        "pytest_add_cli_args": ["-p", "mutate_plugin", "-p", "no:cacheprovider", "-k", "not killed",
-                                *[f"--ignore={path}" for path in LEFT_OUT]],
-        "process_isolation": "forkserver", "forkserver_warmup": "collect", "use_git_change_detection": False,
-        "timeout_multiplier": 4.0, "timeout_constant": 20.0,
+        "pytest_add_cli_args": [
+            "-p",
+            "mutate_plugin",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            "not killed",
+            *[f"--ignore={path}" for path in LEFT_OUT],
+        ],
+        "process_isolation": "forkserver",
+        "forkserver_warmup": "collect",
+        "use_git_change_detection": False,
+        "timeout_multiplier": 4.0,
+        "timeout_constant": 20.0,
     }
     text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in lines.items())
     with (tree / "pyproject.toml").open("a") as file:
@@ -204,7 +220,9 @@ def says_only(source: str, line: int) -> bool:
 def run(tree: Path, chosen: list[Result], jobs: int, budget: float) -> None:
     """mutmut on the chosen mutants."""
     env = environment(tree / "mutants", ROOT / ".ci") | {
-        "MUTATE_BUDGET": str(budget), "MUTATE_COSTS": str(tree / "test-costs.json")}
+        "MUTATE_BUDGET": str(budget),
+        "MUTATE_COSTS": str(tree / "test-costs.json"),
+    }
     env.pop("MUTANT_UNDER_TEST", None)
     command = [sys.executable, "-m", "mutmut", "run", "--max-children", str(jobs), *[mutant.name for mutant in chosen]]
     with (tree / "mutmut.log").open("w") as log:
@@ -246,14 +264,20 @@ def write(results: list[Result], folder: Path, seed: int, sampled: str, seconds:
     text = [f"# Mutants that no test sees ({sampled})", ""]
     text += [f"Red without a mutant, so left out: {test}\n" for test, cost in costs.items() if cost is None]
     for result in alive:
-        text += [f"- {result.file}:{result.line} ({result.status})", "",
-                 textwrap.indent("\n".join(difflib.ndiff([result.before], [result.after])), "      "), ""]
+        text += [
+            f"- {result.file}:{result.line} ({result.status})",
+            "",
+            textwrap.indent("\n".join(difflib.ndiff([result.before], [result.after])), "      "),
+            "",
+        ]
     (folder / "survivors.md").write_text("\n".join(text) + "\n")
     kept = {"sampled": sampled, "results": [asdict(result) for result in results]}
     (folder / f"results-{seed}.json").write_text(json.dumps(kept, indent=1) + "\n")
     print("\n".join(scores(results)))
-    print(f"{len(alive)} of {len(results)} live on: {folder / 'survivors.md'}; "
-          f"{seconds:.0f} s, {seconds / max(len(results), 1):.2f} s a mutant")
+    print(
+        f"{len(alive)} of {len(results)} live on: {folder / 'survivors.md'}; "
+        f"{seconds:.0f} s, {seconds / max(len(results), 1):.2f} s a mutant"
+    )
 
 
 def commit() -> str:

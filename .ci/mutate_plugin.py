@@ -35,7 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.continue_on_collection_errors = True
     methods = worker.public_methods
     worker.public_methods = lambda cls: {  # type: ignore[assignment]
-        name: method for name, method in methods(cls).items() if "__mutmut_" not in name}
+        name: method for name, method in methods(cls).items() if "__mutmut_" not in name
+    }
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

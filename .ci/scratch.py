@@ -13,8 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def files() -> list[str]:
     """What git tracks and what it would, by path from the root."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True,
-                            text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     return sorted(name for name in listed.split("\0") if name and (ROOT / name).is_file())
 
 

@@ -129,9 +129,7 @@ async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float], lo
 class _Countdown:
     """Timers that look at the clock until a task is done; who waits for it is woken once, at the end."""
 
-    def __init__(
-        self, task: asyncio.Future[Any], spend: Callable[[float], float], clock: LoopClock, longest: float
-    ) -> None:
+    def __init__(self, task: asyncio.Future[Any], spend: Callable[[float], float], clock: LoopClock, longest: float) -> None:
         self._task, self._spend, self._clock, self._longest = task, spend, clock, longest
         self._heard = clock.now()
         self._loop = asyncio.get_running_loop()

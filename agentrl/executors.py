@@ -73,8 +73,10 @@ class DaemonThreads:
         """`function(*args, **kwargs)` with the caller's context variables. Raises what the function raises, and
         HungError where more than `MOST_ABANDONED` calls of that name hang."""
         if self._abandoned[name] >= MOST_ABANDONED:
-            raise HungError(f"{self._purpose} {name}: {self._abandoned[name]} calls hang in threads that cannot be killed, "
-                            "so no more are begun")
+            raise HungError(
+                f"{self._purpose} {name}: {self._abandoned[name]} calls hang in threads that cannot be killed, "
+                "so no more are begun"
+            )
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[R] = loop.create_future()
         given_up = over = False

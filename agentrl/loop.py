@@ -74,7 +74,12 @@ async def evaluate_now(session: Session, recorder: Recorder, phase: str) -> Eval
     config = session.config
     policy = session.policy.at(temperature=config.eval.temperature)
     result = await evaluate(
-        session.env, policy, session.scorer, session.limits, tasks=config.eval.tasks, seed=config.seed,
+        session.env,
+        policy,
+        session.scorer,
+        session.limits,
+        tasks=config.eval.tasks,
+        seed=config.seed,
         max_episodes=config.rollout.max_episodes,
     )
     if config.rollout.max_staleness == 0:
@@ -86,8 +91,9 @@ async def evaluate_now(session: Session, recorder: Recorder, phase: str) -> Eval
 
 def make_batch(groups: list[Group], advantage: Choice) -> TensorDict:
     """Scored members as one TensorDict, one row a ledger, with the columns that the estimator reads."""
-    batch = collate([t for group in groups for t in group.scored()],
-                    groups=[group.index for group in groups for _ in group.scored()])
+    batch = collate(
+        [t for group in groups for t in group.scored()], groups=[group.index for group in groups for _ in group.scored()]
+    )
     return with_columns(batch, groups, advantage)
 
 
@@ -101,9 +107,14 @@ async def record(
     success = success_rate(scored)
     reward = sum(t.reward for t in scored if t.reward is not None) / len(scored)
     values: dict[str, Any] = {
-        "success": success, "reward": reward, "scored": len(scored), "unscored": len(members) - len(scored),
-        "tokens": tokens, "turns": sum(len(t.turns) for t in members) / len(members),
-        "rewrites": sum(len(t.rewrites) for t in members) / len(members), **update,
+        "success": success,
+        "reward": reward,
+        "scored": len(scored),
+        "unscored": len(members) - len(scored),
+        "tokens": tokens,
+        "turns": sum(len(t.turns) for t in members) / len(members),
+        "rewrites": sum(len(t.rewrites) for t in members) / len(members),
+        **update,
         **session.collector.metrics(),
         **{f"groups/{state}": count for state, count in session.collector.ledger.counts().items()},
         **{f"time/{name}": seconds for name, seconds in clock.laps.items()},
@@ -111,8 +122,7 @@ async def record(
     recorder.row("train", step, values)
     if step % session.config.trajectories_every == 0 or step == session.config.steps:
         await recorder.trajectories(f"step_{step:06d}", members)
-    session.display.step(step, {"success": success, "reward": reward,
-                                "tokens/s": tokens / max(clock.laps["rollout_s"], 1e-9)})
+    session.display.step(step, {"success": success, "reward": reward, "tokens/s": tokens / max(clock.laps["rollout_s"], 1e-9)})
 
 
 class Clock:

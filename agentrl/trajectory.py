@@ -48,8 +48,7 @@ class StopReason(StrEnum):
 
 
 _INFRASTRUCTURE = frozenset(
-    {StopReason.ENV_ERROR, StopReason.ENGINE_ERROR, StopReason.CANCELLED, StopReason.TOOL_TIMEOUT,
-     StopReason.EPISODE_TIMEOUT}
+    {StopReason.ENV_ERROR, StopReason.ENGINE_ERROR, StopReason.CANCELLED, StopReason.TOOL_TIMEOUT, StopReason.EPISODE_TIMEOUT}
 )
 
 
@@ -116,7 +115,11 @@ class Turn:
 
 
 _COLUMNS: dict[str, type[np.generic]] = {
-    "token_ids": np.int32, "sampled": np.bool_, "logprobs": np.float32, "versions": np.int32, "turns": np.int16,
+    "token_ids": np.int32,
+    "sampled": np.bool_,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "turns": np.int16,
 }
 MAX_TURN = int(np.iinfo(np.int16).max)
 """The last turn that a ledger can count: `turns` is int16."""
@@ -165,9 +168,7 @@ class TokenLedger:
         given = {"token_ids": token_ids, "sampled": False, "logprobs": 0.0, "versions": -1, "turns": _turn_number(turn)}
         self._append(len(token_ids), given)
 
-    def append_sampled(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], turn: int
-    ) -> None:
+    def append_sampled(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], turn: int) -> None:
         """Append tokens that the policy sampled.
 
         Raises ValueError where the columns differ in length, a version is negative, a log probability is
@@ -183,8 +184,7 @@ class TokenLedger:
         if not np.isfinite(found).all():
             at = int(np.flatnonzero(~np.isfinite(found))[0])
             raise ValueError(f"the log probability of sampled token {at} of {n} is {found[at]}, not a finite number")
-        given = {"token_ids": token_ids, "sampled": True, "logprobs": found, "versions": weights,
-                 "turns": _turn_number(turn)}
+        given = {"token_ids": token_ids, "sampled": True, "logprobs": found, "versions": weights, "turns": _turn_number(turn)}
         self._append(n, given)
 
     def _append(self, count: int, given: Mapping[str, Any]) -> None:
@@ -253,14 +253,17 @@ class TokenLedger:
         if not 0 <= keep <= self._length:
             raise ValueError(f"a fork of the first {keep} tokens of a ledger of {self._length}")
         child = TokenLedger()
-        child._append(keep, {"token_ids": self.token_ids[:keep], "sampled": False, "logprobs": 0.0, "versions": -1,
-                             "turns": self.turns[:keep]})
+        child._append(
+            keep,
+            {"token_ids": self.token_ids[:keep], "sampled": False, "logprobs": 0.0, "versions": -1, "turns": self.turns[:keep]},
+        )
         return child
 
     def to_json(self) -> dict[str, list[Any]]:
         """Plain lists, one a column; `from_json` is the inverse."""
-        return {name: self._column(name).astype(np.int32 if name == "sampled" else kind).tolist()
-                for name, kind in _COLUMNS.items()}
+        return {
+            name: self._column(name).astype(np.int32 if name == "sampled" else kind).tolist() for name, kind in _COLUMNS.items()
+        }
 
     def packed(self) -> dict[str, Json]:
         """What files hold, about 6 to 11 bytes a token; `from_json` is the inverse.
@@ -276,17 +279,20 @@ class TokenLedger:
         return {
             "token_ids": _encoded(self.token_ids),
             "logprobs": _encoded(self.logprobs[self.sampled]),
-            "spans": [list(span) for span in zip(counts.tolist(), turns[starts].tolist(), versions[starts].tolist(),
-                                                 strict=True)],
+            "spans": [
+                list(span) for span in zip(counts.tolist(), turns[starts].tolist(), versions[starts].tolist(), strict=True)
+            ],
         }
 
     @classmethod
     def from_json(cls, columns: Mapping[str, Any]) -> TokenLedger:
         """Inverse of `to_json` and of `packed`. Raises ValueError where the columns do not fit together."""
         ledger = cls()
-        found = _unpacked(columns) if "spans" in columns else {
-            name: np.asarray(columns[name], dtype=kind) for name, kind in _COLUMNS.items()
-        }
+        found = (
+            _unpacked(columns)
+            if "spans" in columns
+            else {name: np.asarray(columns[name], dtype=kind) for name, kind in _COLUMNS.items()}
+        )
         lengths = {name: len(column) for name, column in found.items()}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"ledger columns differ in length: {lengths}")
@@ -320,8 +326,13 @@ def _unpacked(row: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
         raise ValueError(f"ledger columns differ in length: {int(sampled.sum())} sampled tokens, {len(found)} logprobs")
     logprobs = np.zeros(len(sampled), dtype=np.float32)
     logprobs[sampled] = found
-    return {"token_ids": _decoded(row["token_ids"], "<i4"), "sampled": sampled, "logprobs": logprobs,
-            "versions": versions, "turns": turns}
+    return {
+        "token_ids": _decoded(row["token_ids"], "<i4"),
+        "sampled": sampled,
+        "logprobs": logprobs,
+        "versions": versions,
+        "turns": turns,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,8 +403,12 @@ class Trajectory:
     def to_text(self) -> str:
         """`to_json` as text, in a third of the time: what is long is base64, which needs no escaping."""
         ledgers = ", ".join(
-            "{" + ", ".join(f'"{name}": "{value}"' if isinstance(value, str) else f'"{name}": {json.dumps(value)}'
-                            for name, value in ledger.packed().items()) + "}"
+            "{"
+            + ", ".join(
+                f'"{name}": "{value}"' if isinstance(value, str) else f'"{name}": {json.dumps(value)}'
+                for name, value in ledger.packed().items()
+            )
+            + "}"
             for ledger in self.ledgers
         )
         return f'{json.dumps(self._record())[:-1]}, "ledgers": [{ledgers}]}}'
@@ -443,9 +458,12 @@ class Group:
 
     def to_json(self) -> dict[str, Json]:
         """A JSON object; `from_json` is the inverse."""
-        return {"index": self.index, "task_seed": self.task_seed,
-                "trajectories": [member.to_json() for member in self.trajectories],
-                "baseline": None if self.baseline is None else self.baseline.to_json()}
+        return {
+            "index": self.index,
+            "task_seed": self.task_seed,
+            "trajectories": [member.to_json() for member in self.trajectories],
+            "baseline": None if self.baseline is None else self.baseline.to_json(),
+        }
 
     def to_text(self) -> str:
         """`to_json` as text; see `Trajectory.to_text`."""
@@ -458,8 +476,12 @@ class Group:
     def from_json(cls, row: Mapping[str, Json]) -> Group:
         """Inverse of `to_json`. Raises as `Trajectory.from_json`."""
         greedy = row.get("baseline")
-        return cls(row["index"], row["task_seed"], [Trajectory.from_json(item) for item in row["trajectories"]],
-                   None if greedy is None else Trajectory.from_json(greedy))
+        return cls(
+            row["index"],
+            row["task_seed"],
+            [Trajectory.from_json(item) for item in row["trajectories"]],
+            None if greedy is None else Trajectory.from_json(greedy),
+        )
 
     def scored(self) -> list[Trajectory]:
         """Members that have a reward; the others leave before any baseline is formed."""

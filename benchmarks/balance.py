@@ -67,16 +67,23 @@ def main() -> None:
         seconds[f"{kind}_{rank}"] = round(time.process_time() - begun, 3)
         print(f"100000 {kind:9s} R={rank:<3d} cap={cap:<5d} {seconds[f'{kind}_{rank}']:.2f} CPU seconds")
     mean = {name: float(np.mean(values)) for name, values in results.items()}
-    print(json.dumps({
-        "benchmark": "balance",
-        "ratios": {f"{name}_over_portfolio": round(value / mean["portfolio"], 4)
-                   for name, value in mean.items() if name != "portfolio"},
-        "inefficiency_mean": {name: round(value, 4) for name, value in mean.items()},
-        "instances": len(results["portfolio"]),
-        "instances_worse_than_a_baseline": worse,
-        "cpu_seconds_100k": seconds,
-        "cpu_seconds_100k_max": max(seconds.values(), default=None),
-    }))
+    print(
+        json.dumps(
+            {
+                "benchmark": "balance",
+                "ratios": {
+                    f"{name}_over_portfolio": round(value / mean["portfolio"], 4)
+                    for name, value in mean.items()
+                    if name != "portfolio"
+                },
+                "inefficiency_mean": {name: round(value, 4) for name, value in mean.items()},
+                "instances": len(results["portfolio"]),
+                "instances_worse_than_a_baseline": worse,
+                "cpu_seconds_100k": seconds,
+                "cpu_seconds_100k_max": max(seconds.values(), default=None),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -62,8 +62,14 @@ def make_batch(rows: int, tokens_a_row: int) -> TensorDict:
     offsets = torch.zeros(rows + 1, dtype=torch.int64)
     torch.cumsum(torch.from_numpy(sizes), 0, out=offsets[1:])
     total = int(offsets[-1])
-    kinds = {"token_ids": torch.int64, "sampled": torch.bool, "logprobs": torch.float32, "versions": torch.int32,
-             "turns": torch.int32, "rewards": torch.float32}
+    kinds = {
+        "token_ids": torch.int64,
+        "sampled": torch.bool,
+        "logprobs": torch.float32,
+        "versions": torch.int32,
+        "turns": torch.int32,
+        "rewards": torch.float32,
+    }
     columns: dict[str, Any] = {name: jagged(torch.ones(total, dtype=kind), offsets) for name, kind in kinds.items()}
     return build({**columns, "group": torch.arange(rows)}, rows)
 
@@ -105,8 +111,12 @@ def dispatch(megabytes: int, workers: int) -> dict[str, float]:
             first = best(lambda: group.run(Taker.take, batch), 1)
         warm = best(lambda: group.run(Taker.take, batch), 3)
     return {
-        "batch_mib": size / MIB, "memcpy_s": copy, "dispatch_first_s": first, "dispatch_s": warm,
-        "dispatch_over_memcpy": warm / copy, "driver_peak_over_batch": (memory.peak - memory.start + size) / size,
+        "batch_mib": size / MIB,
+        "memcpy_s": copy,
+        "dispatch_first_s": first,
+        "dispatch_s": warm,
+        "dispatch_over_memcpy": warm / copy,
+        "driver_peak_over_batch": (memory.peak - memory.start + size) / size,
     }
 
 
@@ -124,6 +134,7 @@ def fan_out(counts: list[int]) -> dict[str, float]:
             actors += [ray.remote(Bare).options(num_cpus=0.01).remote() for _ in range(min(8, count - len(actors)))]
             ray.get([actor.nothing.remote() for actor in actors])
         with launch(Idle, world_size=count, num_cpus=0.01, name=f"fan{count}", startup_timeout=900) as group:
+
             def bare(actors: list[Any] = actors) -> None:
                 ray.get([actor.nothing.remote() for actor in actors])
 
@@ -199,8 +210,14 @@ def prefix(prompt: int, members: int, response: int, times: int) -> dict[str, fl
     flat = torch.from_numpy(np.concatenate(texts))
     sampled = torch.arange(len(flat)) % (prompt + response) >= prompt
     columns = {"sampled": sampled, "logprobs": -6.0 * sampled, "advantages": 1.0 * sampled}
-    batch = build({"token_ids": jagged(flat, offsets), **{n: jagged(v, offsets) for n, v in columns.items()},
-                   "group": torch.zeros(members, dtype=torch.int64)}, members)
+    batch = build(
+        {
+            "token_ids": jagged(flat, offsets),
+            **{n: jagged(v, offsets) for n, v in columns.items()},
+            "group": torch.zeros(members, dtype=torch.int64),
+        },
+        members,
+    )
     shared = with_trees(batch, "on")
     model = InitModelConfig(layers=4, hidden=256, mlp=768, heads=8, kv_heads=4, head_dim=32, init_std=0.2)
     with tempfile.TemporaryDirectory() as folder:
@@ -212,8 +229,13 @@ def prefix(prompt: int, members: int, response: int, times: int) -> dict[str, fl
     slow = best(lambda: actor.run(Actor.update, batch, algorithm), times, time.process_time)
     ratio = actor.run(Actor.update, shared, algorithm)["prefix_ratio"]
     fast = best(lambda: actor.run(Actor.update, shared, algorithm), times, time.process_time)
-    return {"packed_s": slow, "shared_s": fast, "packed_over_shared": slow / fast, "token_ratio": ratio,
-            "logprob_difference": float((found[0] - found[1]).abs().max())}
+    return {
+        "packed_s": slow,
+        "shared_s": fast,
+        "packed_over_shared": slow / fast,
+        "token_ratio": ratio,
+        "logprob_difference": float((found[0] - found[1]).abs().max()),
+    }
 
 
 def main() -> None:
@@ -242,11 +264,20 @@ def main() -> None:
             print("fan_out", found["fan_out"], flush=True)
         stop_ray()
     ratios = {
-        f"{part}.{name}": round(value, 4) for part, row in found.items() for name, value in row.items()
+        f"{part}.{name}": round(value, 4)
+        for part, row in found.items()
+        for name, value in row.items()
         if "_over_" in name or name.startswith("growth")
     }
-    print(json.dumps({"benchmark": "cluster", "ratios": ratios, **{part: {k: round(v, 6) for k, v in row.items()}
-                                                                   for part, row in found.items()}}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "cluster",
+                "ratios": ratios,
+                **{part: {k: round(v, 6) for k, v in row.items()} for part, row in found.items()},
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -59,9 +59,7 @@ async def idle_kilobytes(count: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer turns and at most 1024 idle episodes")
     quick = parser.parse_args().quick
     total = 2_000 if quick else 10_000

@@ -139,12 +139,24 @@ def main() -> None:
         copy, sent = measure(route, args)
         ratios[f"{route}_over_memcpy"] = round(copy / sent, 4)
         rates[route] = {"memcpy_gib_s": round(args.mib / 1024 / copy, 3), "publish_gib_s": round(args.mib / 1024 / sent, 3)}
-        print(f"{route:12s} {rates[route]['publish_gib_s']:7.2f} GiB/s, memcpy {rates[route]['memcpy_gib_s']:.2f}, "
-              f"ratio {copy / sent:.3f}", flush=True)
-    print(json.dumps({
-        "benchmark": "publish", "ratios": ratios, "rates": rates, "mib": args.mib, "bucket_mib": args.bucket_mib,
-        "machine": {"cpus": os.cpu_count(), "arch": platform.machine()}, "torch": torch.__version__,
-    }))
+        print(
+            f"{route:12s} {rates[route]['publish_gib_s']:7.2f} GiB/s, memcpy {rates[route]['memcpy_gib_s']:.2f}, "
+            f"ratio {copy / sent:.3f}",
+            flush=True,
+        )
+    print(
+        json.dumps(
+            {
+                "benchmark": "publish",
+                "ratios": ratios,
+                "rates": rates,
+                "mib": args.mib,
+                "bucket_mib": args.bucket_mib,
+                "machine": {"cpus": os.cpu_count(), "arch": platform.machine()},
+                "torch": torch.__version__,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -72,9 +72,7 @@ def one_episode(rng: random.Random, calls: int, form: str, damaged: bool) -> Tra
     turns = []
     for index, (name, values) in enumerate(made):
         call = ToolCall(name, values, id=f"c{index}")
-        turns.append(
-            Turn(index, Message("assistant", "", (call,), reasoning="so"), [ToolResult(call.id, name, "ok")])
-        )
+        turns.append(Turn(index, Message("assistant", "", (call,), reasoning="so"), [ToolResult(call.id, name, "ok")]))
     turns.append(Turn(calls, Message("assistant", "The total is 42.")))
     listed = [{"name": name, "arguments": values} for name, values in gold]
     if form == "bfcl":
@@ -88,9 +86,7 @@ def one_episode(rng: random.Random, calls: int, form: str, damaged: bool) -> Tra
     }
     properties = {"key": {"type": "string"}, "amount": {"type": "integer"}, "note": {"type": "string"}}
     parameters = {"type": "object", "properties": properties, "required": list(properties)}
-    tools = [
-        {"type": "function", "function": {"name": f"tool_{i}", "parameters": parameters}} for i in range(4)
-    ]
+    tools = [{"type": "function", "function": {"name": f"tool_{i}", "parameters": parameters}} for i in range(4)]
     task = Task("bench", 0, data={"goal": "add"}, gold=task_gold)
     trajectory = Trajectory("Bench/Env-v0", task, turns=turns, tools=tools, state={"total": calls})
     # As read from a file: made and expected values are equal, but never the same objects.
@@ -138,9 +134,7 @@ def best_of(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1.0, help="processor seconds a profile")
     parser.add_argument("--calls", type=int, default=20, help="calls a trajectory")
     args = parser.parse_args()
@@ -150,9 +144,7 @@ def main() -> None:
         if path.stem in ("schema", "judge"):
             continue
         form = "bfcl" if path.stem.startswith("bfcl_ast") else "literal"
-        rates[path.stem] = rate(
-            compile_spec(path, context=context), episodes(args.calls, 50, form), args.seconds
-        )
+        rates[path.stem] = rate(compile_spec(path, context=context), episodes(args.calls, 50, form), args.seconds)
         print(f"{path.stem:<20}{rates[path.stem]:>10.0f} trajectories/s a core", file=sys.stderr)
     sizes = {size: assignment_seconds(size) for size in (25, 50, 100, 200)}
     for size, seconds in sizes.items():

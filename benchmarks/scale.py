@@ -82,9 +82,12 @@ class Meter:
         self.last = began
         yield
         self.beaten()  # a phase on the loop's own thread is one silence
-        self.phases[name] = {"s": round(time.perf_counter() - began, 3), "cpu_s": round(time.process_time() - worked, 3),
-                             "gib": round(max(self.peak, own_memory()), 2),
-                             "gap_s": round(self.gap, 3)}
+        self.phases[name] = {
+            "s": round(time.perf_counter() - began, 3),
+            "cpu_s": round(time.process_time() - worked, 3),
+            "gib": round(max(self.peak, own_memory()), 2),
+            "gap_s": round(self.gap, 3),
+        }
         print(name, self.phases[name], flush=True)
 
 
@@ -145,8 +148,12 @@ async def measure(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     with meter.phase("made_up"):
         groups = [made.group(index, args.members) for index in range(args.groups)]
         tokens = sum(member.tokens for group in groups for member in group.trajectories)
-    meter.phases["ledgers"] = {**meter.phases.pop("made_up"), "s": round(made.appending, 3),
-                               "cpu_s": round(made.worked, 3), "gap_s": 0.0}
+    meter.phases["ledgers"] = {
+        **meter.phases.pop("made_up"),
+        "s": round(made.appending, 3),
+        "cpu_s": round(made.worked, 3),
+        "gap_s": 0.0,
+    }
     ledger = GroupLedger(args.groups, 0)
     with meter.phase("group_ledger"):
         groups = chosen(ledger, groups)
@@ -160,8 +167,7 @@ async def measure(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     with meter.phase("dispatch_forward"):
         first = await in_thread("batch", shipped, Actor.compute_logprob, batch, args.ranks, args.ray)
     with meter.phase("dispatch_update"):
-        second = await in_thread("batch", shipped, Actor.update, batch, args.ranks, args.ray,
-                                 algorithm=algorithm, seed=0, step=0)
+        second = await in_thread("batch", shipped, Actor.update, batch, args.ranks, args.ray, algorithm=algorithm, seed=0, step=0)
     stored = own_memory("RssShmem")
     del batch, first, second
     await asyncio.sleep(0.05)  # what a thread returned is held until the loop has gone on
@@ -177,9 +183,11 @@ async def measure(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         await in_thread("files", _write_driver, out, state, complete)
     beat.cancel()
     return {
-        "tokens": tokens, "phases": meter.phases,
+        "tokens": tokens,
+        "phases": meter.phases,
         "ledger_bytes_a_token": round(sum(x.nbytes for m in members for x in m.ledgers) / tokens, 2),
-        "file_bytes_a_token": round(written / tokens, 2), "object_store_gib": round(stored, 2),
+        "file_bytes_a_token": round(written / tokens, 2),
+        "object_store_gib": round(stored, 2),
         "seconds": round(sum(phase["s"] for phase in meter.phases.values()), 2),
         "cpu_seconds": round(sum(phase["cpu_s"] for phase in meter.phases.values()), 2),
         "peak_gib": max(phase["gib"] for phase in meter.phases.values()),

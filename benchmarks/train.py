@@ -145,7 +145,9 @@ def shared_against_packed(folder: str, repeats: int) -> dict[str, float]:
         seconds = {}
         for mode in ("off", "on"):
             config = TrainConfig(
-                env=EnvConfig(id="key_value"), algorithm=AlgorithmConfig(minibatch=16), cluster=ClusterConfig(backend="inline"),
+                env=EnvConfig(id="key_value"),
+                algorithm=AlgorithmConfig(minibatch=16),
+                cluster=ClusterConfig(backend="inline"),
                 optim=OptimConfig(micro_tokens=16384, prefix_sharing=mode),
             )
             actors = launch(Actor, backend="inline", world_size=1)

@@ -21,8 +21,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel unpacked, as an installer would."""
     folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT)], check=True,
-                   timeout=300)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT)], check=True, timeout=300
+    )
     [wheel] = folder.glob("agentrl-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -33,12 +34,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_packaged_quickstart_trains_in_an_empty_folder(site: Path, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    where = subprocess.run([sys.executable, "-c", "import agentrl; print(agentrl.__file__)"], cwd=tmp_path, env=env,
-                           capture_output=True, text=True, check=True).stdout
+    where = subprocess.run(
+        [sys.executable, "-c", "import agentrl; print(agentrl.__file__)"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     assert where.startswith(str(site))
     args = ["train", "quickstart", "cluster.backend=inline", *SMALL]
-    done = subprocess.run([sys.executable, "-m", "agentrl.cli.main", *args], cwd=tmp_path, env=env, text=True,
-                          capture_output=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl.cli.main", *args], cwd=tmp_path, env=env, text=True, capture_output=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "runs" / "quickstart" / "summary.json").read_text())["status"] == "done"
 

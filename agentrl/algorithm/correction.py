@@ -26,9 +26,7 @@ def truncated(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, ca
     return torch.exp(log_ratio(prox, behave)).clamp(max=cap)
 
 
-def truncated_sequence(
-    prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0
-) -> Tensor:
+def truncated_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
     """Truncated importance sampling a row: min(exp(sum d), cap) on each of its tokens."""
     return torch.exp(_row_total(prox, behave, mask, offsets)).clamp(max=cap)
 
@@ -43,16 +41,12 @@ def masked_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor,
     return _within(torch.exp(_row_total(prox, behave, mask, offsets)), 0.0, cap)
 
 
-def icepop(
-    prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Cap = 0.5, high: Cap = 5.0
-) -> Tensor:
+def icepop(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Cap = 0.5, high: Cap = 5.0) -> Tensor:
     """IcePop (Ling team 2025, arXiv:2510.18855): exp(d) within [low, high], else the token is rejected."""
     return _within(torch.exp(log_ratio(prox, behave)), low, high)
 
 
-def reject_sequence(
-    prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Cap = 0.99, high: Cap = 1.01
-) -> Tensor:
+def reject_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Cap = 0.99, high: Cap = 1.01) -> Tensor:
     """Reject rows whose geometric mean ratio leaves [low, high]; the others keep weight 1."""
     mean = torch.exp(spread(bounded(row_mean(prox - behave, mask, offsets)), offsets))
     return ((mean >= low) & (mean <= high)).to(prox.dtype)

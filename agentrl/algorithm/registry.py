@@ -39,9 +39,7 @@ def bind(kind: str, table: Mapping[str, Function], name: str, args: Mapping[str,
     for key, value in args.items():
         if key not in known:
             listed = ", ".join(sorted(known)) or "none"
-            raise ConfigError(
-                f"{kind} {name!r}: unknown argument {key!r}{nearest(key, known)}; known: {listed}"
-            )
+            raise ConfigError(f"{kind} {name!r}: unknown argument {key!r}{nearest(key, known)}; known: {listed}")
         try:
             bound[key] = TypeAdapter(hints[key]).validate_python(value, strict=True)
         except ValidationError as error:

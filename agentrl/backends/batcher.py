@@ -102,9 +102,7 @@ class Batcher:
         self._leave(request, keep=True)
         if not request.done.done():
             sampled = request.tokens[request.prompt :]
-            request.done.set_result(
-                Generation(sampled, request.logprobs, request.versions, reason, active_s=request.active_s)
-            )
+            request.done.set_result(Generation(sampled, request.logprobs, request.versions, reason, active_s=request.active_s))
 
     def fail(self, request: Request, error: EngineError) -> None:
         self._leave(request, keep=False)
@@ -270,9 +268,7 @@ class Batcher:
         self.sampled_tokens += len(ready)
 
 
-def _lay_out(
-    work: list[tuple[Request, Sequence, int]], device: torch.device
-) -> tuple[list[tuple[Request, Sequence, int]], Plan]:
+def _lay_out(work: list[tuple[Request, Sequence, int]], device: torch.device) -> tuple[list[tuple[Request, Sequence, int]], Plan]:
     """Group a step's work by pool and by token count (to the next power of two, which bounds padding)."""
     groups: dict[tuple[int, int], list[tuple[Request, Sequence, int]]] = {}
     for item in work:

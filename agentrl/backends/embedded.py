@@ -68,9 +68,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         room = self._limit // model.shape.token_bytes
         context = self._max_context or min(model.positions, room)
         if context > room:
-            raise ResourceError(
-                f"one episode of {context} tokens does not fit kv_cache_mib = {self._limit >> 20}"
-            )
+            raise ResourceError(f"one episode of {context} tokens does not fit kv_cache_mib = {self._limit >> 20}")
         if context > model.positions:
             raise ResourceError(f"max_context = {context}, but the model ends at {model.positions} positions")
         self._context = context
@@ -261,9 +259,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         if not prompt:
             raise EngineError("the prompt is empty")
         if len(prompt) >= self._context:
-            raise EngineError(
-                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}"
-            )
+            raise EngineError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}")
         if min(prompt) < 0 or max(prompt) >= model.vocab:
             raise EngineError(f"the prompt has token ids outside [0, {model.vocab})")
         if sampling.max_tokens < 1:

@@ -109,9 +109,7 @@ class EmbeddedModel:
         """Compare our attention with the model's own on a few tokens, prefill and decode: a model with state
         or masks that slots do not carry (recurrent layers, attention sinks) shows here, not in training."""
         ids = [(7 * i + 3) % self.vocab for i in range(9)]
-        reference = (
-            self.module(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0].float()
-        )
+        reference = self.module(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0].float()
         try:
             self.module.set_attn_implementation(slot_attention.NAME)
         except ValueError as problem:

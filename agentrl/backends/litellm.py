@@ -37,7 +37,8 @@ class Transcript:
     """
 
     def __init__(
-        self, entries: Mapping[int, dict[str, Json]] | None = None,
+        self,
+        entries: Mapping[int, dict[str, Json]] | None = None,
         on_new: Callable[[int, Json], None] = lambda number, entry: None,
     ) -> None:
         self._entries: dict[int, dict[str, Json]] = dict(entries or {})
@@ -183,7 +184,9 @@ class LiteLlmEngine(Engine):
     async def stats(self) -> EngineStats:
         running = sum(len(tasks) for tasks in self._running.values())
         return EngineStats(
-            running=running, prompt_tokens=self._prompt_tokens, sampled_tokens=self._sampled_tokens,
+            running=running,
+            prompt_tokens=self._prompt_tokens,
+            sampled_tokens=self._sampled_tokens,
             extra={"attempts": self._attempts},
         )
 
@@ -191,9 +194,7 @@ class LiteLlmEngine(Engine):
         for key in list(self._running):
             await self.abort(key)
 
-    async def _ask(
-        self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], sampling: Sampling, key: str
-    ) -> Any:
+    async def _ask(self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], sampling: Sampling, key: str) -> Any:
         """The answer of the first attempt that gets one. Raises EngineError: its first word is the error's class."""
         options = {**self._options, **({"tools": tools} if tools else {})}
         if sampling.top_p < 1:
@@ -204,16 +205,20 @@ class LiteLlmEngine(Engine):
                     self._attempts += 1
                     self._begun[key] = self._begun.get(key) or time.monotonic()
                     return await load_litellm().acompletion(
-                        model=self._model, messages=messages, temperature=sampling.temperature,
-                        max_tokens=sampling.max_tokens, timeout=self._timeout, num_retries=0, max_retries=0, **options,
+                        model=self._model,
+                        messages=messages,
+                        temperature=sampling.temperature,
+                        max_tokens=sampling.max_tokens,
+                        timeout=self._timeout,
+                        num_retries=0,
+                        max_retries=0,
+                        **options,
                     )
             except Exception as problem:  # what litellm raises has no common base of its own
                 wait = self._wait(problem, attempt)
                 if wait is None:
                     text = " ".join(str(problem).split())[:300]
-                    raise EngineError(
-                        f"{type(problem).__name__}: {self._model}: {text} ({attempt + 1} attempts)"
-                    ) from problem
+                    raise EngineError(f"{type(problem).__name__}: {self._model}: {text} ({attempt + 1} attempts)") from problem
                 await asyncio.sleep(wait)
         raise AssertionError("the last attempt returns or raises")
 

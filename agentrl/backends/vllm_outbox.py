@@ -67,9 +67,7 @@ def _settle(answer: asyncio.Future[Generation], found: Generation | Exception) -
         answer.set_exception(found)
 
 
-async def answered(
-    generate: Callable[..., Awaitable[Generation]], requests: Sequence[Request]
-) -> AsyncIterator[Answers]:
+async def answered(generate: Callable[..., Awaitable[Generation]], requests: Sequence[Request]) -> AsyncIterator[Answers]:
     """The actor's side: start all requests, and yield what they came to as they end."""
     ready: Answers = []
     wake = asyncio.Event()

@@ -47,8 +47,10 @@ class Pace:
     def told(self) -> Told:
         """Of every request that the replica has."""
         self.look()
-        return {state.external_req_id: (self._active.get(state.external_req_id, 0.0), state.detokenizer.num_output_tokens())
-                for state in self._states()}
+        return {
+            state.external_req_id: (self._active.get(state.external_req_id, 0.0), state.detokenizer.num_output_tokens())
+            for state in self._states()
+        }
 
     def over(self, request_id: str) -> float:
         """Active seconds of a request that has ended, whatever way; it is forgotten."""

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def vllm_parser(
-    name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
-) -> Parser:
+def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> Parser:
     """The parser that vLLM calls `name` ("deepseek_v3", "glm45", ...); some need the tools' schemas.
 
     Pass it to `make_renderer(tokenizer, parser=...)`. vLLM's parsers drop what they cannot read: a malformed

@@ -50,8 +50,15 @@ class Replicas:
     """Starts `count` replicas, sends each episode where its prefix cache is, and replaces those that die."""
 
     def __init__(
-        self, options: dict[str, Any], count: int, *, gpus: int, startup_timeout: float,
-        call_timeout: float, max_respawns: int, catch_up: Callable[[Replica], Awaitable[None]],
+        self,
+        options: dict[str, Any],
+        count: int,
+        *,
+        gpus: int,
+        startup_timeout: float,
+        call_timeout: float,
+        max_respawns: int,
+        catch_up: Callable[[Replica], Awaitable[None]],
         places: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """`options`: for vLLM. `gpus`: of a replica, where there are any. `call_timeout`: seconds after which a
@@ -173,8 +180,10 @@ class Replicas:
 
     async def progress(self) -> list[Told]:
         """What each live replica tells of its requests; nothing from one that does not answer."""
-        answers = await asyncio.gather(*(asyncio.wait_for(self.ask(replica, "progress"), self._call_timeout)
-                                         for replica in self.alive()), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(asyncio.wait_for(self.ask(replica, "progress"), self._call_timeout) for replica in self.alive()),
+            return_exceptions=True,
+        )
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def counters(self) -> list[EngineStats]:
@@ -199,9 +208,7 @@ class Replicas:
         environment = ENVIRONMENT if gpu else {**ENVIRONMENT, **CPU_ENVIRONMENT}
         anywhere = {"num_cpus": 0, "num_gpus": self._gpus if gpu else 0}
         place = self._places[number] if self._places else anywhere
-        actor = ray.remote(VllmActor).options(
-            max_concurrency=4096, runtime_env={"env_vars": environment}, **place
-        )
+        actor = ray.remote(VllmActor).options(max_concurrency=4096, runtime_env={"env_vars": environment}, **place)
         return Replica(number, actor.remote(self._options))
 
     async def _boot(self, replica: Replica) -> None:
@@ -245,6 +252,4 @@ class Replicas:
 
 def _at_rest(stats: EngineStats) -> EngineStats:
     """The counters of a replica that runs nothing any more."""
-    return EngineStats(
-        prompt_tokens=stats.prompt_tokens, cached_tokens=stats.cached_tokens, sampled_tokens=stats.sampled_tokens
-    )
+    return EngineStats(prompt_tokens=stats.prompt_tokens, cached_tokens=stats.cached_tokens, sampled_tokens=stats.sampled_tokens)

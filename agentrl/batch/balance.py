@@ -79,18 +79,14 @@ def _better(one: Rowed, other: Rowed, overhead: float) -> Rowed:
     return one if first < second else other
 
 
-def baselines(
-    tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int
-) -> Iterator[tuple[str, np.ndarray]]:
+def baselines(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int) -> Iterator[tuple[str, np.ndarray]]:
     """What the field uses, by name; bins are numbered micro-batch * ranks + rank."""
     yield "karmarkar_ranks", karmarkar_ranks(tokens, costs, ranks, cap)
     yield "least_loaded", least_loaded(tokens, costs, ranks, cap)
     yield "first_fit_decreasing", first_fit_decreasing(tokens, cap)
 
 
-def _improvements(
-    tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int, fewest: int
-) -> Iterator[tuple[str, np.ndarray]]:
+def _improvements(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int, fewest: int) -> Iterator[tuple[str, np.ndarray]]:
     """Packings over all ranks at once, for rising numbers of micro-batches."""
     mean = float(costs.sum()) / (ranks * fewest)
     for micros in _micro_counts(fewest, len(tokens)):

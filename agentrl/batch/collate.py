@@ -41,9 +41,7 @@ def collate(
     rows: list[tuple[int, int, int, float]] = []
     for index, trajectory in enumerate(trajectories):
         if trajectory.reward is None and not allow_unscored:
-            raise ValueError(
-                f"trajectory {index} (task {trajectory.task.id!r}) is unscored; drop it before collating"
-            )
+            raise ValueError(f"trajectory {index} (task {trajectory.task.id!r}) is unscored; drop it before collating")
         reward = float("nan") if trajectory.reward is None else trajectory.reward
         spots = reward_spots(trajectory)
         for place, ledger in enumerate(trajectory.ledgers):
@@ -97,7 +95,8 @@ def reward_spots(trajectory: Trajectory) -> list[credit.Spot]:
 
 
 def _batch(
-    ledgers: Sequence[TokenLedger], rewards: Sequence[Sequence[tuple[int, float]]],
+    ledgers: Sequence[TokenLedger],
+    rewards: Sequence[Sequence[tuple[int, float]]],
     rows: Sequence[tuple[int, int, int, float]],
 ) -> TensorDict:
     offsets = torch.zeros(len(ledgers) + 1, dtype=torch.int64)

@@ -108,9 +108,7 @@ def karmarkar_ranks(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int)
     return where
 
 
-def _fill_ranks(
-    tokens: np.ndarray, costs: np.ndarray, mine: list[np.ndarray], micros: int, cap: int
-) -> list[np.ndarray] | None:
+def _fill_ranks(tokens: np.ndarray, costs: np.ndarray, mine: list[np.ndarray], micros: int, cap: int) -> list[np.ndarray] | None:
     out: list[np.ndarray] = []
     for items in mine:
         micro = karmarkar_karp(costs[items], micros)
@@ -125,9 +123,7 @@ def fits(tokens: np.ndarray, where: np.ndarray, cap: int) -> bool:
     return len(where) == 0 or int(np.bincount(where, weights=tokens).max()) <= cap
 
 
-def capped_greedy(
-    tokens: np.ndarray, costs: np.ndarray, bins: int, cap: int, look: int = 8
-) -> np.ndarray | None:
+def capped_greedy(tokens: np.ndarray, costs: np.ndarray, bins: int, cap: int, look: int = 8) -> np.ndarray | None:
     """Greedy over all bins of all ranks at once, each item into the cheapest of the `look` least loaded
     bins that has room; None where none of them has."""
     where = np.empty(len(tokens), dtype=np.int64)

@@ -69,9 +69,7 @@ def plan(
     return Plan(table, best.cost, lower_bound(size, price, ranks, cap), best.name)
 
 
-def group_units(
-    tokens: np.ndarray, groups: np.ndarray, cap: float, prefix: np.ndarray | None = None
-) -> np.ndarray:
+def group_units(tokens: np.ndarray, groups: np.ndarray, cap: float, prefix: np.ndarray | None = None) -> np.ndarray:
     """Unit of each sequence: a group, or the parts of a group that fill the cap one after the other; a
     sequence with a negative group number is a unit alone. See `plan` for `prefix`."""
     unit = np.empty(len(tokens), dtype=np.int64)

@@ -81,9 +81,7 @@ def into(
     return out.index_copy(0, tokens, torch.cat(parts))
 
 
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, branch: Branch, scaling: float | None
-) -> torch.Tensor:
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, branch: Branch, scaling: float | None) -> torch.Tensor:
     """[tokens of the rests, H, D]."""
     heads, depth = query.shape[1], query.shape[2]
 

@@ -81,9 +81,7 @@ def to_wire(batch: TensorDict) -> Wire:
         elif isinstance(value, NonTensorData):
             wire.wide[key] = value.data
         else:
-            raise TypeError(
-                f"column {key!r}: a batch holds tensors or non-tensors, not {type(value).__name__}"
-            )
+            raise TypeError(f"column {key!r}: a batch holds tensors or non-tensors, not {type(value).__name__}")
     return wire
 
 

@@ -152,9 +152,7 @@ def find_env(name: str) -> EnvEntry:
             return entry
         known += [entry.id, entry.name]
     broken = "".join(f"\n{problem}" for problem in broken_files().values())
-    raise CatalogError(
-        f"no environment {name!r}; {_nearest(name, known)} (agentrl env list shows all){broken}"
-    )
+    raise CatalogError(f"no environment {name!r}; {_nearest(name, known)} (agentrl env list shows all){broken}")
 
 
 def broken_files() -> dict[Path, str]:
@@ -209,10 +207,7 @@ def make_env(env_id: str, *, reward: str | None = None, **params: Any) -> ToolEn
     Raises CatalogError for an unknown id or unfit parameters, RewardSpecError for a bad spec.
     """
     entry = find_env(env_id)
-    if (
-        "scorer" not in params
-        and (path := find_reward(reward) if reward else entry.reward_path()) is not None
-    ):
+    if "scorer" not in params and (path := find_reward(reward) if reward else entry.reward_path()) is not None:
         from agentrl.config.schema import RewardConfig
         from agentrl.reward import compile_spec, load_spec, make_context
 
@@ -263,10 +258,7 @@ def _all_entries() -> Iterator[EnvEntry]:
 def _entries_of(path: Path) -> list[EnvEntry]:
     name = path.parent.name if path.name == "env.py" else path.stem
     declared = read_declarations(path)
-    return [
-        EnvEntry(d.id, _short(name, d, len(declared)), d.summary, d.reward, path, d.class_name)
-        for d in declared
-    ]
+    return [EnvEntry(d.id, _short(name, d, len(declared)), d.summary, d.reward, path, d.class_name) for d in declared]
 
 
 def _short(name: str, declared: Declared, count: int) -> str:

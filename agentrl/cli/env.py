@@ -92,9 +92,7 @@ def run_list(args: argparse.Namespace) -> int:
 
     entries = list_envs()
     if args.json:
-        rows = [
-            {"id": e.id, "name": e.name, "summary": e.summary, "path": str(e.path or "")} for e in entries
-        ]
+        rows = [{"id": e.id, "name": e.name, "summary": e.summary, "path": str(e.path or "")} for e in entries]
         print(json.dumps(rows))
         return 0
     width = max((len(entry.id) for entry in entries), default=0)

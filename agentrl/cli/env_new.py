@@ -106,8 +106,6 @@ def write_template(name: str, shelf: str) -> Path:
     title = "".join(part.capitalize() for part in name.split("_"))
     folder.mkdir(parents=True)
     (folder / "env.py").write_text(ENV.format(name=name, title=title, namespace="my"), encoding="utf-8")
-    (folder / "reward.json").write_text(
-        json.dumps({**REWARD, "name": name}, indent=2) + "\n", encoding="utf-8"
-    )
+    (folder / "reward.json").write_text(json.dumps({**REWARD, "name": name}, indent=2) + "\n", encoding="utf-8")
     (folder / f"test_{name}.py").write_text(TEST.format(name=name), encoding="utf-8")
     return folder

@@ -16,9 +16,7 @@ HELP = """  NAME a=b c=d     call a tool (values in JSON; a word is a text)
   /tools /state /help /quit"""
 
 
-def play(
-    env: ToolEnv, seed: int, split: str, read: Callable[[str], str], write: Callable[[str], None]
-) -> int:
+def play(env: ToolEnv, seed: int, split: str, read: Callable[[str], str], write: Callable[[str], None]) -> int:
     """Run one episode with `read` as the agent; returns the exit code (130 where it was broken off)."""
     observation, info = env.reset(seed=seed, options={"split": split})
     write(f"{env.id}, task {info['task_id']}. Type /help for help.")
@@ -80,9 +78,7 @@ def _value(text: str) -> Any:
 
 def _command(env: ToolEnv, line: str) -> str:
     if line == "/tools":
-        return "\n".join(
-            json.dumps(schema["function"], ensure_ascii=False) for schema in env.toolbox.schemas()
-        )
+        return "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in env.toolbox.schemas())
     if line == "/state":
         return json.dumps(env.state(), ensure_ascii=False)
     return HELP

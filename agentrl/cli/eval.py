@@ -22,7 +22,9 @@ are read from the environment variables that litellm names, such as OPENAI_API_K
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = commands.add_parser(
-        "eval", help="evaluate a model on an environment", epilog=EPILOG,
+        "eval",
+        help="evaluate a model on an environment",
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser, tasks=100, split="heldout", folder="evals")

@@ -23,7 +23,9 @@ EPILOG = """examples:
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = argparse.ArgumentParser(
-        prog="agentrl", description="Reinforcement learning for tool-calling agents.", epilog=EPILOG,
+        prog="agentrl",
+        description="Reinforcement learning for tool-calling agents.",
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"agentrl {__version__}")

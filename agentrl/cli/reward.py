@@ -34,25 +34,19 @@ needs --env; one with a judge asks the model named in the spec, at --judge-url i
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command and its parts."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser(
-        "reward", help="check, explain and apply reward specs", epilog=EPILOG, formatter_class=raw
-    )
+    parser = commands.add_parser("reward", help="check, explain and apply reward specs", epilog=EPILOG, formatter_class=raw)
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
     lint = parts.add_parser("lint", help="find what a spec cannot do", epilog=EPILOG, formatter_class=raw)
     lint.add_argument("spec")
     lint.add_argument("--tasks", type=_positive, default=5, help="tasks to probe with --env (default 5)")
     lint.add_argument("--seed", type=int, default=0, help="seed of the first task (default 0)")
     lint.set_defaults(run=run_lint)
-    explain = parts.add_parser(
-        "explain", help="why an episode scored what it scored", epilog=EPILOG, formatter_class=raw
-    )
+    explain = parts.add_parser("explain", help="why an episode scored what it scored", epilog=EPILOG, formatter_class=raw)
     explain.add_argument("spec")
     explain.add_argument("trajectory", type=Path, help="a JSON or JSONL file")
     explain.add_argument("--row", type=_positive, default=1, help="which row of a JSONL file (from 1)")
     explain.set_defaults(run=run_explain)
-    score = parts.add_parser(
-        "score", help="score recorded episodes again", epilog=EPILOG, formatter_class=raw
-    )
+    score = parts.add_parser("score", help="score recorded episodes again", epilog=EPILOG, formatter_class=raw)
     score.add_argument("spec")
     score.add_argument("trajectories", type=Path, help="a JSONL file")
     score.add_argument("--out", type=Path, help="write the scores here instead of to the standard output")
@@ -62,9 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     diff.add_argument("spec_b")
     diff.add_argument("trajectories", type=Path, help="a JSONL file")
     diff.set_defaults(run=run_diff)
-    leaves = parts.add_parser(
-        "leaves", help="the leaf kinds, each with formula and example", formatter_class=raw
-    )
+    leaves = parts.add_parser("leaves", help="the leaf kinds, each with formula and example", formatter_class=raw)
     leaves.set_defaults(run=run_leaves)
     for part in (lint, explain, score, diff):
         _add_context(part)
@@ -76,17 +68,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _add_context(part: argparse.ArgumentParser) -> None:
     part.add_argument("--env", help="id of the environment: to replay gold calls on, and to probe")
-    part.add_argument(
-        "--param", action="append", default=[], metavar="NAME=JSON", help="a parameter of --env"
-    )
-    part.add_argument(
-        "--python", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help="allow a python leaf"
-    )
+    part.add_argument("--param", action="append", default=[], metavar="NAME=JSON", help="a parameter of --env")
+    part.add_argument("--python", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help="allow a python leaf")
     part.add_argument("--judge-url", help="base URL of an OpenAI-compatible server for judge leaves")
     part.add_argument("--judge-cache", help="folder that keeps verdicts")
-    part.add_argument(
-        "--judge-calls", type=_positive, default=1000, help="most calls to the judge (default 1000)"
-    )
+    part.add_argument("--judge-calls", type=_positive, default=1000, help="most calls to the judge (default 1000)")
     part.add_argument("--judge-usd", type=float, help="most money for the judge")
 
 
@@ -117,9 +103,7 @@ def run_lint(args: argparse.Namespace) -> int:
             node = f": {json.dumps(scorer.rule.node)}" if scorer.rule.derived else ""
             print(f"success is decided by {scorer.rule}{node}")
         low, high = scorer.range
-        probed = (
-            f", probed on {args.tasks} tasks of {args.env}" if args.env else ", not probed (--env ID would)"
-        )
+        probed = f", probed on {args.tasks} tasks of {args.env}" if args.env else ", not probed (--env ID would)"
         print(f"{scorer.name}: {_count(len(findings), 'finding')}; reward within [{low:g}, {high:g}]{probed}")
     return 1 if any(item.level == "error" for item in findings) else 0
 
@@ -224,9 +208,7 @@ class _Options:
         from agentrl.config.schema import JudgeConfig, RewardConfig
         from agentrl.reward import make_context
 
-        judge = JudgeConfig(
-            api_base=self.judge_url, cache=self.judge_cache, calls=self.judge_calls, usd=self.judge_usd
-        )
+        judge = JudgeConfig(api_base=self.judge_url, cache=self.judge_cache, calls=self.judge_calls, usd=self.judge_usd)
         ref = None if self.env is None else self.env_ref()
         twin = None if ref is None else lambda task: ref.build()
         return make_context(RewardConfig(python=dict(self.python), judge=judge), twin=twin)
@@ -244,9 +226,7 @@ def _options(args: argparse.Namespace) -> _Options:
     if params and args.env is None:
         raise UserError("--param sets parameters of --env, which is not given")
     python = tuple(_pairs(args.python, "--python", "polite=my_rewards:polite"))
-    return _Options(
-        args.env, tuple(params), args.judge_url, args.judge_cache, args.judge_calls, args.judge_usd, python
-    )
+    return _Options(args.env, tuple(params), args.judge_url, args.judge_cache, args.judge_calls, args.judge_usd, python)
 
 
 def _pairs(texts: list[str], option: str, example: str) -> Iterator[tuple[str, str]]:
@@ -298,9 +278,7 @@ def _with_others(path: Path, row: int, compares: bool) -> tuple[Trajectory, list
         return chosen, []
     rows = [parse_row(str(path), number, line) for number, line in read_lines(path)]
     task = (chosen.env_id, chosen.task.id)
-    return chosen, [
-        other for place, other in enumerate(rows, 1) if place != row and (other.env_id, other.task.id) == task
-    ]
+    return chosen, [other for place, other in enumerate(rows, 1) if place != row and (other.env_id, other.task.id) == task]
 
 
 def _scored(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:

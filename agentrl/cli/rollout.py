@@ -27,7 +27,9 @@ runs only what is missing.
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = commands.add_parser(
-        "rollout", help="write trajectories of a model on an environment", epilog=EPILOG,
+        "rollout",
+        help="write trajectories of a model on an environment",
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser, tasks=16, split="train", folder="rollouts")
@@ -71,8 +73,9 @@ def read_request(args: argparse.Namespace, purpose: Literal["eval", "rollout"]) 
     replay, record = (None if path is None else Path(path) for path in (args.replay, args.record))
     name = config.env.id.replace("/", "_")
     out = Path(args.out or (f"{args.defaults['folder']}/{name}" if replay is None else replay / "replayed"))
-    return config, RolloutRequest(purpose, values["model"], values["tasks"], values["samples"], values["split"], out,
-                                  record, replay)
+    return config, RolloutRequest(
+        purpose, values["model"], values["tasks"], values["samples"], values["split"], out, record, replay
+    )
 
 
 def _base(args: argparse.Namespace, purpose: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -82,8 +85,7 @@ def _base(args: argparse.Namespace, purpose: str) -> tuple[dict[str, Any], dict[
             raise ConfigError(f"an environment is needed, for example: agentrl {purpose} key_value --model runs/quickstart/final")
         if args.model is None:
             raise ConfigError("--model is needed: a model folder or hub name, or api:NAME")
-        return ({"name": purpose, "env": {"id": args.env}, "model": {"path": args.model}},
-                {**args.defaults, "model": args.model})
+        return ({"name": purpose, "env": {"id": args.env}, "model": {"path": args.model}}, {**args.defaults, "model": args.model})
     if args.record is not None:
         raise ConfigError("--record and --replay: a replay is a record already; give one of them")
     from agentrl.run.recordings import RecordFolder

@@ -18,7 +18,9 @@ The folder it writes is a Hugging Face model folder: any tool that loads those l
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = commands.add_parser(
-        "sft", help="supervised warm start on transcripts of an environment's teacher", epilog=EPILOG,
+        "sft",
+        help="supervised warm start on transcripts of an environment's teacher",
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", help="a TOML file or the name of a packaged config, with an [sft] section")

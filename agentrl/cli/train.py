@@ -23,7 +23,9 @@ Ctrl-C once finishes the step, writes a checkpoint and exits with 130; twice sto
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = commands.add_parser(
-        "train", help="train a policy on an environment", epilog=EPILOG,
+        "train",
+        help="train a policy on an environment",
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", nargs="?", help="a TOML file or the name of a packaged config")

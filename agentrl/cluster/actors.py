@@ -104,9 +104,7 @@ class RayBackend(Backend):
         if isinstance(error, TimeoutError):  # Ray's GetTimeoutError is one
             done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)
             late = [rank for rank, ref in refs.items() if ref not in done]
-            return StalledError(
-                f"{self._where(method)}: no answer from ranks {late} in {self.call_timeout:g} s"
-            )
+            return StalledError(f"{self._where(method)}: no answer from ranks {late} in {self.call_timeout:g} s")
         self.hosts.note_lost(refs)
         if self.hosts.lost:
             return WorkerDiedError(self._lost(method))

@@ -50,15 +50,11 @@ class Finding:
 def check_versions() -> Iterator[Finding]:
     """Python and the packages that a run imports."""
     level: Level = "ok" if sys.version_info >= (3, 11) else "fail"
-    yield Finding(
-        "python", level, platform.python_version(), "" if level == "ok" else "install Python 3.11 or newer"
-    )
+    yield Finding("python", level, platform.python_version(), "" if level == "ok" else "install Python 3.11 or newer")
     for name in CORE:
         version = _version(name)
         if version is None:
-            yield Finding(
-                name, "fail", "not installed", "install agentrl with its dependencies (make install)"
-            )
+            yield Finding(name, "fail", "not installed", "install agentrl with its dependencies (make install)")
         else:
             yield Finding(name, "ok", version)
     found = [f"{name} {version}" for name in OPTIONAL if (version := _version(name)) is not None]
@@ -82,18 +78,12 @@ def check_machine() -> Iterator[Finding]:
         advice = "Ray's object store lives here: start the container with a larger --shm-size"
         yield _at_least("shared memory", free, LEAST_SHARED_MEMORY, advice)
     else:
-        yield Finding(
-            "shared memory", "fail", "no /dev/shm", "Ray's object store needs it: mount a tmpfs there"
-        )
-    yield _at_least(
-        "disk", shutil.disk_usage(Path.cwd()).free, LEAST_DISK, "runs and checkpoints are written here"
-    )
+        yield Finding("shared memory", "fail", "no /dev/shm", "Ray's object store needs it: mount a tmpfs there")
+    yield _at_least("disk", shutil.disk_usage(Path.cwd()).free, LEAST_DISK, "runs and checkpoints are written here")
     yield check_temporary_folder()
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     level: Level = "ok" if files >= FEWEST_FILES else "warn"
-    yield Finding(
-        "open files", level, str(files), "" if level == "ok" else f"raise it: ulimit -n {FEWEST_FILES}"
-    )
+    yield Finding("open files", level, str(files), "" if level == "ok" else f"raise it: ulimit -n {FEWEST_FILES}")
 
 
 def _at_least(name: str, have: int, least: int, advice: str) -> Finding:
@@ -106,13 +96,9 @@ def check_temporary_folder() -> Finding:
     folder = Path(tempfile.gettempdir())
     kind = file_system(folder)
     if kind in NETWORK_FILE_SYSTEMS:
-        return Finding(
-            "temporary folder", "warn", f"{folder} ({kind})", "Ray can hang there: set TMPDIR to a local disk"
-        )
+        return Finding("temporary folder", "warn", f"{folder} ({kind})", "Ray can hang there: set TMPDIR to a local disk")
     if ray_folder() is not None:
-        return Finding(
-            "temporary folder", "warn", str(folder), "too deep for Ray's sockets; /tmp/ray is used"
-        )
+        return Finding("temporary folder", "warn", str(folder), "too deep for Ray's sockets; /tmp/ray is used")
     return Finding("temporary folder", "ok", f"{folder} ({kind or 'unknown file system'})")
 
 

@@ -34,9 +34,7 @@ class Future(Generic[R]):
     """What `WorkerGroup.submit` gives at once. `result()` or `await` brings the value to the driver;
     `value` stands for it in another group's call, which then reads it where it lies."""
 
-    def __init__(
-        self, where: str, pending: Pending, gather: Callable[[dict[int, Any]], R], stored: Stored | None
-    ) -> None:
+    def __init__(self, where: str, pending: Pending, gather: Callable[[dict[int, Any]], R], stored: Stored | None) -> None:
         self._where, self._pending, self._gather, self._stored = where, pending, gather, stored
 
     def result(self) -> R:

@@ -77,9 +77,7 @@ class WorkerGroup(Generic[W]):
             return await (await in_thread("batch", partial(self.submit, method, *args, **kwargs)))
         return await self.submit(method, *args, **kwargs)
 
-    def submit(
-        self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Future[R]:
+    def submit(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Start `method` and return at once; see Future. Inline, it runs when its result is first asked."""
         name, strategy, shipment = self._split(method, args, kwargs)
         pending = self.backend.submit(name, shipment)
@@ -91,23 +89,17 @@ class WorkerGroup(Generic[W]):
 
         return Future(where, pending, gather, self._stored(strategy, shipment, pending))
 
-    def run_all(
-        self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> list[R]:
+    def run_all(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """`run`, but every rank's own result, in rank order."""
         name, _, shipment = self._split(method, args, kwargs)
         results = self.backend.submit(name, shipment).wait()
         return [results[rank] for rank in shipment.ranks]
 
-    def run_on(
-        self, rank: int, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> R:
+    def run_on(self, rank: int, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a `Direct` method on one rank."""
         name, strategy = resolve(self.cls, method)
         if not isinstance(strategy, Direct) or not 0 <= rank < self.world_size:
-            raise DispatchError(
-                f"{self.cls.__name__}.{name} on rank {rank}: needs Direct() and 0 <= rank < {self.world_size}"
-            )
+            raise DispatchError(f"{self.cls.__name__}.{name} on rank {rank}: needs Direct() and 0 <= rank < {self.world_size}")
         result: R = self.backend.submit(name, Shipment(args, dict(kwargs), [rank])).wait()[rank]
         return result
 
@@ -122,9 +114,7 @@ class WorkerGroup(Generic[W]):
         """Call an `AllToAll` method: rank i gets `items[i]` first; every rank's result, in rank order."""
         name, strategy, shipment = self._split(method, (PerRank(tuple(items)), *args), kwargs)
         if not isinstance(strategy, AllToAll):
-            raise DispatchError(
-                f"{self.cls.__name__}.{name} is {strategy}: `scatter` is for AllToAll methods"
-            )
+            raise DispatchError(f"{self.cls.__name__}.{name} is {strategy}: `scatter` is for AllToAll methods")
         results = self.backend.submit(name, shipment).wait()
         return [results[rank] for rank in shipment.ranks]
 
@@ -151,9 +141,7 @@ class WorkerGroup(Generic[W]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _split(
-        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[str, Strategy, Shipment]:
+    def _split(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Strategy, Shipment]:
         name, strategy = resolve(self.cls, method)
         names = tuple(positional(call_shape(method)[0]))
         call = Call(f"{self.cls.__name__}.{name}", names, args, dict(kwargs))

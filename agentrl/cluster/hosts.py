@@ -72,9 +72,7 @@ class Hosts:
         except RayTaskError as error:
             raise _not_built(role, cls, error) from None
         except RayActorError as error:
-            raise WorkerError(
-                f"group {role!r}: a process died while building it: {first_line(error)}"
-            ) from None
+            raise WorkerError(f"group {role!r}: a process died while building it: {first_line(error)}") from None
         self.roles[role] = (cls, mesh)
 
     def restart(self) -> None:
@@ -124,9 +122,7 @@ class Hosts:
     def describe_lost(self) -> str:
         """The lost ranks with process ids and Ray's reason."""
         places = {rank: self.nodes[rank] for rank in self.lost}
-        named = [
-            f"rank {r} (pid {places[r][1]} on {places[r][0]}): {self.lost[r]}" for r in sorted(self.lost)
-        ]
+        named = [f"rank {r} (pid {places[r][1]} on {places[r][0]}): {self.lost[r]}" for r in sorted(self.lost)]
         return "; ".join(named)
 
 

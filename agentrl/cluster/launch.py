@@ -50,9 +50,7 @@ def launch(
 
     if on is not None:
         if not isinstance(on.backend, RayBackend) or on.world_size != world_size:
-            raise DispatchError(
-                f"group {role!r}: sharing the processes of {on.name!r} needs 'ray' and {on.world_size} ranks"
-            )
+            raise DispatchError(f"group {role!r}: sharing the processes of {on.name!r} needs 'ray' and {on.world_size} ranks")
         hosts = on.backend.hosts
         if role in hosts.roles:
             raise DispatchError(f"group {role!r}: the processes of {on.name!r} hold a role of that name")

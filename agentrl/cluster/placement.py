@@ -95,8 +95,7 @@ def reserve(pools: Mapping[str, PoolConfig], timeout: float) -> dict[str, Reserv
         time.sleep(PATIENCE / 10)
     free = {key: ray.available_resources().get(key, 0.0) for key in ("CPU", "GPU")}
     raise ResourceError(
-        f"pools {sorted(pools)} got no place within {timeout:g} s; others use the cluster (free: {free})\n"
-        + table(pools, nodes)
+        f"pools {sorted(pools)} got no place within {timeout:g} s; others use the cluster (free: {free})\n" + table(pools, nodes)
     )
 
 

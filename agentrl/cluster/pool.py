@@ -67,9 +67,7 @@ def _search(
     name = shares[at][0]
     cpus, gpus = need(pools[name])
     tried: set[tuple[float, float]] = set()
-    for node, (free_cpus, free_gpus) in sorted(
-        left.items(), key=lambda item: (item[1][1], item[1][0], item[0])
-    ):
+    for node, (free_cpus, free_gpus) in sorted(left.items(), key=lambda item: (item[1][1], item[1][0], item[0])):
         if node in chosen[name] or free_cpus < cpus or free_gpus < gpus or (free_cpus, free_gpus) in tried:
             continue
         tried.add((free_cpus, free_gpus))  # nodes with equal room are the same choice
@@ -91,6 +89,4 @@ def table(pools: Mapping[str, PoolConfig], nodes: Sequence[Node]) -> str:
     rows.append(("supply", "", "", "CPU slots", "GPUs"))
     rows += [(f"node {node.name}", "", "", f"{node.cpus:g}", f"{node.gpus:g}") for node in nodes]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)

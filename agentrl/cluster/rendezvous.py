@@ -59,17 +59,13 @@ def join(where: Rendezvous | None, rank: int, world_size: int, backend: str | No
     if dist.is_initialized():
         there = (dist.get_rank(), dist.get_world_size())
         if there != (rank, world_size):
-            raise DispatchError(
-                f"this process is rank {there[0]} of {there[1]} already; it cannot be {rank} of {world_size}"
-            )
+            raise DispatchError(f"this process is rank {there[0]} of {there[1]} already; it cannot be {rank} of {world_size}")
         return
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     span = timedelta(seconds=timeout)
     if where is None:
         if world_size != 1:
-            raise DispatchError(
-                f"{world_size} ranks need backend 'ray': an inline group has no processes to join"
-            )
+            raise DispatchError(f"{world_size} ranks need backend 'ray': an inline group has no processes to join")
         dist.init_process_group(chosen, store=HashStore(), rank=0, world_size=1, timeout=span)
         return
     os.environ.update(MASTER_ADDR=where.host, MASTER_PORT=str(where.port))

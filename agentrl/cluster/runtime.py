@@ -29,9 +29,7 @@ def worker_env() -> dict[str, str]:
     }
 
 
-def start_ray(
-    cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_bytes: int | None = None
-) -> None:
+def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_bytes: int | None = None) -> None:
     """Start a local Ray, or join the cluster at `cluster.address`. Where Ray is up, it is used as it is.
 
     An empty RAY_ADDRESS is removed first (to Ray it is an address). On a joined cluster the user's

@@ -56,15 +56,11 @@ class Shard(Strategy):
         if not usable:
             raise DispatchError(f"{where}: Shard() ships a TensorDict, the method has no parameter for it")
         if self.argument is not None and self.argument not in usable:
-            raise DispatchError(
-                f"{where}: Shard() names the parameter {self.argument!r}; the method has {usable}"
-            )
+            raise DispatchError(f"{where}: Shard() names the parameter {self.argument!r}; the method has {usable}")
         chosen = next(p for p in parameters if p.name == (self.argument or usable[0]))
         declared = _text(chosen.annotation)
         if declared and not any(word in declared for word in ("TensorDict", "Any", "object")):
-            raise DispatchError(
-                f"{where}: Shard() ships a TensorDict as {chosen.name!r}, declared as {declared}"
-            )
+            raise DispatchError(f"{where}: Shard() ships a TensorDict as {chosen.name!r}, declared as {declared}")
         if returns in (None, "None") and self.collect != "none":
             raise DispatchError(f"{where}: Shard(collect={self.collect!r}) needs a result, it returns None")
         self._check_options(where)
@@ -76,9 +72,7 @@ class Shard(Strategy):
             raise DispatchError(f"{where}: unknown balance {self.balance!r}")
         wrong = {key: how for key, how in self.metrics.items() if how not in METRIC_REDUCTIONS}
         if wrong:
-            raise DispatchError(
-                f"{where}: unknown metric reductions {wrong}; known: {sorted(METRIC_REDUCTIONS)}"
-            )
+            raise DispatchError(f"{where}: unknown metric reductions {wrong}; known: {sorted(METRIC_REDUCTIONS)}")
 
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
         where = call.where

@@ -118,9 +118,7 @@ class AllToAll(Strategy):
 
     def check(self, where: str, parameters: Sequence[inspect.Parameter], returns: Any) -> None:
         if not positional(parameters):
-            raise DispatchError(
-                f"{where}: AllToAll() gives each rank its own first argument, the method has none"
-            )
+            raise DispatchError(f"{where}: AllToAll() gives each rank its own first argument, the method has none")
 
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
         given, rest = call.take(call.names[0])

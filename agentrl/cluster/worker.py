@@ -82,15 +82,12 @@ def check_table(cls: type, table: Mapping[str, Strategy]) -> None:
         if name not in methods:
             near = difflib.get_close_matches(name, methods, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; it has {sorted(methods)}"
-            raise DispatchError(
-                f"{cls.__name__}.dispatch_table names {name!r}, which is no public method{hint}"
-            )
+            raise DispatchError(f"{cls.__name__}.dispatch_table names {name!r}, which is no public method{hint}")
         check_method(cls, name, methods[name], strategy)
     missing = sorted(set(methods) - set(table))
     if missing:
         raise DispatchError(
-            f"{cls.__name__}: public method {missing[0]!r} has no entry in dispatch_table "
-            f"(add one, or name it _{missing[0]})"
+            f"{cls.__name__}: public method {missing[0]!r} has no entry in dispatch_table (add one, or name it _{missing[0]})"
         )
 
 
@@ -100,9 +97,7 @@ def check_method(cls: type, name: str, method: Any, strategy: Strategy) -> None:
     if not inspect.isfunction(method):
         raise DispatchError(f"{where} must be a plain method, it is a {type(method).__name__}")
     if any(test(method) for test in _NOT_PLAIN):
-        raise DispatchError(
-            f"{where} must be a plain method: a worker runs one call at a time and returns a value"
-        )
+        raise DispatchError(f"{where} must be a plain method: a worker runs one call at a time and returns a value")
     if not inspect.signature(method).parameters:
         raise DispatchError(f"{where} has no parameter `self`")
     parameters, returns = call_shape(method)

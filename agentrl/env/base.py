@@ -216,9 +216,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
     def action_space(self) -> ToolCallSpace:  # type: ignore[override]
         return ToolCallSpace(self.toolbox)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
         """`areset`, blocking."""
         return run_sync(self.areset(seed=seed, options=options))
 
@@ -442,8 +440,15 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
 
 
 _TRUNCATIONS = frozenset(
-    {StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.EPISODE_TIMEOUT,
-     StopReason.MAX_TURN_TIME, StopReason.MAX_TOOL_TIME, StopReason.MAX_EPISODE_TIME}
+    {
+        StopReason.MAX_TURNS,
+        StopReason.MAX_TOKENS,
+        StopReason.CONTEXT_FULL,
+        StopReason.EPISODE_TIMEOUT,
+        StopReason.MAX_TURN_TIME,
+        StopReason.MAX_TOOL_TIME,
+        StopReason.MAX_EPISODE_TIME,
+    }
 )
 _SPACES = frozenset({"observation_space", "action_space"})
 _SHARED = _SPACES | {"scorer", "spec", "split", "render_mode", "initial_seed", "teardown_timeout", "_tools_before", "_sources"}

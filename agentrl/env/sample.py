@@ -39,18 +39,14 @@ def sample_value(schema: Json, rng: np.random.Generator, root: Mapping[str, Json
         if union in schema:
             # Deep down the last branch is taken: in a recursive type that is where Optional ends (null).
             branches = schema[union]
-            return sample_value(
-                branches[-1 if depth > _MAX_DEPTH else int(rng.integers(len(branches)))], rng, root, depth + 1
-            )
+            return sample_value(branches[-1 if depth > _MAX_DEPTH else int(rng.integers(len(branches)))], rng, root, depth + 1)
     kind = schema.get("type", "object" if "properties" in schema else "integer")
     if isinstance(kind, list):
         kind = kind[int(rng.integers(len(kind)))]
     return _of_type(str(kind), schema, rng, root, depth)
 
 
-def _of_type(
-    kind: str, schema: Mapping[str, Json], rng: np.random.Generator, root: Mapping[str, Json], depth: int
-) -> Any:
+def _of_type(kind: str, schema: Mapping[str, Json], rng: np.random.Generator, root: Mapping[str, Json], depth: int) -> Any:
     if kind == "null":
         return None
     if kind == "boolean":
@@ -95,9 +91,7 @@ def _number(kind: str, schema: Mapping[str, Json], rng: np.random.Generator) -> 
     return round(float(low) + (float(high) - float(low)) * float(rng.uniform(0.01, 0.99)), 6)
 
 
-def _array(
-    schema: Mapping[str, Json], rng: np.random.Generator, root: Mapping[str, Json], depth: int
-) -> list[Any]:
+def _array(schema: Mapping[str, Json], rng: np.random.Generator, root: Mapping[str, Json], depth: int) -> list[Any]:
     prefix = schema.get("prefixItems", [])
     low = int(schema.get("minItems", 0))
     high = min(int(schema.get("maxItems", low + 3)), low + 3)
@@ -109,9 +103,7 @@ def _array(
     return values
 
 
-def _object(
-    schema: Mapping[str, Json], rng: np.random.Generator, root: Mapping[str, Json], depth: int
-) -> dict[str, Any]:
+def _object(schema: Mapping[str, Json], rng: np.random.Generator, root: Mapping[str, Json], depth: int) -> dict[str, Any]:
     required = set(schema.get("required", ()))
     chosen = {}
     for name, part in schema.get("properties", {}).items():

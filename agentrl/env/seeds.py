@@ -49,6 +49,4 @@ def draw(
         content = propose(rng)
         if content_split(fingerprint(content)) == split:
             return content
-    raise TaskDataError(
-        f"none of {tries} generated tasks belongs to split {split!r}: too few different tasks"
-    )
+    raise TaskDataError(f"none of {tries} generated tasks belongs to split {split!r}: too few different tasks")

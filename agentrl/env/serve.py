@@ -95,9 +95,7 @@ def build_server(served: Served, instructions: str) -> Any:
         text, is_error = await served.call(params.name, dict(params.arguments or {}))
         return types.CallToolResult(content=[types.TextContent(type="text", text=text)], is_error=is_error)
 
-    return Server(
-        served.env.id, instructions=instructions, on_list_tools=on_list_tools, on_call_tool=on_call_tool
-    )
+    return Server(served.env.id, instructions=instructions, on_list_tools=on_list_tools, on_call_tool=on_call_tool)
 
 
 def serve_mcp(env: ToolEnv, *, seed: int, split: str, port: int | None) -> None:

@@ -23,9 +23,7 @@ def run_sync(work: Coroutine[Any, Any, T]) -> T:
     except RuntimeError:
         return _loop().run_until_complete(work)
     work.close()
-    raise RuntimeError(
-        "reset() and step() block; inside a running event loop await areset() and astep() instead"
-    )
+    raise RuntimeError("reset() and step() block; inside a running event loop await areset() and astep() instead")
 
 
 def _loop() -> asyncio.AbstractEventLoop:

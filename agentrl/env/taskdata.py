@@ -87,9 +87,7 @@ class TaskSet:
         """The task of a seed. Raises TaskDataError for a split without tasks, naming those there are."""
         rows = self.rows.get(split)
         if not rows:
-            raise TaskDataError(
-                f"{self.name}: no tasks of split {split!r}; {nearest(split, list(self.rows))}"
-            )
+            raise TaskDataError(f"{self.name}: no tasks of split {split!r}; {nearest(split, list(self.rows))}")
         row = self._drawn(rows, seed, split) if split == "train" and seed >= len(rows) else rows[seed % len(rows)]
         return Task(id=row.id, seed=seed, split=split, data=row.data, gold=row.gold)
 
@@ -148,9 +146,7 @@ def _files(place: Path) -> list[Path]:
         if place.suffix not in SUFFIXES:
             raise TaskDataError(f"{place}: expected a file ending in {', '.join(SUFFIXES)}")
         return [place]
-    files = sorted(
-        file for file in place.rglob("*") if file.suffix in SUFFIXES and not file.name.startswith("cache-")
-    )
+    files = sorted(file for file in place.rglob("*") if file.suffix in SUFFIXES and not file.name.startswith("cache-"))
     if not files:
         raise TaskDataError(f"{place}: no file ending in {', '.join(SUFFIXES)} in this folder")
     return files
@@ -244,6 +240,4 @@ def _check_apart(rows: Sequence[Row]) -> None:
         content = json.dumps(row.data, sort_keys=True, default=str)
         twin = by_content.setdefault(content, row)
         if twin.split != row.split:
-            raise TaskDataError(
-                f"{row.where}: field data: this {row.split} task is also a {twin.split} task ({twin.where})"
-            )
+            raise TaskDataError(f"{row.where}: field data: this {row.split} task is also a {twin.split} task ({twin.where})")

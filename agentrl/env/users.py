@@ -40,9 +40,7 @@ class RuleUser:
     rule fits. After `patience` of those in a row the user leaves.
     """
 
-    def __init__(
-        self, rules: Sequence[tuple[str, str | None]], *, otherwise: str = "I do not know.", patience: int = 3
-    ) -> None:
+    def __init__(self, rules: Sequence[tuple[str, str | None]], *, otherwise: str = "I do not know.", patience: int = 3) -> None:
         self.rules = [(re.compile(pattern, re.IGNORECASE), answer) for pattern, answer in rules]
         self.otherwise, self.patience = otherwise, patience
         self.lost = 0
@@ -106,9 +104,7 @@ class ModelUser:
             return await self.complete(messages)
         litellm = await in_thread("load", load_litellm)
         try:
-            answer = await litellm.acompletion(
-                model=self.model, messages=list(messages), timeout=self.timeout, **self.options
-            )
+            answer = await litellm.acompletion(model=self.model, messages=list(messages), timeout=self.timeout, **self.options)
         except Exception as fault:  # litellm's exceptions share no base of their own
             raise EnvError(f"the model that plays the user ({self.model}): {fault}") from fault
         return answer.choices[0].message.content or ""

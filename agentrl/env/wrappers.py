@@ -89,8 +89,9 @@ class _Flaky(Tool):
 
     @classmethod
     def of(cls, item: Tool, rate: float, seed: int, message: str) -> _Flaky:
-        return cls(item.function, item.name, item.options, item.method, item.signature,
-                   item=item, rate=rate, seed=seed, message=message)
+        return cls(
+            item.function, item.name, item.options, item.method, item.signature, item=item, rate=rate, seed=seed, message=message
+        )
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[Child | None]:
@@ -138,9 +139,7 @@ class Compaction(ToolWrapper):
     message.
     """
 
-    def __init__(
-        self, env: ToolEnv, tokens: int, compact: Compact, count: CountTokens = estimate_tokens
-    ) -> None:
+    def __init__(self, env: ToolEnv, tokens: int, compact: Compact, count: CountTokens = estimate_tokens) -> None:
         super().__init__(env)
         self.tokens, self.compact, self.count = tokens, compact, count
         self.history: list[Message] = []

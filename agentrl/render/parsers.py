@@ -142,9 +142,7 @@ def _mistral_item(item: Json, call_id: str, raw: str) -> ToolCall:
     return call_from_json(item, sampled_id if isinstance(sampled_id, str) and sampled_id else call_id, raw)
 
 
-def _xml_call(
-    body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[str, Any]] | None, *, closed: bool
-) -> ToolCall:
+def _xml_call(body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[str, Any]] | None, *, closed: bool) -> ToolCall:
     match = _FUNCTION.fullmatch(body)
     if match is None or not closed:
         what = "expected <function=NAME>...</function>" if closed else "no </tool_call>"

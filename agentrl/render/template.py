@@ -127,9 +127,7 @@ class TemplateRenderer(Renderer):
     def _suffix(self, messages: Sequence[Message]) -> str:
         """What the template adds after the end of an assistant turn for `messages`."""
         answered = [message for message in messages if message.role == "tool"]
-        calls = tuple(
-            ToolCall(m.name or "probe_tool", {"key": _MARK}, id=m.tool_call_id or "") for m in answered
-        )
+        calls = tuple(ToolCall(m.name or "probe_tool", {"key": _MARK}, id=m.tool_call_id or "") for m in answered)
         turn = Message("assistant", "", calls) if calls else Message("assistant", _MARK)
         text = self._text([_QUESTION, turn, *messages], (), True)
         _, mark, after = text.partition(_MARK)
@@ -203,9 +201,7 @@ class TemplateRenderer(Renderer):
         after = text.partition(_MARK)[2].lstrip()
         found = [token for token in self._control if after.startswith(token)]
         if not found:
-            raise ModelError(
-                f"no control token ends an assistant turn of the chat template (after it comes {after[:40]!r})"
-            )
+            raise ModelError(f"no control token ends an assistant turn of the chat template (after it comes {after[:40]!r})")
         return found[0]
 
     def _find_parser(self, custom: bool) -> tuple[str, str]:
@@ -228,8 +224,7 @@ class TemplateRenderer(Renderer):
         found = self.with_tools([_TOOL]).parse(ids, "stop").tool_calls
         if [(call.name, call.arguments) for call in found] != [(_CALL.name, _CALL.arguments)]:
             raise ModelError(
-                "the tool-call parser does not read what the chat template writes for a call: "
-                f"{self._codec.decode(ids)!r}"
+                f"the tool-call parser does not read what the chat template writes for a call: {self._codec.decode(ids)!r}"
             )
 
     def _verify(self, rounds: Sequence[Message]) -> None:

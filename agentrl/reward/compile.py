@@ -72,9 +72,7 @@ class _Builder:
         below = mute or self._mute(node, mods, pointer)
         if node["op"] == "gate":
             return self._gate(node, mods, pointer, own, below)
-        children = [
-            self.node(child, join(pointer, "of", i), own, below) for i, child in enumerate(node["of"])
-        ]
+        children = [self.node(child, join(pointer, "of", i), own, below) for i, child in enumerate(node["of"])]
         if node["op"] == "mean":
             weights = [child.mods.weight for child in children]
             if min(weights) < 0 or sum(weights) <= 0:
@@ -94,9 +92,7 @@ class _Builder:
         if "reduce" in node and not narrowed:
             self.fail(join(pointer, "reduce"), "there is nothing to reduce: the node has no scope of its own")
         if mods.emit == "step" and not narrowed:
-            self.fail(
-                join(pointer, "emit"), "only a node with a scope (round, turn or call) has steps to emit at"
-            )
+            self.fail(join(pointer, "emit"), "only a node with a scope (round, turn or call) has steps to emit at")
         if mods.emit == "step" and mute is not None:
             self.fail(join(pointer, "emit"), f"cannot emit at steps: {mute}")
         return scope if own == "group" else own
@@ -156,9 +152,7 @@ class _Builder:
                     )
                 at = value.get("at")
                 if at is not None and SCOPES.index(scope) < SCOPES.index(at):
-                    self.fail(
-                        join(pointer, "at"), f"at {at!r} needs scope {at!r}; this node's scope is {scope!r}"
-                    )
+                    self.fail(join(pointer, "at"), f"at {at!r} needs scope {at!r}; this node's scope is {scope!r}")
             for key, item in value.items():
                 self._reachable(item, join(pointer, key), scope)
         elif isinstance(value, (list, tuple)):
@@ -215,9 +209,7 @@ def _reader(value: Json) -> Callable[[View], Json]:
         def follow_ref(view: View) -> Json:
             found = view.read(tokens, at)
             if isinstance(found, Absent):
-                raise UnscorableError(
-                    f"{value['$']!r} resolves to nothing" + (f" at this {at}" if at else "")
-                )
+                raise UnscorableError(f"{value['$']!r} resolves to nothing" + (f" at this {at}" if at else ""))
             return found
 
         return follow_ref

@@ -48,11 +48,7 @@ def _function(name: str, target: str) -> PythonLeaf:
         raise ConfigError(f"reward.python.{name}: cannot import {module_name!r}: {error}") from error
     found: Any = vars(module).get(attribute)
     if not callable(found):
-        known = ", ".join(
-            key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
-        )
-        raise ConfigError(
-            f"reward.python.{name}: {module_name} has no function {attribute!r}; it has: {known or 'none'}"
-        )
+        known = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise ConfigError(f"reward.python.{name}: {module_name} has no function {attribute!r}; it has: {known or 'none'}")
     function: PythonLeaf = found
     return function

@@ -50,12 +50,8 @@ def _bearer(sampled: list[Turn], index: int) -> Turn:
 
 def _add(spots: dict[tuple[int, int], float], trajectory: Trajectory, turn: Turn, amount: float) -> None:
     if turn.ledger >= len(trajectory.ledgers) or turn.end >= len(trajectory.ledgers[turn.ledger]):
-        raise ValueError(
-            f"turn {turn.index} ends at token {turn.end} of ledger {turn.ledger}, which is not there"
-        )
+        raise ValueError(f"turn {turn.index} ends at token {turn.end} of ledger {turn.ledger}, which is not there")
     if not trajectory.ledgers[turn.ledger].sampled[turn.end]:
-        raise ValueError(
-            f"turn {turn.index} ends at token {turn.end} of ledger {turn.ledger}: not a sampled token"
-        )
+        raise ValueError(f"turn {turn.index} ends at token {turn.end} of ledger {turn.ledger}: not a sampled token")
     place = (turn.ledger, turn.end)
     spots[place] = spots.get(place, 0.0) + amount

@@ -25,9 +25,7 @@ class Change:
         return asdict(self)
 
 
-def changed_ranks(
-    trajectories: Sequence[Trajectory], a: Sequence[float | None], b: Sequence[float | None]
-) -> list[Change]:
+def changed_ranks(trajectories: Sequence[Trajectory], a: Sequence[float | None], b: Sequence[float | None]) -> list[Change]:
     """The episodes that change rank, largest move first. `a`, `b`: values by the two specs, row by row.
 
     Episodes of one (environment, task id) are ranked together.

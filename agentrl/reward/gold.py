@@ -61,9 +61,7 @@ def _gold_call(item: Json, form: str, index: int) -> GoldCall:
 def declared(gold: list[GoldCall], tools: Sequence[Mapping[str, Json]]) -> list[GoldCall]:
     """The gold calls with what the offered tools declare: types, and parameters that must be there."""
     functions = [tool.get("function") for tool in tools]
-    schemas = {
-        f["name"]: f.get("parameters", {}) for f in functions if isinstance(f, Mapping) and "name" in f
-    }
+    schemas = {f["name"]: f.get("parameters", {}) for f in functions if isinstance(f, Mapping) and "name" in f}
 
     def with_types(call: GoldCall) -> GoldCall:
         schema = schemas.get(call.name)
@@ -159,8 +157,7 @@ def bfcl_type_fits(made: Json, schema: Json, allowed: Sequence[Any]) -> bool:
         if not isinstance(made, list) or not isinstance(items := schema.get("items"), Mapping):
             return True
         return any(
-            not isinstance(option, list) or all(_plain_type_fits(item, items, option) for item in made)
-            for option in allowed
+            not isinstance(option, list) or all(_plain_type_fits(item, items, option) for item in made) for option in allowed
         )
     return _first_type(allowed) is type(made)
 
@@ -201,9 +198,7 @@ def _object_fits(made: Mapping[str, Json], option: Mapping[str, Json], rule: Rul
         values = option.get(key)
         if not isinstance(values, (list, tuple)) or not any(same(value, choice, rule) for choice in values):
             return False
-    return all(
-        key in made or (isinstance(values, (list, tuple)) and "" in values) for key, values in option.items()
-    )
+    return all(key in made or (isinstance(values, (list, tuple)) and "" in values) for key, values in option.items())
 
 
 def _objects_fit(made: Sequence[Json], option: Json, rule: Rule) -> bool:

@@ -27,9 +27,7 @@ class GroupNode(Node):
     schema: ClassVar[dict[str, Any]]
     example: ClassVar[dict[str, Any]]
 
-    def __init__(
-        self, pointer: str, mods: Mods, read_ref: ReadRef, of: Node, args: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, pointer: str, mods: Mods, read_ref: ReadRef, of: Node, args: Mapping[str, Any]) -> None:
         super().__init__(pointer, mods, read_ref)
         self.label = self.kind
         self.of = of

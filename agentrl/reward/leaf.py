@@ -111,8 +111,7 @@ def need_twin(args: Args, context: Context) -> None:
     """Raises ValueError where a leaf replays and the run gives no environment for it."""
     if "replay" in args and context.twin is None:
         raise ValueError(
-            "replay: needs an environment to replay the gold calls on; name it with --env ID "
-            "(in Python: Context(twin=...))"
+            "replay: needs an environment to replay the gold calls on; name it with --env ID (in Python: Context(twin=...))"
         )
 
 

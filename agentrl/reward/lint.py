@@ -53,7 +53,7 @@ def _constant(scorer: Scorer) -> Iterator[Finding]:
 
 def _undecided(scorer: Scorer) -> Iterator[Finding]:
     if scorer.success is None:
-        message = "nothing says whether an episode did its task (costs and sums over turns have no best); write a \"success\""
+        message = 'nothing says whether an episode did its task (costs and sums over turns have no best); write a "success"'
         yield Finding("error", "no-success", "/root", message)
     elif scorer.success.range()[1] < TRUE:
         message = f"reaches at most {scorer.success.range()[1]:g}, so no episode ever succeeds"
@@ -63,22 +63,16 @@ def _undecided(scorer: Scorer) -> Iterator[Finding]:
 def _top(node: Node, root: bool) -> Iterator[Finding]:
     if node.mods.weight != 1.0:
         where = "the root" if root else "a top-level node"
-        yield Finding(
-            "error", "dead-weight", node.pointer, f"{where} has no parent that its weight could matter to"
-        )
+        yield Finding("error", "dead-weight", node.pointer, f"{where} has no parent that its weight could matter to")
     if root and node.mods.missing == "skip":
-        yield Finding(
-            "warning", "dead-missing", node.pointer, "the root cannot be skipped; it stays unscored"
-        )
+        yield Finding("warning", "dead-missing", node.pointer, "the root cannot be skipped; it stays unscored")
 
 
 def _weights(node: Node) -> Iterator[Finding]:
     if isinstance(node, OpNode) and node.label in LINEAR:
         for child in node.children():
             if child.mods.weight == 0.0:
-                yield Finding(
-                    "error", "dead-weight", child.pointer, f"a weight of 0 takes it out of the {node.label}"
-                )
+                yield Finding("error", "dead-weight", child.pointer, f"a weight of 0 takes it out of the {node.label}")
     elif node.children():
         for child in node.children():
             if child.mods.weight != 1.0:
@@ -131,20 +125,14 @@ def _mods(node: Node) -> Iterator[Finding]:
             ends = [scale[0] + end * (scale[1] - scale[0]) for end in (low, high)]
             low, high = min(ends), max(ends)
         if clip[0] <= low + _EPS and clip[1] >= high - _EPS:
-            yield Finding(
-                "warning", "dead-clip", node.pointer, f"the value is within [{low:g}, {high:g}] anyway"
-            )
+            yield Finding("warning", "dead-clip", node.pointer, f"the value is within [{low:g}, {high:g}] anyway")
         elif clip[0] >= high - _EPS or clip[1] <= low + _EPS:
             message = f"the value is within [{low:g}, {high:g}], so the clip {list(clip)} makes it a constant"
             yield Finding("error", "constant-output", node.pointer, message)
 
 
 def _judge(node: Node) -> Iterator[Finding]:
-    if (
-        isinstance(node, LeafNode)
-        and node.leaf.kind == "judge"
-        and not _PINNED.search(str(node.leaf.args["model"]))
-    ):
+    if isinstance(node, LeafNode) and node.leaf.kind == "judge" and not _PINNED.search(str(node.leaf.args["model"])):
         message = f"the model {node.leaf.args['model']!r} names no version; its verdicts may change under you"
         yield Finding("warning", "unpinned-judge", node.pointer, message)
 
@@ -159,9 +147,7 @@ def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None) 
     (calls at random and every number as the answer), `padded` (every gold call three times), `shuffled`
     (the gold calls in another order). `order_free`: whether the environment says that order is free.
     """
-    scores = {
-        kind: [scorer.score(trajectory) for trajectory in episodes] for kind, episodes in probes.items()
-    }
+    scores = {kind: [scorer.score(trajectory) for trajectory in episodes] for kind, episodes in probes.items()}
     if scorer.compares:
         message = "the spec compares the members of a group; what single probe episodes score tells nothing"
         return [Finding("warning", "not-probed", "/root", message), *_succeeding(scorer, probes, scores)]
@@ -180,9 +166,7 @@ def _floor(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[Fi
         known = [value for value in values if value is not None]
         floor = max(known, default=-math.inf)
         if kind != "spam" and floor > max(low, 0.0) + _EPS:
-            yield Finding(
-                "error", "do-nothing-floor", "/root", f"{what} earns {floor:g}; it should earn nothing"
-            )
+            yield Finding("error", "do-nothing-floor", "/root", f"{what} earns {floor:g}; it should earn nothing")
         if len(known) < len(values):
             share = f"{len(values) - len(known)} of {len(values)} tasks"
             message = f"{what} is unscored in {share}: a policy could escape a low reward that way"
@@ -228,9 +212,11 @@ def gold_fault(scorer: Scorer, trajectory: Trajectory, score: Score) -> str:
     decided = "could not be scored" if score.success is None else "is not 1"
     why = next(reasons(score.evidence), None) if score.success is None else None
     task = trajectory.task.id
-    return (f"reward spec {scorer.name!r}: the gold solution of task {task!r} is no success: {scorer.rule} {decided} "
-            f"(reward {value}{f': {why}' if why else ''}). If the gold turns are right, say by a top-level \"success\" in the "
-            "spec what counts (docs/rewards.md)")
+    return (
+        f"reward spec {scorer.name!r}: the gold solution of task {task!r} is no success: {scorer.rule} {decided} "
+        f'(reward {value}{f": {why}" if why else ""}). If the gold turns are right, say by a top-level "success" in the '
+        "spec what counts (docs/rewards.md)"
+    )
 
 
 def _spam(scores: Mapping[str, Sequence[Score]]) -> Iterator[Finding]:
@@ -267,9 +253,7 @@ def _shuffled(scores: Mapping[str, Sequence[Score]], order_free: bool | None) ->
         if gold.value is not None and other.value is not None
     ]
     if order_free and any(other < gold - _EPS for gold, other in pairs):
-        message = (
-            "the environment says that the order of calls is free, and the gold calls reordered earn less"
-        )
+        message = "the environment says that the order of calls is free, and the gold calls reordered earn less"
         yield Finding("warning", "order-matters", "/root", message)
 
 
@@ -282,14 +266,10 @@ def _never_varies(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iter
         if len(values) == 1 and len(trees) > 1 and all(at in tree for tree in trees):
             value = values.pop()
             shown = "unscored" if value is None else f"{value:g}"
-            yield Finding(
-                "warning", "never-varies", at, f"{trees[0][at][0]} is {shown} in every probe, good or bad"
-            )
+            yield Finding("warning", "never-varies", at, f"{trees[0][at][0]} is {shown} in every probe, good or bad")
     for node in walk(scorer.root):
         if isinstance(node, GateNode) and node.pointer in reached and node.then.pointer not in reached:
-            yield Finding(
-                "warning", "gate-never-opens", node.pointer, "no probe, not even gold, opens this gate"
-            )
+            yield Finding("warning", "gate-never-opens", node.pointer, "no probe, not even gold, opens this gate")
 
 
 def _values(evidence: Json) -> dict[str, tuple[str, float | None]]:

@@ -63,9 +63,7 @@ class Node(ABC):
 
     label: str
 
-    def __init__(
-        self, pointer: str, mods: Mods, read_ref: Callable[[View, Mapping[str, Json]], Json | Absent]
-    ) -> None:
+    def __init__(self, pointer: str, mods: Mods, read_ref: Callable[[View, Mapping[str, Json]], Json | Absent]) -> None:
         self.pointer = pointer
         self.mods = mods
         self._read_ref = read_ref
@@ -136,18 +134,14 @@ class Node(ABC):
         if raw is None:
             result.steps = {}
             if self.mods.missing == "skip":
-                return Result(
-                    None, self._header({**result.evidence, "skipped": "missing"}, None), skipped=True
-                )
+                return Result(None, self._header({**result.evidence, "skipped": "missing"}, None), skipped=True)
             if self.mods.missing == "invalid":
                 return Result(None, self._header(result.evidence, None))
             raw = float(self.mods.missing)
             result.evidence = {**result.evidence, "missing": raw}
         value = self._mods(raw)
         if not math.isfinite(value):
-            return Result(
-                None, self._header({**result.evidence, "unscored": "the value is beyond all bounds"}, None)
-            )
+            return Result(None, self._header({**result.evidence, "unscored": "the value is beyond all bounds"}, None))
         steps = result.steps
         if steps and self.mods.scale is not None:
             span = self.mods.scale[1] - self.mods.scale[0]
@@ -178,9 +172,7 @@ class Node(ABC):
             return self._finish(Result(None, evidence))
         value, shares = _reduced(self.mods.reduce, values)
         if not math.isfinite(value):
-            return Result(
-                None, self._header({**evidence, "unscored": "the value is beyond all bounds"}, None)
-            )
+            return Result(None, self._header({**evidence, "unscored": "the value is beyond all bounds"}, None))
         steps: dict[int, float] = {}
         if self.mods.emit == "step":
             for (part, _), share in zip(kept, shares, strict=True):
@@ -262,9 +254,7 @@ class ConstantNode(Node):
 
     label = "constant"
 
-    def __init__(
-        self, pointer: str, value: float, read_ref: Callable[[View, Mapping[str, Json]], Json | Absent]
-    ) -> None:
+    def __init__(self, pointer: str, value: float, read_ref: Callable[[View, Mapping[str, Json]], Json | Absent]) -> None:
         super().__init__(pointer, Mods(), read_ref)
         self.value = value
 

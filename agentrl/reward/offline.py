@@ -101,8 +101,7 @@ def _score_lines(scorer: Scorer, path: str, lines: Lines) -> list[dict[str, Json
     trajectories = [parse_row(path, number, line) for number, line in lines]
     scores = _scores(scorer, trajectories)
     return [
-        score_row(number, trajectory, score)
-        for (number, _), trajectory, score in zip(lines, trajectories, scores, strict=True)
+        score_row(number, trajectory, score) for (number, _), trajectory, score in zip(lines, trajectories, scores, strict=True)
     ]
 
 

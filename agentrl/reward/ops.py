@@ -95,9 +95,7 @@ class GateNode(Node):
 
     label = "gate"
 
-    def __init__(
-        self, pointer: str, mods: Mods, read_ref: ReadRef, gte: float, branches: tuple[Node, Node, Node]
-    ) -> None:
+    def __init__(self, pointer: str, mods: Mods, read_ref: ReadRef, gte: float, branches: tuple[Node, Node, Node]) -> None:
         super().__init__(pointer, mods, read_ref)
         self.gte = gte
         self.test, self.then, self.otherwise = branches

@@ -25,9 +25,7 @@ def _number(value: Json) -> bool:
 
 def _ordered(test: Callable[[Any, Any], bool]) -> Callable[[Json, Json, Rule], bool]:
     def compare(found: Json, wanted: Json, rule: Rule) -> bool:
-        comparable = (_number(found) and _number(wanted)) or (
-            isinstance(found, str) and isinstance(wanted, str)
-        )
+        comparable = (_number(found) and _number(wanted)) or (isinstance(found, str) and isinstance(wanted, str))
         return comparable and test(found, wanted)
 
     return compare
@@ -54,9 +52,7 @@ COMPARISONS: Final[Mapping[str, Callable[[Json, Json, Rule], bool]]] = {
     "lte": _ordered(lambda a, b: a <= b),
     "gt": _ordered(lambda a, b: a > b),
     "gte": _ordered(lambda a, b: a >= b),
-    "in": lambda found, wanted, rule: (
-        isinstance(wanted, (list, tuple)) and any(same(found, x, rule) for x in wanted)
-    ),
+    "in": lambda found, wanted, rule: isinstance(wanted, (list, tuple)) and any(same(found, x, rule) for x in wanted),
     "contains": _contains,
     "type": _is_type,
 }

@@ -100,8 +100,6 @@ def _shuffled(gold: Sequence[Message], rng: random.Random) -> list[Message]:
             rng.shuffle(order)
     moved = iter([calls[i] for i in order])
     return [
-        replace(message, tool_calls=tuple(next(moved) for _ in message.tool_calls))
-        if message.tool_calls
-        else message
+        replace(message, tool_calls=tuple(next(moved) for _ in message.tool_calls)) if message.tool_calls else message
         for message in gold
     ]

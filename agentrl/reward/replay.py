@@ -102,7 +102,5 @@ def _answers(twin: Twin, calls: Sequence[ToolCall]) -> list[str]:
         outcome: Any = twin.step(Message("assistant", "", (call,)))
         answers.extend(message.content for message in outcome[0] if message.role == "tool")
         if (outcome[2] or outcome[3]) and index + 1 < len(calls):
-            raise UnscorableError(
-                f"the twin environment ended after {index + 1} of {len(calls)} replayed calls"
-            )
+            raise UnscorableError(f"the twin environment ended after {index + 1} of {len(calls)} replayed calls")
     return answers

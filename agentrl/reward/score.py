@@ -166,9 +166,7 @@ class Scorer:
         names = {node.mods.id: None for node in self.metrics if node.mods.id is not None}
         if trajectory.stop.infrastructure:
             why = f"infrastructure: {trajectory.stop.value}"
-            return Score(
-                None, evidence={"spec": self.name, "value": None, "unscored": why}, metrics=dict(names)
-            )
+            return Score(None, evidence={"spec": self.name, "value": None, "unscored": why}, metrics=dict(names))
         view = episode_view(trajectory, answers)
         result = self.root.evaluate(view, frame)
         measured = [node.evaluate(view, frame) for node in self.metrics]

@@ -35,9 +35,7 @@ def load_spec(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     elif isinstance(source, (str, Path)):
         spec, where = _parse(Path(source)), str(source)
     else:
-        raise RewardSpecError(
-            f"reward spec: at (the top): a spec is a JSON object or a path, not {_kind(source)}"
-        )
+        raise RewardSpecError(f"reward spec: at (the top): a spec is a JSON object or a path, not {_kind(source)}")
     _Check(where).spec(spec)
     return spec  # type: ignore[no-any-return]
 
@@ -57,13 +55,9 @@ def _parse(path: Path) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_no_twice, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        raise RewardSpecError(
-            f"{path}: not JSON: {error.msg} at line {error.lineno} column {error.colno}"
-        ) from error
+        raise RewardSpecError(f"{path}: not JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
     except (ValueError, RecursionError) as error:
-        raise RewardSpecError(
-            f"{path}: {'nested too deeply' if isinstance(error, RecursionError) else error}"
-        ) from error
+        raise RewardSpecError(f"{path}: {'nested too deeply' if isinstance(error, RecursionError) else error}") from error
 
 
 def _no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -124,9 +118,7 @@ class _Check:
         if ("use" in node) == ("op" in node):
             both = "both" if "use" in node else "neither"
             near = _near(node, ("use", "op")) if both == "neither" else ""
-            self.fail(
-                pointer, f'a node has either "use" (a leaf) or "op" (a combinator); this has {both}{near}'
-            )
+            self.fail(pointer, f'a node has either "use" (a leaf) or "op" (a combinator); this has {both}{near}')
         key, known = ("use", grammar.kinds()) if "use" in node else ("op", [*AGGREGATES, "gate"])
         name = node[key]
         if not isinstance(name, str) or name not in known:
@@ -137,9 +129,7 @@ class _Check:
     def _mods(self, node: Mapping[str, Any], pointer: str) -> None:
         for key in ("scale", "clip"):
             if key in node and node[key][0] > node[key][1] and key == "clip":
-                self.fail(
-                    join(pointer, key), f"the lower bound {node[key][0]} is above the upper {node[key][1]}"
-                )
+                self.fail(join(pointer, key), f"the lower bound {node[key][0]} is above the upper {node[key][1]}")
         if "id" in node:
             if node["id"] in self.ids:
                 self.fail(join(pointer, "id"), f"{node['id']!r} is also the id of {self.ids[node['id']]}")
@@ -216,7 +206,10 @@ def _validator(piece: str) -> jsonschema.Draft202012Validator:
     else:
         body = grammar.leaf_schema(piece, grammar.kinds()[piece])
     definitions = {
-        "ref": grammar.REF_DEF, "predicate": grammar.PREDICATE_DEF, "success": grammar.SUCCESS_DEF, "node": True,
+        "ref": grammar.REF_DEF,
+        "predicate": grammar.PREDICATE_DEF,
+        "success": grammar.SUCCESS_DEF,
+        "node": True,
     }
     return jsonschema.Draft202012Validator({**body, "$defs": definitions})
 
@@ -235,11 +228,7 @@ def _explained(error: jsonschema.ValidationError, place: str, instance: Mapping[
     if rule == "enum":
         return place, f"{found!r} is not allowed; {_suggest(found, list(wanted))}"
     if rule in ("oneOf", "anyOf") and isinstance(wanted, list):
-        keys = [
-            " and ".join(option["required"])
-            for option in wanted
-            if isinstance(option, Mapping) and "required" in option
-        ]
+        keys = [" and ".join(option["required"]) for option in wanted if isinstance(option, Mapping) and "required" in option]
         if keys:
             return place, f"needs {'exactly one' if rule == 'oneOf' else 'at least one'} of {', '.join(keys)}"
     if rule == "const":

@@ -75,11 +75,7 @@ def same(a: Json, b: Json, rule: Rule = LITERAL) -> bool:
     if isinstance(a, dict):
         return isinstance(b, dict) and a.keys() == b.keys() and all(same(v, b[k], rule) for k, v in a.items())
     if isinstance(a, (list, tuple)):
-        return (
-            isinstance(b, (list, tuple))
-            and len(a) == len(b)
-            and all(same(x, y, rule) for x, y in zip(a, b, strict=True))
-        )
+        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(same(x, y, rule) for x, y in zip(a, b, strict=True))
     return a is None and b is None
 
 
@@ -160,11 +156,7 @@ def brief(value: Any, limit: int = 200, items: int = 20, depth: int = 6) -> Json
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
-        return (
-            value
-            if abs(value) < 10**18
-            else f"{str(value)[:limit] if abs(value) < 10**400 else 'integer'}..."
-        )
+        return value if abs(value) < 10**18 else f"{str(value)[:limit] if abs(value) < 10**400 else 'integer'}..."
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, str):

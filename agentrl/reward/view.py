@@ -84,9 +84,7 @@ class View:
         rounds = turn_rounds(self.trajectory)
         numbers = sorted({rounds[turn.index] for turn in self.turns if turn.index in rounds})
         return [
-            self._part(
-                "round", [turn for turn in self.turns if rounds.get(turn.index) == number], None, number
-            )
+            self._part("round", [turn for turn in self.turns if rounds.get(turn.index) == number], None, number)
             for number in numbers
         ]
 
@@ -106,9 +104,7 @@ class View:
         found = self._root(tokens)
         if at is None or found is ABSENT:
             return found
-        position = {"round": self.round, "turn": self.turns[-1].index if self.turns else -1}.get(
-            at, self.index
-        )
+        position = {"round": self.round, "turn": self.turns[-1].index if self.turns else -1}.get(at, self.index)
         if not isinstance(found, (list, tuple)) or not 0 <= position < len(found):
             return ABSENT
         return found[position]
@@ -159,10 +155,7 @@ class View:
             "content": turn.message.content,
             "reasoning": turn.message.reasoning,
             "finish": turn.finish,
-            "calls": [
-                {"name": call.name, "arguments": call.arguments, "error": call.error}
-                for call in turn.message.tool_calls
-            ],
+            "calls": [{"name": call.name, "arguments": call.arguments, "error": call.error} for call in turn.message.tool_calls],
             "results": [result.content for result in turn.results],
             "sampled_tokens": turn.sampled_tokens,
             "errors": sum(1 for made in calls_made([turn]) if _failed(made)),

@@ -141,4 +141,3 @@ class RequestClock:
             return "the engine, which does not tell how far it is"
         state = f"{self.told.tokens} tokens after {self.told.active_s:.0f} s" if self.told.active_s else "queued or paused"
         return f"the engine ({state})"
-

@@ -56,8 +56,16 @@ class Collector:
     """Keeps groups of episodes running and yields B complete groups an update."""
 
     def __init__(
-        self, env: EnvRef, policy: Policy, scorer: Scorer, config: RolloutConfig, *, context: int, seed: int,
-        greedy: bool = False, on_progress: Callable[[Progress], None] = lambda progress: None,
+        self,
+        env: EnvRef,
+        policy: Policy,
+        scorer: Scorer,
+        config: RolloutConfig,
+        *,
+        context: int,
+        seed: int,
+        greedy: bool = False,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
         """`greedy`: each group also gets a greedy episode of its task, as `Group.baseline`."""
         self.policy, self.scorer, self.config = policy, scorer, config
@@ -119,8 +127,10 @@ class Collector:
         """Let the engine give its memory back until the next weights come; nothing of this collector may be running."""
         late = await self._torn_down(self._ending)
         if late:
-            raise StalledError(f"{late} did not end within {self.config.stall_timeout:g} s of being cancelled "
-                               "(rollout.stall_timeout), so the engine cannot sleep")
+            raise StalledError(
+                f"{late} did not end within {self.config.stall_timeout:g} s of being cancelled "
+                "(rollout.stall_timeout), so the engine cannot sleep"
+            )
         await self.policy.engine.pause()
         await self.policy.engine.sleep()
 
@@ -152,8 +162,12 @@ class Collector:
 
     def to_json(self, *, contents: bool = True) -> dict[str, Any]:
         """What a checkpoint holds of the rollouts: the group ledger, and the task sampler's accounts."""
-        return {**self.ledger.to_json(contents=contents), "sampler": self.tasks.to_json(), "cancelled": self.progress.cancelled,
-                "filtered": self._filtered}
+        return {
+            **self.ledger.to_json(contents=contents),
+            "sampler": self.tasks.to_json(),
+            "cancelled": self.progress.cancelled,
+            "filtered": self._filtered,
+        }
 
     def complete_groups(self) -> list[Group]:
         """What `to_json` without `contents` leaves out."""
@@ -222,8 +236,10 @@ class Collector:
 
     def _begin_next(self, groups: list[Group]) -> None:
         """These groups are the update; what is dropped from now on is dropped for the one after it."""
-        self._taken = {"groups_filtered": float(self._filtered),
-                       "groups_zero_variance": float(sum(alike(group) for group in groups))}
+        self._taken = {
+            "groups_filtered": float(self._filtered),
+            "groups_zero_variance": float(sum(alike(group) for group in groups)),
+        }
         self._filtered = 0
         self._dropped.clear()
 
@@ -258,15 +274,19 @@ class Collector:
     async def _member(self, index: int, task_seed: int, member: int, env: EnvRef) -> Trajectory:
         policy = self.policy.at(temperature=0.0) if member == GREEDY else self.policy
         for attempt in range(self.config.retries + 1):
-            spec = EpisodeSpec(task_seed, "train", derive(self.seed, "episode", index, member, attempt), member,
-                               key=f"g{index}.m{member}.a{attempt}")
+            spec = EpisodeSpec(
+                task_seed,
+                "train",
+                derive(self.seed, "episode", index, member, attempt),
+                member,
+                key=f"g{index}.m{member}.a{attempt}",
+            )
             async with self._slots:
                 trajectory = await run_episode(env.build(), policy, spec, self.limits, self.scorer, self.watch)
             self._moved(trajectory)
             if not trajectory.stop.infrastructure:
                 break
-            log.warning("group %d member %d attempt %d: %s: %s", index, member, attempt, trajectory.stop,
-                        trajectory.error)
+            log.warning("group %d member %d attempt %d: %s: %s", index, member, attempt, trajectory.stop, trajectory.error)
         return trajectory
 
     def _replace(self, index: int, state: GroupState, reason: str) -> None:
@@ -291,8 +311,10 @@ class Collector:
         limit = MAX_REPLACEMENTS_PER_GROUP * self.config.groups
         for state, verb in ((GroupState.FAILED, "failed"), (GroupState.STALE, "went stale")):
             if self._dropped[state] > limit:
-                raise StalledError(f"update {self.ledger.version}: {self._dropped[state]} groups {verb} (limit {limit}); "
-                                   f"the last: {self._reasons[state]}")
+                raise StalledError(
+                    f"update {self.ledger.version}: {self._dropped[state]} groups {verb} (limit {limit}); "
+                    f"the last: {self._reasons[state]}"
+                )
         self._changed.clear()
         self._raise_crashed()
         quiet, changed = Quiet(self.watch), asyncio.ensure_future(self._changed.wait())
@@ -316,9 +338,11 @@ class Collector:
     def _stalled(self, idle: float) -> str:
         stats: dict[str, Any] = self.ledger.counts()
         groups = ", ".join(sorted(task.get_name() for task in self._tasks.values())[:8])
-        return (f"no token, tool call or episode came back for {idle:.1f} s (rollout.stall_timeout); update "
-                f"{self.ledger.version} waits for {groups or 'nothing'}: {self.watch.waiting() or 'no episode runs'}; "
-                f"groups by state: {stats}")
+        return (
+            f"no token, tool call or episode came back for {idle:.1f} s (rollout.stall_timeout); update "
+            f"{self.ledger.version} waits for {groups or 'nothing'}: {self.watch.waiting() or 'no episode runs'}; "
+            f"groups by state: {stats}"
+        )
 
 
 def alike(group: Group) -> bool:

@@ -62,8 +62,16 @@ class Limits:
     @classmethod
     def of(cls, config: RolloutConfig, context: int) -> Limits:
         """The limits that a rollout section and a model's context length give."""
-        return cls(config.max_turns, config.max_turn_tokens, config.max_episode_tokens, config.turn_timeout,
-                   config.episode_timeout, context, config.env_timeout, config.stall_timeout)
+        return cls(
+            config.max_turns,
+            config.max_turn_tokens,
+            config.max_episode_tokens,
+            config.turn_timeout,
+            config.episode_timeout,
+            context,
+            config.env_timeout,
+            config.stall_timeout,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +248,10 @@ class _Episode:
             self._locate(self.record.turns[-1], generation, prompt_tokens)
 
     async def _go_on(
-        self, generation: Generation, message: Message, observation: Sequence[Message],
+        self,
+        generation: Generation,
+        message: Message,
+        observation: Sequence[Message],
         history: Sequence[Message] | None,
     ) -> None:
         """Make the next prompt of what the environment answered; it goes into the ledger when the model sees it.
@@ -256,8 +267,14 @@ class _Episode:
         self.shown = before if history is None else list(history)
         ids = self._start(self.shown) if fork else renderer.extend(generation.finish, observation)
         tokens = len(ids) if fork else len(self.ledger) + len(ids)
-        moment = Moment(self.shown, len(observation), tokens, limits.max_turn_tokens, limits.context,
-                        partial(self._ask, generation, message, observation))
+        moment = Moment(
+            self.shown,
+            len(observation),
+            tokens,
+            limits.max_turn_tokens,
+            limits.context,
+            partial(self._ask, generation, message, observation),
+        )
         # After the last turn there is nothing to go on with.
         rewritten = await self.policy.context.rewrite(moment) if turn < limits.max_turns else None
         if rewritten is not None:
@@ -276,7 +293,11 @@ class _Episode:
         self.fork, self.suffix = False, []
 
     async def _ask(
-        self, generation: Generation, message: Message, observation: Sequence[Message], instruction: Message,
+        self,
+        generation: Generation,
+        message: Message,
+        observation: Sequence[Message],
+        instruction: Message,
         tokens: int,
     ) -> str | None:
         """The conversation and then `instruction`, answered; see `Moment.ask`. What this policy samples for it goes
@@ -289,8 +310,11 @@ class _Episode:
         earlier = self.shown[: len(self.shown) - len(observation)]
         for fresh in (list(observation), elided(observation)):
             fork = not renderer.keeps(message, [*fresh, instruction])
-            ids = (self._start([*earlier, *fresh, instruction]) if fork
-                   else renderer.extend(generation.finish, [*fresh, instruction]))
+            ids = (
+                self._start([*earlier, *fresh, instruction])
+                if fork
+                else renderer.extend(generation.finish, [*fresh, instruction])
+            )
             context = self.limits.context - len(ids) - (0 if fork else len(self.ledger))
             room = min(tokens, context, self._budget() - len(ids))
             if room == tokens:
@@ -357,8 +381,12 @@ class _Episode:
         assert self.record is not None
         turn = len(self.record.turns)
         sampling = Sampling(
-            max_tokens=room, temperature=policy.temperature, top_p=policy.top_p, top_k=policy.top_k,
-            stop_token_ids=policy.renderer.stop_token_ids, seed=derive(self.spec.seed, purpose, turn),
+            max_tokens=room,
+            temperature=policy.temperature,
+            top_p=policy.top_p,
+            top_k=policy.top_k,
+            stop_token_ids=policy.renderer.stop_token_ids,
+            seed=derive(self.spec.seed, purpose, turn),
         )
         began = time.monotonic()
         try:

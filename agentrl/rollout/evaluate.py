@@ -31,8 +31,16 @@ class Evaluation:
 
 
 async def run_tasks(
-    env: EnvRef, policy: Policy, scorer: Scorer, limits: Limits, pairs: Sequence[tuple[int, int]], *, seed: int,
-    max_episodes: int, split: str = "heldout", on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
+    env: EnvRef,
+    policy: Policy,
+    scorer: Scorer,
+    limits: Limits,
+    pairs: Sequence[tuple[int, int]],
+    *,
+    seed: int,
+    max_episodes: int,
+    split: str = "heldout",
+    on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
     stage: Stage | None = None,
 ) -> list[Trajectory]:
     """One episode for each (task index, member), at most `max_episodes` at once, in the order of `pairs`.
@@ -64,7 +72,14 @@ async def run_tasks(
 
 
 async def evaluate(
-    env: EnvRef, policy: Policy, scorer: Scorer, limits: Limits, *, tasks: int, seed: int, max_episodes: int,
+    env: EnvRef,
+    policy: Policy,
+    scorer: Scorer,
+    limits: Limits,
+    *,
+    tasks: int,
+    seed: int,
+    max_episodes: int,
     split: str = "heldout",
 ) -> Evaluation:
     """One episode on each of the first `tasks` tasks of a split."""

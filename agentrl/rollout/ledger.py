@@ -128,7 +128,8 @@ class GroupLedger:
     def must_wait_for(self) -> list[int]:
         """Running groups that the next update would push over the bound: they belong into this one."""
         return [
-            e.index for e in self._entries.values()
+            e.index
+            for e in self._entries.values()
             if e.state is GroupState.RUNNING and self.version + 1 - e.oldest > self.max_staleness
         ]
 
@@ -139,8 +140,7 @@ class GroupLedger:
             return []
         kept = {group.index for group in chosen}
         return [
-            e.index for e in self._entries.values()
-            if e.index not in kept and self.version + 1 - e.oldest > self.max_staleness
+            e.index for e in self._entries.values() if e.index not in kept and self.version + 1 - e.oldest > self.max_staleness
         ]
 
     def ready(self) -> list[Group] | None:
@@ -195,7 +195,8 @@ class GroupLedger:
             "past": {state.value: count for state, count in self._past.items()},
             "complete": [
                 {"index": e.index, "born": e.born} | (e.group.to_json() if contents else {})
-                for e in self._entries.values() if e.group is not None
+                for e in self._entries.values()
+                if e.group is not None
             ],
         }
 
@@ -216,6 +217,4 @@ class GroupLedger:
         found = {group.index: group for group in (whole or groups)}
         if set(found) != {row["index"] for row in rows}:
             raise ValueError(f"complete groups {sorted(row['index'] for row in rows)}, there are {sorted(found)}")
-        self._entries = {
-            row["index"]: Entry(row["index"], row["born"], GroupState.COMPLETE, found[row["index"]]) for row in rows
-        }
+        self._entries = {row["index"]: Entry(row["index"], row["born"], GroupState.COMPLETE, found[row["index"]]) for row in rows}

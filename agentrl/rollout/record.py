@@ -178,18 +178,22 @@ class Recorded:
         ended = self.episodes
         if episode not in ended:
             some = ", ".join(ended[:4]) + (", ..." if len(ended) > 4 else "")
-            raise ReplayError(f"{self.path}: episode {episode}: expected one of the {len(ended)} recorded episodes "
-                              f"({some or 'none'}), got another one")
+            raise ReplayError(
+                f"{self.path}: episode {episode}: expected one of the {len(ended)} recorded episodes "
+                f"({some or 'none'}), got another one"
+            )
         made = sum(key[:2] == (episode, kind) for key in self.rows)
-        raise ReplayError(f"{self.path}: episode {episode}, {kind} call {call}: expected no such call "
-                          f"({made} were recorded), got one")
+        raise ReplayError(
+            f"{self.path}: episode {episode}, {kind} call {call}: expected no such call ({made} were recorded), got one"
+        )
 
 
 def diverged(path: Path, row: Row, expected: Json, got: Json) -> ReplayError:
     """The error of a call that asks for something else than the recorded one: names the first difference."""
     place, old, new = first_difference(expected, json.loads(json.dumps(got)))
-    return ReplayError(f"{path}: episode {row.episode}, {row.kind} call {row.call}: at {place or '/'} expected "
-                       f"{_brief(old)}, got {_brief(new)}")
+    return ReplayError(
+        f"{path}: episode {row.episode}, {row.kind} call {row.call}: at {place or '/'} expected {_brief(old)}, got {_brief(new)}"
+    )
 
 
 def first_difference(expected: Json, got: Json, place: str = "") -> tuple[str, Json, Json]:
@@ -232,8 +236,9 @@ def _rows(path: Path, text: str) -> list[dict[str, Any]]:
         got = _chained(before, row)
         if stated != got:
             place = f"episode {row.get('episode')}, {row.get('kind')} call {row.get('call')}"
-            raise ReplayError(f"{path}:{number}: {place}: the record was changed after it was written: "
-                              f"expected sum {stated}, got {got}")
+            raise ReplayError(
+                f"{path}:{number}: {place}: the record was changed after it was written: expected sum {stated}, got {got}"
+            )
         rows.append({**row, "sum": stated})
         before = stated
     return rows

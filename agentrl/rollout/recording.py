@@ -51,8 +51,13 @@ class Recorder(Stage):
             self._cut.discard(episode)
             self.writer.add(episode, "whole", 0, None, trajectory.to_json())
             return
-        outcome = {"reward": trajectory.reward, "stop": trajectory.stop.value, "error": trajectory.error,
-                   "metrics": trajectory.metrics, "trajectory": digest(content_of(trajectory))}
+        outcome = {
+            "reward": trajectory.reward,
+            "stop": trajectory.stop.value,
+            "error": trajectory.error,
+            "metrics": trajectory.metrics,
+            "trajectory": digest(content_of(trajectory)),
+        }
         self.writer.add(episode, "done", 0, None, {"outcome": outcome, "timings": trajectory.timings})
 
     def close(self) -> None:
@@ -91,8 +96,13 @@ class RecordingEnv(ToolWrapper):
             raise
         record = self.trajectory
         self._given.extend(observation)
-        answer = {"env_id": record.env_id, "task": asdict(record.task), "observation": _rows(observation),
-                  "info": self._plain(info), **self._changes()}
+        answer = {
+            "env_id": record.env_id,
+            "task": asdict(record.task),
+            "observation": _rows(observation),
+            "info": self._plain(info),
+            **self._changes(),
+        }
         self._add("reset", ask, answer)
         return observation, info
 
@@ -106,8 +116,14 @@ class RecordingEnv(ToolWrapper):
             raise
         observation, _, terminated, truncated, info = result
         self._given.extend([self.trajectory.turns[-1].message, *observation])
-        answer = {"observation": _rows(observation), "terminated": terminated, "truncated": truncated,
-                  "info": self._plain(info), "turn": self._turn(turns), **self._changes()}
+        answer = {
+            "observation": _rows(observation),
+            "terminated": terminated,
+            "truncated": truncated,
+            "info": self._plain(info),
+            "turn": self._turn(turns),
+            **self._changes(),
+        }
         self._add("step", ask, answer)
         return result
 

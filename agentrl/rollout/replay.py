@@ -54,8 +54,13 @@ class Replayer(Stage):
             return
         row = self.record.find(episode, "done", 0)
         expected = row.answer["outcome"]
-        got = {"reward": trajectory.reward, "stop": trajectory.stop.value, "error": trajectory.error,
-               "metrics": trajectory.metrics, "trajectory": digest(content_of(trajectory))}
+        got = {
+            "reward": trajectory.reward,
+            "stop": trajectory.stop.value,
+            "error": trajectory.error,
+            "metrics": trajectory.metrics,
+            "trajectory": digest(content_of(trajectory)),
+        }
         if got != expected:
             raise diverged(self.record.path, row, expected, got)
         trajectory.timings = dict(row.answer["timings"])
@@ -225,8 +230,10 @@ class ReplayTwin:
     def _find(self, done: list[Json]) -> Json:
         asked = digest(done)
         if asked not in self._tape.twins:
-            raise ReplayError(f"{self._tape.path}: episode {current_episode()}, gold replay call {len(done) - 1} of task "
-                              f"{self._done[0]['id']}: expected one of the recorded calls, got {done[-1]}")
+            raise ReplayError(
+                f"{self._tape.path}: episode {current_episode()}, gold replay call {len(done) - 1} of task "
+                f"{self._done[0]['id']}: expected one of the recorded calls, got {done[-1]}"
+            )
         return self._tape.twins[asked]
 
 

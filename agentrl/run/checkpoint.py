@@ -1,6 +1,6 @@
 """A run's checkpoints: the training roles' state and the driver's, under one manifest.
 
-    save:  begin (state copied)  ->  ... training goes on, a background task waits for the writers ...  ->  commit
+save:  begin (state copied)  ->  ... training goes on, a background task waits for the writers ...  ->  commit
 """
 
 from __future__ import annotations
@@ -107,8 +107,10 @@ class Saver:
         newest = self._checkpoints.newest()
         if lost:
             names = ", ".join(str(step) for step in lost)
-            self._say(f"checkpoint {names} was being written when the run ended and is lost; "
-                      f"going on from {newest.name if newest else 'the start'}")
+            self._say(
+                f"checkpoint {names} was being written when the run ended and is lost; "
+                f"going on from {newest.name if newest else 'the start'}"
+            )
         if newest is None:
             return False
         await self._learner.load(newest)

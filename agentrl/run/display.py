@@ -30,15 +30,17 @@ class Display:
     def __enter__(self) -> Display:
         if self.console.is_terminal:
             self._live = Progress(
-                TextColumn("[bold]{task.fields[phase]:<10}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-                TextColumn("{task.fields[note]}"), TimeElapsedColumn(), console=self.console,
+                TextColumn("[bold]{task.fields[phase]:<10}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeElapsedColumn(),
+                console=self.console,
             )
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def resolve_engine(name: str) -> str:
-    """"embedded" or "vllm": `auto` is vLLM where a GPU and vLLM are at hand, else embedded.
+    """ "embedded" or "vllm": `auto` is vLLM where a GPU and vLLM are at hand, else embedded.
 
     Raises DependencyError where vLLM is asked for and not installed.
     """
@@ -45,17 +45,28 @@ def make_engine(name: str, model: str, config: TrainConfig, pools: Pools | None 
 
         v = config.vllm
         return VllmEngine(
-            model, replicas=v.replicas, tensor_parallel=v.tensor_parallel, kv_cache_mib=v.kv_cache_mib,
-            max_model_len=min(v.max_model_len, model_context(model)), enforce_eager=v.enforce_eager, dtype=config.model.dtype,
-            max_respawns=v.max_respawns, call_timeout=v.call_timeout, lora_rank=_adapter_rank(config),
+            model,
+            replicas=v.replicas,
+            tensor_parallel=v.tensor_parallel,
+            kv_cache_mib=v.kv_cache_mib,
+            max_model_len=min(v.max_model_len, model_context(model)),
+            enforce_eager=v.enforce_eager,
+            dtype=config.model.dtype,
+            max_respawns=v.max_respawns,
+            call_timeout=v.call_timeout,
+            lora_rank=_adapter_rank(config),
             places=pools.beside("rollout") if pools is not None and "rollout" in pools else (),
         )
     from agentrl.backends.embedded import EmbeddedEngine
 
     # One slot an episode: its cache stays for its next turn. An episode whose conversation is rewritten may hold
     # more tokens in all than any one prompt of it.
-    return EmbeddedEngine(model, dtype=config.model.dtype, max_slots=rollout.max_episodes,
-                          max_context=min(rollout.max_episode_tokens, model_context(model)))
+    return EmbeddedEngine(
+        model,
+        dtype=config.model.dtype,
+        max_slots=rollout.max_episodes,
+        max_context=min(rollout.max_episode_tokens, model_context(model)),
+    )
 
 
 API = "api:"
@@ -95,8 +106,14 @@ def make_api_engine(config: TrainConfig, transcript: Transcript) -> LiteLlmEngin
     api, name = config.api, api_name(config.model.path)
     assert name is not None
     return LiteLlmEngine(
-        name, concurrency=api.concurrency, timeout=api.timeout, retries=api.retries, max_wait=api.max_wait,
-        usd_per_million=api.usd_per_million, options={"api_base": api.base} if api.base else {}, transcript=transcript,
+        name,
+        concurrency=api.concurrency,
+        timeout=api.timeout,
+        retries=api.retries,
+        max_wait=api.max_wait,
+        usd_per_million=api.usd_per_million,
+        options={"api_base": api.base} if api.base else {},
+        transcript=transcript,
     )
 
 

@@ -1,10 +1,10 @@
 """The run folder: everything a run leaves behind, each file whole at any moment.
 
-    config.toml        the resolved config          metrics.jsonl     one JSON object a row
-    summary.json       how it ended                 curve.png         the learning curve
-    trajectories/      *.jsonl, one episode a row   tensorboard/      events
-    checkpoints/       step_NNNNNN/                 log.txt           everything logged
-    model/ warm_start/ final/   the initial, the warmed-up and the trained model, as Hugging Face folders
+config.toml        the resolved config          metrics.jsonl     one JSON object a row
+summary.json       how it ended                 curve.png         the learning curve
+trajectories/      *.jsonl, one episode a row   tensorboard/      events
+checkpoints/       step_NNNNNN/                 log.txt           everything logged
+model/ warm_start/ final/   the initial, the warmed-up and the trained model, as Hugging Face folders
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Forget what a resume from `step` (updates done) does again; the warm start is never done again."""
         rows = [
-            row for row in self.read_metrics()
+            row
+            for row in self.read_metrics()
             if row["phase"] in ("sft", "gate") or (row["step"] <= step and row["phase"] != "after")
         ]
         atomic_write(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))

@@ -64,8 +64,9 @@ def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_
         except OSError as error:
             outcome.error = f"{type(error).__name__}: {error}"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise ResourceError(f"{folder.path}: the disk is full; free some and go on with: "
-                                    f"agentrl train --resume {folder.path}") from error
+                raise ResourceError(
+                    f"{folder.path}: the disk is full; free some and go on with: agentrl train --resume {folder.path}"
+                ) from error
             raise
         except BaseException as error:
             outcome.error = f"{type(error).__name__}: {error}"
@@ -77,9 +78,7 @@ def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_
     return {"done": 0, "interrupted": 130}.get(outcome.status, 1)
 
 
-async def _train(
-    config: TrainConfig, folder: RunFolder, display: Display, recorder: Recorder, outcome: Outcome
-) -> None:
+async def _train(config: TrainConfig, folder: RunFolder, display: Display, recorder: Recorder, outcome: Outcome) -> None:
     interrupt = Interrupt(display.say)
     interrupt.install()
     while True:
@@ -90,12 +89,15 @@ async def _train(
             if outcome.restarts >= config.cluster.max_restarts:
                 raise
             outcome.restarts += 1
-            display.say(f"{error}; restarting from the newest checkpoint "
-                        f"({outcome.restarts} of {config.cluster.max_restarts})")
+            display.say(f"{error}; restarting from the newest checkpoint ({outcome.restarts} of {config.cluster.max_restarts})")
 
 
 async def _attempt(
-    config: TrainConfig, folder: RunFolder, display: Display, recorder: Recorder, outcome: Outcome,
+    config: TrainConfig,
+    folder: RunFolder,
+    display: Display,
+    recorder: Recorder,
+    outcome: Outcome,
     interrupt: Interrupt,
 ) -> None:
     session = await open_session(config, folder, display)
@@ -127,8 +129,9 @@ async def _phases(session: Session, recorder: Recorder, outcome: Outcome, interr
         await train_loop(session, recorder, interrupt)
     except JudgeBudgetError as error:
         step = await session.saver.save_missing()
-        raise JudgeBudgetError(f"{error}, and go on from the checkpoint of step {step}: "
-                               f"agentrl train --resume {folder.path} reward.judge...") from error
+        raise JudgeBudgetError(
+            f"{error}, and go on from the checkpoint of step {step}: agentrl train --resume {folder.path} reward.judge..."
+        ) from error
     if session.collector.ledger.version >= config.steps or not interrupt.requested:
         await session.saver.rate(await evaluate_now(session, recorder, "after"))
         await recorder.writes.wait()
@@ -152,10 +155,17 @@ def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: Outcome) 
     updates = [row for row in rows if row["phase"] == "train"]
     seconds = time.monotonic() - outcome.began
     return {
-        "name": config.name, "status": outcome.status, "error": outcome.error, "engine": outcome.engine,
-        "seed": config.seed, "steps": updates[-1]["step"] if updates else 0,
-        "success_before": success("before"), "success_after": success("after"),
-        "tokens": sum(row["tokens"] for row in updates), "seconds": round(seconds, 1), "restarts": outcome.restarts,
+        "name": config.name,
+        "status": outcome.status,
+        "error": outcome.error,
+        "engine": outcome.engine,
+        "seed": config.seed,
+        "steps": updates[-1]["step"] if updates else 0,
+        "success_before": success("before"),
+        "success_after": success("after"),
+        "tokens": sum(row["tokens"] for row in updates),
+        "seconds": round(seconds, 1),
+        "restarts": outcome.restarts,
     }
 
 

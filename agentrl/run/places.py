@@ -42,8 +42,10 @@ def check_places(config: TrainConfig, engine_name: str) -> None:
         wanted = {"actor": ("cluster.actors", cluster.actors), "rollout": ("vllm.replicas", config.vllm.replicas)}
         key, count = wanted.get(role, ("", slots))
         if count != slots:
-            raise ConfigError(f"cluster.pools.{name} has {slots} processes (nodes x per_node), but {key} = {count}: the "
-                              f"role {role!r} fills its pool, so set {key} = {slots}")
+            raise ConfigError(
+                f"cluster.pools.{name} has {slots} processes (nodes x per_node), but {key} = {count}: the "
+                f"role {role!r} fills its pool, so set {key} = {slots}"
+            )
         if role not in ("actor", "rollout"):
             mesh_of(config, slots)
     if "rollout" in found:
@@ -55,11 +57,15 @@ def _check_rollout(config: TrainConfig, name: str, others: list[str]) -> None:
     roles = {str(role): pool for role, pool in config.cluster.roles.items()}
     beside = [role for role in others if roles[role] == name]
     if beside and pool.gpus:
-        raise ConfigError(f"cluster.roles.rollout: a vLLM replica cannot share the GPUs of {' and '.join(beside)} (pool "
-                          f"{name!r}); give it a pool of its own")
+        raise ConfigError(
+            f"cluster.roles.rollout: a vLLM replica cannot share the GPUs of {' and '.join(beside)} (pool "
+            f"{name!r}); give it a pool of its own"
+        )
     if pool.gpus and pool.gpus != config.vllm.tensor_parallel:
-        raise ConfigError(f"cluster.pools.{name}.gpus = {pool.gpus:g}, but a replica uses vllm.tensor_parallel = "
-                          f"{config.vllm.tensor_parallel} GPUs: set them equal")
+        raise ConfigError(
+            f"cluster.pools.{name}.gpus = {pool.gpus:g}, but a replica uses vllm.tensor_parallel = "
+            f"{config.vllm.tensor_parallel} GPUs: set them equal"
+        )
 
 
 def open_pools(config: TrainConfig, engine_name: str) -> Pools | None:
@@ -79,8 +85,9 @@ def start_actors(config: TrainConfig, pools: Pools | None) -> WorkerGroup[Actor]
     """The actor's processes, in its pool where it has one."""
     mesh = mesh_of(config)
     if pools is None or "actor" not in pools:
-        groups = launch_roles(config.cluster.model_copy(update={"roles": {}}), {"actor": Actor}, {"actor": mesh},
-                              config.cluster.call_timeout)
+        groups = launch_roles(
+            config.cluster.model_copy(update={"roles": {}}), {"actor": Actor}, {"actor": mesh}, config.cluster.call_timeout
+        )
         return groups["actor"]
     try:
         return pools.launch("actor", Actor, mesh)

@@ -30,11 +30,13 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
     if rollout.colocate:
         _check_colocated(config)
     if rollout.filter_zero_variance and config.reward_model is not None:
-        raise ConfigError("rollout.filter_zero_variance drops groups by the spec's rewards, before [reward_model] has scored "
-                          "them: groups that teach would be dropped; unset one of the two")
+        raise ConfigError(
+            "rollout.filter_zero_variance drops groups by the spec's rewards, before [reward_model] has scored "
+            "them: groups that teach would be dropped; unset one of the two"
+        )
     make_context(rollout.context)
     if rollout.summary_model is not None and rollout.context.name != "compact":
-        raise ConfigError("rollout.summary_model: only rollout.context.name = \"compact\" has summaries written")
+        raise ConfigError('rollout.summary_model: only rollout.context.name = "compact" has summaries written')
     if rollout.context.name != "stop" and any(choice.name == "keep_recent" for choice in config.env.wrappers):
         raise ConfigError(
             f"rollout.context: {rollout.context.name!r} and the wrapper keep_recent (env.wrappers) both rewrite the "
@@ -46,37 +48,51 @@ def check_trainable(config: TrainConfig) -> None:
     """Raise ConfigError where episodes are sampled from no distribution that an update could be taken against, or where
     the policy could escape a reward."""
     if config.rollout.temperature == 0:
-        raise ConfigError("rollout.temperature = 0: greedy rollouts of a task are all the same, and there is nothing to learn "
-                          "from them; training needs at least 0.01 (eval.temperature = 0 makes evaluations greedy)")
+        raise ConfigError(
+            "rollout.temperature = 0: greedy rollouts of a task are all the same, and there is nothing to learn "
+            "from them; training needs at least 0.01 (eval.temperature = 0 makes evaluations greedy)"
+        )
     if any(choice.name == "time_budget" for choice in config.env.wrappers):
-        raise ConfigError("env.wrappers: time_budget counts the wall clock (queues and publishes too) and leaves whom it cuts "
-                          "unscored, so a policy could escape a bad reward by being slow; use rollout.episode_timeout")
+        raise ConfigError(
+            "env.wrappers: time_budget counts the wall clock (queues and publishes too) and leaves whom it cuts "
+            "unscored, so a policy could escape a bad reward by being slow; use rollout.episode_timeout"
+        )
 
 
 def _check_temperatures(config: TrainConfig) -> None:
     for section, value in (("rollout", config.rollout.temperature), ("eval", config.eval.temperature)):
         if 0 < value < LEAST_TEMPERATURE:
-            raise ConfigError(f"{section}.temperature = {value:g}: expected 0 (greedy) or at least {LEAST_TEMPERATURE:g}; "
-                              "vLLM samples at 0.01 where less is asked for")
+            raise ConfigError(
+                f"{section}.temperature = {value:g}: expected 0 (greedy) or at least {LEAST_TEMPERATURE:g}; "
+                "vLLM samples at 0.01 where less is asked for"
+            )
 
 
 def _check_colocated(config: TrainConfig) -> None:
     if config.rollout.max_staleness > 0:
         raise ConfigError("rollout.colocate: an engine that sleeps during updates needs rollout.max_staleness = 0")
     if resolve_engine(config.engine) != "embedded":
-        raise ConfigError("rollout.colocate: only engine = \"embedded\" can sleep; vLLM's sleep mode needs a GPU, on which "
-                          "agentrl has not been tested")
+        raise ConfigError(
+            'rollout.colocate: only engine = "embedded" can sleep; vLLM\'s sleep mode needs a GPU, on which '
+            "agentrl has not been tested"
+        )
     if config.weights.lora == "adapter":
-        raise ConfigError("rollout.colocate: an engine that slept has lost the weights that the adapter belongs to; use "
-                          "weights.lora = \"merged\"")
+        raise ConfigError(
+            'rollout.colocate: an engine that slept has lost the weights that the adapter belongs to; use weights.lora = "merged"'
+        )
 
 
 def make_policy(config: TrainConfig, engine: Engine, renderer: Renderer, temperature: float | None = None) -> Policy:
     """The policy of a run's episodes; `temperature` instead of `rollout.temperature` where given."""
     rollout = config.rollout
     return Policy(
-        engine, renderer, rollout.temperature if temperature is None else temperature, rollout.top_p, rollout.top_k,
-        make_context(rollout.context), make_writer(config),
+        engine,
+        renderer,
+        rollout.temperature if temperature is None else temperature,
+        rollout.top_p,
+        rollout.top_k,
+        make_context(rollout.context),
+        make_writer(config),
     )
 
 

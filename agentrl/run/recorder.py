@@ -26,9 +26,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._events.close()
 
     def row(self, phase: str, step: int, values: Mapping[str, Any]) -> None:
@@ -46,13 +44,19 @@ class Recorder:
     async def evaluation(self, phase: str, step: int, result: Evaluation, seconds: float) -> None:
         """Record a held-out evaluation with its trajectories."""
         values = {
-            "success": result.success, "reward": result.reward, "scored": result.scored, "unscored": result.unscored,
-            **{f"stop/{name}": count for name, count in sorted(result.stops.items())}, "time/eval_s": seconds,
+            "success": result.success,
+            "reward": result.reward,
+            "scored": result.scored,
+            "unscored": result.unscored,
+            **{f"stop/{name}": count for name, count in sorted(result.stops.items())},
+            "time/eval_s": seconds,
         }
         self.row(phase, step, values)
         await self.trajectories(f"{phase}_{step:06d}", result.trajectories)
-        self.display.say(f"[{phase}] held-out success {_percent(result.success)} over {result.scored} tasks"
-                         + (f" ({result.unscored} unscored)" if result.unscored else ""))
+        self.display.say(
+            f"[{phase}] held-out success {_percent(result.success)} over {result.scored} tasks"
+            + (f" ({result.unscored} unscored)" if result.unscored else "")
+        )
 
 
 def _percent(value: float | None) -> str:

@@ -1,7 +1,7 @@
 """A folder with the record of a run: all that a replay needs.
 
-    record.json   the config, what was asked for, the model's context     calls.jsonl   every answer (rollout/record.py)
-    reward.json   the reward spec                                        tokenizer/    of the model (none for an API)
+record.json   the config, what was asked for, the model's context     calls.jsonl   every answer (rollout/record.py)
+reward.json   the reward spec                                        tokenizer/    of the model (none for an API)
 """
 
 from __future__ import annotations

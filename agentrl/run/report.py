@@ -26,10 +26,16 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
         by_task[trajectory.task.id].append(trajectory)
-    counts = [(len(known), sum(known)) for members in by_task.values()
-              if (known := [t.success for t in members if t.success is not None])]
-    report: dict[str, Any] = {"tasks": len(by_task), "episodes": len(trajectories),
-                              "unscored": sum(t.reward is None and t.success is None for t in trajectories)}
+    counts = [
+        (len(known), sum(known))
+        for members in by_task.values()
+        if (known := [t.success for t in members if t.success is not None])
+    ]
+    report: dict[str, Any] = {
+        "tasks": len(by_task),
+        "episodes": len(trajectories),
+        "unscored": sum(t.reward is None and t.success is None for t in trajectories),
+    }
     for k in range(1, samples + 1):
         usable = [(n, c) for n, c in counts if n >= k]
         report[f"pass@{k}"] = _interval([pass_at_k(n, c, k) for n, c in usable])

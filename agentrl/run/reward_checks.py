@@ -32,8 +32,10 @@ TASKS = 3
 def check_decided(scorer: Scorer) -> None:
     """Raise ConfigError where nothing in the spec says whether an episode did its task."""
     if scorer.rule is None:
-        raise ConfigError(f"env.reward: reward spec {scorer.name!r} does not say what a success is, and it cannot be derived "
-                          "(costs and sums over turns have no best); give it a top-level \"success\" (docs/rewards.md)")
+        raise ConfigError(
+            f"env.reward: reward spec {scorer.name!r} does not say what a success is, and it cannot be derived "
+            '(costs and sums over turns have no best); give it a top-level "success" (docs/rewards.md)'
+        )
 
 
 def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
@@ -45,11 +47,18 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
     """
     check_decided(scorer)
     if scorer.compares and config.checkpoint.best == "reward":
-        raise ConfigError(f"checkpoint.best: reward spec {scorer.name!r} compares the members of a group; an evaluation plays "
-                          "one episode a task, which has success and no reward; use checkpoint.best = \"success\"")
+        raise ConfigError(
+            f"checkpoint.best: reward spec {scorer.name!r} compares the members of a group; an evaluation plays "
+            'one episode a task, which has success and no reward; use checkpoint.best = "success"'
+        )
     if scorer.asks:
-        log.warning("%s: not checked whether the gold solution is a success, for that would ask its judge; agentrl reward lint "
-                    "%s --env %s does", scorer.name, scorer.name, env.id)
+        log.warning(
+            "%s: not checked whether the gold solution is a success, for that would ask its judge; agentrl reward lint "
+            "%s --env %s does",
+            scorer.name,
+            scorer.name,
+            env.id,
+        )
         return
     # A script cannot try again where a tool fails by chance, as a policy can.
     sound = replace(env, wrappers=[choice for choice in env.wrappers if choice.name != "tool_faults"])
@@ -62,8 +71,10 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
         raise
     except BaseException as error:  # an environment author's code, which may even exit
         log.debug("the gold solution could not be played", exc_info=True)
-        raise ConfigError(f"env.id: the gold solution of a task of {env.id!r} cannot be played: {type(error).__name__}: {error}; "
-                          f"agentrl env check {env.id} shows more") from error
+        raise ConfigError(
+            f"env.id: the gold solution of a task of {env.id!r} cannot be played: {type(error).__name__}: {error}; "
+            f"agentrl env check {env.id} shows more"
+        ) from error
     if fault is not None:
         raise ConfigError(f"env.reward: {fault}; agentrl reward lint {scorer.name} --env {env.id} shows more")
 
@@ -147,5 +158,11 @@ def check_judge(config: TrainConfig, scorer: Scorer) -> None:
             f"{last}; set reward.judge.calls={asked.most * episodes}, or fewer steps"
         )
     if asked.most * episodes > budget:
-        log.warning("reward.judge.calls: %d calls may not be enough: up to %d (%s, up to %d an episode); the run stops with a "
-                    "checkpoint where they are spent", budget, asked.most * episodes, sums, asked.most)
+        log.warning(
+            "reward.judge.calls: %d calls may not be enough: up to %d (%s, up to %d an episode); the run stops with a "
+            "checkpoint where they are spent",
+            budget,
+            asked.most * episodes,
+            sums,
+            asked.most,
+        )

@@ -1,7 +1,7 @@
 """Episodes of a model on an environment's tasks, into a folder: resumable, recorded or replayed.
 
-    trajectories.jsonl   one episode a line, in the order of tasks once all are there
-    eval.json            what was asked for (rollout.json for `agentrl rollout`): another run does not go on there
+trajectories.jsonl   one episode a line, in the order of tasks once all are there
+eval.json            what was asked for (rollout.json for `agentrl rollout`): another run does not go on there
 """
 
 from __future__ import annotations
@@ -102,8 +102,13 @@ def _open(config: TrainConfig, request: RolloutRequest) -> Scene:
 
 def asked(request: RolloutRequest) -> dict[str, Any]:
     """The request as a record's manifest keeps it; `agentrl.cli.rollout` reads it back."""
-    return {"purpose": request.purpose, "model": request.model, "tasks": request.tasks, "samples": request.samples,
-            "split": request.split}
+    return {
+        "purpose": request.purpose,
+        "model": request.model,
+        "tasks": request.tasks,
+        "samples": request.samples,
+        "split": request.split,
+    }
 
 
 async def _play(
@@ -123,9 +128,18 @@ async def _play(
             scored += _scored(trajectory)
             display.step(done, {"success": success_rate(outcome.episodes.values()), "unscored": done - scored})
 
-        await run_tasks(EnvRef.of(config), scene.policy, scene.scorer, Limits.of(rollout, scene.context), missing,
-                        seed=config.seed, max_episodes=rollout.max_episodes, split=request.split, on_episode=keep,
-                        stage=scene.stage)
+        await run_tasks(
+            EnvRef.of(config),
+            scene.policy,
+            scene.scorer,
+            Limits.of(rollout, scene.context),
+            missing,
+            seed=config.seed,
+            max_episodes=rollout.max_episodes,
+            split=request.split,
+            on_episode=keep,
+            stage=scene.stage,
+        )
 
 
 def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajectory]:
@@ -147,8 +161,10 @@ def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajecto
     if request.record is not None:
         ended = RecordFolder(request.record).ended()
         if lacking := [pair for pair in scored if "{}{}.m{}".format(request.split, *pair) not in ended]:
-            raise ConfigError(f"{request.out}: {len(lacking)} of its episodes are not in the record {request.record}; use "
-                              "another --out, so that the record is whole")
+            raise ConfigError(
+                f"{request.out}: {len(lacking)} of its episodes are not in the record {request.record}; use "
+                "another --out, so that the record is whole"
+            )
     atomic_write(note, json.dumps(what, indent=2) + "\n")
     atomic_write(path, "".join(json.dumps(t.to_json()) + "\n" for t in scored.values()))
     return scored
@@ -161,11 +177,23 @@ def _scored(trajectory: Trajectory) -> bool:
 def _what(config: TrainConfig, request: RolloutRequest) -> dict[str, Any]:
     """All that an episode depends on, as JSON."""
     rollout = config.rollout
-    limits = {"max_turns": rollout.max_turns, "max_turn_tokens": rollout.max_turn_tokens,
-              "max_episode_tokens": rollout.max_episode_tokens}
-    what = {"env": config.env.model_dump(), "model": request.model, "split": request.split, "seed": config.seed,
-            "temperature": request.temperature(config), "top_p": rollout.top_p, "top_k": rollout.top_k, **limits,
-            "context": rollout.context.model_dump(), "tools": config.tools.sets}
+    limits = {
+        "max_turns": rollout.max_turns,
+        "max_turn_tokens": rollout.max_turn_tokens,
+        "max_episode_tokens": rollout.max_episode_tokens,
+    }
+    what = {
+        "env": config.env.model_dump(),
+        "model": request.model,
+        "split": request.split,
+        "seed": config.seed,
+        "temperature": request.temperature(config),
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        **limits,
+        "context": rollout.context.model_dump(),
+        "tools": config.tools.sets,
+    }
     plain: dict[str, Any] = json.loads(json.dumps(what))
     return plain
 

@@ -142,14 +142,25 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
     if policy.writer is not None:
         await policy.writer.engine.start()
     context = longest(config, engine_name, path)
-    collector = Collector(env, policy, scorer, rollout, context=context, seed=config.seed,
-                          greedy=config.algorithm.advantage.name == "remax")
+    collector = Collector(
+        env, policy, scorer, rollout, context=context, seed=config.seed, greedy=config.algorithm.advantage.name == "remax"
+    )
     limits = Limits.of(rollout, context)
     learner = Learner(config, actors, pools)
     saver = Saver(config, folder, learner, collector, display.say)
     return Session(
-        config, folder, display, env, scorer, policy, limits, engine, actors, learner, collector, engine_name, saver,
+        config,
+        folder,
+        display,
+        env,
+        scorer,
+        policy,
+        limits,
+        engine,
+        actors,
+        learner,
+        collector,
+        engine_name,
+        saver,
         Publisher(actors, engine, config.weights),
     )
-
-

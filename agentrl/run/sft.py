@@ -55,7 +55,13 @@ async def _gate(session: Session) -> float:
     await session.publish()
     env = replace(session.env, params={**session.env.params, **config.gate_params})
     result = await evaluate(
-        env, session.policy.at(temperature=0.0), session.scorer, session.limits, tasks=config.gate_tasks,
-        seed=session.config.seed, max_episodes=session.config.rollout.max_episodes, split="train",
+        env,
+        session.policy.at(temperature=0.0),
+        session.scorer,
+        session.limits,
+        tasks=config.gate_tasks,
+        seed=session.config.seed,
+        max_episodes=session.config.rollout.max_episodes,
+        split="train",
     )
     return result.success or 0.0

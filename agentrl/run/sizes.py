@@ -68,5 +68,8 @@ def advice(config: TrainConfig) -> list[str]:
     if not high or (size := count_parameters(config.model.path)) < LARGE:
         return []
     kind = "" if config.model.lora is None else " with LoRA"
-    return [f"{key} = {value:g} is a learning rate for tiny models; for {size / 1e6:,.0f}M parameters{kind}, {rates[key]:g} is "
-            "a good start (docs/hyperparameters.md)" for key, value in high.items()]
+    return [
+        f"{key} = {value:g} is a learning rate for tiny models; for {size / 1e6:,.0f}M parameters{kind}, {rates[key]:g} is "
+        "a good start (docs/hyperparameters.md)"
+        for key, value in high.items()
+    ]

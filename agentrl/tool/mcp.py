@@ -90,9 +90,7 @@ class McpSession:
         server = self.server
         target: Any = server.url
         if server.command:
-            program = StdioServerParameters(
-                command=server.command[0], args=server.command[1:], env=dict(server.env) or None
-            )
+            program = StdioServerParameters(command=server.command[0], args=server.command[1:], env=dict(server.env) or None)
             # Not sys.stderr, which the SDK keeps from its import: a notebook's or a test's has no file descriptor.
             target = stdio_client(program, errlog=cast(TextIO, sys.__stderr__))
         elif self._build is not None:

@@ -33,9 +33,7 @@ def to_json(name: str, value: Any) -> Json:
     try:
         return to_jsonable_python(value, inf_nan_mode="strings")
     except (PydanticSerializationError, ValueError) as problem:
-        raise EnvError(
-            f"tool {name} returned {type(value).__name__}, which has no JSON form: {problem}"
-        ) from problem
+        raise EnvError(f"tool {name} returned {type(value).__name__}, which has no JSON form: {problem}") from problem
 
 
 def to_text(value: Json) -> str:

@@ -32,12 +32,19 @@ _idle: list[Child] = []
 
 def where(function: Callable[..., Any], name: str) -> Where:
     """What a child needs to find the function. Raises TypeError, naming the tool, for one that no child could."""
-    kind = ("a coroutine function" if inspect.iscoroutinefunction(function)
-            else "a method" if next(iter(inspect.signature(function).parameters), None) == "self"
-            else "defined inside a function" if "<" in function.__qualname__ else "")
+    kind = (
+        "a coroutine function"
+        if inspect.iscoroutinefunction(function)
+        else "a method"
+        if next(iter(inspect.signature(function).parameters), None) == "self"
+        else "defined inside a function"
+        if "<" in function.__qualname__
+        else ""
+    )
     if kind:
-        raise TypeError(f"tool {name}: process=True needs a plain function of a module, which a child process can import; "
-                        f"this one is {kind}")
+        raise TypeError(
+            f"tool {name}: process=True needs a plain function of a module, which a child process can import; this one is {kind}"
+        )
     return function.__module__, function.__qualname__, inspect.getfile(function)
 
 

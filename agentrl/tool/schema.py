@@ -64,9 +64,7 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
         info = Field(default=default, alias=parameter.name, description=described.get(parameter.name))
         fields[parameter.name] = (hint, info)
     model = _model(function, fields)
-    return Signature(
-        summary, plain_schema(_schema(function, model)), tuple(hidden), _converter(model, fields)
-    )
+    return Signature(summary, plain_schema(_schema(function, model)), tuple(hidden), _converter(model, fields))
 
 
 def _hint(function: Callable[..., Any], parameter: inspect.Parameter, hints: Mapping[str, Any]) -> Any:
@@ -79,9 +77,7 @@ def _hint(function: Callable[..., Any], parameter: inspect.Parameter, hints: Map
 
 
 def _is_hidden(hint: Any) -> bool:
-    return get_origin(hint) is Annotated and any(
-        item is Hidden or isinstance(item, Hidden) for item in get_args(hint)[1:]
-    )
+    return get_origin(hint) is Annotated and any(item is Hidden or isinstance(item, Hidden) for item in get_args(hint)[1:])
 
 
 def _model(function: Callable[..., Any], fields: Mapping[str, Any]) -> type[BaseModel]:
@@ -98,19 +94,13 @@ def _schema(function: Callable[..., Any], model: type[BaseModel]) -> dict[str, J
     try:
         return model.model_json_schema(by_alias=True)
     except (PydanticUserError, TypeError) as problem:
-        raise TypeError(
-            f"tool {function.__name__}: no JSON Schema for its parameters: {problem}"
-        ) from problem
+        raise TypeError(f"tool {function.__name__}: no JSON Schema for its parameters: {problem}") from problem
 
 
-def _converter(
-    model: type[BaseModel], fields: Mapping[str, Any]
-) -> Callable[[Mapping[str, Json]], dict[str, Any]]:
+def _converter(model: type[BaseModel], fields: Mapping[str, Any]) -> Callable[[Mapping[str, Json]], dict[str, Any]]:
     """Arguments that already are the Python values they are declared as skip pydantic."""
     hints = {name: hint for name, (hint, _) in fields.items()}
-    if all(hint in _AS_JSON for hint in hints.values() if _hashable(hint)) and all(
-        map(_hashable, hints.values())
-    ):
+    if all(hint in _AS_JSON for hint in hints.values() if _hashable(hint)) and all(map(_hashable, hints.values())):
         return dict
 
     def convert(arguments: Mapping[str, Json]) -> dict[str, Any]:
@@ -141,10 +131,7 @@ def plain_schema(schema: Mapping[str, Json]) -> dict[str, Json]:
     body = {key: value for key, value in schema.items() if key not in ("$defs", "title", "description")}
     result: dict[str, Json] = _inline(body, definitions, recursive, named=False)
     if recursive:
-        result["$defs"] = {
-            name: _inline(definitions[name], definitions, recursive, named=False)
-            for name in sorted(recursive)
-        }
+        result["$defs"] = {name: _inline(definitions[name], definitions, recursive, named=False) for name in sorted(recursive)}
     result.setdefault("properties", {})
     return result
 
@@ -185,17 +172,13 @@ def _inline(node: Json, definitions: Mapping[str, Json], recursive: set[str], *,
         }
         return _inline(merged, definitions, recursive, named=False)
     return {
-        key: _inline(
-            value, definitions, recursive, named=not named and key in ("properties", "patternProperties")
-        )
+        key: _inline(value, definitions, recursive, named=not named and key in ("properties", "patternProperties"))
         for key, value in node.items()
         if named or key != "title"
     }
 
 
-_SECTION = re.compile(
-    r"^(args|arguments|parameters|params|returns?|raises|yields?|examples?|notes?):?\s*$", re.I
-)
+_SECTION = re.compile(r"^(args|arguments|parameters|params|returns?|raises|yields?|examples?|notes?):?\s*$", re.I)
 _GOOGLE = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 _NUMPY = re.compile(r"^(\w+)\s*(?::\s*.*)?$")
 _SPHINX = re.compile(r"^\s*:param\s+(?:[\w\[\], |]+\s+)?(\w+)\s*:\s*(.*)$")

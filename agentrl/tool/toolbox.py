@@ -187,9 +187,7 @@ class Toolbox:
             return values
         for name in item.signature.hidden:
             if name not in self.hidden:
-                raise EnvError(
-                    f"tool {item.name}: no value for its hidden parameter {name!r} (ToolEnv.hidden)"
-                )
+                raise EnvError(f"tool {item.name}: no value for its hidden parameter {name!r} (ToolEnv.hidden)")
             values[name] = self.hidden[name]
         return item, values
 

@@ -25,9 +25,7 @@ def compile_validator(name: str, parameters: Mapping[str, Json]) -> Callable[[Js
     try:
         Draft202012Validator.check_schema(parameters)
     except SchemaError as problem:
-        raise TypeError(
-            f"tool {name}: its parameters are no valid JSON Schema: {problem.message}"
-        ) from problem
+        raise TypeError(f"tool {name}: its parameters are no valid JSON Schema: {problem.message}") from problem
     validator = Draft202012Validator(parameters)
     simple = _simple(parameters)
 

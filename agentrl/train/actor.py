@@ -59,9 +59,7 @@ class Actor(Worker):
         self._updates = 0
         self._sft_done = 0
 
-    def init_model(
-        self, path: str, model: ModelConfig, optim: OptimConfig, total_steps: int | None = None
-    ) -> None:
+    def init_model(self, path: str, model: ModelConfig, optim: OptimConfig, total_steps: int | None = None) -> None:
         """Load the policy from a folder or hub name. `total_steps`: length of the run, for the schedule.
 
         Raises ModelError for a model that cannot be loaded, ConfigError for a schedule without a length.
@@ -150,9 +148,7 @@ class Actor(Worker):
         engine = self._ready()
         if engine.cfg.lora is None:
             raise ConfigError("export_adapter: the model has no adapter (model.lora)")
-        return Adapter(
-            engine.cfg.lora.rank, engine.cfg.lora.alpha, tuple(engine.cfg.lora.modules), engine.adapter()
-        )
+        return Adapter(engine.cfg.lora.rank, engine.cfg.lora.alpha, tuple(engine.cfg.lora.modules), engine.adapter())
 
     def save(self, folder: str) -> None:
         """Model, optimizer, schedule and RNG into `folder`."""

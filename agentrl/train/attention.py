@@ -109,9 +109,7 @@ def _block(starts: Tensor, ends: Tensor, device: torch.device) -> Block:
     valid = places < ends[:, None]
     gather = torch.minimum(places, ends[:, None] - 1).reshape(-1)
     cells = valid.reshape(-1).nonzero().squeeze(1)
-    return Block(
-        len(starts), width, gather.to(device), cells.to(device), gather[cells].to(device), bool(valid.all())
-    )
+    return Block(len(starts), width, gather.to(device), cells.to(device), gather[cells].to(device), bool(valid.all()))
 
 
 def packed_attention(

@@ -62,9 +62,7 @@ class Checkpoints:
         shutil.rmtree(self._aside(step), ignore_errors=True)
         if not disk_full(error):
             return error
-        return ResourceError(
-            f"{self.root}: the disk is full: checkpoint {step} was not written, older ones are whole"
-        )
+        return ResourceError(f"{self.root}: the disk is full: checkpoint {step} was not written, older ones are whole")
 
     @contextmanager
     def writing(self, step: int, score: float | None = None) -> Iterator[Path]:

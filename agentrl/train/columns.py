@@ -45,9 +45,7 @@ def check_columns(advantage: Choice, scorer: Scorer) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"ids there: {', '.join(known) or 'none'}"
-            raise ConfigError(
-                f"algorithm.advantage.args.terms: reward spec {scorer.name!r} has no node of id {name!r}; {hint}"
-            )
+            raise ConfigError(f"algorithm.advantage.args.terms: reward spec {scorer.name!r} has no node of id {name!r}; {hint}")
 
 
 def _greedy(group: Group) -> float:

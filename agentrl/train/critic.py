@@ -63,9 +63,7 @@ class Critic(Worker):
         """Ragged `values` at the sampled tokens, 0 elsewhere."""
         return compute_values(ready(self._engine), batch, self._cap)
 
-    def update(
-        self, batch: TensorDict, algorithm: AlgorithmConfig, step: int = 0, seed: int = 0
-    ) -> dict[str, float]:
+    def update(self, batch: TensorDict, algorithm: AlgorithmConfig, step: int = 0, seed: int = 0) -> dict[str, float]:
         """One training step on the columns `values` (old) and `returns`; metrics over all ranks.
 
         Its learning rate follows `optim.warmup` and `optim.schedule` by its own count of updates.

@@ -258,9 +258,7 @@ class Layout:
             if world % parts:
                 raise ConfigError(f"model.{key} = {parts} does not divide cluster.actors = {world}")
         if cfg.cpu_offload and device.type == "cpu":
-            raise ConfigError(
-                "model.cpu_offload = true: there is no GPU, everything is in host memory already"
-            )
+            raise ConfigError("model.cpu_offload = true: there is no GPU, everything is in host memory already")
         if not dist.is_initialized():
             return cls()
         kind, shard, share = device.type, world // cfg.replicas, cfg.sequence_parallel
@@ -294,9 +292,7 @@ def export_model(source: str, config: Any, weights: Bucket, folder: Path) -> Non
     dtype = next(iter(weights.values())).dtype
     with torch.device("meta"):
         # A copy: from_config writes its attention into the config that it is given.
-        shell = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa"
-        )
+        shell = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa")
     folder.mkdir(parents=True, exist_ok=True)
     shell.load_state_dict(weights, strict=False, assign=True)
     shell.tie_weights()

@@ -19,9 +19,7 @@ def init_model(cfg: InitModelConfig, folder: str | Path, seed: int) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     if cfg.heads % cfg.kv_heads:
-        raise ConfigError(
-            f"model.init.heads={cfg.heads} is not a multiple of model.init.kv_heads={cfg.kv_heads}"
-        )
+        raise ConfigError(f"model.init.heads={cfg.heads} is not a multiple of model.init.kv_heads={cfg.kv_heads}")
     target = Path(folder)
     if target.exists() and not target.is_dir():
         raise ModelError(f"{target}: expected a folder to write the model to, found a file")

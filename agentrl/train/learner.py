@@ -77,9 +77,7 @@ def check_learner(config: TrainConfig) -> None:
     if name != "gae" and config.critic is not None:
         raise ConfigError(f'[critic] is there, but algorithm.advantage "{name}" has no use for it; use "gae"')
     if name in ("remax", "multi_reward") and config.reward_model is not None:
-        raise ConfigError(
-            f'algorithm.advantage "{name}" reads scores of the reward spec, which a [reward_model] is not part of'
-        )
+        raise ConfigError(f'algorithm.advantage "{name}" reads scores of the reward spec, which a [reward_model] is not part of')
     kl = config.algorithm.kl
     if name == "multi_reward" and kl.coef > 0 and kl.where == "reward":
         raise ConfigError(
@@ -122,14 +120,10 @@ class Learner:
         if config.critic is not None:
             self.critics = self._start("critic", Critic)
             source = config.critic.path or path
-            await self.critics.arun(
-                Critic.init_model, source, config.model, config.optim, config.critic, config.steps
-            )
+            await self.critics.arun(Critic.init_model, source, config.model, config.optim, config.critic, config.steps)
         if config.reward_model is not None:
             self.judges = self._start("reward_model", RewardModel)
-            await self.judges.arun(
-                RewardModel.init_model, config.reward_model.path, config.model, config.optim
-            )
+            await self.judges.arun(RewardModel.init_model, config.reward_model.path, config.model, config.optim)
         if config.algorithm.kl.coef > 0:
             self.references = self._start("reference", Reference)
             await self.references.arun(Reference.init_model, path, config.model, config.optim)
@@ -265,9 +259,7 @@ def same_offsets(column: torch.Tensor, batch: TensorDict) -> torch.Tensor:
     return jagged(column.values(), offsets_of(batch.get("token_ids")))
 
 
-def with_advantages(
-    batch: TensorDict, algorithm: AlgorithmConfig, kl_coef: float
-) -> tuple[TensorDict, dict[str, float]]:
+def with_advantages(batch: TensorDict, algorithm: AlgorithmConfig, kl_coef: float) -> tuple[TensorDict, dict[str, float]]:
     """The batch with `advantages` (and `returns`, where the estimator defines them), and metrics.
 
     Where `algorithm.kl.where` is "reward", the penalty is taken off the token rewards and the episode

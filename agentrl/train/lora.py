@@ -24,9 +24,7 @@ def inject(model: Any, cfg: LoraSection, seed: int = 0) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise DependencyError("model.lora needs peft: pip install 'agentrl[peft]'") from error
-    settings = LoraConfig(
-        r=cfg.rank, lora_alpha=cfg.alpha, target_modules=list(cfg.modules), lora_dropout=0.0
-    )
+    settings = LoraConfig(r=cfg.rank, lora_alpha=cfg.alpha, target_modules=list(cfg.modules), lora_dropout=0.0)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # every rank must draw the same adapters
@@ -37,9 +35,7 @@ def inject(model: Any, cfg: LoraSection, seed: int = 0) -> None:
         parameter.requires_grad_(".lora_" in name)
 
 
-def merged(
-    held: Mapping[str, Tensor], full: Callable[[Tensor], Tensor], cfg: LoraSection
-) -> Iterator[tuple[str, Tensor]]:
+def merged(held: Mapping[str, Tensor], full: Callable[[Tensor], Tensor], cfg: LoraSection) -> Iterator[tuple[str, Tensor]]:
     """The weights under their plain names, adapters added: W + alpha / rank * B A.
 
     `held` is a state dict; `full` makes a whole tensor of an entry (a collective where it is sharded).

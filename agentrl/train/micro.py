@@ -20,9 +20,7 @@ from agentrl.train.engine import BaseEngine
 from agentrl.train.modules import Micro
 
 
-def split(
-    engine: BaseEngine, batch: TensorDict, parts: Sequence[np.ndarray], cap: int
-) -> list[list[list[int]]]:
+def split(engine: BaseEngine, batch: TensorDict, parts: Sequence[np.ndarray], cap: int) -> list[list[list[int]]]:
     """Micro-batches of each part: `[part][micro]` -> row numbers; equally many on all ranks.
 
     An empty list is a dummy. The cap counts the tokens that are computed: a shared prefix once. Raises
@@ -69,9 +67,7 @@ class Pack:
             before, last = made.at[before], made.at[last]
             packed = packed_trees(made.spans, packed.longest, device)
         self.tokens, self.computed = len(self.mask) if rows else 0, len(ids) if rows else 0
-        self.micro = Micro(
-            ids.to(device), positions.to(device), packed, before.to(device), targets.to(device), last.to(device)
-        )
+        self.micro = Micro(ids.to(device), positions.to(device), packed, before.to(device), targets.to(device), last.to(device))
 
     def column(self, name: str) -> Tensor:
         values: Tensor = self.flat[name]

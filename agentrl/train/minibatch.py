@@ -100,9 +100,7 @@ def tokens_of_rows(mask: torch.Tensor, offsets: torch.Tensor) -> np.ndarray:
     return row_counts(mask, offsets).numpy()
 
 
-def counted(
-    batch: TensorDict, parts: list[np.ndarray], length: int | None = None
-) -> tuple[TensorDict, tuple[Denominators, ...]]:
+def counted(batch: TensorDict, parts: list[np.ndarray], length: int | None = None) -> tuple[TensorDict, tuple[Denominators, ...]]:
     """The batch with the row column `episode_tokens` int64 [N] (trained tokens of the row's episode, over all of its
     rows), and the denominators of each minibatch."""
     per_row = tokens_of_rows(trained_tokens(batch), offsets_of(batch.get("sampled")))

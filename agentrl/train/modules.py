@@ -93,9 +93,7 @@ class ScoreModule(nn.Module):
         super().__init__()
         self.hf = model
         if not isinstance(getattr(model, "score", None), nn.Linear) or model.score.out_features != 1:
-            raise ModelError(
-                "a reward model is a sequence classifier with a linear head `score` of one label"
-            )
+            raise ModelError("a reward model is a sequence classifier with a linear head `score` of one label")
 
     def forward(self, micro: Micro) -> Tensor:
         """Scores float32 [N]."""

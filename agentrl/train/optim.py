@@ -92,9 +92,7 @@ def muon(named: Named, cfg: SftConfig) -> Optimizers:
     inner = [(n, p) for n, p in named if p.ndim == 2 and not _is_embedding(n)]
     chosen = {id(p) for _, p in inner}
     rest = [p for _, p in named if id(p) not in chosen]
-    parts: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    ]
+    parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
     if inner:
         parts.append(torch.optim.Muon([p for _, p in inner], lr=cfg.matrix_lr, weight_decay=0.1))
     return Optimizers(parts, named)

@@ -54,9 +54,7 @@ def load_classifier(path: str, **options: Any) -> Any:
     logging.disable_progress_bar()
     kinds = load_config(path).architectures or []
     if not any("SequenceClassification" in kind for kind in kinds):
-        raise ModelError(
-            f"{path}: expected a sequence classifier, found {', '.join(kinds) or 'no architecture'}"
-        )
+        raise ModelError(f"{path}: expected a sequence classifier, found {', '.join(kinds) or 'no architecture'}")
     try:
         return AutoModelForSequenceClassification.from_pretrained(path, **options)
     except (OSError, ValueError) as error:

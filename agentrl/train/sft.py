@@ -21,9 +21,7 @@ def sft_rate(step: int, cfg: SftConfig) -> float:
     return rate(step, cfg.warmup, "cosine", cfg.min_steps, floor=FLOOR)
 
 
-def sft_steps(
-    engine: BaseEngine, batch: TensorDict, cfg: SftConfig, first: int, cap: int
-) -> dict[str, float]:
+def sft_steps(engine: BaseEngine, batch: TensorDict, cfg: SftConfig, first: int, cap: int) -> dict[str, float]:
     """One optimizer step a minibatch, numbered from `first`; every rank calls it with its own rows.
 
     The loss of a step is the mean over its assistant tokens (column `sampled`) on all ranks. Raises NonFiniteError where

@@ -56,9 +56,7 @@ class BackgroundSave:
         if not alone and self._group is None:
             self._group = dist.new_group(backend="gloo")
         _write_small(folder, meta)
-        copied = async_save(
-            {"state": engine.state()}, checkpoint_id=folder, process_group=self._group, no_dist=alone
-        )
+        copied = async_save({"state": engine.state()}, checkpoint_id=folder, process_group=self._group, no_dist=alone)
         assert isinstance(copied, Future)  # only a stager that copies in the background answers otherwise
         self._writing, self._folder = copied, folder
 

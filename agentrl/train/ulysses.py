@@ -72,9 +72,7 @@ class Ulysses:
         """[T / size, H, D] of this rank's tokens -> [T, H / size, D] of this rank's heads."""
         tokens, heads, width = local.shape
         if heads % self.size:
-            raise ModelError(
-                f"{heads} attention heads cannot be shared by sequence_parallel={self.size} ranks"
-            )
+            raise ModelError(f"{heads} attention heads cannot be shared by sequence_parallel={self.size} ranks")
         parts = local.reshape(tokens, self.size, heads // self.size, width).transpose(0, 1).contiguous()
         out = self._exchange(parts)
         return out.reshape(self.size * tokens, heads // self.size, width)

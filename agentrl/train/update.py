@@ -139,9 +139,7 @@ class _Job:
         if self.algorithm.entropy_bonus:
             tokens = tokens - self.algorithm.entropy_bonus * entropy
         tokens = tokens + self._kl(piece, given)
-        total = aggregate(
-            tokens, given.mask, given.offsets, self.algorithm.aggregate, self.counts, piece.row("episode_tokens")
-        )
+        total = aggregate(tokens, given.mask, given.offsets, self.algorithm.aggregate, self.counts, piece.row("episode_tokens"))
         self._measure(piece, given, out, entropy, total)
         return total
 
@@ -154,13 +152,15 @@ class _Job:
         self.meter.add("kl_reference", value[given.mask])
         return self.settings.kl_coef * value if kl.where == "loss" else torch.zeros_like(value)
 
-    def _measure(
-        self, piece: Pack, given: LossInput, out: LossOutput, entropy: torch.Tensor, total: torch.Tensor
-    ) -> None:
+    def _measure(self, piece: Pack, given: LossInput, out: LossOutput, entropy: torch.Tensor, total: torch.Tensor) -> None:
         mask, now = given.mask, given.logprobs.detach()
         self.meter.add("loss", total)
-        for name, count in (("plain_tokens", piece.tokens), ("computed_tokens", piece.computed), (TRAINED, int(mask.sum())),
-                            (SAMPLED, len(mask))):
+        for name, count in (
+            ("plain_tokens", piece.tokens),
+            ("computed_tokens", piece.computed),
+            (TRAINED, int(mask.sum())),
+            (SAMPLED, len(mask)),
+        ):
             self.meter.add(name, torch.tensor(float(count)))
         self.meter.add("entropy", entropy[mask])
         self.meter.add("kl_behaviour", given.behaviour_logprobs - now)

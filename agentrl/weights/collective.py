@@ -40,9 +40,7 @@ class CollectiveSender(Sender):
 
     def open(self) -> Offer:
         try:
-            self._store = TCPStore(
-                self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
-            )
+            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
         except RuntimeError as problem:
             raise ConfigError(f"weights.route = collective: cannot listen on {self._host}: {problem}") from problem
         self._slots = [torch.empty(self.slot_bytes, dtype=torch.uint8) for _ in range(SLOTS)]

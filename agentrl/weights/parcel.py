@@ -41,9 +41,7 @@ class Parcel:
 
     def with_aliases(self, tied: Mapping[str, str]) -> Parcel:
         """The same bytes, a tied parameter also under its further names. `tied`: further name -> name."""
-        more = [
-            replace(entry, name=alias) for entry in self.entries for alias, name in tied.items() if name == entry.name
-        ]
+        more = [replace(entry, name=alias) for entry in self.entries for alias, name in tied.items() if name == entry.name]
         return replace(self, entries=(*self.entries, *more))
 
     def to_wire(self) -> Wire:

@@ -36,15 +36,30 @@ class RawVllm:
 
     def __init__(self, model: str) -> None:
         options = {
-            "model": model, "skip_tokenizer_init": True, "enable_prefix_caching": True, "block_size": 32,
-            "logprobs_mode": "processed_logprobs", "disable_log_stats": True, "kv_cache_memory_bytes": 256 << 20,
-            "max_model_len": CONTEXT, "enforce_eager": True, "dtype": "float32", "enable_chunked_prefill": False,
-            "max_num_batched_tokens": CONTEXT, "distributed_executor_backend": "uni",
+            "model": model,
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": True,
+            "block_size": 32,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "kv_cache_memory_bytes": 256 << 20,
+            "max_model_len": CONTEXT,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": CONTEXT,
+            "distributed_executor_backend": "uni",
         }
         command = [sys.executable, str(Path(__file__).with_name("raw_vllm.py")), json.dumps(options)]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
-        self._process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT, **CPU_ENVIRONMENT}, text=True,
-                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log)
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, **ENVIRONMENT, **CPU_ENVIRONMENT},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
 
     def wait(self, word: str) -> str:
         """The rest of the next output line that begins with `word`."""
@@ -102,8 +117,14 @@ async def compare(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str
     """Both engines live from start to end; what is not measured waits."""
     from transformers import AutoModelForCausalLM
 
-    config = RolloutConfig(groups=at_once // 8, group_size=8, max_episodes=at_once, max_turns=TURNS,
-                           max_turn_tokens=TOKENS, max_episode_tokens=CONTEXT)
+    config = RolloutConfig(
+        groups=at_once // 8,
+        group_size=8,
+        max_episodes=at_once,
+        max_turns=TURNS,
+        max_turn_tokens=TOKENS,
+        max_episode_tokens=CONTEXT,
+    )
     with tempfile.TemporaryDirectory() as scratch:
         folder = str(init_model(sizes, Path(scratch) / "model", 0))
         weights = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
@@ -124,9 +145,12 @@ async def compare(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str
         finally:
             await engine.close()
             raw.close()
-    return {"agentrl": statistics.median(through), "raw_vllm": statistics.median(bare),
-            "ratio": statistics.median(a / b for a, b in zip(through, bare, strict=True)),
-            "rounds": [[round(a), round(b)] for a, b in zip(through, bare, strict=True)]}
+    return {
+        "agentrl": statistics.median(through),
+        "raw_vllm": statistics.median(bare),
+        "ratio": statistics.median(a / b for a, b in zip(through, bare, strict=True)),
+        "rounds": [[round(a), round(b)] for a, b in zip(through, bare, strict=True)],
+    }
 
 
 def run(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str, Any]:

@@ -192,5 +192,8 @@ def run(requests: int, tokens: int) -> tuple[dict[str, float | None], dict[str, 
         "embedded_over_raw_vllm": ratio(rates["embedded"], rates["raw_vllm"]),
         "vllm_engine_over_raw_vllm_offline": ratio(rates["vllm"], rates["raw_vllm"]),
     }
-    return ratios, {"tokens_per_second": {name: value and round(value) for name, value in rates.items()},
-                    "requests": requests, "tokens": tokens}
+    return ratios, {
+        "tokens_per_second": {name: value and round(value) for name, value in rates.items()},
+        "requests": requests,
+        "tokens": tokens,
+    }

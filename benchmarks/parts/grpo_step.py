@@ -39,11 +39,22 @@ GROUPS, SIZE, TURNS, TOKENS = 8, 8, 3, 42
 
 
 def config_of() -> TrainConfig:
-    rollout = RolloutConfig(groups=GROUPS, group_size=SIZE, max_episodes=GROUPS * SIZE, max_turns=TURNS,
-                            max_turn_tokens=TOKENS, max_episode_tokens=1024)
-    return TrainConfig(env=EnvConfig(id="key_value"), model=ModelConfig(init=MILLION), rollout=rollout,
-                       algorithm=AlgorithmConfig(minibatch=GROUPS * SIZE), optim=OptimConfig(micro_tokens=16384),
-                       cluster=ClusterConfig(backend="inline"))
+    rollout = RolloutConfig(
+        groups=GROUPS,
+        group_size=SIZE,
+        max_episodes=GROUPS * SIZE,
+        max_turns=TURNS,
+        max_turn_tokens=TOKENS,
+        max_episode_tokens=1024,
+    )
+    return TrainConfig(
+        env=EnvConfig(id="key_value"),
+        model=ModelConfig(init=MILLION),
+        rollout=rollout,
+        algorithm=AlgorithmConfig(minibatch=GROUPS * SIZE),
+        optim=OptimConfig(micro_tokens=16384),
+        cluster=ClusterConfig(backend="inline"),
+    )
 
 
 class Runner:
@@ -122,13 +133,15 @@ def against_trl(count: int) -> tuple[dict[str, float | None], dict[str, Any]]:
             ratios[f"trl_over_agentrl_{name}"] = ratio(trl, found["seconds"] if found else None)
             print(f"agentrl, {name}: {found}", flush=True)
         # With the embedded engine both are one process on one thread: their processor time compares on a busy machine too.
-        ratios["trl_cpu_over_agentrl_embedded"] = ratio(peer and statistics.median(peer["cpu_seconds"]),
-                                                        details["embedded"]["cpu_seconds"])
+        ratios["trl_cpu_over_agentrl_embedded"] = ratio(
+            peer and statistics.median(peer["cpu_seconds"]), details["embedded"]["cpu_seconds"]
+        )
     return ratios, details
 
 
 def engines(folder: str) -> dict[str, Callable[[int], dict[str, Any]] | None]:
     """How to measure with each engine; None where it is not installed."""
+
     def embedded(count: int) -> dict[str, Any]:
         return summary(asyncio.run(steps(folder, EmbeddedEngine(folder, device="cpu", max_context=1024), count)))
 
@@ -154,8 +167,12 @@ def summary(runner: Runner) -> dict[str, Any]:
     parts = {name: statistics.median(lap[name] for lap in runner.laps) for name in runner.laps[0]}
     whole = statistics.median(sum(lap.values()) for lap in runner.laps)
     processor = statistics.median(runner.cpu)
-    return {"seconds": round(whole, 3), "cpu_seconds": round(processor, 3), "tokens": runner.tokens,
-            **{name: round(value, 3) for name, value in parts.items()}}
+    return {
+        "seconds": round(whole, 3),
+        "cpu_seconds": round(processor, 3),
+        "tokens": runner.tokens,
+        **{name: round(value, 3) for name, value in parts.items()},
+    }
 
 
 def retemplate(folder: Path, text: str) -> None:
@@ -186,6 +203,7 @@ def overhead(count: int) -> tuple[dict[str, float], dict[str, float]]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = str(init_model(MILLION, Path(scratch) / "model", 0))
         with timed({Batcher: ("step",), FsdpEngine: ("logprobs", "backward", "step")}) as spent:
+
             async def measured() -> float:
                 engine = EmbeddedEngine(folder, device="cpu", max_context=1024)
                 await engine.start()

@@ -85,25 +85,50 @@ def measure(model: str, prompts: str, steps: int, batch: int) -> dict[str, objec
 
     with tempfile.TemporaryDirectory() as out:
         config = GRPOConfig(
-            output_dir=out, use_cpu=True, bf16=False, beta=0.0, learning_rate=1e-3, max_steps=steps,
-            per_device_train_batch_size=batch, gradient_accumulation_steps=ROWS // batch, num_generations=8,
-            max_completion_length=400, max_tool_calling_iterations=2, temperature=1.0,
+            output_dir=out,
+            use_cpu=True,
+            bf16=False,
+            beta=0.0,
+            learning_rate=1e-3,
+            max_steps=steps,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=ROWS // batch,
+            num_generations=8,
+            max_completion_length=400,
+            max_tool_calling_iterations=2,
+            temperature=1.0,
             generation_kwargs={"min_new_tokens": TOKENS, "max_new_tokens": TOKENS},
-            report_to=[], save_strategy="no", logging_steps=1000, disable_tqdm=True, gradient_checkpointing=False,
+            report_to=[],
+            save_strategy="no",
+            logging_steps=1000,
+            disable_tqdm=True,
+            gradient_checkpointing=False,
         )
         rows = json.loads(Path(prompts).read_text())
         data = Dataset.from_list([{"prompt": row} for row in rows])
         trainer = Counted(
-            model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), processing_class=tokenizer,
-            reward_funcs=reward, args=config, train_dataset=data, tools=[get], callbacks=[Clock()],
+            model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+            processing_class=tokenizer,
+            reward_funcs=reward,
+            args=config,
+            train_dataset=data,
+            tools=[get],
+            callbacks=[Clock()],
         )
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.train()
     steps_clock = list(zip(clock[::2], clock[1::2], strict=True))
     spans = [end[0] - begin[0] for begin, end in steps_clock]
     cpu = [end[1] - begin[1] for begin, end in steps_clock]
-    return {"version": trl.__version__, "seconds": spans[1:], "cpu_seconds": cpu[1:], "tokens": seen[-1], "rows": ROWS,
-            "generating": Counted.generating / steps, "prompt": rows and len(trainer._tokenize_prompts([rows[0]])[0][0])}
+    return {
+        "version": trl.__version__,
+        "seconds": spans[1:],
+        "cpu_seconds": cpu[1:],
+        "tokens": seen[-1],
+        "rows": ROWS,
+        "generating": Counted.generating / steps,
+        "prompt": rows and len(trainer._tokenize_prompts([rows[0]])[0][0]),
+    }
 
 
 if __name__ == "__main__":

@@ -42,15 +42,27 @@ class Instant(OpenAIChatCompletionsClient):
     async def get_response(self, prompt, model, sampling_args, tools=None, **kwargs):
         turn = sum(message.role == "tool" for message in prompt)
         last = turn == len(CALLS)
-        message = ResponseMessage(content="1" if last else "", tool_calls=None if last else [CALLS[turn]],
-                                  finish_reason="stop" if last else "tool_calls", is_truncated=False)
+        message = ResponseMessage(
+            content="1" if last else "",
+            tool_calls=None if last else [CALLS[turn]],
+            finish_reason="stop" if last else "tool_calls",
+            is_truncated=False,
+        )
         usage = Usage(prompt_tokens=100, reasoning_tokens=0, completion_tokens=20, total_tokens=120)
         return Response(id="x", created=0, model=model, usage=usage, message=message)
 
 
 async def main(kind: str, at_once: int, rollouts: int, rounds: int) -> None:
-    rows = [{"prompt": [{"role": "system", "content": "get each key, add its value, report the total."},
-                        {"role": "user", "content": f"report {number}"}], "answer": "1"} for number in range(rollouts)]
+    rows = [
+        {
+            "prompt": [
+                {"role": "system", "content": "get each key, add its value, report the total."},
+                {"role": "user", "content": f"report {number}"},
+            ],
+            "answer": "1",
+        }
+        for number in range(rollouts)
+    ]
     env = vf.ToolEnv(dataset=Dataset.from_list(rows), tools=[get, add], rubric=vf.Rubric(funcs=[right]), max_turns=8)
     server = None
     url = "http://127.0.0.1:1/v1"
@@ -63,8 +75,9 @@ async def main(kind: str, at_once: int, rollouts: int, rounds: int) -> None:
 
     async def play(inputs: Dataset) -> tuple[float, float]:
         wall, processor = time.perf_counter(), time.process_time()
-        found = await env.generate(inputs, client=client, model="stub", max_concurrent=at_once,
-                                   on_start=lambda *_: None, on_progress=lambda *_: None)
+        found = await env.generate(
+            inputs, client=client, model="stub", max_concurrent=at_once, on_start=lambda *_: None, on_progress=lambda *_: None
+        )
         spent = time.perf_counter() - wall, time.process_time() - processor
         assert [row["reward"] for row in found["outputs"]] == [1.0] * len(inputs), found["outputs"][0]
         return spent
@@ -76,8 +89,15 @@ async def main(kind: str, at_once: int, rollouts: int, rounds: int) -> None:
         server.stdin.close()
         server.wait()
     turns = rollouts * (len(CALLS) + 1)
-    print(json.dumps({"version": vf.__version__, "seconds_per_turn": min(wall for wall, _ in spent) / turns,
-                      "cpu_seconds_per_turn": min(processor for _, processor in spent) / turns}))
+    print(
+        json.dumps(
+            {
+                "version": vf.__version__,
+                "seconds_per_turn": min(wall for wall, _ in spent) / turns,
+                "cpu_seconds_per_turn": min(processor for _, processor in spent) / turns,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -20,8 +20,15 @@ async def episode(engine: Any, work: dict[str, Any], name: str, tokens: int) -> 
 
     ids, sampled = list(work["opening"]), 0
     for turn in range(len(work["answers"]) + 1):
-        params = SamplingParams(max_tokens=tokens, temperature=1.0, seed=turn, ignore_eos=True, detokenize=False,
-                                logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY)
+        params = SamplingParams(
+            max_tokens=tokens,
+            temperature=1.0,
+            seed=turn,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         final = None
         async for output in engine.generate({"prompt_token_ids": ids}, params, f"{name}-{turn}"):
             final = output

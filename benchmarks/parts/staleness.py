@@ -53,10 +53,16 @@ class Slow:
 
 
 def config_of(staleness: int) -> TrainConfig:
-    rollout = RolloutConfig(groups=4, group_size=4, max_staleness=staleness, max_turns=2, max_turn_tokens=16,
-                            max_episode_tokens=512)
-    return TrainConfig(env=EnvConfig(id="key_value"), model=ModelConfig(init=InitModelConfig(layers=2)), rollout=rollout,
-                       algorithm=AlgorithmConfig(minibatch=16), cluster=ClusterConfig(backend="inline"))
+    rollout = RolloutConfig(
+        groups=4, group_size=4, max_staleness=staleness, max_turns=2, max_turn_tokens=16, max_episode_tokens=512
+    )
+    return TrainConfig(
+        env=EnvConfig(id="key_value"),
+        model=ModelConfig(init=InitModelConfig(layers=2)),
+        rollout=rollout,
+        algorithm=AlgorithmConfig(minibatch=16),
+        cluster=ClusterConfig(backend="inline"),
+    )
 
 
 async def train(staleness: int, updates: int, folder: str) -> tuple[float, Counter[int]]:
@@ -105,7 +111,10 @@ def run(updates: int) -> tuple[dict[str, float], dict[str, Any]]:
         for bound in (0, 1, 2, 4):
             seconds[bound], ages = asyncio.run(train(bound, updates, folder))
             shares[str(bound)] = {str(age): round(n / ages.total(), 3) for age, n in sorted(ages.items())}
-            print(f"max_staleness {bound}: {seconds[bound]:6.1f} s for {updates} updates; share of tokens by "
-                  f"staleness {shares[str(bound)]}", flush=True)
+            print(
+                f"max_staleness {bound}: {seconds[bound]:6.1f} s for {updates} updates; share of tokens by "
+                f"staleness {shares[str(bound)]}",
+                flush=True,
+            )
     ratios = {f"staleness_{bound}_speedup": round(seconds[0] / seconds[bound], 3) for bound in (1, 2, 4)}
     return ratios, {"seconds": {str(k): round(v, 2) for k, v in seconds.items()}, "token_shares": shares}

@@ -29,8 +29,9 @@ async def agentrl_turn(at_once: int, episodes: int, repeats: int) -> tuple[float
     """Wall and processor seconds a turn, the least of several rounds: other load only ever adds."""
     renderer = make_renderer(packaged_tokenizer(CONTEXT))
     policy = Policy(Instant([renderer.assistant(turn) for turn in TURNS]), renderer)
-    config = RolloutConfig(groups=episodes // 8, group_size=8, max_episodes=at_once, max_turns=8, max_turn_tokens=64,
-                           max_episode_tokens=1024)
+    config = RolloutConfig(
+        groups=episodes // 8, group_size=8, max_episodes=at_once, max_turns=8, max_turn_tokens=64, max_episode_tokens=1024
+    )
     driver = collector(policy, config)
     found = []
     for _ in range(repeats + 1):

@@ -125,8 +125,10 @@ class Lookup(ToolEnv):
         return Task(f"lookup/{split}/{rng_seed}", rng_seed, split, {"key": "abcdefgh"[rng_seed % 8]}, {"answer": "17"})
 
     def prompt(self, task: Task) -> list[Message]:
-        return [Message("system", "get each key, add its value, report the total."),
-                Message("user", f"report {task.data['key']}")]
+        return [
+            Message("system", "get each key, add its value, report the total."),
+            Message("user", f"report {task.data['key']}"),
+        ]
 
     @tool(read_only=True)
     async def get(self, key: str) -> str:

@@ -64,15 +64,10 @@ class KeyValue(ToolEnv):
         if not (set_share >= 0 and list_share >= 0 and set_share + list_share <= 1):
             raise ConfigError("key_value: set_share and list_share must be shares with a sum of at most 1")
         if not (2 <= keys <= 26 and 1 <= max_value <= MAX_TOTAL):
-            raise ConfigError(
-                f"key_value: expected keys in 2..26 and max_value in 1..99, got {keys}, {max_value}"
-            )
+            raise ConfigError(f"key_value: expected keys in 2..26 and max_value in 1..99, got {keys}, {max_value}")
         self.shapes = _shapes(low, high, set_share, list_share)
         if not self.shapes:
-            raise ConfigError(
-                f"key_value: no task has {low}..{high} calls; an odd number needs set_share or "
-                "list_share above 0"
-            )
+            raise ConfigError(f"key_value: no task has {low}..{high} calls; an odd number needs set_share or list_share above 0")
         self.keys, self.max_value = keys, max_value
         self.values: dict[str, int] = {}
         self.total = 0
@@ -112,9 +107,7 @@ class KeyValue(ToolEnv):
             stored = [chosen[-1], *stored[1:]]
         values = {key: rng.randint(1, top) for key in [*chosen, *names[reads + sets :]] if key not in stored}
         wanted = sorted(values) if listed else chosen
-        return Problem(
-            dict(sorted(values.items())), {key: rng.randint(1, top) for key in stored}, tuple(wanted), listed
-        )
+        return Problem(dict(sorted(values.items())), {key: rng.randint(1, top) for key in stored}, tuple(wanted), listed)
 
     def prompt(self, task: Task) -> list[Message]:
         return [
@@ -157,9 +150,7 @@ class KeyValue(ToolEnv):
 
     def gold_turns(self, task: Task) -> list[Message]:
         calls = task.gold["calls"]
-        turns = [
-            Message("assistant", tool_calls=(ToolCall(call["name"], call["arguments"]),)) for call in calls
-        ]
+        turns = [Message("assistant", tool_calls=(ToolCall(call["name"], call["arguments"]),)) for call in calls]
         return [*turns, Message("assistant", task.gold["answer"])]
 
     def teacher(self, task: Task, rng: Any, **params: Any) -> Teacher:
@@ -195,9 +186,4 @@ def _shapes(low: int, high: int, set_share: float, list_share: float) -> list[tu
         if calls % 2:
             kinds[2].append((0, True, (calls - 1) // 2))
     weights = (1 - set_share - list_share, set_share, list_share)
-    return [
-        (*shape, weight / len(kind))
-        for kind, weight in zip(kinds, weights, strict=True)
-        for shape in kind
-        if weight > 0
-    ]
+    return [(*shape, weight / len(kind)) for kind, weight in zip(kinds, weights, strict=True) for shape in kind if weight > 0]

@@ -18,9 +18,7 @@ class Teacher:
     `random()`, uniform in [0, 1).
     """
 
-    def __init__(
-        self, task: Task, rng: Any, *, wrong: float = 0.2, malformed: float = 0.01, stop: float = 0.55
-    ) -> None:
+    def __init__(self, task: Task, rng: Any, *, wrong: float = 0.2, malformed: float = 0.01, stop: float = 0.55) -> None:
         self._rng, self._wrong, self._malformed = rng, wrong, malformed
         self._sets: list[tuple[str, int]] = list(task.gold["sets"].items())
         self._list: bool = task.gold["listed"]
@@ -87,7 +85,5 @@ def _call(name: str, arguments: dict[str, Any]) -> Message:
 
 def _broken(call: ToolCall) -> str:
     """The call's text without its closing braces."""
-    arguments = (
-        ", ".join(f'"{key}": "{value}' for key, value in call.arguments.items()) if call.arguments else ""
-    )
+    arguments = ", ".join(f'"{key}": "{value}' for key, value in call.arguments.items()) if call.arguments else ""
     return f'<tool_call>\n{{"name": "{call.name}", "arguments": {{{arguments}\n</tool_call>'

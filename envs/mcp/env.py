@@ -86,9 +86,7 @@ class Mcp(ToolEnv):
         self.splits = self.tasks.splits  # type: ignore[misc]  # those that the file has
         self.private: dict[str, Tool] = {}
         self.final: Json = None
-        config = McpServerConfig(
-            command=list(command or ()), url=url, env=dict(variables or {}), timeout=timeout
-        )
+        config = McpServerConfig(command=list(command or ()), url=url, env=dict(variables or {}), timeout=timeout)
         self.add_source(McpSource("server", config, None if own else _packaged))
 
     # -- tasks -------------------------------------------------------------------------------------

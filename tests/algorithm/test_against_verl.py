@@ -42,12 +42,25 @@ def flat(padded: Tensor) -> Tensor:
 
 MASK = flat(GIVEN["mask"]) > 0
 BATCH = AdvantageInput(
-    token_rewards=flat(GIVEN["rewards"]), mask=MASK, offsets=OFFSETS, group=GROUP, reward=GIVEN["rewards"].sum(1),
-    values=flat(GIVEN["values"]), baseline=GIVEN["baselines"], terms=GIVEN["terms"],
+    token_rewards=flat(GIVEN["rewards"]),
+    mask=MASK,
+    offsets=OFFSETS,
+    group=GROUP,
+    reward=GIVEN["rewards"].sum(1),
+    values=flat(GIVEN["values"]),
+    baseline=GIVEN["baselines"],
+    terms=GIVEN["terms"],
 )
 ARGS: dict[str, dict[str, Any]] = {
-    "gae": {"gamma": 0.9, "lam": 0.8}, "grpo": {}, "dr_grpo": {}, "rloo": {}, "opo": {}, "reinforce_pp": {"gamma": 0.9},
-    "reinforce_pp_baseline": {}, "remax": {}, "multi_reward": {"terms": ["a", "b"], "weights": [1.0, 0.5]},
+    "gae": {"gamma": 0.9, "lam": 0.8},
+    "grpo": {},
+    "dr_grpo": {},
+    "rloo": {},
+    "opo": {},
+    "reinforce_pp": {"gamma": 0.9},
+    "reinforce_pp_baseline": {},
+    "remax": {},
+    "multi_reward": {"terms": ["a", "b"], "weights": [1.0, 0.5]},
 }
 
 
@@ -82,9 +95,12 @@ def test_gpg_counts_what_teaches() -> None:
 
 
 LOSS_ARGS: dict[str, dict[str, Any]] = {
-    "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}, "gspo": {"clip_low": 0.2, "clip_high": 0.28},
-    "gmpo": {"clip_low": 0.2, "clip_high": 0.28}, "cispo": {"clip_low": 0.2, "clip_high": 0.28},
-    "sapo": {"tau_positive": 1.0, "tau_negative": 1.05}, "reinforce": {},
+    "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0},
+    "gspo": {"clip_low": 0.2, "clip_high": 0.28},
+    "gmpo": {"clip_low": 0.2, "clip_high": 0.28},
+    "cispo": {"clip_low": 0.2, "clip_high": 0.28},
+    "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
+    "reinforce": {},
 }
 COUNTS = Denominators(float(MASK.sum()), float(len(GROUP)))
 

@@ -40,15 +40,25 @@ def group_of(
     offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
     tokens = torch.zeros(int(offsets[-1]), dtype=torch.float64)
     tokens[offsets[1:] - 1] = torch.tensor(rewards, dtype=torch.float64)
-    given = {"token_rewards": tokens, "mask": torch.ones(len(tokens), dtype=torch.bool), "offsets": offsets,
-             "group": torch.tensor(groups or [0] * len(rewards)), "reward": torch.tensor(rewards, dtype=torch.float64)}
+    given = {
+        "token_rewards": tokens,
+        "mask": torch.ones(len(tokens), dtype=torch.bool),
+        "offsets": offsets,
+        "group": torch.tensor(groups or [0] * len(rewards)),
+        "reward": torch.tensor(rewards, dtype=torch.float64),
+    }
     return AdvantageInput(**{**given, **more})
 
 
 PLAIN = group_of([1, 0, 0])
 LONG = group_of([1, 0, 0], [1, 1, 2])
-TURNS = group_of([3, 4], [2, 2], token_rewards=torch.tensor([1.0, 2, 0, 4]).double(), turns=torch.tensor([0, 1, 0, 1]),
-                 anchors=torch.tensor([5, 6, 5, 7]))
+TURNS = group_of(
+    [3, 4],
+    [2, 2],
+    token_rewards=torch.tensor([1.0, 2, 0, 4]).double(),
+    turns=torch.tensor([0, 1, 0, 1]),
+    anchors=torch.tensor([5, 6, 5, 7]),
+)
 EPISODES: dict[str, tuple[AdvantageInput, dict[str, Any]]] = {
     "grpo": (PLAIN, {}), "dr_grpo": (PLAIN, {}), "rloo": (PLAIN, {}), "opo": (LONG, {}),
     "gpg": (group_of([1, 0, 0, 1, 1], groups=[0, 0, 0, 1, 1]), {}), "pass_at_k": (PLAIN, {"k": 2}),

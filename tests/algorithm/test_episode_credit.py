@@ -26,13 +26,17 @@ def batch_of(rows: list[dict[str, Any]], dtype: torch.dtype = torch.float32) -> 
         return torch.tensor([v for row in rows for v in row.get(name, [default] * len(row["mask"]))], dtype=kind)
 
     return AdvantageInput(
-        token_rewards=flat("rewards", 0.0, dtype), mask=flat("mask", 0, torch.bool),
+        token_rewards=flat("rewards", 0.0, dtype),
+        mask=flat("mask", 0, torch.bool),
         offsets=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]),
         group=torch.tensor([row.get("group", 0) for row in rows]),
         reward=torch.tensor([row["reward"] for row in rows], dtype=dtype),
-        values=flat("values", 0.0, dtype), turns=flat("turns", 0, torch.int64),
-        member=torch.tensor([row["member"] for row in rows]), baseline=torch.zeros(len(rows), dtype=dtype),
-        terms=torch.tensor([[row["reward"]] * 2 for row in rows], dtype=dtype), anchors=flat("anchors", 0, torch.int64),
+        values=flat("values", 0.0, dtype),
+        turns=flat("turns", 0, torch.int64),
+        member=torch.tensor([row["member"] for row in rows]),
+        baseline=torch.zeros(len(rows), dtype=dtype),
+        terms=torch.tensor([[row["reward"]] * 2 for row in rows], dtype=dtype),
+        anchors=flat("anchors", 0, torch.int64),
     )
 
 
@@ -92,8 +96,11 @@ def test_rows_of_an_episode_need_not_be_neighbours(name: str) -> None:
 @pytest.mark.parametrize("name", ["gae", "reinforce_pp", "turn_returns"])
 @pytest.mark.parametrize("where", ["no sampled token", "before the first", "after the last"])
 def test_a_reward_without_a_sampled_token_goes_to_the_nearest_one(name: str, where: str) -> None:
-    rows: list[dict[str, Any]] = [{"member": 0, "reward": 1.0, "mask": [0, 1, 1]}, {"member": 0, "reward": 1.0, "mask": [0, 0]},
-                                  {"member": 0, "reward": 1.0, "mask": [0, 1, 0]}]
+    rows: list[dict[str, Any]] = [
+        {"member": 0, "reward": 1.0, "mask": [0, 1, 1]},
+        {"member": 0, "reward": 1.0, "mask": [0, 0]},
+        {"member": 0, "reward": 1.0, "mask": [0, 1, 0]},
+    ]
     places = {"no sampled token": (1, [0, 1.0]), "before the first": (0, [1.0, 0, 0]), "after the last": (2, [0, 0, 1.0])}
     row, column = places[where]
     rows[row]["rewards"] = column
@@ -207,6 +214,7 @@ def played(member: int, reward: float, ledgers: int) -> Trajectory:
 @pytest.mark.parametrize("name", ["gae", "reinforce_pp", "turn_returns", "gigpo", "grpo"])
 def test_from_trajectories_on_two_ledgers_earn_what_one_would(name: str) -> None:
     """Collated, by the learner: the winner's tokens get the same whether its context was rewritten between the turns or not."""
+
     def found(ledgers: int) -> list[float]:
         batch = collate([played(0, 1.0, ledgers), played(1, 0.0, 1), played(2, 0.1, 1)], groups=[0, 0, 0])
         batch["values"] = batch["rewards"] * 0.25 + batch["logprobs"] * 0.125

@@ -301,9 +301,7 @@ LOSS_SWITCHES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "value"), [(n, k, v) for n, s in LOSS_SWITCHES.items() for k, v in s]
-)
+@pytest.mark.parametrize(("name", "key", "value"), [(n, k, v) for n, s in LOSS_SWITCHES.items() for k, v in s])
 def test_every_argument_of_a_loss_changes_something(name, key, value):
     generator = torch.Generator().manual_seed(1)
     old = -1 - torch.rand(40, generator=generator)
@@ -311,12 +309,8 @@ def test_every_argument_of_a_loss_changes_something(name, key, value):
     behave = old + 0.3 * torch.randn(40, generator=generator)
     advantage = torch.randn(40, generator=generator)
     picked = torch.rand(40, generator=generator) < 0.3
-    batch = LossInput(
-        new, old, behave, advantage, torch.ones(40, dtype=torch.bool), torch.tensor([0, 17, 40]), picked
-    )
-    assert not torch.allclose(
-        policy_loss(name, {})(batch).loss, policy_loss(name, {key: value})(batch).loss, atol=1e-6
-    )
+    batch = LossInput(new, old, behave, advantage, torch.ones(40, dtype=torch.bool), torch.tensor([0, 17, 40]), picked)
+    assert not torch.allclose(policy_loss(name, {})(batch).loss, policy_loss(name, {key: value})(batch).loss, atol=1e-6)
 
 
 def test_the_tables_above_name_every_algorithm():

@@ -124,9 +124,7 @@ def ratios(values, advantage, old=-1.0):
     logprobs = old + torch.log(torch.tensor(values))
     base = torch.full_like(logprobs, old)
     n = len(values)
-    return LossInput(
-        logprobs, base, base, torch.tensor(advantage), torch.ones(n, dtype=torch.bool), torch.tensor([0, n])
-    )
+    return LossInput(logprobs, base, base, torch.tensor(advantage), torch.ones(n, dtype=torch.bool), torch.tensor([0, n]))
 
 
 def test_ppo_clip():
@@ -152,9 +150,7 @@ def test_log_ratio_is_clamped():
 
 def test_decoupled_ppo_clips_on_the_proximal_policy_and_weighs_by_the_behaviour():
     t = torch.tensor
-    batch = LossInput(
-        t([math.log(0.3)]), t([math.log(0.2)]), t([math.log(0.1)]), t([1.0]), t([True]), t([0, 1])
-    )
+    batch = LossInput(t([math.log(0.3)]), t([math.log(0.2)]), t([math.log(0.1)]), t([1.0]), t([True]), t([0, 1]))
     # theta / prox = 1.5, cut at 1.2; prox / behave = 2
     close(policy_loss("decoupled_ppo", {})(batch).loss, [-2.4])
     close(policy_loss("decoupled_ppo", {"weight_cap": 1.5})(batch).loss, [-1.8])
@@ -232,7 +228,5 @@ def test_value_loss():
 
 def test_truncated_importance_sampling():
     prox, behave = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-3.0, -1.0, -0.5])
-    weights = correction("truncated", {"cap": 2.0})(
-        prox, behave, torch.ones(3, dtype=torch.bool), torch.tensor([0, 3])
-    )
+    weights = correction("truncated", {"cap": 2.0})(prox, behave, torch.ones(3, dtype=torch.bool), torch.tensor([0, 3]))
     close(weights, [2.0, 1.0, math.exp(-0.5)])

@@ -33,10 +33,7 @@ def test_every_sequence_once_cap_kept_equal_counts_never_worse(lengths, ranks, c
     table_is_whole(made, lengths, cap)
     tokens = np.asarray(lengths)
     costs = tokens + b * tokens.astype(float) ** 2
-    slowest = [
-        max(sum(costs[row] for row in made.rows[rank][micro]) for rank in range(ranks))
-        for micro in range(made.micros)
-    ]
+    slowest = [max(sum(costs[row] for row in made.rows[rank][micro]) for rank in range(ranks)) for micro in range(made.micros)]
     assert np.isclose(sum(slowest), made.cost)
     assert made.cost >= made.bound * (1 - 1e-9)
     for name, where in baselines(tokens, costs, ranks, cap):
@@ -53,12 +50,7 @@ def test_groups_stay_together_as_far_as_the_cap_allows(lengths, ranks, groups):
     table_is_whole(made, lengths, cap)
     for group in set(number):
         members = [row for row in range(len(lengths)) if number[row] == group]
-        homes = {
-            (r, m)
-            for r, rank in enumerate(made.rows)
-            for m, micro in enumerate(rank)
-            if set(micro) & set(members)
-        }
+        homes = {(r, m) for r, rank in enumerate(made.rows) for m, micro in enumerate(rank) if set(micro) & set(members)}
         if sum(lengths[row] for row in members) <= cap:
             assert len(homes) == 1
 
@@ -115,9 +107,7 @@ def test_first_fit_decreasing_is_the_plain_algorithm(lengths, ranks):
             room.append(cap)
         room[home] -= lengths[row]
         expected[row] = home
-    assert first_fit_decreasing(np.asarray(lengths), cap).tolist() == [
-        expected[row] for row in range(len(lengths))
-    ]
+    assert first_fit_decreasing(np.asarray(lengths), cap).tolist() == [expected[row] for row in range(len(lengths))]
     costs = np.asarray(lengths, dtype=float)
     for where in (
         shelves(np.asarray(lengths), costs, ranks, cap, 50.0),
@@ -144,9 +134,7 @@ def test_overhead_makes_fewer_micro_batches():
     lengths = np.clip(rng.lognormal(6.5, 0.8, 600), 1, 8192).astype(int)
     free = plan(lengths, 8, 8192, 1.0, 1 / 8192)
     dear = plan(lengths, 8, 8192, 1.0, 1 / 8192, overhead=1e6)
-    assert dear.micros <= free.micros and dear.micros == -(
-        -int(first_fit_decreasing(lengths, 8192).max() + 1) // 8
-    )
+    assert dear.micros <= free.micros and dear.micros == -(-int(first_fit_decreasing(lengths, 8192).max() + 1) // 8)
 
 
 def test_one_sequence_over_the_cap_is_named():

@@ -21,9 +21,7 @@ def group_batch(texts, groups):
     offsets = torch.tensor([0, *torch.tensor([len(text) for text in texts]).cumsum(0).tolist()])
     flat = torch.tensor([token for text in texts for token in text], dtype=torch.int64)
     sampled = jagged(torch.ones(len(flat), dtype=torch.bool), offsets)
-    return build(
-        {"token_ids": jagged(flat, offsets), "sampled": sampled, "group": torch.tensor(groups)}, len(texts)
-    )
+    return build({"token_ids": jagged(flat, offsets), "sampled": sampled, "group": torch.tensor(groups)}, len(texts))
 
 
 def test_trees_by_hand():

@@ -64,17 +64,12 @@ def test_select_wire_and_concat_agree_with_lists(row_sizes, data):
     assert as_lists(picked) == as_lists(sent) == wanted
     assert lengths(picked).tolist() == [row_sizes[row] for row in rows]
     both = concat([picked, batch])
-    assert (
-        as_lists(both)["ids"] == wanted["ids"] + full["ids"]
-        and as_lists(both)["name"][-1] == full["name"][-1]
-    )
+    assert as_lists(both)["ids"] == wanted["ids"] + full["ids"] and as_lists(both)["name"][-1] == full["name"][-1]
 
 
 def test_ragged_columns_of_a_result_share_offsets():
     for batch in (select(every_column([2, 3]), [1, 0]), concat([every_column([2]), every_column([1])])):
-        assert torch.equal(
-            (batch["ids"] * batch["flag"]).values(), batch["ids"].values() * batch["flag"].values()
-        )
+        assert torch.equal((batch["ids"] * batch["flag"]).values(), batch["ids"].values() * batch["flag"].values())
 
 
 def test_rows_have_storage_of_their_own():

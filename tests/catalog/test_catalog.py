@@ -91,9 +91,7 @@ def test_a_single_file_is_an_environment_too(here: Path) -> None:
     assert EnvRef("one").build().reset(seed=0)[0][0].content == "x"
 
 
-def test_same_names_on_two_shelves_do_not_mix(
-    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_same_names_on_two_shelves_do_not_mix(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = shelf(tmp_path / "other", env_id="Other/Hello-v0")
     (other / "envs" / "hello" / "words.py").write_text('GREETING = "bye"\n')
     monkeypatch.setenv("AGENTRL_PATH", str(other))
@@ -139,9 +137,7 @@ def test_a_reference_travels_to_a_process_with_another_working_directory(here: P
         "import pickle, sys; ref = pickle.load(sys.stdin.buffer); env = ref.build();"
         "observation, info = env.reset(); print(observation[0].content, info['task_id'])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=data, cwd=tmp_path, capture_output=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], input=data, cwd=tmp_path, capture_output=True, check=True)
     assert done.stdout.decode().split("\n")[0] == "from afar train/5"
 
 
@@ -167,9 +163,7 @@ def test_entry_points_of_other_packages(here: Path, tmp_path: Path) -> None:
     (info / "entry_points.txt").write_text("[agentrl.envs]\nPack/Hello-v0 = my_pack:Hello\n")
     code = "from agentrl.catalog import EnvRef; print(EnvRef('Pack/Hello-v0').build().reset(seed=0)[0][0].content)"
     env = {**os.environ, "PYTHONPATH": str(pack)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, cwd=here, capture_output=True, check=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=here, capture_output=True, check=True, text=True)
     assert done.stdout.strip() == "pack"
 
 

@@ -39,11 +39,22 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["train", QUICKSTART, "algorithm.loss.args.clip_hgih=0.3"], ["clip_hgih", "did you mean 'clip_high'"]),
         (["train", QUICKSTART, "model.path=nowhere/model"], ["set one of model.path"]),
         (["train", QUICKSTART, "cluster.actors=5000"], ["cannot carry", "cluster.actors=5000"]),
-        (["train", QUICKSTART, "rollout.max_episode_tokens=3000", "optim.micro_tokens=2999"],
-         ["optim.micro_tokens = 2999", "rollout.max_episode_tokens = 3000", "at least 3000"]),
+        (
+            ["train", QUICKSTART, "rollout.max_episode_tokens=3000", "optim.micro_tokens=2999"],
+            ["optim.micro_tokens = 2999", "rollout.max_episode_tokens = 3000", "at least 3000"],
+        ),
         (["train", QUICKSTART, "rollout.max_episode_tokens=90000", "optim.micro_tokens=4095"], ["takes 4096", "at least 4096"]),
-        (["train", QUICKSTART, "rollout.max_episode_tokens=3000", "optim.micro_tokens=2000", "model.sequence_parallel=2",
-          "cluster.actors=2"], ["optim.micro_tokens = 2000", "at least 3000"]),
+        (
+            [
+                "train",
+                QUICKSTART,
+                "rollout.max_episode_tokens=3000",
+                "optim.micro_tokens=2000",
+                "model.sequence_parallel=2",
+                "cluster.actors=2",
+            ],
+            ["optim.micro_tokens = 2000", "at least 3000"],
+        ),
         (["train", QUICKSTART, "rollout.group_size=1"], ["rollout.group_size = 1", '"grpo"', "2 or more", "remax"]),
         (["train", "--resume", "runs/nothing"], ["runs/nothing: not a run folder"]),
         (["eval", "key_value", "--model", "./nowhere"], ["nowhere: no such model folder"]),
@@ -51,7 +62,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_mistake_is_named_and_leaves_nothing_behind(
-    args: list[str], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    args: list[str],
+    expected: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "bad.json").write_text("{")

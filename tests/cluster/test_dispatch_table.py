@@ -93,9 +93,7 @@ def bad_classes():
 
     def bad_metric():
         class BadMetric(Worker):
-            dispatch_table: ClassVar[dict[str, object]] = {
-                "f": Shard(collect="metrics", metrics={"loss": "median"})
-            }
+            dispatch_table: ClassVar[dict[str, object]] = {"f": Shard(collect="metrics", metrics={"loss": "median"})}
 
             def f(self, batch: TensorDict) -> dict[str, float]:
                 return {}
@@ -168,11 +166,7 @@ def test_inline_holds_one_rank_of_a_collective_class():
 
 def test_mesh():
     mesh = Mesh.of({"dp": 2, "tp": 3}, 6)
-    assert (
-        mesh.coordinates(4) == {"dp": 1, "tp": 1}
-        and mesh.sources("dp") == [0, 3]
-        and mesh.sources("tp") == [0, 1, 2]
-    )
+    assert mesh.coordinates(4) == {"dp": 1, "tp": 1} and mesh.sources("dp") == [0, 3] and mesh.sources("tp") == [0, 1, 2]
     with pytest.raises(DispatchError, match="exactly 4 ranks"):
         Mesh.of({"dp": 3}, 4)
     with pytest.raises(DispatchError, match="no mesh axis 'pp'"):

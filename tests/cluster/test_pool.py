@@ -48,9 +48,7 @@ def test_inline_roles_and_roles_without_a_pool():
 
 def test_an_unknown_pool_is_named_with_the_nearest():
     cluster = ClusterConfig(pools={"train": PoolConfig()}, roles={"actor": "trian"})
-    with pytest.raises(
-        ConfigError, match=r"cluster.roles.actor names the pool 'trian'.*did you mean 'train'"
-    ):
+    with pytest.raises(ConfigError, match=r"cluster.roles.actor names the pool 'trian'.*did you mean 'train'"):
         pools_of_roles(cluster, ["actor"])
 
 

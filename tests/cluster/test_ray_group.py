@@ -80,9 +80,7 @@ def test_futures_go_from_group_to_group(four, pair):
     assert out["id"].tolist() == list(range(7)) and out["rank"].tolist() == [0, 0, 0, 0, 1, 1, 1]
     with pytest.raises(DispatchError, match="splitting it anew"):
         four.run(Plain.double_balanced, second.value)
-    with pytest.raises(
-        WorkerError, match=r"group 'four': Plain.fail_rows, rank [0-3]: KeyError: 'no rows today'"
-    ):
+    with pytest.raises(WorkerError, match=r"group 'four': Plain.fail_rows, rank [0-3]: KeyError: 'no rows today'"):
         pair.run(Plain.double, four.submit(Plain.fail_rows, batch).value)
     same = four.run(Plain.double_balanced, four.submit(Plain.double_balanced, batch).value)
     assert torch.equal(same["twice"].values(), batch["token_ids"].values() * 2)

@@ -116,9 +116,7 @@ def test_two_ray_nodes_on_one_machine(tmp_path: Path):
     (tmp_path / "envs" / "hello").mkdir(parents=True)
     (tmp_path / "envs" / "hello" / "env.py").write_text(ENVIRONMENT)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280
-    )
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-2000:] + done.stderr[-4000:]
     import json

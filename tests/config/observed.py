@@ -36,16 +36,31 @@ def built_model(config: TrainConfig, out: Path) -> Any:
     }
 
 
-def sizes(layers: int = 1, hidden: int = 16, mlp: int = 16, heads: int = 2, kv_heads: int = 1, head_dim: int = 8,
-          context: int = 4096, std: float = 0.05) -> dict[str, Any]:
+def sizes(
+    layers: int = 1,
+    hidden: int = 16,
+    mlp: int = 16,
+    heads: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 8,
+    context: int = 4096,
+    std: float = 0.05,
+) -> dict[str, Any]:
     """The same of a Qwen3 with tied embeddings, by hand: its parts are q, k, v, o, the norms of q and k, the three
     matrices of the MLP, two norms a layer and one at the end."""
     from agentrl.train.tokenizer import packaged_tokenizer
 
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads) + 2 * head_dim
     parameters = len(packaged_tokenizer(64)) * hidden + layers * (attention + 3 * hidden * mlp + 2 * hidden) + hidden
-    return {"parameters": parameters, "positions": context, "q": (heads * head_dim, hidden), "k": (kv_heads * head_dim, hidden),
-            "o": (hidden, heads * head_dim), "up": (mlp, hidden), "std": pytest.approx(std, rel=0.02)}
+    return {
+        "parameters": parameters,
+        "positions": context,
+        "q": (heads * head_dim, hidden),
+        "k": (kv_heads * head_dim, hidden),
+        "o": (hidden, heads * head_dim),
+        "up": (mlp, hidden),
+        "std": pytest.approx(std, rel=0.02),
+    }
 
 
 def environment(config: TrainConfig, out: Path) -> Any:
@@ -186,8 +201,10 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
     async def nothing(*args: Any) -> None:
         pass
 
-    modules = {name: ModuleType(name) for name in ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.v1", "vllm.v1.engine",
-                                                   "vllm.v1.engine.async_llm")}
+    modules = {
+        name: ModuleType(name)
+        for name in ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.async_llm")
+    }
     vars(modules["vllm.engine.arg_utils"])["AsyncEngineArgs"] = lambda **given: seen.update(given)
     vars(modules["vllm.v1.engine.async_llm"])["AsyncLLM"] = Started
     with pytest.MonkeyPatch.context() as patch:
@@ -197,8 +214,13 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
             patch.setitem(__import__("sys").modules, name, module)
         asyncio.run(VllmActor(engine._replicas._options).start())
     keeper = engine._replicas
-    return {**seen, "replicas": keeper._count, "respawns": keeper._max_respawns, "call_timeout": keeper._call_timeout,
-            "gpus": keeper._gpus}
+    return {
+        **seen,
+        "replicas": keeper._count,
+        "respawns": keeper._max_respawns,
+        "call_timeout": keeper._call_timeout,
+        "gpus": keeper._gpus,
+    }
 
 
 def chosen_engine(config: TrainConfig, out: Path) -> Any:
@@ -241,19 +263,31 @@ class Course:
 
         self.member = member
         self.session: Any = SimpleNamespace(
-            config=config, env=EnvRef("key_value"), limits=None, engine=SimpleNamespace(forget=self.waited("forget", None)),
-            scorer=SimpleNamespace(range=(0.0, 1.0)), display=SimpleNamespace(phase=self.quiet, step=self.quiet),
-            collector=SimpleNamespace(ledger=ledger, collect=collect, trained=trained, metrics=dict,
-                                      rest=self.waited("rest", None)),
-            learner=SimpleNamespace(step=self.waited("update", {})), publish=self.waited("publish", None),
-            saver=SimpleNamespace(check=self.waited("check", None), wait=self.waited("wait", None), wanted=lambda found: False,
-                                  save=self.waited("save", None)),
+            config=config,
+            env=EnvRef("key_value"),
+            limits=None,
+            engine=SimpleNamespace(forget=self.waited("forget", None)),
+            scorer=SimpleNamespace(range=(0.0, 1.0)),
+            display=SimpleNamespace(phase=self.quiet, step=self.quiet),
+            collector=SimpleNamespace(
+                ledger=ledger, collect=collect, trained=trained, metrics=dict, rest=self.waited("rest", None)
+            ),
+            learner=SimpleNamespace(step=self.waited("update", {})),
+            publish=self.waited("publish", None),
+            saver=SimpleNamespace(
+                check=self.waited("check", None),
+                wait=self.waited("wait", None),
+                wanted=lambda found: False,
+                save=self.waited("save", None),
+            ),
             folder=SimpleNamespace(warm_start=out / "warm"),
             actors=SimpleNamespace(arun=self.worker),
             policy=SimpleNamespace(at=lambda temperature: temperature, renderer=None),
         )
         self.recorder: Any = SimpleNamespace(
-            row=self.quiet, evaluation=self.waited("evaluation", None), trajectories=self.waited("write", None),
+            row=self.quiet,
+            evaluation=self.waited("evaluation", None),
+            trajectories=self.waited("write", None),
             writes=SimpleNamespace(check=self.waited("written", None), wait=self.waited("written", None)),
         )
         self.interrupt: Any = SimpleNamespace(requested=False, in_step=False)
@@ -338,12 +372,19 @@ def warming_up(config: TrainConfig, out: Path) -> dict[str, Any]:
     names = [name for name, _ in course.calls if name in ("sft_steps", "evaluate")]
     asked_at = [10 * names[:place].count("sft_steps") for place, name in enumerate(names) if name == "evaluate"]
     [transcripts] = course.all("transcripts")
-    return {"rows": course.all("sft_steps"), "firsts": course.all("first"), "gates": asked_at, "transcripts": transcripts,
-            "end": ended, "gate": course.all("evaluate")[0]}
+    return {
+        "rows": course.all("sft_steps"),
+        "firsts": course.all("first"),
+        "gates": asked_at,
+        "transcripts": transcripts,
+        "end": ended,
+        "gate": course.all("evaluate")[0],
+    }
 
 
 def only(observe: Callable[[TrainConfig, Path], dict[str, Any]], *names: str) -> Callable[[TrainConfig, Path], Any]:
     """Some of what is observed; a single one by itself."""
+
     def picked(config: TrainConfig, out: Path) -> Any:
         found = observe(config, out)
         return found[names[0]] if len(names) == 1 else {name: found[name] for name in names}
@@ -356,5 +397,3 @@ def folder(config: TrainConfig, out: Path) -> str:
 
     made = config.model_copy(update={"out": str(out / config.out)})
     return str(RunFolder.create(made).path.relative_to(out))
-
-

@@ -23,15 +23,20 @@ from tests.config import observed as see
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = [
-    value for value in vars(schema).values()
+    value
+    for value in vars(schema).values()
     if isinstance(value, type) and issubclass(value, BaseModel) and value.__module__ == schema.__name__
 ]
 Observe = Callable[[TrainConfig, Path], Any]
 
 
 def made(overrides: list[str]) -> TrainConfig:
-    base = {"env": {"id": "key_value"}, "cluster": {"backend": "inline"}, "engine": "embedded",
-            "model": {"init": {"layers": 1, "hidden": 16, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 8}}}
+    base = {
+        "env": {"id": "key_value"},
+        "cluster": {"backend": "inline"},
+        "engine": "embedded",
+        "model": {"init": {"layers": 1, "hidden": 16, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 8}},
+    }
     return config_from(base, overrides)
 
 
@@ -53,82 +58,175 @@ ASKED = (2048, 1.0, 1.0, 0)  # max_tokens, temperature, top_p, top_k
 # key -> what observes it, further overrides, and what is observed for each value
 Effects = dict[str, Any]
 EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
-    **{f"InitModelConfig.{key}": (see.built_model, "", {f"model.init.{key}={value}": see.sizes(**{name: value}) for value in two})
-       for key, name, two in [("layers", "layers", (1, 2)), ("hidden", "hidden", (16, 32)), ("mlp", "mlp", (16, 48)),
-                              ("heads", "heads", (2, 4)), ("kv_heads", "kv_heads", (1, 2)), ("head_dim", "head_dim", (8, 16)),
-                              ("context", "context", (128, 256)), ("init_std", "std", (0.05, 0.5))]},
-    "EnvConfig.id": (see.only(see.environment, "id"), "",
-                     {"env.id=key_value": "agentrl/KeyValue-v0", "env.id=python": "agentrl/Python-v0"}),
+    **{
+        f"InitModelConfig.{key}": (
+            see.built_model,
+            "",
+            {f"model.init.{key}={value}": see.sizes(**{name: value}) for value in two},
+        )
+        for key, name, two in [
+            ("layers", "layers", (1, 2)),
+            ("hidden", "hidden", (16, 32)),
+            ("mlp", "mlp", (16, 48)),
+            ("heads", "heads", (2, 4)),
+            ("kv_heads", "kv_heads", (1, 2)),
+            ("head_dim", "head_dim", (8, 16)),
+            ("context", "context", (128, 256)),
+            ("init_std", "std", (0.05, 0.5)),
+        ]
+    },
+    "EnvConfig.id": (
+        see.only(see.environment, "id"),
+        "",
+        {"env.id=key_value": "agentrl/KeyValue-v0", "env.id=python": "agentrl/Python-v0"},
+    ),
     "EnvConfig.params": (see.only(see.environment, "calls"), "", {"env.params={calls=2}": 2, "env.params={calls=5}": 5}),
-    "EnvConfig.reward": (see.only(see.environment, "reward"), "",
-                         {"env.reward=key_value_dapo": "key_value_dapo", "env.reward=key_value_exact": "key_value_exact"}),
-    "EnvConfig.wrappers": (see.only(see.environment, "wrappers"), "",
-                           {"env.wrappers=[]": [],
-                            'env.wrappers=[{name="keep_recent",args={tokens=50,turns=2}}]': ["Compaction over 50"]}),
+    "EnvConfig.reward": (
+        see.only(see.environment, "reward"),
+        "",
+        {"env.reward=key_value_dapo": "key_value_dapo", "env.reward=key_value_exact": "key_value_exact"},
+    ),
+    "EnvConfig.wrappers": (
+        see.only(see.environment, "wrappers"),
+        "",
+        {"env.wrappers=[]": [], 'env.wrappers=[{name="keep_recent",args={tokens=50,turns=2}}]': ["Compaction over 50"]},
+    ),
     "RolloutConfig.groups": (see.admitted, "", {"rollout.groups=2": 2, "rollout.groups=3": 3}),
-    "RolloutConfig.oversample": (see.admitted, "rollout.groups=4",
-                                 {"rollout.oversample=1.0": 4, "rollout.oversample=1.25": 5, "rollout.oversample=2.0": 8}),
-    "RolloutConfig.max_staleness": (see.admitted, "rollout.groups=4",  # Eq. 3 of AReaL: (staleness + 1) x groups at version 0
-                                    {"rollout.max_staleness=0": 4, "rollout.max_staleness=1": 8, "rollout.max_staleness=3": 16}),
-    "RolloutConfig.max_episodes": (see.most_at_once, "rollout.group_size=6",
-                                   {"rollout.max_episodes=2": 2, "rollout.max_episodes=5": 5, "rollout.max_episodes=9": 6}),
-    "RolloutConfig.max_turns": (see.ends, PLAY, {"rollout.max_turns=1": [(1, "max_turns")] * 2,
-                                                 "rollout.max_turns=4": [(4, "max_turns")] * 2}),
-    "RolloutConfig.max_turn_tokens": (see.asked, PLAY, {"rollout.max_turn_tokens=8": {(8, 1.0, 1.0, 0)},
-                                                        "rollout.max_turn_tokens=99": {(99, 1.0, 1.0, 0)}}),
-    "RolloutConfig.max_episode_tokens": (see.tokens, "rollout.group_size=2 rollout.max_turns=90",
-                                         {f"rollout.max_episode_tokens={n}": ({"max_tokens"}, True) for n in (600, 601, 1000)}),
-    "RolloutConfig.temperature": (see.asked, PLAY, {"rollout.temperature=1.0": {ASKED},
-                                                    "rollout.temperature=0.5": {(2048, 0.5, 1.0, 0)}}),
+    "RolloutConfig.oversample": (
+        see.admitted,
+        "rollout.groups=4",
+        {"rollout.oversample=1.0": 4, "rollout.oversample=1.25": 5, "rollout.oversample=2.0": 8},
+    ),
+    "RolloutConfig.max_staleness": (
+        see.admitted,
+        "rollout.groups=4",  # Eq. 3 of AReaL: (staleness + 1) x groups at version 0
+        {"rollout.max_staleness=0": 4, "rollout.max_staleness=1": 8, "rollout.max_staleness=3": 16},
+    ),
+    "RolloutConfig.max_episodes": (
+        see.most_at_once,
+        "rollout.group_size=6",
+        {"rollout.max_episodes=2": 2, "rollout.max_episodes=5": 5, "rollout.max_episodes=9": 6},
+    ),
+    "RolloutConfig.max_turns": (
+        see.ends,
+        PLAY,
+        {"rollout.max_turns=1": [(1, "max_turns")] * 2, "rollout.max_turns=4": [(4, "max_turns")] * 2},
+    ),
+    "RolloutConfig.max_turn_tokens": (
+        see.asked,
+        PLAY,
+        {"rollout.max_turn_tokens=8": {(8, 1.0, 1.0, 0)}, "rollout.max_turn_tokens=99": {(99, 1.0, 1.0, 0)}},
+    ),
+    "RolloutConfig.max_episode_tokens": (
+        see.tokens,
+        "rollout.group_size=2 rollout.max_turns=90",
+        {f"rollout.max_episode_tokens={n}": ({"max_tokens"}, True) for n in (600, 601, 1000)},
+    ),
+    "RolloutConfig.temperature": (
+        see.asked,
+        PLAY,
+        {"rollout.temperature=1.0": {ASKED}, "rollout.temperature=0.5": {(2048, 0.5, 1.0, 0)}},
+    ),
     "RolloutConfig.top_p": (see.asked, PLAY, {"rollout.top_p=1.0": {ASKED}, "rollout.top_p=0.5": {(2048, 1.0, 0.5, 0)}}),
     "RolloutConfig.top_k": (see.asked, PLAY, {"rollout.top_k=0": {ASKED}, "rollout.top_k=5": {(2048, 1.0, 1.0, 5)}}),
     "RolloutConfig.group_size": (see.members, "", {"rollout.group_size=2": (2, 2, 0), "rollout.group_size=3": (3, 3, 0)}),
-    "RolloutConfig.oversample_members": (see.members, "rollout.group_size=4",  # started, back, cancelled
-                                         {"rollout.oversample_members=1.0": (4, 4, 0),
-                                          "rollout.oversample_members=1.5": (6, 4, 2)}),
-    "RolloutConfig.retries": (see.attempts, PLAY, {"rollout.retries=0": (2, 2), "rollout.retries=1": (4, 4),
-                                                   "rollout.retries=3": (8, 8)}),
+    "RolloutConfig.oversample_members": (
+        see.members,
+        "rollout.group_size=4",  # started, back, cancelled
+        {"rollout.oversample_members=1.0": (4, 4, 0), "rollout.oversample_members=1.5": (6, 4, 2)},
+    ),
+    "RolloutConfig.retries": (
+        see.attempts,
+        PLAY,
+        {"rollout.retries=0": (2, 2), "rollout.retries=1": (4, 4), "rollout.retries=3": (8, 8)},
+    ),
     "RolloutConfig.colocate": (see.at("rest"), LOOP, {"rollout.colocate=false": [], "rollout.colocate=true": [0, 1, 2, 3]}),
     "VllmConfig.replicas": (vllm("replicas"), "", {"vllm.replicas=1": 1, "vllm.replicas=3": 3}),
     "VllmConfig.max_respawns": (vllm("respawns"), "", {"vllm.max_respawns=0": 0, "vllm.max_respawns=2": 2}),
     "VllmConfig.call_timeout": (vllm("call_timeout"), "", {"vllm.call_timeout=1.5": 1.5, "vllm.call_timeout=2.0": 2.0}),
     "VllmConfig.tensor_parallel": (
-        vllm("tensor_parallel_size", "distributed_executor_backend", "gpus"), "",
-        {f"vllm.tensor_parallel={n}": {"tensor_parallel_size": n, "distributed_executor_backend": how, "gpus": n}
-         for n, how in ((1, "uni"), (2, "mp"))}),
-    "VllmConfig.kv_cache_mib": (vllm("kv_cache_memory_bytes"), "", {"vllm.kv_cache_mib=64": 67_108_864,
-                                                                    "vllm.kv_cache_mib=65": 68_157_440}),
-    "VllmConfig.max_model_len": (vllm("max_model_len"), "",  # the model's own is 4096
-                                 {"vllm.max_model_len=64": 64, "vllm.max_model_len=9999": 4096}),
+        vllm("tensor_parallel_size", "distributed_executor_backend", "gpus"),
+        "",
+        {
+            f"vllm.tensor_parallel={n}": {"tensor_parallel_size": n, "distributed_executor_backend": how, "gpus": n}
+            for n, how in ((1, "uni"), (2, "mp"))
+        },
+    ),
+    "VllmConfig.kv_cache_mib": (
+        vllm("kv_cache_memory_bytes"),
+        "",
+        {"vllm.kv_cache_mib=64": 67_108_864, "vllm.kv_cache_mib=65": 68_157_440},
+    ),
+    "VllmConfig.max_model_len": (
+        vllm("max_model_len"),
+        "",  # the model's own is 4096
+        {"vllm.max_model_len=64": 64, "vllm.max_model_len=9999": 4096},
+    ),
     "VllmConfig.enforce_eager": (vllm("enforce_eager"), "", {"vllm.enforce_eager=true": True, "vllm.enforce_eager=false": False}),
     "TrainConfig.steps": (see.at("update"), LOOP, {"steps=4": [0, 1, 2, 3], "steps=5": [0, 1, 2, 3, 4]}),
-    "TrainConfig.stop_at_success": (see.at("update"), LOOP, {"stop_at_success=0.5": [0, 1],
-                                                             "stop_at_success=0.51": [0, 1, 2, 3]}),
-    "TrainConfig.trajectories_every": (see.at("write"), LOOP, {"trajectories_every=1": [1, 2, 3, 4],
-                                                               "trajectories_every=2": [2, 4], "trajectories_every=3": [3, 4]}),
+    "TrainConfig.stop_at_success": (
+        see.at("update"),
+        LOOP,
+        {"stop_at_success=0.5": [0, 1], "stop_at_success=0.51": [0, 1, 2, 3]},
+    ),
+    "TrainConfig.trajectories_every": (
+        see.at("write"),
+        LOOP,
+        {"trajectories_every=1": [1, 2, 3, 4], "trajectories_every=2": [2, 4], "trajectories_every=3": [3, 4]},
+    ),
     "EvalConfig.tasks": (see.first_evaluation, LOOP, {f"eval.tasks={n}": {**EVAL, "tasks": n} for n in (3, 4)}),
-    "EvalConfig.every": (see.at("evaluation"), LOOP, {"eval.every=0": [], "eval.every=1": [1, 2, 3], "eval.every=2": [2],
-                                                      "eval.every=3": [3]}),
-    "EvalConfig.temperature": (see.first_evaluation, LOOP, {"eval.temperature=0.0": {**EVAL, "temperature": 0.0},
-                                                            "eval.temperature=0.7": {**EVAL, "temperature": 0.7}}),
-    "CheckpointConfig.every": (see.at("save"), LOOP, {"checkpoint.every=1": [1, 2, 3, 4], "checkpoint.every=3": [3, 4],
-                                                      "checkpoint.every=9": [4]}),
+    "EvalConfig.every": (
+        see.at("evaluation"),
+        LOOP,
+        {"eval.every=0": [], "eval.every=1": [1, 2, 3], "eval.every=2": [2], "eval.every=3": [3]},
+    ),
+    "EvalConfig.temperature": (
+        see.first_evaluation,
+        LOOP,
+        {"eval.temperature=0.0": {**EVAL, "temperature": 0.0}, "eval.temperature=0.7": {**EVAL, "temperature": 0.7}},
+    ),
+    "CheckpointConfig.every": (
+        see.at("save"),
+        LOOP,
+        {"checkpoint.every=1": [1, 2, 3, 4], "checkpoint.every=3": [3, 4], "checkpoint.every=9": [4]},
+    ),
     "TrainConfig.name": (see.folder, "", {"name=a": "runs/a", "name=b": "runs/b"}),
     "TrainConfig.out": (see.folder, "", {"out=a": "a/run", "out=b/c": "b/c/run"}),
-    "TrainConfig.engine": (see.chosen_engine, "", {"engine=embedded": "SimpleNamespace", "engine=vllm": "VllmEngine",
-                                                   "engine=auto": "SimpleNamespace"}),  # no GPU is seen here
-    "SftConfig.max_steps": (warm("rows", "end"), SHUT, {f"sft.max_steps={n}": {"rows": [80] * (n // 10), "end": "shut"}
-                                                        for n in (20, 40)}),
-    "SftConfig.batch": (warm("rows", "firsts"), SHUT, {"sft.batch=2": {"rows": [20] * 4, "firsts": [0, 20, 40, 60]},
-                                                       "sft.batch=3": {"rows": [30] * 4, "firsts": [0, 30, 60, 90]}}),
+    "TrainConfig.engine": (
+        see.chosen_engine,
+        "",
+        {"engine=embedded": "SimpleNamespace", "engine=vllm": "VllmEngine", "engine=auto": "SimpleNamespace"},
+    ),  # no GPU is seen here
+    "SftConfig.max_steps": (
+        warm("rows", "end"),
+        SHUT,
+        {f"sft.max_steps={n}": {"rows": [80] * (n // 10), "end": "shut"} for n in (20, 40)},
+    ),
+    "SftConfig.batch": (
+        warm("rows", "firsts"),
+        SHUT,
+        {
+            "sft.batch=2": {"rows": [20] * 4, "firsts": [0, 20, 40, 60]},
+            "sft.batch=3": {"rows": [30] * 4, "firsts": [0, 30, 60, 90]},
+        },
+    ),
     "SftConfig.teacher": (warm("transcripts"), SHUT, {"sft.teacher={wrong=0.5}": ({}, {"wrong": 0.5})}),
-    "SftConfig.params": (warm("transcripts", "gate"), SHUT, {"sft.params={calls=2}": {"transcripts": ({"calls": 2}, {}),
-                                                                                      "gate": GATE}}),
-    "SftConfig.gate": (warm("gates", "end"), SHUT, {"sft.gate=0.5": {"gates": [20], "end": "open"},
-                                                    "sft.gate=0.51": {"gates": [20, 40], "end": "shut"}}),
+    "SftConfig.params": (
+        warm("transcripts", "gate"),
+        SHUT,
+        {"sft.params={calls=2}": {"transcripts": ({"calls": 2}, {}), "gate": GATE}},
+    ),
+    "SftConfig.gate": (
+        warm("gates", "end"),
+        SHUT,
+        {"sft.gate=0.5": {"gates": [20], "end": "open"}, "sft.gate=0.51": {"gates": [20, 40], "end": "shut"}},
+    ),
     "SftConfig.min_steps": (warm("gates"), SHUT, {"sft.min_steps=10": [20, 40], "sft.min_steps=30": [40]}),  # the rate: STARTS
-    "SftConfig.gate_params": (warm("transcripts", "gate"), SHUT,
-                              {"sft.gate_params={calls=2}": {"transcripts": ({}, {}), "gate": {**GATE, "params": {"calls": 2}}}}),
+    "SftConfig.gate_params": (
+        warm("transcripts", "gate"),
+        SHUT,
+        {"sft.gate_params={calls=2}": {"transcripts": ({}, {}), "gate": {**GATE, "params": {"calls": 2}}}},
+    ),
     "SftConfig.gate_tasks": (warm("gate"), SHUT, {f"sft.gate_tasks={n}": {**GATE, "tasks": n} for n in (3, 4)}),
     "SftConfig.gate_every": (warm("gates"), SHUT, {"sft.gate_every=10": [10, 20, 30, 40], "sft.gate_every=30": [30, 40]}),
 }
@@ -142,23 +240,28 @@ PLACES, SESSION = "train/test_places.py", "run/test_session_keys.py"
 ELSEWHERE: dict[str, str] = {
     **{f"SftConfig.{key}": f"{STARTS}::test_a_key_of_sft_scales_the_first_step_of_its_weights" for key in ("lr", "matrix_lr")},
     "SftConfig.warmup": f"{STARTS}::test_sft_warmup_and_min_steps_are_where_the_rate_rises_and_where_it_ends",
-    **{f"LoraSection.{key}": f"{STARTS}::test_rank_alpha_and_modules_are_the_shape_the_scale_and_the_place_of_the_adapters"
-       for key in ("rank", "alpha", "modules")},
+    **{
+        f"LoraSection.{key}": f"{STARTS}::test_rank_alpha_and_modules_are_the_shape_the_scale_and_the_place_of_the_adapters"
+        for key in ("rank", "alpha", "modules")
+    },
     "TrainConfig.seed": ACTOR,
     **{f"OptimConfig.{key}": ACTOR for key in ("lr", "weight_decay", "betas", "max_grad_norm", "warmup", "schedule")},
     "OptimConfig.micro_tokens": f"{KEYS}::test_micro_tokens_bounds_every_micro_batch_and_changes_no_weight",
     "OptimConfig.prefix_sharing": "train/test_prefix_training.py::test_prefix_sharing_by_the_config_gives_the_same_step",
-    **{f"AlgorithmConfig.{key}": ACTOR
-       for key in ("aggregate", "epochs", "minibatch", "entropy_bonus", "proximal", "length_norm")},
+    **{
+        f"AlgorithmConfig.{key}": ACTOR
+        for key in ("aggregate", "epochs", "minibatch", "entropy_bonus", "proximal", "length_norm")
+    },
     "AlgorithmConfig.groups": "train/test_prefix_training.py::test_the_key_groups_keeps_a_group_in_one_minibatch_and_on_one_rank",
     **{f"KlConfig.{key}": ACTOR for key in ("coef", "kind", "where", "straight_through")},
     **{f"KlConfig.{key}": "train/test_learner.py::test_steering" for key in ("target", "horizon")},
     **{f"CriticConfig.{key}": CRITIC for key in ("lr", "clip", "epochs")},
     "CriticConfig.warmup": "train/test_learner.py::test_critic_warm_up_leaves_the_policy",
     "CriticConfig.path": "train/test_learner.py::test_a_critic_of_another_model",
-    **{f"RewardModelConfig.{key}":
-       "train/test_reward_model.py::test_the_advantages_are_those_of_the_reward_and_weight_times_the_score"
-       for key in ("path", "weight")},
+    **{
+        f"RewardModelConfig.{key}": "train/test_reward_model.py::test_the_advantages_are_those_of_the_reward_and_weight_times_the_score"  # noqa: E501
+        for key in ("path", "weight")
+    },
     "ModelConfig.path": f"{SESSION}::test_the_model_is_the_warmed_up_one_the_given_one_or_one_built_by_the_seed",
     "ModelConfig.tool_parser": "run/test_tool_parser.py::test_a_named_parser_is_used_where_it_fits_and_refused_where_not",
     "ModelConfig.dtype": f"{PLACES}::test_dtype_is_what_the_engine_gets_and_what_the_trainer_computes_in",
@@ -166,8 +269,10 @@ ELSEWHERE: dict[str, str] = {
     "ModelConfig.replicas": f"{PLACES}::test_the_meshes_of_replicas_and_sequence_parallel",
     "ModelConfig.sequence_parallel": f"{PLACES}::test_the_meshes_of_replicas_and_sequence_parallel",
     "ModelConfig.cpu_offload": f"{PARALLEL}::test_what_cannot_be",
-    **{f"McpServerConfig.{key}": f"{MCP}::test_the_tools_section_of_a_config_reaches_the_environment"
-       for key in ("command", "env", "tools", "prefix", "timeout", "max_output")},
+    **{
+        f"McpServerConfig.{key}": f"{MCP}::test_the_tools_section_of_a_config_reaches_the_environment"
+        for key in ("command", "env", "tools", "prefix", "timeout", "max_output")
+    },
     "McpServerConfig.url": f"{MCP}::test_over_http_and_through_a_config",
     "ToolsConfig.sets": f"{MCP}::test_over_http_and_through_a_config",
     "ToolsConfig.mcp": f"{MCP}::test_over_http_and_through_a_config",
@@ -178,26 +283,34 @@ ELSEWHERE: dict[str, str] = {
     "RolloutConfig.summary_model": "rollout/test_context_policies.py::test_the_config_chooses_the_policy_and_who_writes",
     "RolloutConfig.min_survivors": "rollout/test_collect.py::test_a_group_lives_with_min_survivors_and_not_with_one_fewer",
     "RolloutConfig.filter_zero_variance": "rollout/test_collect.py::test_groups_without_variance_are_replaced_and_only_those",
-    "RolloutConfig.max_filtered":
-        "rollout/test_collect.py::test_the_bound_on_filtering_is_per_update_and_leaves_groups_that_teach",
-    **{f"PoolConfig.{key}": "cluster/test_pool.py::test_a_pool_is_held_in_one_bundle_a_node_and_handed_out_in_slots"
-       for key in ("nodes", "per_node", "cpus", "gpus")},
-    **{f"ClusterConfig.{key}": f"{PLACES}::test_what_starts_a_role_gets_the_keys_of_the_cluster"
-       for key in ("backend", "actors", "startup_timeout", "call_timeout")},
+    "RolloutConfig.max_filtered": "rollout/test_collect.py::test_the_bound_on_filtering_is_per_update_and_leaves_groups_that_teach",  # noqa: E501
+    **{
+        f"PoolConfig.{key}": "cluster/test_pool.py::test_a_pool_is_held_in_one_bundle_a_node_and_handed_out_in_slots"
+        for key in ("nodes", "per_node", "cpus", "gpus")
+    },
+    **{
+        f"ClusterConfig.{key}": f"{PLACES}::test_what_starts_a_role_gets_the_keys_of_the_cluster"
+        for key in ("backend", "actors", "startup_timeout", "call_timeout")
+    },
     "ClusterConfig.address": "cluster/test_two_nodes.py::test_two_ray_nodes_on_one_machine",
     "ClusterConfig.max_restarts": "cluster/test_restarts.py::test_the_limit_bounds_how_often_a_run_starts_again",
     "ClusterConfig.pools": "cluster/test_pool.py::test_roles_share_a_pool",
     "ClusterConfig.roles": f"{PLACES}::test_vllm_replicas_run_where_the_role_rollout_is_placed",
     "WeightsConfig.route": "train/test_publish_routes.py::test_each_route_brings_the_weights_and_only_it_does",
-    **{f"WeightsConfig.{key}": "train/test_publish_routes.py::test_bucket_mib_bounds_each_bucket_and_folder_is_where_it_lies"
-       for key in ("bucket_mib", "folder")},
+    **{
+        f"WeightsConfig.{key}": "train/test_publish_routes.py::test_bucket_mib_bounds_each_bucket_and_folder_is_where_it_lies"
+        for key in ("bucket_mib", "folder")
+    },
     "WeightsConfig.lora": "train/test_publish_routes.py::test_an_adapter_alone_is_published_in_place_of_the_one_before",
-    **{f"CheckpointConfig.{key}": "train/test_async_save.py::test_every_key_of_keeping_changes_what_is_left"
-       for key in ("keep", "keep_best", "best")},
-    "CheckpointConfig.asynchronous":
-        "train/test_async_save.py::test_save_returns_before_the_checkpoint_is_whole_only_when_asynchronous",
-    **{f"ApiConfig.{key}": f"{API}::test_every_key_of_the_api_section_is_kept_at_the_server"
-       for key in ("base", "concurrency", "timeout", "retries", "max_wait", "usd_per_million")},
+    **{
+        f"CheckpointConfig.{key}": "train/test_async_save.py::test_every_key_of_keeping_changes_what_is_left"
+        for key in ("keep", "keep_best", "best")
+    },
+    "CheckpointConfig.asynchronous": "train/test_async_save.py::test_save_returns_before_the_checkpoint_is_whole_only_when_asynchronous",  # noqa: E501
+    **{
+        f"ApiConfig.{key}": f"{API}::test_every_key_of_the_api_section_is_kept_at_the_server"
+        for key in ("base", "concurrency", "timeout", "retries", "max_wait", "usd_per_million")
+    },
     "JudgeConfig.api_base": f"{JUDGE}::test_a_verdict_becomes_a_value_with_its_reason",
     "JudgeConfig.cache": f"{JUDGE}::test_the_cache_on_disk_is_keyed_by_content",
     "JudgeConfig.calls": f"{JUDGE}::test_a_budget_in_calls",

@@ -38,9 +38,7 @@ def file(tmp_path: Path) -> Path:
         (GOOD, ["model.init.layrs=2"], ["model.init.layrs", "did you mean 'model.init.layers'"]),
     ],
 )
-def test_a_wrong_config_says_where_and_what(
-    tmp_path: Path, text: str, overrides: list[str], expected: list[str]
-) -> None:
+def test_a_wrong_config_says_where_and_what(tmp_path: Path, text: str, overrides: list[str], expected: list[str]) -> None:
     path = tmp_path / "run.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -63,7 +61,7 @@ def test_several_mistakes_are_all_told(tmp_path: Path) -> None:
 
 
 def test_overrides_replace_values_and_create_sections(file: Path) -> None:
-    config = load_config(file, ["seed=7", "rollout.groups=4", "sft.batch=2", 'env.params.calls=[2, 6]', "engine=embedded"])
+    config = load_config(file, ["seed=7", "rollout.groups=4", "sft.batch=2", "env.params.calls=[2, 6]", "engine=embedded"])
     assert (config.seed, config.rollout.groups, config.engine) == (7, 4, "embedded")
     assert config.sft is not None and config.sft.batch == 2
     assert config.env.params == {"calls": [2, 6]}

@@ -71,8 +71,18 @@ def warm_start(out: Path, seed: int) -> None:
     """The model that all variants of a seed start from, once."""
     if (out / f"warm_{seed}" / "warm_start" / "config.json").is_file():
         return
-    command = [sys.executable, "-m", "agentrl.cli.main", "sft", str(CONFIG), "--overwrite", f"name=warm_{seed}", f"out={out}",
-               f"seed={seed}", *HERE]
+    command = [
+        sys.executable,
+        "-m",
+        "agentrl.cli.main",
+        "sft",
+        str(CONFIG),
+        "--overwrite",
+        f"name=warm_{seed}",
+        f"out={out}",
+        f"seed={seed}",
+        *HERE,
+    ]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode != 0:
         raise SystemExit(f"the warm start of seed {seed} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -82,9 +92,14 @@ def results(out: Path, updates: int) -> dict[tuple[str, int], dict[str, Any]]:
     """The newest result of each variant and seed, of runs with these overrides and this length."""
     file = out / "results.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return {(row["variant"], row["seed"]): row for row in rows
-            if row["error"] is None and row["variant"] in VARIANTS
-            and row["overrides"] == VARIANTS[row["variant"]].overrides and row["updates_asked"] == updates}
+    return {
+        (row["variant"], row["seed"]): row
+        for row in rows
+        if row["error"] is None
+        and row["variant"] in VARIANTS
+        and row["overrides"] == VARIANTS[row["variant"]].overrides
+        and row["updates_asked"] == updates
+    }
 
 
 def process(out: Path, name: str, seed: int, updates: int) -> str:
@@ -102,8 +117,13 @@ def process(out: Path, name: str, seed: int, updates: int) -> str:
         row = json.loads(result.read_text())
     else:
         last = (out / f"{name}_{seed}.log").read_text().strip().splitlines()[-1:]
-        row = {"variant": name, "seed": seed, "overrides": VARIANTS[name].overrides, "updates_asked": updates,
-               "error": " ".join(last) or "no output"}
+        row = {
+            "variant": name,
+            "seed": seed,
+            "overrides": VARIANTS[name].overrides,
+            "updates_asked": updates,
+            "error": " ".join(last) or "no output",
+        }
     with (out / "results.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     shown = row["error"] or f"success {row['curve'][0][2]:.2f} -> {row['curve'][-1][2]:.2f}, {row['updates']} updates"
@@ -120,9 +140,16 @@ def one(out: Path, name: str, seed: int, updates: int) -> int:
 
     variant = VARIANTS[name]
     overrides = [
-        f"name={name}_{seed}", f"out={out}", f"seed={seed}", f"steps={updates}",
+        f"name={name}_{seed}",
+        f"out={out}",
+        f"seed={seed}",
+        f"steps={updates}",
         f"model.path={out / f'warm_{seed}' / 'warm_start'}",
-        f"eval.every={EVERY}", "eval.tasks=100", "checkpoint.every=100000", "checkpoint.keep_best=0", "trajectories_every=100000",
+        f"eval.every={EVERY}",
+        "eval.tasks=100",
+        "checkpoint.every=100000",
+        "checkpoint.keep_best=0",
+        "trajectories_every=100000",
         *HERE,
     ]
     if variant.expected == "climbs":
@@ -140,8 +167,12 @@ def one(out: Path, name: str, seed: int, updates: int) -> int:
     used = resource.getrusage(resource.RUSAGE_SELF)
     rows = folder.read_metrics()
     row = {
-        "variant": name, "seed": seed, "overrides": variant.overrides, "updates_asked": updates,
-        "error": None if code == 0 else f"ended with {code}", "curve": curve(rows),
+        "variant": name,
+        "seed": seed,
+        "overrides": variant.overrides,
+        "updates_asked": updates,
+        "error": None if code == 0 else f"ended with {code}",
+        "curve": curve(rows),
         "updates": sum(row["phase"] == "train" for row in rows),
         "failed_groups": max((row.get("groups/failed", 0) for row in rows), default=0),
         "ledgers": sum(row.get("rewrites", 0.0) for row in rows) / max(sum(row["phase"] == "train" for row in rows), 1),

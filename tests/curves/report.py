@@ -45,17 +45,31 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     of = defaultdict(list)
     for row in sorted(rows, key=lambda row: row["seed"]):
         of[row["variant"]].append(row)
-    heads = ["variant", "seeds", "success before", "after", "thousand tokens to 0.9", "updates", "rewrites an episode",
-             "groups failed", "CPU s", "as it must"]
+    heads = [
+        "variant",
+        "seeds",
+        "success before",
+        "after",
+        "thousand tokens to 0.9",
+        "updates",
+        "rewrites an episode",
+        "groups failed",
+        "CPU s",
+        "as it must",
+    ]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name in (name for name in VARIANTS if name in of):
         runs = of[name]
         reached = [tokens_to(run["curve"], GOOD) for run in runs]
         cells = [
-            name, _join(run["seed"] for run in runs), _join(f"{run['curve'][0][2]:.2f}" for run in runs),
+            name,
+            _join(run["seed"] for run in runs),
+            _join(f"{run['curve'][0][2]:.2f}" for run in runs),
             _join(f"{run['curve'][-1][2]:.2f}" for run in runs),
-            _join("-" if tokens is None else f"{tokens / 1000:.0f}" for tokens in reached), _join(run["updates"] for run in runs),
-            _join(f"{run['ledgers']:.1f}" for run in runs), _join(run["failed_groups"] for run in runs),
+            _join("-" if tokens is None else f"{tokens / 1000:.0f}" for tokens in reached),
+            _join(run["updates"] for run in runs),
+            _join(f"{run['ledgers']:.1f}" for run in runs),
+            _join(run["failed_groups"] for run in runs),
             _join(f"{run['cpu_s']:.0f}" for run in runs),
             "yes" if not unexpected(runs) else "**no**",
         ]
@@ -74,8 +88,14 @@ def picture(rows: list[dict[str, Any]], file: Path) -> None:
     if not names:
         return
     wide = min(6, len(names))
-    figure, panels = pyplot.subplots(math.ceil(len(names) / wide), wide, squeeze=False, sharey=True, layout="constrained",
-                                     figsize=(2.4 * wide, 1.9 * math.ceil(len(names) / wide)))
+    figure, panels = pyplot.subplots(
+        math.ceil(len(names) / wide),
+        wide,
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
+        figsize=(2.4 * wide, 1.9 * math.ceil(len(names) / wide)),
+    )
     for panel, name in zip(panels.flat, names, strict=False):
         for row in rows:
             if row["variant"] == name:
@@ -84,7 +104,7 @@ def picture(rows: list[dict[str, Any]], file: Path) -> None:
         panel.set_ylim(0, 1.02)
         panel.axhline(GOOD, lw=0.5, color="gray")
         panel.tick_params(labelsize=6)
-    for panel in list(panels.flat)[len(names):]:
+    for panel in list(panels.flat)[len(names) :]:
         panel.axis("off")
     figure.savefig(file, dpi=130)
     pyplot.close(figure)

@@ -32,7 +32,6 @@ def spec(kind: str) -> dict[str, Any]:
         leaf["id"] = f"task_{number}"
     root = {
         "random": {"use": "python", "args": {"name": "coin"}},
-        "wrong": {"op": "gate", "if": true["root"], "gte": 1, "then": {"use": "python", "args": {"name": "nothing"}},
-                  "else": 1},
+        "wrong": {"op": "gate", "if": true["root"], "gte": 1, "then": {"use": "python", "args": {"name": "nothing"}}, "else": 1},
     }[kind]
     return {"agentrl_reward": 1, "name": f"{kind}_reward", "root": root, "success": task}

@@ -51,12 +51,14 @@ VARIANTS: dict[str, Variant] = {
     "staleness_2": Variant(["rollout.max_staleness=2"]),
     "staleness_8": Variant(["rollout.max_staleness=8"]),
     "recompute": Variant(['algorithm.proximal="recompute"']),
-    "truncated_importance": Variant(['algorithm.proximal="recompute"', "rollout.max_staleness=2",
-                                     'algorithm.correction={name="truncated"}']),
+    "truncated_importance": Variant(
+        ['algorithm.proximal="recompute"', "rollout.max_staleness=2", 'algorithm.correction={name="truncated"}']
+    ),
     # The task's tool output is shorter than truncate's marker, so the policy that forks here is compact.
     "ledgers": _context("compact", '{tokens=150, summary_tokens=4, keep=2, prompt="note"}'),
-    "ledgers_gae": Variant([*_context("compact", '{tokens=150, summary_tokens=4, keep=2, prompt="note"}').overrides,
-                            *_advantage("gae").overrides]),
+    "ledgers_gae": Variant(
+        [*_context("compact", '{tokens=150, summary_tokens=4, keep=2, prompt="note"}').overrides, *_advantage("gae").overrides]
+    ),
     "lora": Variant(["model.lora.rank=16", "optim.lr=3e-3"]),
     "top_p": Variant(["rollout.top_p=0.95"]),
     "temperature_0.7": Variant(["rollout.temperature=0.7"]),

@@ -15,9 +15,19 @@ from typing import Any
 from agentrl.trajectory import Trajectory
 from tests.e2e.runs import ROOT, numbers, rows
 
-HERE = ["cluster.backend=inline", "engine=embedded", "eval.tasks=4", "eval.every=0", "rollout.max_turn_tokens=24",
-        "rollout.max_turns=4", "rollout.groups=3", "rollout.group_size=4", "checkpoint.every=100", "trajectories_every=1",
-        f"env.reward={Path(__file__).with_name('short.json')}"]
+HERE = [
+    "cluster.backend=inline",
+    "engine=embedded",
+    "eval.tasks=4",
+    "eval.every=0",
+    "rollout.max_turn_tokens=24",
+    "rollout.max_turns=4",
+    "rollout.groups=3",
+    "rollout.group_size=4",
+    "checkpoint.every=100",
+    "trajectories_every=1",
+    f"env.reward={Path(__file__).with_name('short.json')}",
+]
 
 
 def config_of(out: Path, name: str, *overrides: str) -> Any:

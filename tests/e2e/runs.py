@@ -15,9 +15,21 @@ ROOT = Path(__file__).resolve().parents[2]
 # The whole path of the quickstart, shrunk: a few warm-up steps, an open gate, a few updates.
 SMALL = [
     f"env.reward={Path(__file__).with_name('short.json')}",
-    "sft.max_steps=20", "sft.min_steps=20", "sft.gate_every=20", "sft.gate=0.0", "sft.gate_tasks=4", "steps=4",
-    "rollout.groups=3", "rollout.group_size=4", "rollout.max_turns=4", "rollout.max_turn_tokens=24",
-    "algorithm.minibatch=8", "eval.tasks=8", "eval.every=2", "checkpoint.every=2", "trajectories_every=1",
+    "sft.max_steps=20",
+    "sft.min_steps=20",
+    "sft.gate_every=20",
+    "sft.gate=0.0",
+    "sft.gate_tasks=4",
+    "steps=4",
+    "rollout.groups=3",
+    "rollout.group_size=4",
+    "rollout.max_turns=4",
+    "rollout.max_turn_tokens=24",
+    "algorithm.minibatch=8",
+    "eval.tasks=8",
+    "eval.every=2",
+    "checkpoint.every=2",
+    "trajectories_every=1",
 ]
 
 
@@ -28,8 +40,15 @@ def command(*args: str) -> list[str]:
 def start(out: Path, *args: str) -> subprocess.Popen[str]:
     """A training command in its own session, so that a test can end it with all its children."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command("train", *args), cwd=out, env=env, text=True, start_new_session=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        command("train", *args),
+        cwd=out,
+        env=env,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 240) -> str:

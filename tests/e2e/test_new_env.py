@@ -30,8 +30,15 @@ def step(here: Path, line: str, typed: str = "") -> str:
     """Run one line of the README's commands; returns what it printed."""
     words = shlex.split(line, comments=True)
     programs = {"agentrl": command(), "pytest": [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]}
-    done = subprocess.run([*programs[words[0]], *words[1:]], cwd=here, input=typed, text=True, capture_output=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=200)
+    done = subprocess.run(
+        [*programs[words[0]], *words[1:]],
+        cwd=here,
+        input=typed,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=200,
+    )
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     return done.stdout
 

@@ -23,16 +23,36 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 # What an untrained model says holds some letters and not others, so rewards differ within a group.
 RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
-SPEC = {"agentrl_reward": 1, "name": "letters", "success": RIGHT, "root": {
-    "use": "text.contains", "args": {"expect": list("abcdefghijklmnopqrst"), "where": "all", "credit": "partial"}}}
+SPEC = {
+    "agentrl_reward": 1,
+    "name": "letters",
+    "success": RIGHT,
+    "root": {"use": "text.contains", "args": {"expect": list("abcdefghijklmnopqrst"), "where": "all", "credit": "partial"}},
+}
 TASKS, GROUPS, MEMBERS = 5, 3, 4
 # The entropy bonus has every row computed, also of a member whose reward is its group's mean: metrics cover all tokens.
 BASE = [
-    "env.id=key_value", "model.init.layers=1", "model.init.hidden=32", "model.init.mlp=32", "model.init.heads=2",
-    "model.init.kv_heads=1", "model.init.head_dim=32", "model.init.init_std=0.4", "steps=2", "trajectories_every=1",
-    f"rollout.groups={GROUPS}", f"rollout.group_size={MEMBERS}", "rollout.max_turns=2", "rollout.max_turn_tokens=16",
-    "algorithm.minibatch=64", f"eval.tasks={TASKS}", "eval.every=1", "cluster.backend=inline",
-    "algorithm.entropy_bonus=1e-9", "optim.lr=1e-3", "vllm.kv_cache_mib=256",
+    "env.id=key_value",
+    "model.init.layers=1",
+    "model.init.hidden=32",
+    "model.init.mlp=32",
+    "model.init.heads=2",
+    "model.init.kv_heads=1",
+    "model.init.head_dim=32",
+    "model.init.init_std=0.4",
+    "steps=2",
+    "trajectories_every=1",
+    f"rollout.groups={GROUPS}",
+    f"rollout.group_size={MEMBERS}",
+    "rollout.max_turns=2",
+    "rollout.max_turn_tokens=16",
+    "algorithm.minibatch=64",
+    f"eval.tasks={TASKS}",
+    "eval.every=1",
+    "cluster.backend=inline",
+    "algorithm.entropy_bonus=1e-9",
+    "optim.lr=1e-3",
+    "vllm.kv_cache_mib=256",
 ]
 
 
@@ -50,8 +70,15 @@ class Case:
     tolerance: float = 1e-4
 
     def overrides(self) -> list[str]:
-        return [f"name={self.name}", f"rollout.temperature={self.temperature}", f"rollout.top_p={self.top_p}",
-                f"rollout.top_k={self.top_k}", f"eval.temperature={self.eval_temperature}", f"engine={self.engine}", *self.more]
+        return [
+            f"name={self.name}",
+            f"rollout.temperature={self.temperature}",
+            f"rollout.top_p={self.top_p}",
+            f"rollout.top_k={self.top_k}",
+            f"eval.temperature={self.eval_temperature}",
+            f"engine={self.engine}",
+            *self.more,
+        ]
 
 
 KL = ("algorithm.kl.coef=0.1",)

@@ -86,8 +86,9 @@ def test_two_ranks_learn_the_same(done: Path, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_finishes_the_step_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> None:
-    process = start(tmp_path, *small(tmp_path, "cut", "steps=500", "checkpoint.every=400", "cluster.backend=inline",
-                                     "rollout.colocate=true"))
+    process = start(
+        tmp_path, *small(tmp_path, "cut", "steps=500", "checkpoint.every=400", "cluster.backend=inline", "rollout.colocate=true")
+    )
     wait_for_step(tmp_path / "cut", 2, process)
     process.send_signal(signal.SIGINT)
     text = finish(process, timeout=60)
@@ -103,8 +104,11 @@ def test_ctrl_c_finishes_the_step_leaves_a_checkpoint_and_says_how_to_go_on(tmp_
 def test_a_killed_worker_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     process = start(tmp_path, *small(tmp_path, "lost", "steps=6"))
     wait_for_step(tmp_path / "lost", 3, process)
-    victims = [child for child in psutil.Process(process.pid).children(recursive=True)
-               if " ".join(child.cmdline()).startswith("ray::Host")]
+    victims = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if " ".join(child.cmdline()).startswith("ray::Host")
+    ]
     assert victims, "no Ray worker found"
     victims[0].kill()
     text = finish(process)
@@ -116,8 +120,20 @@ def test_a_killed_worker_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_the_trained_model_is_evaluated_by_its_folder_and_a_second_call_runs_nothing(done: Path, tmp_path: Path) -> None:
-    args = ["eval", "key_value", "--model", str(done / "final"), "-n", "6", "-k", "2", "--out", str(tmp_path / "out"),
-            "rollout.max_turns=3", "rollout.max_turn_tokens=16"]
+    args = [
+        "eval",
+        "key_value",
+        "--model",
+        str(done / "final"),
+        "-n",
+        "6",
+        "-k",
+        "2",
+        "--out",
+        str(tmp_path / "out"),
+        "rollout.max_turns=3",
+        "rollout.max_turn_tokens=16",
+    ]
     first = subprocess.run(command(*args), cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert first.returncode == 0, first.stderr
     report = json.loads((tmp_path / "out" / "report.json").read_text())
@@ -133,8 +149,19 @@ def test_the_trained_model_is_evaluated_by_its_folder_and_a_second_call_runs_not
 def test_a_run_whose_groups_all_score_alike_goes_on_to_its_end(tmp_path: Path) -> None:
     """A model that knows nothing never has the answer: every group is without variance. Of each update three groups are
     filtered, then three are taken; no weight moves, and the run ends as any other."""
-    train(tmp_path, *small(tmp_path, "alike", "cluster.backend=inline", "env.reward=key_value_exact", "steps=2", "eval.every=0",
-                           "rollout.filter_zero_variance=true", "rollout.max_filtered=1.0"))
+    train(
+        tmp_path,
+        *small(
+            tmp_path,
+            "alike",
+            "cluster.backend=inline",
+            "env.reward=key_value_exact",
+            "steps=2",
+            "eval.every=0",
+            "rollout.filter_zero_variance=true",
+            "rollout.max_filtered=1.0",
+        ),
+    )
     run = tmp_path / "alike"
     updates = [row for row in rows(run) if row["phase"] == "train"]
     assert [(row["groups_filtered"], row["groups_zero_variance"], row["success"]) for row in updates] == [(3, 3, 0)] * 2

@@ -26,8 +26,9 @@ COMPACT = 'rollout.context={name="compact", args={tokens=230, summary_tokens=8, 
 def warm(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model that has seen enough transcripts to make calls."""
     out = tmp_path_factory.mktemp("warm")
-    config = config_of(out, "warm", "sft.max_steps=80",
-                       "sft.min_steps=80", "sft.gate_every=80", "sft.gate=0.0", "sft.gate_tasks=2")
+    config = config_of(
+        out, "warm", "sft.max_steps=80", "sft.min_steps=80", "sft.gate_every=80", "sft.gate=0.0", "sft.gate_tasks=2"
+    )
     return f"model.path={execute(config, only_warm_start=True) / 'warm_start'}"
 
 
@@ -45,15 +46,30 @@ def test_no_trained_token_is_staler_than_the_bound_and_no_healthy_group_fails(wa
     assert age.max() >= 1, "nothing was stale: this run shows nothing"
     last = updates(run)[-1]
     assert {state: last[f"groups/{state}"] for state in ("failed", "filtered", "stale", "cancelled", "trained")} == {
-        "failed": 0, "filtered": 0, "stale": 0, "cancelled": 0, "trained": 24}
+        "failed": 0,
+        "filtered": 0,
+        "stale": 0,
+        "cancelled": 0,
+        "trained": 24,
+    }
     unscored = [(row["step"], row["unscored"]) for row in updates(run) if row["unscored"]]
     assert unscored == []
 
 
 def test_a_critic_learns_the_returns_and_the_actor_waits_for_it(warm: str, tmp_path: Path) -> None:
-    run = execute(config_of(
-        tmp_path, "critic", warm, "steps=6", 'algorithm.advantage={name="gae"}', "critic.lr=3e-3", "critic.epochs=4",
-        "critic.warmup=2", "critic.clip=10.0"))
+    run = execute(
+        config_of(
+            tmp_path,
+            "critic",
+            warm,
+            "steps=6",
+            'algorithm.advantage={name="gae"}',
+            "critic.lr=3e-3",
+            "critic.epochs=4",
+            "critic.warmup=2",
+            "critic.clip=10.0",
+        )
+    )
     rows = updates(run)
     assert ["grad_norm" in row for row in rows] == [False, False, True, True, True, True]
     # With gamma = lambda = 1 a return is the episode's reward: the loss of a critic that says 0 is half its square.
@@ -83,9 +99,19 @@ def test_several_ledgers_train_each_sampled_token_once_and_as_the_engine_saw_it(
 def test_at_a_temperature_all_policies_are_measured_at_it(warm: str, tmp_path: Path) -> None:
     """At the first update engine, actor, proximal and reference policy are one: whatever differs was computed at
     another temperature."""
-    run = execute(config_of(
-        tmp_path, "warm", warm, "steps=3", "rollout.temperature=0.7", 'algorithm.proximal="recompute"', "algorithm.minibatch=64",
-        "algorithm.kl.coef=0.1", 'algorithm.kl.kind="k3"'))
+    run = execute(
+        config_of(
+            tmp_path,
+            "warm",
+            warm,
+            "steps=3",
+            "rollout.temperature=0.7",
+            'algorithm.proximal="recompute"',
+            "algorithm.minibatch=64",
+            "algorithm.kl.coef=0.1",
+            'algorithm.kl.kind="k3"',
+        )
+    )
     first = updates(run)[0]
     assert first["mismatch_max"] < 1e-4
     assert first["ratio"] == pytest.approx(1.0, abs=1e-5)
@@ -116,9 +142,7 @@ KILLED = ["checkpoint.every=1", "checkpoint.keep=2", f"steps={STEPS}", "eval.eve
 
 
 @pytest.mark.parametrize("where", ["rollout.colocate=false", "rollout.colocate=true"])
-def test_killed_at_random_a_synchronous_run_ends_with_the_numbers_of_the_unbroken(
-    warm: str, tmp_path: Path, where: str
-) -> None:
+def test_killed_at_random_a_synchronous_run_ends_with_the_numbers_of_the_unbroken(warm: str, tmp_path: Path, where: str) -> None:
     whole = execute(config_of(tmp_path / "whole", "run", warm, where, *KILLED))
     moments = killed_at_random(tmp_path / "cut", "run", [warm, where, *KILLED], KILLS, STEPS)
     assert numbers(tmp_path / "cut" / "run") == numbers(whole), moments

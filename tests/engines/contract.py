@@ -66,9 +66,7 @@ class EngineContract:
         assert off(model, prompt, generation, temperature=temperature * 1.5) > 0.05
 
     @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0, 1.5])
-    async def test_logprobs_are_of_the_whole_vocabulary_and_tokens_of_the_kept_set(
-        self, engine, model, tolerance, temperature
-    ):
+    async def test_logprobs_are_of_the_whole_vocabulary_and_tokens_of_the_kept_set(self, engine, model, tolerance, temperature):
         """Truncation says which tokens may be drawn, and nothing else; requests of all kinds share a batch."""
         prompt = prompt_of(13, seed=5)
         options = [(temperature, *truncation) for truncation in TRUNCATIONS] + [(0.0, 0, 1.0), (0.0, 3, 0.6)]
@@ -135,13 +133,8 @@ class EngineContract:
     async def test_a_seed_fixes_the_sample_whatever_else_runs(self, engine):
         prompt = prompt_of(11)
         alone = await engine.generate(prompt, Sampling(max_tokens=20, seed=7), "a")
-        crowd = [
-            engine.generate(prompt_of(5 + i, seed=i), Sampling(max_tokens=10 + i, seed=i), f"c{i}")
-            for i in range(8)
-        ]
-        again, *_ = await asyncio.gather(
-            engine.generate(prompt, Sampling(max_tokens=20, seed=7), "b"), *crowd
-        )
+        crowd = [engine.generate(prompt_of(5 + i, seed=i), Sampling(max_tokens=10 + i, seed=i), f"c{i}") for i in range(8)]
+        again, *_ = await asyncio.gather(engine.generate(prompt, Sampling(max_tokens=20, seed=7), "b"), *crowd)
         other = await engine.generate(prompt, Sampling(max_tokens=20, seed=8), "c")
         assert alone.token_ids == again.token_ids
         assert alone.token_ids != other.token_ids
@@ -149,10 +142,7 @@ class EngineContract:
     async def test_64_at_once(self, engine, model, tolerance):
         prompts = [prompt_of(3 + 2 * i, seed=i) for i in range(64)]
         generations = await asyncio.gather(
-            *(
-                engine.generate(prompt, Sampling(max_tokens=5 + i % 9, seed=i), f"e{i}")
-                for i, prompt in enumerate(prompts)
-            )
+            *(engine.generate(prompt, Sampling(max_tokens=5 + i % 9, seed=i), f"e{i}") for i, prompt in enumerate(prompts))
         )
         for i, (prompt, generation) in enumerate(zip(prompts, generations, strict=True)):
             assert len(generation.token_ids) == 5 + i % 9
@@ -225,8 +215,7 @@ class EngineContract:
 
     async def test_cancelling_frees_what_the_request_held(self, engine):
         tasks = [
-            asyncio.ensure_future(engine.generate(prompt_of(9), Sampling(max_tokens=1500, seed=i), f"k{i}"))
-            for i in range(4)
+            asyncio.ensure_future(engine.generate(prompt_of(9), Sampling(max_tokens=1500, seed=i), f"k{i}")) for i in range(4)
         ]
 
         async def running():

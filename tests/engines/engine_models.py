@@ -41,10 +41,7 @@ def parameters(model):
 def changed(model, seed, scale=0.1):
     """Other weights of the same shapes."""
     generator = torch.Generator().manual_seed(seed)
-    return {
-        name: tensor + scale * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in parameters(model).items()
-    }
+    return {name: tensor + scale * torch.randn(tensor.shape, generator=generator) for name, tensor in parameters(model).items()}
 
 
 @torch.inference_mode()

@@ -38,8 +38,10 @@ async def play(engine, members, *, turn_timeout, turn_tokens, during=None):
     limits = Limits(1, turn_tokens, 4000, turn_timeout, 600.0, 4000)
     policy = Policy(engine, make_renderer(packaged_tokenizer(4096)))
     scorer = compile_spec(CHAT_REWARD)
-    episodes = [asyncio.ensure_future(run_episode(Chat(), policy, EpisodeSpec(1, "train", m, m, f"m{m}"), limits, scorer))
-                for m in range(members)]
+    episodes = [
+        asyncio.ensure_future(run_episode(Chat(), policy, EpisodeSpec(1, "train", m, m, f"m{m}"), limits, scorer))
+        for m in range(members)
+    ]
     if during is not None:
         await during()
     return await asyncio.gather(*episodes)
@@ -95,8 +97,9 @@ async def test_an_api_models_queue_is_told_from_its_calls(renderer):
             return await super().generate(*args)
 
     async with OpenAiServer(Slow(renderer, [Message("assistant", "one"), Message("assistant", "two")]), renderer) as server:
-        engine = LiteLlmEngine("openai/policy", retries=0, concurrency=1,
-                               options={"api_base": server.url("s"), "api_key": "unused"})
+        engine = LiteLlmEngine(
+            "openai/policy", retries=0, concurrency=1, options={"api_base": server.url("s"), "api_key": "unused"}
+        )
         await engine.start()
         prompt = engine.renderer.start([Message("user", "q")], [])
         calls = [asyncio.ensure_future(engine.generate(prompt, Sampling(max_tokens=8), key)) for key in "ab"]
@@ -113,8 +116,9 @@ async def test_an_api_models_queue_is_told_from_its_calls(renderer):
 
 
 def state(name, tokens):
-    return SimpleNamespace(external_req_id=name, is_prefilling=tokens == 0,
-                           detokenizer=SimpleNamespace(num_output_tokens=lambda: tokens))
+    return SimpleNamespace(
+        external_req_id=name, is_prefilling=tokens == 0, detokenizer=SimpleNamespace(num_output_tokens=lambda: tokens)
+    )
 
 
 async def test_a_replica_counts_from_the_first_token_on_and_not_while_paused(monkeypatch):

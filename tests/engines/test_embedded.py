@@ -191,9 +191,7 @@ async def test_memory_stays_under_its_limit(model_folder):
 async def test_members_of_a_group_share_their_prompt(engine):
     """Eight requests with one prompt compute it once, even when they come at the same moment."""
     prompt = prompt_of(100)
-    await asyncio.gather(
-        *(engine.generate(prompt, Sampling(max_tokens=4, seed=i), f"m{i}") for i in range(8))
-    )
+    await asyncio.gather(*(engine.generate(prompt, Sampling(max_tokens=4, seed=i), f"m{i}") for i in range(8)))
     stats = await engine.stats()
     assert stats.prompt_tokens == 800
     assert stats.cached_tokens == 7 * 96
@@ -326,9 +324,7 @@ async def test_a_model_it_would_get_wrong_is_refused(family, tmp_path):
         "mamba": {"state_size": 4},
     }[family]
     heads = {} if family == "mamba" else {"num_attention_heads": 4}
-    config = AutoConfig.for_model(
-        family, vocab_size=400, hidden_size=64, num_hidden_layers=2, pad_token_id=0, **heads, **changes
-    )
+    config = AutoConfig.for_model(family, vocab_size=400, hidden_size=64, num_hidden_layers=2, pad_token_id=0, **heads, **changes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="engine = vllm"):
         await EmbeddedEngine(str(tmp_path), device="cpu").start()

@@ -17,9 +17,7 @@ SAMPLING = Sampling(max_tokens=64)
 
 
 def api(server, **options):
-    return LiteLlmEngine(
-        "openai/policy", retries=0, options={"api_base": server.url("s"), "api_key": "unused"}, **options
-    )
+    return LiteLlmEngine("openai/policy", retries=0, options={"api_base": server.url("s"), "api_key": "unused"}, **options)
 
 
 async def test_an_episode_with_tools(renderer):

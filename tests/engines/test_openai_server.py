@@ -89,9 +89,7 @@ async def test_an_agent_with_tools_becomes_one_ledger(renderer):
         assert server.take("s").ledgers == []
     ids, sampled = ledger.ids(), ledger.sampled
     assert ids[sampled.argmax() :] and ids[: len(engine.prompts[-1])] == engine.prompts[-1]
-    assert [i for i, flag in zip(ids, sampled, strict=True) if flag] == [
-        i for turn in turns for i in renderer.assistant(turn)
-    ]
+    assert [i for i, flag in zip(ids, sampled, strict=True) if flag] == [i for turn in turns for i in renderer.assistant(turn)]
     assert set(ledger.versions[sampled]) == {3} and set(ledger.logprobs[sampled]) == {-0.5}
     assert set(ledger.turns[sampled]) == {0, 1, 2}
     expected = renderer.start([Message("user", "Go.")], TOOLS)

@@ -71,6 +71,7 @@ async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
     for update in range(UPDATES):
         collecting = asyncio.ensure_future(collector.collect())
         if update == 1:
+
             async def both_busy():
                 stats = await engine.stats()
                 return stats.running >= 4 and set(engine.homes.values()) == {0, 1}
@@ -119,10 +120,7 @@ async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
 
 async def test_load_is_shared_and_a_death_beyond_the_limit_is_final(engine, model):
     # an episode stays where its cache is; new ones go where least is running
-    first = [
-        asyncio.ensure_future(engine.generate(prompt_of(40), Sampling(max_tokens=1500, seed=i), f"e{i}"))
-        for i in range(8)
-    ]
+    first = [asyncio.ensure_future(engine.generate(prompt_of(40), Sampling(max_tokens=1500, seed=i), f"e{i}")) for i in range(8)]
 
     async def all_run():
         return (await engine.stats()).running == 8

@@ -53,9 +53,7 @@ async def test_compaction_in_a_rollout() -> None:
     engine = ScriptedEngine(gold, renderer.stop_token_ids[0])
     limits = Limits(20, 64, 4000, 10.0, 60.0, 4000)
     scorer = compile_spec(load_spec(ref.default_reward() or ""))
-    trajectory = await run_episode(
-        env, Policy(engine, renderer), EpisodeSpec(5, "train", 0, 0, "k"), limits, scorer
-    )
+    trajectory = await run_episode(env, Policy(engine, renderer), EpisodeSpec(5, "train", 0, 0, "k"), limits, scorer)
     assert trajectory.stop is StopReason.DONE and trajectory.reward == 1.0
     assert len(trajectory.ledgers) > 2
     # Every turn's tokens are marked as sampled once, in the ledger and at the place the turn names.
@@ -76,7 +74,5 @@ async def test_an_unwrapped_rollout_keeps_one_ledger() -> None:
     engine = ScriptedEngine(env.gold_turns(env.make_task(5, "train")), renderer.stop_token_ids[0])
     scorer = compile_spec(load_spec(ref.default_reward() or ""))
     limits = Limits(20, 64, 4000, 10.0, 60.0, 4000)
-    trajectory = await run_episode(
-        env, Policy(engine, renderer), EpisodeSpec(5, "train", 0, 0, "k"), limits, scorer
-    )
+    trajectory = await run_episode(env, Policy(engine, renderer), EpisodeSpec(5, "train", 0, 0, "k"), limits, scorer)
     assert len(trajectory.ledgers) == 1 and trajectory.reward == 1.0

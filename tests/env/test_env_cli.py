@@ -50,9 +50,7 @@ def test_a_broken_file_is_shown_as_left_out(here: Path, capsys: pytest.CaptureFi
     assert "left out:" in out and "bad.py" in out
 
 
-def test_new_writes_an_environment_that_passes_its_checks(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_new_writes_an_environment_that_passes_its_checks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("new", "todo") == 0
     source = (here / "envs" / "todo" / "env.py").read_text()
     assert len(source.splitlines()) < 60
@@ -81,11 +79,7 @@ def test_check_fails_with_evidence(here: Path, capsys: pytest.CaptureFixture[str
     assert run("check", "odd", "--fuzz", "30", "--json") == 1
     report = json.loads(capsys.readouterr().out)
     failed = [row for row in report["environments"]["my/Odd-v0"] if row["ok"] is False]
-    assert (
-        report["failed"] == 1
-        and failed[0]["check"] == "idling scores nothing"
-        and "1.00" in failed[0]["evidence"]
-    )
+    assert report["failed"] == 1 and failed[0]["check"] == "idling scores nothing" and "1.00" in failed[0]["evidence"]
     assert run("check", "odd", "--fuzz", "30", "--reward", "key_value") == 0
 
 

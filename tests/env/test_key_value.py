@@ -27,9 +27,7 @@ def play(env: ToolEnv, seed: int, policy: Any = None, split: str = "train") -> b
         observation, _, over, _, _ = env.step(message)
     assert over
     record = env.trajectory
-    return (
-        record.turns[-1].message.content == env.task.gold["answer"] and record.state == env.task.gold["state"]
-    )
+    return record.turns[-1].message.content == env.task.gold["answer"] and record.state == env.task.gold["state"]
 
 
 @pytest.mark.parametrize("calls", [2, 3, 4, 5, 10, 11, 20, 50])
@@ -99,10 +97,7 @@ def test_prompts_and_schemas_stay_short() -> None:
     env.reset(seed=1)
     for message in env.gold_turns(env.task):
         env.step(message)
-    text = "".join(
-        m.content + "".join(json.dumps([c.name, c.arguments]) for c in m.tool_calls)
-        for m in env.trajectory.messages
-    )
+    text = "".join(m.content + "".join(json.dumps([c.name, c.arguments]) for c in m.tool_calls) for m in env.trajectory.messages)
     assert len(text) < 300
     assert len(json.dumps(env.trajectory.tools)) < 1000
 
@@ -143,9 +138,7 @@ def success(tasks: int = 600, params: dict[str, Any] | None = None, **teacher: A
 def test_a_perfect_teacher_solves_everything() -> None:
     for params in ({"calls": [2, 4]}, {"calls": [2, 20], "set_share": 0.3, "list_share": 0.3}):
         assert success(200, params, wrong=0.0, malformed=0.0, stop=0.0) == 1.0
-        assert success(200, params, wrong=0.0, malformed=0.2, stop=0.0) == 1.0, (
-            "a malformed call is made again"
-        )
+        assert success(200, params, wrong=0.0, malformed=0.2, stop=0.0) == 1.0, "a malformed call is made again"
 
 
 def test_the_default_teacher_is_as_imperfect_as_asked() -> None:

@@ -323,9 +323,7 @@ async def test_a_served_environment_can_be_imported_again() -> None:
     await env.aclose()
 
 
-def test_the_tools_section_of_a_config_reaches_the_environment(
-    tmp_path: Path, stdio: McpServerConfig
-) -> None:
+def test_the_tools_section_of_a_config_reaches_the_environment(tmp_path: Path, stdio: McpServerConfig) -> None:
     from agentrl.config import load_config
 
     path = tmp_path / "run.toml"

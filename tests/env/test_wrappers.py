@@ -48,11 +48,7 @@ def test_turn_limit_truncates_and_scores() -> None:
     assert env.step(call("write", text="a"))[1:4] == (0.0, False, False)
     observation, reward, terminated, truncated, info = env.step(call("write", text="b"))
     assert observation[0].content == "2" and (reward, terminated, truncated) == (0.5, False, True)
-    assert (
-        info["stop"] == "max_turns"
-        and env.trajectory.truncated
-        and env.unwrapped.log == ["setup", "teardown"]
-    )
+    assert info["stop"] == "max_turns" and env.trajectory.truncated and env.unwrapped.log == ["setup", "teardown"]
     env.reset(seed=0)
     env.step(call("write", text="a"))
     assert env.step("done")[2:4] == (True, False), "the task's own end is no truncation"
@@ -198,9 +194,7 @@ WRAPPERS: dict[str, Any] = {
     "history": lambda env: Compaction(env, 100_000, keep_recent(3)),
     "schedule": lambda env: ToolSchedule(env, {}),
     "plain": ToolWrapper,
-    "stack": lambda env: Compaction(
-        ToolFaults(TurnLimit(TokenLimit(env, 10**5), 50), 0.0), 10**5, keep_recent(2)
-    ),
+    "stack": lambda env: Compaction(ToolFaults(TurnLimit(TokenLimit(env, 10**5), 50), 0.0), 10**5, keep_recent(2)),
 }
 
 

@@ -26,9 +26,7 @@ def arguments(text):
 def calls(text, max_size=2):
     one = st.builds(ToolCall, NAMES, arguments(text))
     return st.lists(one, max_size=max_size).map(
-        lambda items: tuple(
-            ToolCall(call.name, call.arguments, id=f"call_{i}") for i, call in enumerate(items)
-        )
+        lambda items: tuple(ToolCall(call.name, call.arguments, id=f"call_{i}") for i, call in enumerate(items))
     )
 
 
@@ -42,9 +40,7 @@ def conversations(draw, text=hostile, system=True, max_rounds=3, max_calls=2, mi
     rounds = []
     for _ in range(draw(st.integers(min_rounds, max_rounds))):
         turn = Message("assistant", draw(text).strip(), draw(calls(text, max_calls)))
-        answers = [
-            Message("tool", draw(text), tool_call_id=call.id, name=call.name) for call in turn.tool_calls
-        ]
+        answers = [Message("tool", draw(text), tool_call_id=call.id, name=call.name) for call in turn.tool_calls]
         if not answers:
             answers.append(Message("user", draw(text)))
         rounds.append((turn, answers))

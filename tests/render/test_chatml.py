@@ -91,9 +91,7 @@ def test_parse_is_the_inverse_of_assistant(chatml_tokenizer, data):
     assert ids[-1] in renderer.stop_token_ids
     parsed = renderer.parse(ids, "stop")
     assert parsed.content == message.content
-    assert [(c.name, c.arguments, c.id) for c in parsed.tool_calls] == [
-        (c.name, c.arguments, c.id) for c in message.tool_calls
-    ]
+    assert [(c.name, c.arguments, c.id) for c in parsed.tool_calls] == [(c.name, c.arguments, c.id) for c in message.tool_calls]
 
 
 def test_a_malformed_call_round_trips_verbatim(chatml_tokenizer):

@@ -43,9 +43,7 @@ def test_appending_gives_the_ids_of_the_whole(kind, family, data):
     for turn, answers in rounds:
         ids = ids + renderer.assistant(turn) + renderer.extend("stop", answers)
         messages += [turn, *answers]
-    whole = tokenizer.apply_chat_template(
-        as_dicts(messages), tools=tools or None, add_generation_prompt=True, return_dict=False
-    )
+    whole = tokenizer.apply_chat_template(as_dicts(messages), tools=tools or None, add_generation_prompt=True, return_dict=False)
     if family == "mistral":  # a control token on either side of each turn: no piece reaches over its edge
         assert ids == whole
     assert tokenizer.decode(ids) == tokenizer.decode(whole)

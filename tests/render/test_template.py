@@ -35,9 +35,7 @@ def with_ids(rounds):
     for number, (turn, answers) in enumerate(rounds):
         ids = {call.id: f"{call.id.replace('_', '')}{number:04d}" for call in turn.tool_calls}
         calls = tuple(ToolCall(c.name, c.arguments, id=ids[c.id]) for c in turn.tool_calls)
-        named = [
-            Message(a.role, a.content, tool_call_id=ids.get(a.tool_call_id), name=a.name) for a in answers
-        ]
+        named = [Message(a.role, a.content, tool_call_id=ids.get(a.tool_call_id), name=a.name) for a in answers]
         result.append((Message("assistant", "" if calls else turn.content or "x", calls), named))
     return result
 
@@ -58,9 +56,7 @@ def test_appending_gives_what_the_template_gives_for_the_whole(family, data):
     for turn, answers in rounds:
         ids = ids + renderer.assistant(turn) + renderer.extend("stop", answers)
         messages += [turn, *answers]
-    whole = tokenizer.apply_chat_template(
-        as_dicts(messages), tools=tools or None, add_generation_prompt=True, tokenize=False
-    )
+    whole = tokenizer.apply_chat_template(as_dicts(messages), tools=tools or None, add_generation_prompt=True, tokenize=False)
     assert tokenizer.decode(ids) == whole
 
 
@@ -74,9 +70,7 @@ def test_hostile_text_adds_no_control_token(family, data):
 
     def skeleton(harmless):
         def clean(message):
-            calls = tuple(
-                ToolCall(c.name, dict.fromkeys(c.arguments, "x"), id=c.id) for c in message.tool_calls
-            )
+            calls = tuple(ToolCall(c.name, dict.fromkeys(c.arguments, "x"), id=c.id) for c in message.tool_calls)
             content = message.content and ("x" if harmless else message.content)
             return Message(message.role, content, calls if harmless else message.tool_calls,
                            tool_call_id=message.tool_call_id, name=message.name)  # fmt: skip

@@ -7,7 +7,10 @@ from agentrl.render.toolcalls import CLOSE, OPEN, parse_tool_calls, render_tool_
 from agentrl.trajectory import ToolCall
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text(max_size=8)
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**9), 10**9)
+    | st.text(max_size=8)
     | st.sampled_from([OPEN, CLOSE, '"', "\\", "<|im_end|>", "é\n\t"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
@@ -20,8 +23,11 @@ def block(body: str) -> str:
 
 
 def test_prose_and_two_calls_in_order():
-    text = "I look.\n" + block('{"name": "get", "arguments": {"k": "a"}}') + "\n" + block(
-        '{"name": "set", "arguments": {"k": "b", "v": 7}}'
+    text = (
+        "I look.\n"
+        + block('{"name": "get", "arguments": {"k": "a"}}')
+        + "\n"
+        + block('{"name": "set", "arguments": {"k": "b", "v": 7}}')
     )
     content, calls = parse_tool_calls(text)
     assert content == "I look."

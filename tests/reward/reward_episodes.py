@@ -52,8 +52,7 @@ def episode(*turns: Any, task_gold: dict[str, Any] | None = None, **rest: Any) -
             for entry in item:
                 made, answer = (
                     entry
-                    if isinstance(entry[0] if isinstance(entry, tuple) else entry, (tuple, ToolCall))
-                    and isinstance(entry, tuple)
+                    if isinstance(entry[0] if isinstance(entry, tuple) else entry, (tuple, ToolCall)) and isinstance(entry, tuple)
                     else (entry, "ok")
                 )
                 if not isinstance(made, ToolCall):
@@ -61,9 +60,7 @@ def episode(*turns: Any, task_gold: dict[str, Any] | None = None, **rest: Any) -
                 number += 1
                 calls.append(made)
                 results.append(ToolResult(made.id, made.name, answer))
-        message = Message(
-            "assistant", item if isinstance(item, str) else "", tuple(calls), reasoning=reasoning
-        )
+        message = Message("assistant", item if isinstance(item, str) else "", tuple(calls), reasoning=reasoning)
         ledger.append_sampled([7, 8, 9], [-0.5] * 3, [0] * 3, index)
         turn = Turn(index, message, results, sampled_tokens=3, ledger=0, end=len(ledger) - 1)
         record.append(turn)

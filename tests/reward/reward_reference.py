@@ -21,9 +21,7 @@ class Part:
 
 
 def whole(trajectory: Any) -> Part:
-    return Part(
-        trajectory, trajectory.turns, [c for t in trajectory.turns for c in t.message.tool_calls], "episode"
-    )
+    return Part(trajectory, trajectory.turns, [c for t in trajectory.turns for c in t.message.tool_calls], "episode")
 
 
 def reference(node: dict[str, Any], part: Part) -> Any:
@@ -142,9 +140,7 @@ def calls_match(args: dict[str, Any], part: Part) -> Fraction:
     partial = args.get("credit") == "partial" and args.get("order") != "prefix"
     credit = part_match if partial else lambda a, b: Fraction(int(full_match(a, b)))
     total = best(credit, made, gold, args.get("order", "free"))
-    size = {"exact": max(len(made), len(gold)), "superset": len(gold), "subset": len(made)}[
-        args.get("compare", "exact")
-    ]
+    size = {"exact": max(len(made), len(gold)), "superset": len(gold), "subset": len(made)}[args.get("compare", "exact")]
     share = total / size if size else Fraction(int(not gold))
     if args.get("credit", "all") == "all":
         return Fraction(int(share == 1))

@@ -102,9 +102,7 @@ def findings(root, probes, order_free=True):
     ref = EnvRef(KEY_VALUE)
     return {
         item.code
-        for item in lint_probes(
-            compile_spec(spec(root), context=Context(twin=lambda task: ref.build())), probes, order_free
-        )
+        for item in lint_probes(compile_spec(spec(root), context=Context(twin=lambda task: ref.build())), probes, order_free)
     }
 
 
@@ -216,9 +214,7 @@ TWO = {"answer": "7", "calls": gold(call("get", key="a"))}
 
 
 def test_explain(tmp_path, capsys):
-    file = record(
-        tmp_path / "t.jsonl", episode("8", task_gold=TWO), episode([call("get", key="a")], "7", task_gold=TWO)
-    )
+    file = record(tmp_path / "t.jsonl", episode("8", task_gold=TWO), episode([call("get", key="a")], "7", task_gold=TWO))
     assert agentrl("explain", SHELF / "dense_gated.json", file, "--row", 2) == 0
     text = capsys.readouterr().out
     assert "dense_gated: 1" in text
@@ -236,9 +232,7 @@ def test_score_keeps_the_order_in_parallel_too(tmp_path, capsys):
     file = record(tmp_path / "t.jsonl", *rows)
     assert agentrl("score", SHELF / "key_value.json", file) == 0
     alone = capsys.readouterr()
-    assert (
-        agentrl("score", SHELF / "key_value.json", file, "--workers", 2, "--out", tmp_path / "out.jsonl") == 0
-    )
+    assert agentrl("score", SHELF / "key_value.json", file, "--workers", 2, "--out", tmp_path / "out.jsonl") == 0
     assert alone.out == (tmp_path / "out.jsonl").read_text()
     scored = [json.loads(line) for line in alone.out.splitlines()]
     assert [row["value"] for row in scored] == [float(i % 3 == 1) for i in range(150)]
@@ -326,9 +320,7 @@ def test_the_examples_of_the_leaves_are_valid():
     from agentrl.reward.group import GROUP_LEAVES
     from agentrl.reward.leaves import LEAVES
 
-    for kind, example in [(k, v.example) for k, v in LEAVES.items()] + [
-        (k, v.example) for k, v in GROUP_LEAVES.items()
-    ]:
+    for kind, example in [(k, v.example) for k, v in LEAVES.items()] + [(k, v.example) for k, v in GROUP_LEAVES.items()]:
         load_spec(spec(leaf(kind, example)))
 
 

@@ -59,9 +59,7 @@ def test_metrics_beside_the_reward():
     score = compile_spec(SPEC).score(episode("17"))
     assert score.metrics["success"] == 1
     assert score.metrics["calls"] == 1
-    assert (
-        score.metrics["state"] is None
-    )  # this record has no state: measured as unknown, rewarded all the same
+    assert score.metrics["state"] is None  # this record has no state: measured as unknown, rewarded all the same
     assert score.value == 1
 
 

@@ -69,11 +69,7 @@ class Server:
             raw = (
                 step["raw"]
                 if isinstance(step, dict) and "raw" in step
-                else json.dumps(
-                    completion(text)
-                    if status == 200
-                    else {"error": {"message": "no", "type": "x", "code": status}}
-                )
+                else json.dumps(completion(text) if status == 200 else {"error": {"message": "no", "type": "x", "code": status}})
             )
             handler.send_response(status)
             handler.send_header("Content-Type", "application/json")

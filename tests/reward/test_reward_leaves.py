@@ -26,9 +26,7 @@ ABC = [call("f", x=1), call("f", x=2), call("g", y="u")]
 
 
 def match(made, want=None, **args):
-    return value(
-        "calls.match", {"expect": gold(*(ABC if want is None else want)), **args}, episode(made, "end")
-    )
+    return value("calls.match", {"expect": gold(*(ABC if want is None else want)), **args}, episode(made, "end"))
 
 
 @pytest.mark.parametrize(
@@ -156,9 +154,7 @@ def test_a_reference_that_resolves_to_nothing_is_null():
     assert text == "'/task/gold/calls' resolves to nothing"
 
 
-@pytest.mark.parametrize(
-    ("form", "wanted"), [("bfcl", "{name: {argument: [values]}}"), ("literal", '{"name", "arguments"}')]
-)
+@pytest.mark.parametrize(("form", "wanted"), [("bfcl", "{name: {argument: [values]}}"), ("literal", '{"name", "arguments"}')])
 def test_gold_calls_of_another_shape_say_which_shape_was_wanted(form, wanted):
     trajectory = episode([call("f")], task_gold={"calls": [{"f": 1, "g": 2}]})
     text = why("calls.match", {"expect": {"$": "/task/gold/calls"}, "form": form}, trajectory)
@@ -252,9 +248,7 @@ def test_state_match_by_hash_and_by_fields():
 def test_state_match_partial_counts_fields_of_either_side():
     """7 fields in the gold; one of them differs and one more is there: 6 / 8."""
     found = {**STATE, "note": "no", "more": 1}
-    assert value("state.match", {"expect": STATE, "credit": "partial"}, with_state(found)) == pytest.approx(
-        6 / 8
-    )
+    assert value("state.match", {"expect": STATE, "credit": "partial"}, with_state(found)) == pytest.approx(6 / 8)
     superset = {"expect": STATE, "credit": "partial", "compare": "superset"}
     assert value("state.match", superset, with_state(found)) == pytest.approx(6 / 7)
 
@@ -265,20 +259,13 @@ def test_state_match_within_a_path_and_without_some():
     ignore = {"expect": {**STATE, "log": []}, "ignore": ["/log"]}
     assert value("state.match", ignore, with_state(STATE)) == 1
     deep = {"expect": STATE, "ignore": ["/orders/1/total"], "by": "hash"}
-    assert (
-        value(
-            "state.match", deep, with_state({**STATE, "orders": [STATE["orders"][0], {"id": 2, "total": 9}]})
-        )
-        == 1
-    )
+    assert value("state.match", deep, with_state({**STATE, "orders": [STATE["orders"][0], {"id": 2, "total": 9}]})) == 1
     assert "resolves to nothing" in why("state.match", {"expect": 1, "path": "/no"}, with_state(STATE))
 
 
 def test_no_state_and_a_state_that_is_no_json_are_null():
     assert "no final state" in why("state.match", {"expect": STATE}, with_state(None))
-    assert "no JSON" in why(
-        "state.match", {"expect": {"a": 1}, "by": "hash"}, with_state({"a": float("nan")})
-    )
+    assert "no JSON" in why("state.match", {"expect": {"a": 1}, "by": "hash"}, with_state({"a": float("nan")}))
     assert "no final state" in why("state.assert", {"path": "/a", "eq": 1}, with_state(None))
     assert value("state.match", {"expect": {"a": 1}}, with_state({"a": float("nan")})) == 0
 
@@ -361,9 +348,7 @@ def test_results_contains():
 def test_answers_of_calls_without_ids_are_found_by_their_place():
     made = (ToolCall("f", {"x": 1}), ToolCall("f", {"x": 2}))
     trajectory = episode([call("f")])
-    trajectory.turns = [
-        Turn(0, Message("assistant", "", made), [ToolResult("", "f", "one"), ToolResult("", "f", "two")])
-    ]
+    trajectory.turns = [Turn(0, Message("assistant", "", made), [ToolResult("", "f", "one"), ToolResult("", "f", "two")])]
     node = leaf("results.contains", {"expect": "one"}, scope="call", reduce="sum")
     assert compile_spec(spec(node)).score(trajectory).value == 1
 
@@ -475,13 +460,9 @@ def junk_episode(content, arguments, name="f", state=None, answer=None, calls=No
 
 
 JUNK = [
-    junk_episode(
-        "x" * 100_000, {"a": "y" * 100_000}, answer="z" * 100_000, calls=[{"name": "f", "arguments": {}}] * 50
-    ),
+    junk_episode("x" * 100_000, {"a": "y" * 100_000}, answer="z" * 100_000, calls=[{"name": "f", "arguments": {}}] * 50),
     junk_episode("9" * 100_000, {"a": 10**400}, answer="9" * 100_000, state=float("nan")),
-    junk_episode(
-        "\ud800\x00", {"\ud800": float("inf")}, "\ud800", state={"\ud800": "\ud800"}, answer="\ud800"
-    ),
+    junk_episode("\ud800\x00", {"\ud800": float("inf")}, "\ud800", state={"\ud800": "\ud800"}, answer="\ud800"),
     junk_episode("1," * 50_000, None, answer=float("inf"), calls=[{"f": {"a": 3}}], state=[[[[1]]]]),
     junk_episode("", {}, "", answer="", calls=[], state={}),
     episode(),

@@ -144,9 +144,7 @@ def test_by_round():
     trajectory = episode("yes", "user: and?", [call("f")], "no")
     node = leaf("text.equals", {"expect": "yes"}, scope="round", reduce="mean")
     assert run(node, trajectory).value == 0.5
-    answers = leaf(
-        "text.equals", {"expect": {"$": "/task/gold/answers", "at": "round"}}, scope="round", reduce="all"
-    )
+    answers = leaf("text.equals", {"expect": {"$": "/task/gold/answers", "at": "round"}}, scope="round", reduce="all")
     trajectory = episode("a", "user: and?", "b", task_gold={"answers": ["a", "b"]})
     assert run(answers, trajectory).value == 1
     short = episode("a", "user: and?", "b", task_gold={"answers": ["a"]})

@@ -166,9 +166,7 @@ def test_tau_bench_is_a_product(total, said, outputs, value):
 
 def test_tau_bench_reads_what_was_said_and_not_what_went_with_a_call():
     said = Message("assistant", "42", (ToolCall("add", {"x": 0}, id="z"),))
-    trajectory = episode(
-        [call("add", x=0)], "done", task_gold={"calls": [], "outputs": ["42"]}, state={"total": 0}
-    )
+    trajectory = episode([call("add", x=0)], "done", task_gold={"calls": [], "outputs": ["42"]}, state={"total": 0})
     trajectory.turns[0].message = said
     assert score("tau_bench", trajectory, TWIN).value == 0
 
@@ -209,9 +207,7 @@ def test_toolrl_greedy_takes_the_first_best_call():
     Gold 1 scores (keys 1/2 + value 1) with both and takes the first; gold 2 is left with keys 1/3 + 1.
     Greedy 1.5 + 4/3; optimal 1.5 + (1 + 2). S_max = 1 + 2 + 3, names 1."""
     calls = gold(call("f", a=1), call("f", a=1, b=2))
-    trajectory = episode(
-        [call("f", a=1, b=2), call("f", a=1, c=9)], task_gold={"calls": calls}, reasoning="hm"
-    )
+    trajectory = episode([call("f", a=1, b=2), call("f", a=1, c=9)], task_gold={"calls": calls}, reasoning="hm")
     assert score("toolrl_parity", trajectory).metrics["r_correct"] == pytest.approx(1 + 1.5 + 4 / 3 - 3)
     assert score("toolrl", trajectory).metrics["r_correct"] == pytest.approx(1 + 4.5 - 3)
 

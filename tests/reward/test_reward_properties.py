@@ -206,9 +206,7 @@ def test_emissions_and_the_rest_add_up_to_the_value(calls, reduce, weight, low):
         scale=[low, 1],
     )
     trajectory = episode(*[[made] for made in calls], "a")
-    score = compile_spec(spec({"op": "sum", "of": [step, leaf("text.equals", {"expect": "a"})]})).score(
-        trajectory
-    )
+    score = compile_spec(spec({"op": "sum", "of": [step, leaf("text.equals", {"expect": "a"})]})).score(trajectory)
     assert sum(score.turns.values()) + score.terminal == pytest.approx(score.value)
     assert score.terminal == pytest.approx(1.0)
     columns = token_rewards(trajectory, score)
@@ -309,9 +307,7 @@ def toolrl_by_trying(made, want, tolerance):
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 5), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_assignments_against_trying_them_all(n, m, rng):
-    weights = np.array(
-        [[rng.choice([0, 0.25, 0.5, 1, rng.random()]) for _ in range(m)] for _ in range(n)]
-    ).reshape(n, m)
+    weights = np.array([[rng.choice([0, 0.25, 0.5, 1, rng.random()]) for _ in range(m)] for _ in range(n)]).reshape(n, m)
 
     def total(pairs):
         assert len({i for i, _ in pairs}) == len({j for _, j in pairs}) == len(pairs)
@@ -377,9 +373,7 @@ def test_views_cut_an_episode_without_loss(trajectory):
 def test_scoring_from_many_threads_is_the_same():
     from concurrent.futures import ThreadPoolExecutor
 
-    compiled = compile_spec(
-        spec(leaf("calls.match", {"expect": gold(call("f", x=1), call("f", x=2)), "credit": "partial"}))
-    )
+    compiled = compile_spec(spec(leaf("calls.match", {"expect": gold(call("f", x=1), call("f", x=2)), "credit": "partial"})))
     rng = random.Random(0)
     many = [episode([call("f", x=rng.randint(1, 3)) for _ in range(4)], "x") for _ in range(200)]
     with ThreadPoolExecutor(8) as pool:

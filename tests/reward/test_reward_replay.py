@@ -153,10 +153,7 @@ def test_replay_of_the_gold_calls_on_a_twin():
     want = {"calls": gold(call("add", x=2), call("add", x=3))}
     assert value("state.match", args, episode("end", state={"total": 5}, task_gold=want), context) == 1
     assert value("state.match", args, episode("end", state={"total": 4}, task_gold=want), context) == 0
-    assert (
-        value("state.match", args, episode("end", state={"total": 4}, task_gold={"calls": 3}), context)
-        is None
-    )
+    assert value("state.match", args, episode("end", state={"total": 4}, task_gold={"calls": 3}), context) is None
 
 
 def test_results_contains_replay_by_round_wants_only_the_answers_of_that_round():
@@ -173,12 +170,8 @@ def test_results_contains_replay_by_round_wants_only_the_answers_of_that_round()
     context = Context(twin=Counter)
     assert value("results.contains", args, trajectory, context, scope="round", reduce="last") == 1
     assert value("results.contains", args, trajectory, context, scope="round", reduce="all") == 0
-    earlier = episode(
-        [(call("add", x=3), "3"), (call("add", x=-2), "1")], "user: more", "end", task_gold={"rounds": rounds}
-    )
-    assert (
-        value("results.contains", args, earlier, context, scope="round", reduce="all") == 1
-    )  # got before counts
+    earlier = episode([(call("add", x=3), "3"), (call("add", x=-2), "1")], "user: more", "end", task_gold={"rounds": rounds})
+    assert value("results.contains", args, earlier, context, scope="round", reduce="all") == 1  # got before counts
 
 
 def test_a_twin_is_reset_with_the_tasks_seed_and_the_missing_answers_are_named():
@@ -207,10 +200,7 @@ def test_results_contains_replay_by_round_does_not_count_what_came_later():
     later = [(call("add", x=1), "1"), (call("add", x=2), "3")]
     trajectory = episode("wait", "user: more", later, task_gold={"rounds": rounds})
     args = {"replay": {"$": "/task/gold/rounds"}}
-    assert (
-        value("results.contains", args, trajectory, Context(twin=Counter), scope="round", reduce="mean")
-        == 0.5
-    )
+    assert value("results.contains", args, trajectory, Context(twin=Counter), scope="round", reduce="mean") == 0.5
 
 
 def test_results_contains_replay_is_a_multiset():

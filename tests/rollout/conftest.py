@@ -23,7 +23,13 @@ class FaultyEngine(Engine):
     """
 
     def __init__(
-        self, stop: int, *, fail: float = 0.0, hang: float = 0.0, max_delay: float = 0.0, seed: int = 0,
+        self,
+        stop: int,
+        *,
+        fail: float = 0.0,
+        hang: float = 0.0,
+        max_delay: float = 0.0,
+        seed: int = 0,
         stuck: tuple[str, ...] = (),
     ):
         self.stop, self.fail, self.hang, self.max_delay, self.stuck = stop, fail, hang, max_delay, stuck

@@ -73,7 +73,10 @@ class Loopback:
 
 def completion(message: dict[str, Any], body: dict[str, Any], usage: bool) -> dict[str, Any]:
     reply = {
-        "id": "x", "object": "chat.completion", "created": 1, "model": body["model"],
+        "id": "x",
+        "object": "chat.completion",
+        "created": 1,
+        "model": body["model"],
         "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else "stop"}],
     }
     if usage:

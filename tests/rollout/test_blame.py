@@ -210,11 +210,25 @@ def play(
 def test_members_are_scored_by_whose_fault_their_timeout_was(room: Any, renderer: Renderer) -> None:
     """An endless loop and endless thinking get the reward 0 of an episode that is not done, and stay in their group; a dead
     tool server is nobody's reward and tried again; a queue of three turn timeouts is nothing at all."""
-    parts = {0: ["bye"], 1: [("call", "run", {"code": "loop"})], 2: [("call", "ask", {})], 3: ["think"],
-             4: [("queue", 1.2)], 5: [("call", "told", {}), "bye"], 6: ["silent"]}
+    parts = {
+        0: ["bye"],
+        1: [("call", "run", {"code": "loop"})],
+        2: [("call", "ask", {})],
+        3: ["think"],
+        4: [("queue", 1.2)],
+        5: [("call", "told", {}), "bye"],
+        6: ["silent"],
+    }
     members, engine = play(room(), renderer, parts, turn_timeout=0.4)
-    assert [m.stop.value for m in members] == ["done", "max_tool_time", "tool_timeout", "max_turn_time", "done", "done",
-                                               "engine_error"]
+    assert [m.stop.value for m in members] == [
+        "done",
+        "max_tool_time",
+        "tool_timeout",
+        "max_turn_time",
+        "done",
+        "done",
+        "engine_error",
+    ]
     assert [m.reward for m in members] == [1.0, 0.0, None, 0.0, 1.0, 1.0, None]
     retried = {key.split(".")[1] for key in engine.keys if key.endswith(".a1")}
     assert retried == {"m2", "m6"}
@@ -299,8 +313,9 @@ def test_who_used_an_episodes_time_decides(room: Any, renderer: Renderer) -> Non
 
 def test_waiting_for_a_place_is_no_time_of_an_episode(room: Any, renderer: Renderer) -> None:
     """Four members of 0.3 s, one at a time, with 0.6 s each."""
-    members, engine = play(room(), renderer, {key: [("ponder", 30), "bye"] for key in range(4)}, max_episodes=1,
-                           episode_timeout=0.6)
+    members, engine = play(
+        room(), renderer, {key: [("ponder", 30), "bye"] for key in range(4)}, max_episodes=1, episode_timeout=0.6
+    )
     assert [m.stop.value for m in members] == ["done"] * 4 and len(engine.keys) == 8
 
 
@@ -311,15 +326,19 @@ def test_an_episode_longer_than_the_stall_timeout_that_moves_is_no_stall(room: A
     assert [m.stop.value for m in members] == ["done", "done"]
 
 
-@pytest.mark.parametrize(("part", "says"), [
-    (("queue", 60), r"episode g0\.m0\.a0 for \d s on turn 0 at the engine \(queued or paused\)"),
-    (("call", "work", {"code": "loop"}), r"episode g0\.m0\.a0 for \d s on tool work \(c\w*\), which runs for \d s"),
-])
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (("queue", 60), r"episode g0\.m0\.a0 for \d s on turn 0 at the engine \(queued or paused\)"),
+        (("call", "work", {"code": "loop"}), r"episode g0\.m0\.a0 for \d s on tool work \(c\w*\), which runs for \d s"),
+    ],
+)
 def test_a_stall_says_which_episode_waits_for_what_since_when(room: Any, renderer: Renderer, part: Any, says: str) -> None:
     with pytest.raises(StalledError, match=says) as stalled:
         play(room(), renderer, {0: [part], 1: ["bye"]}, stall_timeout=0.5)
     assert "no token, tool call or episode came back for 0.5 s (rollout.stall_timeout); update 0 waits for group 0" in str(
-        stalled.value)
+        stalled.value
+    )
 
 
 def test_a_blocked_loop_is_no_stall(room: Any, renderer: Renderer) -> None:
@@ -332,8 +351,11 @@ def test_a_blocked_loop_is_no_stall(room: Any, renderer: Renderer) -> None:
 
 
 def test_a_setup_that_hangs_is_a_fault_that_names_the_environment(room: Any, renderer: Renderer) -> None:
-    with pytest.raises(StalledError, match=r"env_error: environment test/Room-v0: no end of the setup of environment "
-                                           r"test/Room-v0 within 0\.1 s \(rollout\.env_timeout\)"):
+    with pytest.raises(
+        StalledError,
+        match=r"env_error: environment test/Room-v0: no end of the setup of environment "
+        r"test/Room-v0 within 0\.1 s \(rollout\.env_timeout\)",
+    ):
         play(room(slow="setup"), renderer, {0: ["bye"], 1: ["bye"]}, env_timeout=0.1, retries=0)
 
 
@@ -364,10 +386,13 @@ def test_a_teardown_that_hangs_is_let_go_and_the_episode_counts(room: Any, rende
     assert "the teardown of environment test/Room-v0: no end within 0.2 s; it is let go" in caplog.text
 
 
-@pytest.mark.parametrize(("step", "says"), [
-    ("bye", "env_error: OSError: the room is on fire"),  # the environment's own end
-    (("call", "wait", {"seconds": 0.01}), "env_error: environment test/Room-v0: its end broke: OSError: the room is on fire"),
-])
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        ("bye", "env_error: OSError: the room is on fire"),  # the environment's own end
+        (("call", "wait", {"seconds": 0.01}), "env_error: environment test/Room-v0: its end broke: OSError: the room is on fire"),
+    ],
+)
 def test_a_teardown_that_breaks_is_a_fault_of_the_environment(room: Any, renderer: Renderer, step: Any, says: str) -> None:
     with pytest.raises(StalledError, match=says):
         play(room(slow="broken teardown"), renderer, {0: [step], 1: [step]}, retries=0, max_turns=1)
@@ -436,8 +461,13 @@ def test_a_request_that_cannot_be_aborted_does_not_run_on_beside_the_next_attemp
 
 def test_a_cancelled_member_whose_teardown_breaks_ends_nothing_else(room: Any, renderer: Renderer) -> None:
     """Oversampling cancels the thinker once two members are back; what its teardown raises is logged, not the group's end."""
-    members, engine = play(room(slow="broken cancel"), renderer, {0: ["bye"], 1: ["bye"], 2: ["think"], 3: ["think"]},
-                           group_size=2, oversample_members=2.0)
+    members, engine = play(
+        room(slow="broken cancel"),
+        renderer,
+        {0: ["bye"], 1: ["bye"], 2: ["think"], 3: ["think"]},
+        group_size=2,
+        oversample_members=2.0,
+    )
     assert [m.reward for m in members] == [1.0, 1.0] and len(engine.keys) == 4
 
 
@@ -446,8 +476,9 @@ def test_an_evaluation_does_not_wait_for_a_lost_request_for_ever(room: Any, rend
     engine = Actor(renderer, {0: [("queue", 60)], 1: [("ponder", 80), "bye"]})
     limits = Limits.of(RolloutConfig(stall_timeout=0.4), 4000)
     began = time.monotonic()
-    lost, fine = asyncio.run(run_tasks(room(), Policy(engine, renderer), compile_spec(DONE), limits, [(0, 0), (0, 1)], seed=0,
-                                       max_episodes=2))
+    lost, fine = asyncio.run(
+        run_tasks(room(), Policy(engine, renderer), compile_spec(DONE), limits, [(0, 0), (0, 1)], seed=0, max_episodes=2)
+    )
     assert (lost.stop, lost.reward, fine.reward) == (StopReason.ENGINE_ERROR, None, 1.0)
     assert lost.error is not None and "nothing came back for 0.4 s (turn 0 at the engine (queued or paused))" in lost.error
     assert 1.1 < time.monotonic() - began < 5  # 0.8 s of the other's tokens are moves

@@ -53,12 +53,25 @@ def fingerprint(batches: list[list[Group]]) -> list[Any]:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.4]), st.sampled_from([0.0, 0.004]), st.integers(0, 2**30),
-    st.integers(0, 1), st.sampled_from([1.0, 1.5, 3.0]), st.sampled_from([1.0, 1.3, 2.0]), st.integers(0, 4),
+    st.integers(0, 3),
+    st.sampled_from([0.0, 0.1, 0.4]),
+    st.sampled_from([0.0, 0.004]),
+    st.integers(0, 2**30),
+    st.integers(0, 1),
+    st.sampled_from([1.0, 1.5, 3.0]),
+    st.sampled_from([1.0, 1.3, 2.0]),
+    st.integers(0, 4),
 )
 def test_invariants_under_failures_delays_oversampling_and_a_resume(
-    renderer: Renderer, eta: int, fail: float, delay: float, seed: int, retries: int, groups_more: float,
-    members_more: float, killed_at: int,
+    renderer: Renderer,
+    eta: int,
+    fail: float,
+    delay: float,
+    seed: int,
+    retries: int,
+    groups_more: float,
+    members_more: float,
+    killed_at: int,
 ) -> None:
     def start() -> tuple[FaultyEngine, Collector]:
         engine = FaultyEngine(renderer.stop_token_ids[0], fail=fail, max_delay=delay, seed=seed)
@@ -236,8 +249,9 @@ class Solved(FaultyEngine):
         return Generation([260] * length + [self.stop], [-1.0] * (length + 1), [self.version] * (length + 1), "stop")
 
 
-def solved(renderer: Renderer, varied: frozenset[int] = frozenset(), *, delay: float = 0.0, seed: int = 0,
-           **rollout: Any) -> Collector:
+def solved(
+    renderer: Renderer, varied: frozenset[int] = frozenset(), *, delay: float = 0.0, seed: int = 0, **rollout: Any
+) -> Collector:
     config = RolloutConfig(**{"groups": 2, "group_size": 2, "max_turns": 1, "filter_zero_variance": True, **rollout})
     engine = Solved(renderer.stop_token_ids[0], varied, max_delay=delay, seed=seed)
     return Collector(ENV, Policy(engine, renderer), compile_spec(LENGTH), config, context=2048, seed=0)

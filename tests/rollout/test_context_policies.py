@@ -86,8 +86,17 @@ class Improviser(FaultyEngine):
 
 
 def play(
-    renderer: Renderer, context: Any, *, seed: int = 0, turns: int = 40, room: int = 400, budget: int = 20_000,
-    turn_tokens: int = 24, words: int = 12, env: ToolEnv | None = None, writer: Policy | None = None,
+    renderer: Renderer,
+    context: Any,
+    *,
+    seed: int = 0,
+    turns: int = 40,
+    room: int = 400,
+    budget: int = 20_000,
+    turn_tokens: int = 24,
+    words: int = 12,
+    env: ToolEnv | None = None,
+    writer: Policy | None = None,
 ) -> tuple[Trajectory, Improviser]:
     engine = Improviser(renderer, seed, words)
     limits = Limits(turns, turn_tokens, budget, 10.0, 60.0, room)
@@ -229,6 +238,7 @@ async def test_below_the_threshold_nothing_is_rewritten() -> None:
 
 async def test_a_compaction_leaves_room_for_the_request_and_the_summary() -> None:
     """20 tokens for the turn, 10 for the summary, 30 for the request of 30 characters: of 120, 60 are left to what is there."""
+
     async def ask(instruction: Message, tokens: int) -> str:
         return "sum"
 

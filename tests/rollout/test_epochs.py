@@ -32,8 +32,10 @@ LENGTH = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.tokens", "id":
 
 def rows_of(folder: Path, count: int, weight: float = 1.0) -> Path:
     """A task file of `function_calling`'s kind; the first row has `weight`, all others 1."""
-    lines = [{"prompt": f"question {n}", "gold": {"answer": n}, "split": "train", "weight": weight if n == 0 else 1.0}
-             for n in range(count)]
+    lines = [
+        {"prompt": f"question {n}", "gold": {"answer": n}, "split": "train", "weight": weight if n == 0 else 1.0}
+        for n in range(count)
+    ]
     held = {"prompt": "held out", "gold": {"answer": "x"}, "split": "heldout"}
     folder.mkdir(exist_ok=True)
     file = folder / "tasks.jsonl"
@@ -108,7 +110,8 @@ def test_a_pool_skips_doubles_and_says_where_there_are_no_more(caplog: pytest.Lo
     assert f"{there} different tasks, not the 500" in caplog.text
     small = source(KEY_VALUE, pool=10)
     assert len(set(drawn(small, range(10)))) == 10 and sorted(small.pool()) == sorted(
-        next(seed for seed, text in enumerate(content) if text == wanted) for wanted in list(dict.fromkeys(content))[:10])
+        next(seed for seed, text in enumerate(content) if text == wanted) for wanted in list(dict.fromkeys(content))[:10]
+    )
 
 
 @pytest.mark.parametrize("count", [0, -1, "many", 2.5])

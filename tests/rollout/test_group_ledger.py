@@ -113,8 +113,16 @@ def test_with_spare_slots_the_last_groups_of_an_update_are_given_up() -> None:
     assert [group.index for group in chosen] == [0, 2] and ledger.surplus(chosen) == [1]
     ledger.drop(1, GroupState.CANCELLED)
     ledger.train(chosen)
-    assert ledger.counts() == {"pending": 0, "running": 0, "complete": 0, "trained": 2, "filtered": 0, "stale": 0,
-                               "failed": 0, "cancelled": 1}
+    assert ledger.counts() == {
+        "pending": 0,
+        "running": 0,
+        "complete": 0,
+        "trained": 2,
+        "filtered": 0,
+        "stale": 0,
+        "failed": 0,
+        "cancelled": 1,
+    }
     assert [ledger.admit() for _ in range(4)] == [3, 4, 5, None]
 
 

@@ -111,9 +111,7 @@ def test_compacted_episodes_go_on(played: tuple[Path, Listening, dict[str, Traje
 
 
 @pytest.mark.parametrize("name", ["whole", "compact"])
-def test_a_forward_pass_agrees_with_every_sampled_token(
-    played: tuple[Path, Listening, dict[str, Trajectory]], name: str
-) -> None:
+def test_a_forward_pass_agrees_with_every_sampled_token(played: tuple[Path, Listening, dict[str, Trajectory]], name: str) -> None:
     folder, _, episodes = played
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for ledger in episodes[name].ledgers:
@@ -125,7 +123,7 @@ def test_a_forward_pass_agrees_with_every_sampled_token(
 
 
 async def test_an_episode_budget_over_the_context_is_no_prompt_over_the_context(
-    played: tuple[Path, Listening, dict[str, Trajectory]]
+    played: tuple[Path, Listening, dict[str, Trajectory]],
 ) -> None:
     folder = str(played[0])
     config = TrainConfig.model_validate({

@@ -68,12 +68,16 @@ class Rough(ToolEnv):
         return {"bumped": self.bumped}
 '''
 SPEC = {
-    "agentrl_reward": 1, "name": "rough",
-    "root": {"op": "mean", "of": [
-        {"use": "state.match", "args": {"replay": {"$": "/task/gold/calls"}}},
-        {"use": "cost.seconds", "args": {"max": 1.0}},
-        {"use": "cost.turns", "args": {"max": 8}},
-    ]},
+    "agentrl_reward": 1,
+    "name": "rough",
+    "root": {
+        "op": "mean",
+        "of": [
+            {"use": "state.match", "args": {"replay": {"$": "/task/gold/calls"}}},
+            {"use": "cost.seconds", "args": {"max": 1.0}},
+            {"use": "cost.turns", "args": {"max": 8}},
+        ],
+    },
 }
 LIMITS = Limits(max_turns=4, max_turn_tokens=16, max_episode_tokens=2000, turn_timeout=20.0, episode_timeout=2.0, context=4000)
 PAIRS = [(task, member) for task in range(6) for member in range(2)]

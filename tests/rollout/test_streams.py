@@ -46,8 +46,15 @@ def collected(env: EnvRef, renderer: Renderer, seed: int, updates: int = 2, **co
 
     async def scenario() -> None:
         settings = RolloutConfig(groups=2, group_size=3, temperature=0.7, **config)
-        collect = Collector(env, Policy(engine, renderer, settings.temperature), compile_spec(DONE), settings, context=4000,
-                            seed=seed, greedy=True)
+        collect = Collector(
+            env,
+            Policy(engine, renderer, settings.temperature),
+            compile_spec(DONE),
+            settings,
+            context=4000,
+            seed=seed,
+            greedy=True,
+        )
         for _ in range(updates):
             collect.trained(await collect.collect())
             await collect.publish([])
@@ -78,9 +85,7 @@ def test_the_greedy_episode_is_sampled_at_temperature_0_and_no_other_is(room: Ca
     assert temperatures == {("m-1", 0.0), ("m0", 0.7), ("m1", 0.7), ("m2", 0.7)}
 
 
-def test_a_summary_has_another_stream_than_the_turn_that_it_comes_before(
-    room: Callable[..., EnvRef], renderer: Renderer
-) -> None:
+def test_a_summary_has_another_stream_than_the_turn_that_it_comes_before(room: Callable[..., EnvRef], renderer: Renderer) -> None:
     engine = Actor(renderer, {0: [("call", "wait", {"seconds": 0.0})]})
     policy = Policy(engine, renderer, context=Compact(tokens=170, summary_tokens=16, prompt="Sum up.", keep=1))
     limits = Limits(8, 24, 4000, 10.0, 60.0, 4000)
@@ -95,11 +100,13 @@ def test_a_summary_has_another_stream_than_the_turn_that_it_comes_before(
 
 def test_evaluation_has_streams_of_its_own(room: Callable[..., EnvRef], renderer: Renderer) -> None:
     """By split, task and member; none of them is one of training, whatever the seed."""
+
     def asked(split: str, pairs: Sequence[tuple[int, int]]) -> list[int | None]:
         engine = Actor(renderer, {0: TALK, 1: TALK})
         limits = Limits(8, 24, 4000, 10.0, 60.0, 4000)
-        asyncio.run(run_tasks(room(), Policy(engine, renderer), compile_spec(DONE), limits, pairs, seed=5, max_episodes=4,
-                              split=split))
+        asyncio.run(
+            run_tasks(room(), Policy(engine, renderer), compile_spec(DONE), limits, pairs, seed=5, max_episodes=4, split=split)
+        )
         return [sampling.seed for _, sampling in engine.asked]
 
     pairs = [(0, 0), (0, 1), (1, 0)]

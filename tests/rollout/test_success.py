@@ -93,8 +93,13 @@ def rated(task: str, reward: float | None, success: bool | None) -> Trajectory:
 
 def test_rates_are_over_what_is_known() -> None:
     """An outage knows neither; a success node without a value leaves a reward; a group leaf leaves a success."""
-    episodes = [rated("a", 0.5, True), rated("a", 0.9, False), rated("b", None, None), rated("b", 0.7, None),
-                rated("c", None, True)]
+    episodes = [
+        rated("a", 0.5, True),
+        rated("a", 0.9, False),
+        rated("b", None, None),
+        rated("b", 0.7, None),
+        rated("c", None, True),
+    ]
     assert success_rate(episodes) == pytest.approx(2 / 3) and success_rate(episodes[2:4]) is None
     found = summarize(episodes)
     assert (found.success, found.scored, found.unscored) == (pytest.approx(2 / 3), 4, 1)

@@ -75,9 +75,7 @@ def test_rewards_lie_on_the_last_sampled_token_of_their_turn(renderer: Renderer,
     for rewards in (token_rewards(trajectory, score), batch_rewards(trajectory)):
         [column] = rewards
         there = np.flatnonzero(np.abs(column) > 1e-12)  # what sums of floats leave over is no reward
-        assert {int(i): float(column[i]) for i in there} == pytest.approx(
-            {ends[turn]: amount for turn, amount in wanted.items()}
-        )
+        assert {int(i): float(column[i]) for i in there} == pytest.approx({ends[turn]: amount for turn, amount in wanted.items()})
     assert all(ledger.token_ids[end] in renderer.stop_token_ids for end in ends.values())
 
 

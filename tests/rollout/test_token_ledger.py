@@ -78,8 +78,9 @@ def test_columns_files_and_forks_are_those_of_plain_lists(parts: list[Any], data
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(part, max_size=3), max_size=3), st.text())
 def test_the_text_of_episodes_and_groups_is_that_of_their_json(ledgers: list[list[Any]], text: str) -> None:
-    episode = Trajectory("x", Task(text, 0), ledgers=[built(parts)[0] for parts in ledgers], state={text: [text, None, 1.5]},
-                         reward=0.25)
+    episode = Trajectory(
+        "x", Task(text, 0), ledgers=[built(parts)[0] for parts in ledgers], state={text: [text, None, 1.5]}, reward=0.25
+    )
     assert episode.to_text() == json.dumps(episode.to_json())
     assert Trajectory.from_json(json.loads(episode.to_text())) == episode
     for group in (Group(3, 4, [episode, episode]), Group(0, 0, [], episode)):

@@ -124,8 +124,20 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(capsys: pytest.C
         return solve(body, number)
 
     with Loopback(answer) as server:
-        args = ["rollout", "key_value", "--model", "api:openai/test", "-n", "8", "--out", "out", "--max-concurrent", "1",
-                f"api.base={server.url}", *TASKS]
+        args = [
+            "rollout",
+            "key_value",
+            "--model",
+            "api:openai/test",
+            "-n",
+            "8",
+            "--out",
+            "out",
+            "--max-concurrent",
+            "1",
+            f"api.base={server.url}",
+            *TASKS,
+        ]
         assert main(args) == 130
         kept = Path("out/trajectories.jsonl").read_text().splitlines()
         assert 0 < len(kept) < 8 and all(json.loads(line)["reward"] == 1.0 for line in kept)
@@ -175,8 +187,10 @@ async def test_attempts_are_bounded_and_what_no_retry_helps_is_asked_once() -> N
 
 def asked_by(server: Loopback, *keys: str) -> Any:
     """The engine of a config with these keys of [api]; its first wait is 0.01 s."""
-    made = make_api_engine(config_from({"env": {"id": "key_value"}, "model": {"path": "api:openai/test"}},
-                                       [f"api.base={server.url}", *keys]), Transcript())
+    made = make_api_engine(
+        config_from({"env": {"id": "key_value"}, "model": {"path": "api:openai/test"}}, [f"api.base={server.url}", *keys]),
+        Transcript(),
+    )
     made._backoff = 0.01
     return made
 

@@ -24,10 +24,17 @@ from agentrl.train.learner import with_advantages
 from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
 
 # What an untrained model says holds some letters and not others, so rewards differ within a group.
-EARLY: dict[str, Any] = {"use": "text.contains", "id": "early",
-                         "args": {"expect": list("abcdefghij"), "where": "all", "credit": "partial"}}
-LATE: dict[str, Any] = {"use": "text.contains", "id": "late", "weight": 0.5,
-                         "args": {"expect": list("klmnopqrst"), "where": "all", "credit": "partial"}}
+EARLY: dict[str, Any] = {
+    "use": "text.contains",
+    "id": "early",
+    "args": {"expect": list("abcdefghij"), "where": "all", "credit": "partial"},
+}
+LATE: dict[str, Any] = {
+    "use": "text.contains",
+    "id": "late",
+    "weight": 0.5,
+    "args": {"expect": list("klmnopqrst"), "where": "all", "credit": "partial"},
+}
 RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
 SPEC = {"agentrl_reward": 1, "name": "two", "success": RIGHT, "root": {"op": "sum", "of": [EARLY, LATE]}}
 COMPARING = {"agentrl_reward": 1, "name": "ranks", "root": {"use": "group.rank", "args": {"of": EARLY}}}
@@ -35,12 +42,19 @@ COMPARING = {"agentrl_reward": 1, "name": "ranks", "root": {"use": "group.rank",
 
 def config(out: Path, advantage: dict[str, Any], spec: dict[str, Any] = SPEC, **more: Any) -> TrainConfig:
     (out / "spec.json").write_text(json.dumps(spec))
-    return TrainConfig.model_validate({
-        "name": "x", "out": str(out), "engine": "embedded", "env": {"id": "key_value", "reward": str(out / "spec.json")},
-        "model": {"init": {"layers": 1, "hidden": 32, "mlp": 32, "heads": 2, "kv_heads": 1, "head_dim": 16}},
-        "rollout": {"groups": 2, "group_size": 3, "max_turns": 2, "max_turn_tokens": 12},
-        "algorithm": {"advantage": advantage, "minibatch": 8}, "cluster": {"backend": "inline"}, **more,
-    })
+    return TrainConfig.model_validate(
+        {
+            "name": "x",
+            "out": str(out),
+            "engine": "embedded",
+            "env": {"id": "key_value", "reward": str(out / "spec.json")},
+            "model": {"init": {"layers": 1, "hidden": 32, "mlp": 32, "heads": 2, "kv_heads": 1, "head_dim": 16}},
+            "rollout": {"groups": 2, "group_size": 3, "max_turns": 2, "max_turn_tokens": 12},
+            "algorithm": {"advantage": advantage, "minibatch": 8},
+            "cluster": {"backend": "inline"},
+            **more,
+        }
+    )
 
 
 def one_update(cfg: TrainConfig) -> tuple[list[Group], Any, dict[str, float], GroupLedger]:
@@ -115,17 +129,19 @@ def test_a_greedy_episode_that_fails_is_no_zero() -> None:
     assert all(math.isnan(value) for value in terms.flatten().tolist())  # unknown, not 0
 
 
-KL = {"algorithm": {"advantage": {"name": "multi_reward", "args": {"terms": ["early"]}},
-                    "kl": {"coef": 0.1, "where": "reward"}}}
+KL = {"algorithm": {"advantage": {"name": "multi_reward", "args": {"terms": ["early"]}}, "kl": {"coef": 0.1, "where": "reward"}}}
 
 
-@pytest.mark.parametrize(("advantage", "more", "message"), [
-    ({"name": "multi_reward", "args": {"terms": ["earl"]}}, {}, "did you mean 'early'"),
-    ({"name": "multi_reward"}, {}, "argument 'terms' is required"),
-    ({"name": "remax"}, {"reward_model": {"path": "x"}}, "reward_model"),
-    ({"name": "remax"}, {"spec": COMPARING}, "compares the members"),
-    ({}, KL, 'use where = "loss"'),
-])
+@pytest.mark.parametrize(
+    ("advantage", "more", "message"),
+    [
+        ({"name": "multi_reward", "args": {"terms": ["earl"]}}, {}, "did you mean 'early'"),
+        ({"name": "multi_reward"}, {}, "argument 'terms' is required"),
+        ({"name": "remax"}, {"reward_model": {"path": "x"}}, "reward_model"),
+        ({"name": "remax"}, {"spec": COMPARING}, "compares the members"),
+        ({}, KL, 'use where = "loss"'),
+    ],
+)
 def test_what_cannot_be_is_said_before_the_start(
     tmp_path: Path, advantage: dict[str, Any], more: dict[str, Any], message: str
 ) -> None:

@@ -62,9 +62,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_too_little_disk_memory_or_cores_is_said_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_disk_memory_or_cores_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checks.preflight(config(tmp_path))
     with pytest.raises(ResourceError, match=r"cores cannot carry 64 worker processes"):
         monkeypatch.setattr(checks, "MEMORY_PER_PROCESS_MIB", 1)

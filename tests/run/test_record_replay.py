@@ -51,7 +51,8 @@ class Talk(ToolEnv):
         return {"heard": self.heard}
 '''
 JUDGED = {
-    "agentrl_reward": 1, "name": "judged",
+    "agentrl_reward": 1,
+    "name": "judged",
     "root": {"use": "judge", "id": "mark", "args": {"model": "openai/judge", "prompt": "Mark: {answer}", "range": [0, 10]}},
 }
 ARGS = ["rollout.max_turns=3", "rollout.max_turn_tokens=12"]
@@ -86,8 +87,27 @@ def recorded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         patch.chdir(place)
         patch.setenv("OPENAI_API_KEY", "none")
         patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # its import would look for a newer one
-        args = ["rollout", "talk", "--model", "model", "-n", "3", "-k", "2", "--split", "heldout", "--seed", "3", "--out", "live",
-                "--record", "tape", f"env.params.url={server.url}", f"reward.judge.api_base={server.url}", *ARGS]
+        args = [
+            "rollout",
+            "talk",
+            "--model",
+            "model",
+            "-n",
+            "3",
+            "-k",
+            "2",
+            "--split",
+            "heldout",
+            "--seed",
+            "3",
+            "--out",
+            "live",
+            "--record",
+            "tape",
+            f"env.params.url={server.url}",
+            f"reward.judge.api_base={server.url}",
+            *ARGS,
+        ]
         assert main(args) == 0
         assert server.requests
     shutil.rmtree(copy)
@@ -134,9 +154,7 @@ def test_a_replay_of_something_else_names_episode_call_expected_and_got(
 
 
 @pytest.mark.parametrize("change", ["edit", "drop", "swap"])
-def test_a_changed_record_is_refused(
-    change: str, recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_record_is_refused(change: str, recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tape = tmp_path / "tape"
     shutil.copytree("tape", tape)
     lines = (tape / "calls.jsonl").read_text().splitlines(keepends=True)
@@ -156,9 +174,7 @@ def test_a_changed_record_is_refused(
     assert "expected sum" in message
 
 
-def test_code_that_changed_since_is_found_at_the_end(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_code_that_changed_since_is_found_at_the_end(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every call is the same, and yet something else comes out: here another spec over the same verdicts."""
     tape = tmp_path / "tape"
     shutil.copytree("tape", tape)

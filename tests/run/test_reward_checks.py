@@ -57,7 +57,7 @@ def test_faults_that_a_wrapper_injects_are_no_fault_of_the_gold(tmp_path: Path) 
     check(made(tmp_path, RIGHT, env={"id": "service_desk", "reward": "service_desk", "wrappers": faults}))
 
 
-BROKEN = '''
+BROKEN = """
 import time
 from agentrl.env import Message, Task, ToolEnv
 
@@ -85,12 +85,17 @@ class Broken(ToolEnv):
             raise SystemExit(4)
         if self.how == "hangs":
             time.sleep(30)
-'''
+"""
 
 
-@pytest.mark.parametrize(("how", "says"), [
-    ("raises", "ValueError: no database"), ("exits", "SystemExit: 4"), ("hangs", r"no end within 1\.5 s \(rollout\.env_timeout"),
-])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("raises", "ValueError: no database"),
+        ("exits", "SystemExit: 4"),
+        ("hangs", r"no end within 1\.5 s \(rollout\.env_timeout"),
+    ],
+)
 def test_an_environment_that_breaks_or_hangs_before_the_run_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, says: str
 ) -> None:

@@ -18,19 +18,42 @@ from agentrl.train.init_model import init_model
 
 SMALL = {"layers": 1, "hidden": 16, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 512}
 KEYS = [
-    "seed=5", "rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=7", "rollout.max_turns=3",
-    "rollout.max_turn_tokens=11", "rollout.max_episode_tokens=300", "rollout.turn_timeout=21.0", "rollout.episode_timeout=22.0",
-    "rollout.env_timeout=23.0", "rollout.max_episodes=9", "rollout.groups=3", "rollout.max_staleness=2", "env.params={calls=2}",
-    "env.reward=key_value_exact", "algorithm.proximal=recompute", "optim.lr=0.5", "optim.schedule=linear", "steps=8",
-    "weights.route=disk", "weights.bucket_mib=3.0", "checkpoint.keep=4", "checkpoint.keep_best=3",
+    "seed=5",
+    "rollout.temperature=0.7",
+    "rollout.top_p=0.9",
+    "rollout.top_k=7",
+    "rollout.max_turns=3",
+    "rollout.max_turn_tokens=11",
+    "rollout.max_episode_tokens=300",
+    "rollout.turn_timeout=21.0",
+    "rollout.episode_timeout=22.0",
+    "rollout.env_timeout=23.0",
+    "rollout.max_episodes=9",
+    "rollout.groups=3",
+    "rollout.max_staleness=2",
+    "env.params={calls=2}",
+    "env.reward=key_value_exact",
+    "algorithm.proximal=recompute",
+    "optim.lr=0.5",
+    "optim.schedule=linear",
+    "steps=8",
+    "weights.route=disk",
+    "weights.bucket_mib=3.0",
+    "checkpoint.keep=4",
+    "checkpoint.keep_best=3",
     "algorithm.advantage.name=remax",
 ]
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    base = {"env": {"id": "key_value"}, "cluster": {"backend": "inline"}, "engine": "embedded", "model": {"init": SMALL},
-            "out": str(tmp_path)}
+    base = {
+        "env": {"id": "key_value"},
+        "cluster": {"backend": "inline"},
+        "engine": "embedded",
+        "model": {"init": SMALL},
+        "out": str(tmp_path),
+    }
     return config_from(base, KEYS)
 
 
@@ -42,8 +65,16 @@ def test_each_part_of_a_session_gets_its_keys(config: TrainConfig, tmp_path: Pat
         return session, workers
 
     session, [actor] = asyncio.run(opened())
-    assert session.limits == Limits(max_turns=3, max_turn_tokens=11, max_episode_tokens=300, turn_timeout=21.0,
-                                    episode_timeout=22.0, context=512, env_timeout=23.0, stall_timeout=300.0)
+    assert session.limits == Limits(
+        max_turns=3,
+        max_turn_tokens=11,
+        max_episode_tokens=300,
+        turn_timeout=21.0,
+        episode_timeout=22.0,
+        context=512,
+        env_timeout=23.0,
+        stall_timeout=300.0,
+    )
     policy, collector = session.policy, session.collector
     assert (policy.temperature, policy.top_p, policy.top_k) == (0.7, 0.9, 7) and collector.policy is policy
     assert collector.seed == collector.tasks.run_seed == 5 and collector.limits.max_turns == 3 and collector._greedy
@@ -58,8 +89,10 @@ def test_the_model_is_the_warmed_up_one_the_given_one_or_one_built_by_the_seed(c
     folder = RunFolder.create(config)
     found = Path(model_folder(config, folder))
     assert config.model.init is not None and found == folder.model
-    by_seed = {seed: (init_model(config.model.init, tmp_path / f"seed{seed}", seed) / "model.safetensors").read_bytes()
-               for seed in (0, 5)}
+    by_seed = {
+        seed: (init_model(config.model.init, tmp_path / f"seed{seed}", seed) / "model.safetensors").read_bytes()
+        for seed in (0, 5)
+    }
     assert (found / "model.safetensors").read_bytes() == by_seed[5] != by_seed[0]
     given = config.model_copy(update={"model": config.model.model_copy(update={"path": "a/model", "init": None})})
     assert model_folder(given, folder) == "a/model"

@@ -32,8 +32,14 @@ def config_of(*overrides: str, **sections: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("episode", "cap", "engine", "model_len", "needed"),
-    [(3000, 3000, "embedded", 100, None), (3000, 2999, "embedded", 100, 3000), (9000, 4096, "embedded", 100, None),
-     (9000, 4095, "embedded", 100, 4096), (9000, 100, "vllm", 100, None), (9000, 99, "vllm", 100, 100)],
+    [
+        (3000, 3000, "embedded", 100, None),
+        (3000, 2999, "embedded", 100, 3000),
+        (9000, 4096, "embedded", 100, None),
+        (9000, 4095, "embedded", 100, 4096),
+        (9000, 100, "vllm", 100, None),
+        (9000, 99, "vllm", 100, 100),
+    ],
 )
 def test_the_cap_must_hold_the_longest_row_that_can_come(
     episode: int, cap: int, engine: str, model_len: int, needed: int | None
@@ -73,7 +79,10 @@ def test_one_episode_a_group_is_enough_for_others(advantage: str) -> None:
 
 @pytest.mark.parametrize(("context", "budget", "stop"), [(4096, 20, StopReason.MAX_TOKENS), (20, 4096, StopReason.CONTEXT_FULL)])
 def test_a_prompt_that_alone_passes_the_budget_makes_no_longer_row(
-    renderer: Renderer, context: int, budget: int, stop: StopReason  # noqa: F811
+    renderer: Renderer,  # noqa: F811
+    context: int,
+    budget: int,
+    stop: StopReason,
 ) -> None:
     async def play() -> Trajectory:
         limits = Limits(4, 8, budget, 10.0, 10.0, context)

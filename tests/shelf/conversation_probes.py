@@ -61,9 +61,7 @@ def null_policies(env: ToolEnv) -> dict[str, Callable[[list[Message]], Message]]
 
     def spam(observation: list[Message]) -> Message:
         names = [str(name) for name in rng.choice(reads, size=3)]
-        calls = [
-            ToolCall(name, sample_arguments(env.toolbox[name].signature.parameters, rng)) for name in names
-        ]
+        calls = [ToolCall(name, sample_arguments(env.toolbox[name].signature.parameters, rng)) for name in names]
         return Message("assistant", tool_calls=tuple(calls))
 
     return {
@@ -82,9 +80,7 @@ def null_score(env: ToolEnv, seed: int, split: str, name: str) -> float:
     policy = null_policies(env)[name]
     everything = list(observation)
     for _ in range(25):
-        observation, reward, terminated, _, _ = env.step(
-            policy(everything if name == "echo" else observation)
-        )
+        observation, reward, terminated, _, _ = env.step(policy(everything if name == "echo" else observation))
         everything += observation
         if terminated:
             return float(reward)
@@ -108,9 +104,7 @@ def fuzz_call(env: ToolEnv, name: str, arguments: Any) -> None:
 def arguments_for(env: ToolEnv, name: str) -> st.SearchStrategy[Any]:
     """Arguments for a tool: some that its schema allows, some of the right names, some of any kind."""
     parameters = env.toolbox[name].signature.parameters
-    valid = st.integers(0, 2**32 - 1).map(
-        lambda seed: sample_arguments(parameters, np.random.default_rng(seed))
-    )
+    valid = st.integers(0, 2**32 - 1).map(lambda seed: sample_arguments(parameters, np.random.default_rng(seed)))
     named = st.dictionaries(st.sampled_from([*parameters["properties"], "x"]), JSON | st.text(max_size=60))
     strings = st.fixed_dictionaries({key: st.text(max_size=60) for key in parameters.get("required", [])})
     return valid | named | strings | JSON.filter(lambda value: isinstance(value, dict) or value is None)

@@ -210,9 +210,7 @@ def test_a_refusal_that_no_schema_can_say_is_an_answer_too() -> None:
 @pytest.mark.parametrize("name", ["copy", "json", "schema", "model_config", "self_", "_x"])
 def test_parameter_names_that_pydantic_uses_itself(name: str) -> None:
     space: dict[str, Any] = {}
-    exec(
-        f"def f({name}: int, other: list[int]) -> int:\n    return {name}", space
-    )  # names only: no user input
+    exec(f"def f({name}: int, other: list[int]) -> int:\n    return {name}", space)  # names only: no user input
     assert run(space["f"], {name: 4, "other": []}).content == "4"
 
 

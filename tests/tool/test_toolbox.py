@@ -64,9 +64,7 @@ def call(name: str, arguments: Any, **more: Any) -> ToolResult:
         ("slow", {}, "timeout", "0.02 s"),
     ],
 )
-def test_every_error_is_structured_and_says_what_was_wrong(
-    name: str, arguments: Any, kind: str, says: str
-) -> None:
+def test_every_error_is_structured_and_says_what_was_wrong(name: str, arguments: Any, kind: str, says: str) -> None:
     result = call(name, arguments)
     content = json.loads(result.content)
     assert result.error == kind and content["error"] == kind and says in content["message"]
@@ -142,9 +140,7 @@ def test_plain_functions_run_in_a_thread_unless_inline() -> None:
     async def both() -> list[Any]:
         return [
             result.value
-            for result in await Toolbox([outside, inside]).call_all(
-                [ToolCall("outside", {}, "a"), ToolCall("inside", {}, "b")]
-            )
+            for result in await Toolbox([outside, inside]).call_all([ToolCall("outside", {}, "a"), ToolCall("inside", {}, "b")])
         ]
 
     assert asyncio.run(both()) == [False, True]

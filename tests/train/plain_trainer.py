@@ -138,10 +138,14 @@ class PlainActor(Trainer):
         """Reward less the group's mean, an episode; with the KL in the reward, all of its k1 is taken off first."""
         kl = self.algorithm.kl
         cost = kl.coef if kl.where == "reward" else 0.0
-        reward = [r - cost * sum(float((old[row] - reference[row]).sum()) for row in rows)
-                  for r, rows in zip(batch.reward, batch.rows, strict=True)]
-        return [r - float(np.mean([other for other, g in zip(reward, batch.group, strict=True) if g == group]))
-                for r, group in zip(reward, batch.group, strict=True)]
+        reward = [
+            r - cost * sum(float((old[row] - reference[row]).sum()) for row in rows)
+            for r, rows in zip(batch.reward, batch.rows, strict=True)
+        ]
+        return [
+            r - float(np.mean([other for other, g in zip(reward, batch.group, strict=True) if g == group]))
+            for r, group in zip(reward, batch.group, strict=True)
+        ]
 
     def kl(self, logprobs: Tensor, reference: Tensor) -> Tensor:
         """Schulman 2020: k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d; straight through: the gradient of k2."""
@@ -154,10 +158,12 @@ class PlainCritic(Trainer):
     """A backbone with a linear head that starts at 0; half the squared error, clipped around the old values."""
 
     def __init__(self, folder: str, critic: Any, optim: Any, total: int = 100) -> None:
-        model = torch.nn.ModuleDict({
-            "backbone": AutoModel.from_pretrained(folder, attn_implementation="eager"),
-            "head": torch.nn.Linear(32, 1, bias=False),
-        })
+        model = torch.nn.ModuleDict(
+            {
+                "backbone": AutoModel.from_pretrained(folder, attn_implementation="eager"),
+                "head": torch.nn.Linear(32, 1, bias=False),
+            }
+        )
         torch.nn.init.zeros_(model["head"].weight)  # type: ignore[arg-type]
         super().__init__(model, optim, critic.lr, total)
         self.critic = critic

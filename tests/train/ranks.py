@@ -44,8 +44,11 @@ LOSSES: dict[str, dict[str, Any]] = {
     "kl_cov": {"loss": Choice(name="kl_cov", args={"share": 0.2, "coefficient": 5.0})},
     "ledgers": {"aggregate": "seq_mean_token_mean", "minibatch": 3},
     "idle": {"aggregate": "seq_mean_token_sum", "loss": Choice(name="kl_cov", args={"share": 0.1, "coefficient": 5.0})},
-    "rejection": {"proximal": "recompute", "correction": Choice(name="masked", args={"cap": 2.0}),
-                  "aggregate": "seq_mean_token_sum"},
+    "rejection": {
+        "proximal": "recompute",
+        "correction": Choice(name="masked", args={"cap": 2.0}),
+        "aggregate": "seq_mean_token_sum",
+    },
 }
 LAYOUTS: dict[str, tuple[dict[str, int], int, int]] = {  # mesh, sequence_parallel, micro_tokens
     "one": ({"dp": 1}, 1, 150),

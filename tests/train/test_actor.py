@@ -160,9 +160,7 @@ def test_sft_loss_is_the_mean_over_assistant_tokens(tiny: str) -> None:
     group = start(tiny)
     group.run(Actor.begin_sft, toy_sft())
     batch = make_batch(6)
-    expected = (
-        -group.run(Actor.compute_logprob, batch)["logprobs"].values().sum() / batch["sampled"].values().sum()
-    )
+    expected = -group.run(Actor.compute_logprob, batch)["logprobs"].values().sum() / batch["sampled"].values().sum()
     metrics = group.run(Actor.sft_steps, batch, 1)
     assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
 

@@ -57,9 +57,15 @@ def test_sft_lr_is_the_first_step_of_embeddings_and_vectors_and_matrix_lr_that_o
     assert sum(inner(name, tensor) for name, tensor in moved.items()) == 14  # 7 matrices in each of two layers
 
 
-@pytest.mark.parametrize(("change", "matrices", "others"), [
-    ({"lr": 2e-4}, 1.0, 0.2), ({"matrix_lr": 3e-3}, 0.3, 1.0), ({"warmup": 4}, 0.25, 0.25), ({"min_steps": 3}, 1.0, 1.0),
-])
+@pytest.mark.parametrize(
+    ("change", "matrices", "others"),
+    [
+        ({"lr": 2e-4}, 1.0, 0.2),
+        ({"matrix_lr": 3e-3}, 0.3, 1.0),
+        ({"warmup": 4}, 0.25, 0.25),
+        ({"min_steps": 3}, 1.0, 1.0),
+    ],
+)
 def test_a_key_of_sft_scales_the_first_step_of_its_weights(
     tiny: str, usual: Any, change: dict[str, Any], matrices: float, others: float
 ) -> None:
@@ -70,11 +76,14 @@ def test_a_key_of_sft_scales_the_first_step_of_its_weights(
         assert torch.allclose(tensor, share * plain[name], rtol=2e-3, atol=2e-7), name
 
 
-@pytest.mark.parametrize(("change", "factors"), [  # up to 1 at step warmup - 1, then a cosine to 0.1 at step min_steps
-    ({"warmup": 2, "min_steps": 6}, [0.5, 1.0, 1.0, 0.8682, 0.55, 0.2318, 0.1, 0.1]),
-    ({"warmup": 0, "min_steps": 2}, [1.0, 0.55, 0.1, 0.1]),
-    ({"warmup": 4, "min_steps": 6}, [0.25, 0.5, 0.75, 1.0, 1.0, 0.55, 0.1]),
-])
+@pytest.mark.parametrize(
+    ("change", "factors"),
+    [  # up to 1 at step warmup - 1, then a cosine to 0.1 at step min_steps
+        ({"warmup": 2, "min_steps": 6}, [0.5, 1.0, 1.0, 0.8682, 0.55, 0.2318, 0.1, 0.1]),
+        ({"warmup": 0, "min_steps": 2}, [1.0, 0.55, 0.1, 0.1]),
+        ({"warmup": 4, "min_steps": 6}, [0.25, 0.5, 0.75, 1.0, 1.0, 0.55, 0.1]),
+    ],
+)
 def test_sft_warmup_and_min_steps_are_where_the_rate_rises_and_where_it_ends(
     tiny: str, change: dict[str, Any], factors: list[float]
 ) -> None:
@@ -122,11 +131,19 @@ def test_rank_alpha_and_modules_are_the_shape_the_scale_and_the_place_of_the_ada
 
 
 def test_muon_moves_the_matrices_inside_the_layers_and_neither_embeddings_nor_an_output_head_of_its_own() -> None:
-    shapes = {"model.embed_tokens.weight": (5, 3), "model.layers.0.mlp.up.weight": (4, 3), "model.norm.weight": (3,),
-              "lm_head.weight": (5, 3)}
+    shapes = {
+        "model.embed_tokens.weight": (5, 3),
+        "model.layers.0.mlp.up.weight": (4, 3),
+        "model.norm.weight": (3,),
+        "lm_head.weight": (5, 3),
+    }
     named = [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()]
     of = {id(parameter): name for name, parameter in named}
-    moved = {type(part).__name__: [of[id(p)] for group in part.param_groups for p in group["params"]]
-             for part in muon(named, toy_sft()).parts}
-    assert moved == {"AdamW": ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"],
-                     "Muon": ["model.layers.0.mlp.up.weight"]}
+    moved = {
+        type(part).__name__: [of[id(p)] for group in part.param_groups for p in group["params"]]
+        for part in muon(named, toy_sft()).parts
+    }
+    assert moved == {
+        "AdamW": ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"],
+        "Muon": ["model.layers.0.mlp.up.weight"],
+    }

@@ -80,9 +80,13 @@ class Bench:
     """A run without a loop: a learner, a ledger and a saver."""
 
     def __init__(self, tiny: str, root: Path, call_timeout: float = 60.0, **checkpoint: Any) -> None:
-        self.config = TrainConfig(env=EnvConfig(id="none"), name="run",
-                                  cluster=ClusterConfig(backend="inline", call_timeout=call_timeout),
-                                  out=str(root), checkpoint=CheckpointConfig(**checkpoint))
+        self.config = TrainConfig(
+            env=EnvConfig(id="none"),
+            name="run",
+            cluster=ClusterConfig(backend="inline", call_timeout=call_timeout),
+            out=str(root),
+            checkpoint=CheckpointConfig(**checkpoint),
+        )
         path = root / "run"
         self.folder = RunFolder(path) if path.exists() else RunFolder.create(self.config)
         self.learner = SlowLearner(self.config, started(tiny))
@@ -201,10 +205,16 @@ def test_the_best_stays(tiny: str, tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-@pytest.mark.parametrize(("keys", "left"), [
-    ({"keep_best": 0}, [4]), ({"keep_best": 1}, [1, 4]), ({"keep_best": 2}, [1, 3, 4]),
-    ({"keep_best": 1, "best": "reward"}, [2, 4]), ({"keep_best": 0, "keep": 2}, [3, 4]),
-])
+@pytest.mark.parametrize(
+    ("keys", "left"),
+    [
+        ({"keep_best": 0}, [4]),
+        ({"keep_best": 1}, [1, 4]),
+        ({"keep_best": 2}, [1, 3, 4]),
+        ({"keep_best": 1, "best": "reward"}, [2, 4]),
+        ({"keep_best": 0, "keep": 2}, [3, 4]),
+    ],
+)
 def test_every_key_of_keeping_changes_what_is_left(tiny: str, tmp_path: Path, keys: dict[str, Any], left: list[int]) -> None:
     async def body() -> None:
         bench = Bench(tiny, tmp_path, **{"keep": 1, **keys})

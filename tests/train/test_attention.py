@@ -19,9 +19,7 @@ def offsets_for(lengths: list[int]) -> torch.Tensor:
 
 def attend(lengths: list[int], heads: int, kv_heads: int, inputs: list[torch.Tensor]) -> torch.Tensor:
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in inputs)
-    out, _ = packed_attention(
-        torch.nn.Identity(), query, key, value, None, packed=packed_rows(offsets_for(lengths)), scaling=0.3
-    )
+    out, _ = packed_attention(torch.nn.Identity(), query, key, value, None, packed=packed_rows(offsets_for(lengths)), scaling=0.3)
     return out[0]
 
 
@@ -31,9 +29,7 @@ def attend(lengths: list[int], heads: int, kv_heads: int, inputs: list[torch.Ten
     kv_heads=st.sampled_from([1, 2, 4]),
     seed=st.integers(0, 99),
 )
-def test_values_and_gradients_are_those_of_one_row_at_a_time(
-    lengths: list[int], kv_heads: int, seed: int
-) -> None:
+def test_values_and_gradients_are_those_of_one_row_at_a_time(lengths: list[int], kv_heads: int, seed: int) -> None:
     torch.manual_seed(seed)
     total = sum(lengths)
     inputs = [torch.randn(total, heads, 8, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
@@ -90,10 +86,7 @@ def test_control_transformers_own_attention_leaks_here(tiny: str) -> None:
     ids = torch.randint(7, 400, (22,), generator=torch.Generator().manual_seed(0))
     other = torch.cat([(ids[:9] + 1) % 400, ids[9:]])
     with torch.no_grad():
-        a, b = (
-            model.model(input_ids=x[None], position_ids=positions(offsets)[None]).last_hidden_state[0]
-            for x in (ids, other)
-        )
+        a, b = (model.model(input_ids=x[None], position_ids=positions(offsets)[None]).last_hidden_state[0] for x in (ids, other))
     assert (a[9:] - b[9:]).abs().max() > 1e-3
 
 

@@ -92,11 +92,19 @@ COMPARED = ("loss", "grad_norm", "tokens_trained", "episodes_trained", "minibatc
 @pytest.mark.parametrize(("loss", "mode"), list(itertools.product(POLICY_LOSSES, MODES)))
 def test_leaving_rows_out_changes_no_step(tiny: str, monkeypatch: pytest.MonkeyPatch, loss: str, mode: str) -> None:
     """Several ledgers an episode, a correction that rejects tokens, T = 0.7, two epochs, whole minibatches without advantage."""
-    correction = Choice(name="reject_sequence", args={"low": 0.9, "high": 1.2}) if loss == "decoupled_ppo" else Choice(
-        name="masked", args={"cap": 1.2})
+    correction = (
+        Choice(name="reject_sequence", args={"low": 0.9, "high": 1.2})
+        if loss == "decoupled_ppo"
+        else Choice(name="masked", args={"cap": 1.2})
+    )
     algorithm = AlgorithmConfig(
-        loss=Choice(name=loss, args=ARGS.get(loss, {})), aggregate=mode, length_norm=50 if mode.endswith("norm") else None,
-        minibatch=3, epochs=2, proximal="recompute", correction=correction,
+        loss=Choice(name=loss, args=ARGS.get(loss, {})),
+        aggregate=mode,
+        length_norm=50 if mode.endswith("norm") else None,
+        minibatch=3,
+        epochs=2,
+        proximal="recompute",
+        correction=correction,
     )
     (one, left), (all_rows, right) = both(tiny, several(), algorithm, monkeypatch, temperature=0.7)
     assert one["tokens_computed"] < 0.6 * all_rows["tokens_computed"]
@@ -121,8 +129,13 @@ def test_one_of_four_groups_that_teaches_gives_the_gradient_of_a_kl_term_next_to
     batch["advantages"].values()[int(offsets_of(batch["advantages"])[4]) :] = 0
     found = []
     for coef in (0.0, 1e-12):
-        algorithm = AlgorithmConfig(minibatch=16, aggregate=mode, kl=KlConfig(coef=coef), loss=Choice(name="reinforce"),
-                                    length_norm=64 if mode.endswith("norm") else None)
+        algorithm = AlgorithmConfig(
+            minibatch=16,
+            aggregate=mode,
+            kl=KlConfig(coef=coef),
+            loss=Choice(name="reinforce"),
+            length_norm=64 if mode.endswith("norm") else None,
+        )
         found.append(start(tiny, max_grad_norm=1e9).run(Actor.update, batch, algorithm))
     assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=1e-5)
     assert found[0]["tokens_computed"] < found[1]["tokens_computed"] == found[1]["tokens_trained"]
@@ -165,12 +178,16 @@ def by_hand(tiny: str, batch: TensorDict, mode: str, length: float) -> tuple[flo
         ids = batch["token_ids"][row]
         table = torch.log_softmax(model(ids[None]).logits[0], -1)
         part = -(table[:-1].gather(1, ids[1:, None]).squeeze(1) * batch["advantages"][row][1:].double()).sum()
-        total = total + part / {
-            "token_mean": sum(tokens.values()),
-            "seq_mean_token_sum": len(tokens),
-            "seq_mean_token_mean": len(tokens) * tokens[episode[row]],
-            "seq_mean_token_sum_norm": len(tokens) * length,
-        }[mode]
+        total = (
+            total
+            + part
+            / {
+                "token_mean": sum(tokens.values()),
+                "seq_mean_token_sum": len(tokens),
+                "seq_mean_token_mean": len(tokens) * tokens[episode[row]],
+                "seq_mean_token_sum_norm": len(tokens) * length,
+            }[mode]
+        )
     total.backward()
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
     return total.item(), norm.item()
@@ -181,8 +198,9 @@ def by_hand(tiny: str, batch: TensorDict, mode: str, length: float) -> tuple[flo
 def test_an_episode_counts_once_however_many_ledgers_it_has(tiny: str, mode: str, cap: int) -> None:
     batch = several(groups=2, size=3, teaching=1)
     assert np.bincount(episodes_of(batch)).tolist() == [1, 2, 3, 2, 3, 1]
-    algorithm = AlgorithmConfig(minibatch=6, aggregate=mode, loss=Choice(name="reinforce"),
-                                length_norm=37 if mode.endswith("norm") else None)
+    algorithm = AlgorithmConfig(
+        minibatch=6, aggregate=mode, loss=Choice(name="reinforce"), length_norm=37 if mode.endswith("norm") else None
+    )
     metrics = start(tiny, max_grad_norm=1e9, micro_tokens=cap).run(Actor.update, batch, algorithm)
     loss, norm = by_hand(tiny, batch, mode, 37)
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
@@ -258,8 +276,9 @@ def test_the_critic_counts_an_episode_once_and_every_row(tiny: str) -> None:
     critic = launch(Critic, backend="inline", world_size=1)
     critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(max_grad_norm=1e9), toy_critic(clip=None))
     plain = {name: batch[name] for name in batch.keys() if name != "weights"}  # noqa: SIM118
-    metrics = critic.run(Critic.update, TensorDict(plain, batch_size=[len(batch)]),
-                         AlgorithmConfig(minibatch=6, aggregate="seq_mean_token_mean"))
+    metrics = critic.run(
+        Critic.update, TensorDict(plain, batch_size=[len(batch)]), AlgorithmConfig(minibatch=6, aggregate="seq_mean_token_mean")
+    )
     episode = episodes_of(batch)
     rows = torch.repeat_interleave(torch.from_numpy(episode), offsets.diff())
     loss = sum(float(returns[sampled & (rows == number)].square().mean()) / 2 / 6 for number in range(6))
@@ -278,8 +297,14 @@ def test_rows_of_one_ledger_fall_into_the_minibatches_of_their_rows() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_update_whose_tokens_are_all_rejected_trains_none_and_leaves_the_weights(tiny: str, mode: str) -> None:
-    algorithm = AlgorithmConfig(minibatch=6, aggregate=mode, length_norm=9 if mode.endswith("norm") else None,
-                                proximal="recompute", correction=Choice(name="masked", args={"cap": 1e-6}), entropy_bonus=0.1)
+    algorithm = AlgorithmConfig(
+        minibatch=6,
+        aggregate=mode,
+        length_norm=9 if mode.endswith("norm") else None,
+        proximal="recompute",
+        correction=Choice(name="masked", args={"cap": 1e-6}),
+        entropy_bonus=0.1,
+    )
     actor = start(tiny)
     before = weights(actor)
     metrics = actor.run(Actor.update, several(), algorithm)

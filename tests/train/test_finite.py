@@ -53,8 +53,9 @@ def start(tiny: str, **optim: Any) -> Any:
 
 
 def opened(tiny: str, algorithm: AlgorithmConfig, critic: CriticConfig | None = None) -> Learner:
-    config = TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"), algorithm=algorithm, critic=critic,
-                         optim=toy_optim())
+    config = TrainConfig(
+        env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"), algorithm=algorithm, critic=critic, optim=toy_optim()
+    )
     learner = Learner(config, start(tiny))
     asyncio.run(learner.open(tiny))
     return learner
@@ -240,8 +241,20 @@ def test_a_run_whose_rewards_overflow_keeps_weights_and_checkpoints(tmp_path: Pa
     root = {"use": "cost.tokens", "args": {"max": 120}, "scale": [1e39, 2e39]}
     right = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
     spec.write_text(json.dumps({"agentrl_reward": 1, "name": "huge", "success": right, "root": root}))
-    text = train(tmp_path, *small(tmp_path, "huge", "cluster.backend=inline", f"env.reward={spec}", "steps=6",
-                                  "checkpoint.keep=1", "checkpoint.every=1", "checkpoint.keep_best=0"), code=2)
+    text = train(
+        tmp_path,
+        *small(
+            tmp_path,
+            "huge",
+            "cluster.backend=inline",
+            f"env.reward={spec}",
+            "steps=6",
+            "checkpoint.keep=1",
+            "checkpoint.every=1",
+            "checkpoint.keep_best=0",
+        ),
+        code=2,
+    )
     assert "reward of (group 9, member 0, ledger 0)" in text  # three groups a step
     folder = tmp_path / "huge"
     assert [row["skipped_steps"] for row in rows(folder) if row["phase"] == "train"] == [1.0] * MAX_SKIPPED

@@ -92,8 +92,14 @@ def batches(tiny: str) -> list[TensorDict]:
 
 def settings(optim: dict[str, Any] | None = None, algorithm: dict[str, Any] | None = None, **top: Any) -> TrainConfig:
     base = {"minibatch": 4, "advantage": Choice(name="dr_grpo")}
-    return TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"), steps=TOTAL,
-                       optim=toy_optim(**(optim or {})), algorithm=AlgorithmConfig(**{**base, **(algorithm or {})}), **top)
+    return TrainConfig(
+        env=EnvConfig(id="none"),
+        cluster=ClusterConfig(backend="inline"),
+        steps=TOTAL,
+        optim=toy_optim(**(optim or {})),
+        algorithm=AlgorithmConfig(**{**base, **(algorithm or {})}),
+        **top,
+    )
 
 
 def named(group: Any) -> dict[str, torch.Tensor]:
@@ -127,9 +133,12 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
     return sum(float((one[name] - other[name]).abs().sum()) for name in one)
 
 
-CASES = {**{key: settings(optim=change) for key, change in OPTIM.items()},
-         **{key: settings(algorithm=change) for key, change in ALGORITHM.items()},
-         "nothing": settings(), "seed": settings(seed=1)}
+CASES = {
+    **{key: settings(optim=change) for key, change in OPTIM.items()},
+    **{key: settings(algorithm=change) for key, change in ALGORITHM.items()},
+    "nothing": settings(),
+    "seed": settings(seed=1),
+}
 
 
 @pytest.mark.parametrize("key", CASES)
@@ -153,11 +162,17 @@ def test_a_key_moves_the_weights_as_the_plain_trainer_does(tiny: str, key: str) 
 # -- the rate of each step -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("change", "rates"), [
-    ({}, [1e-3, 1e-3, 1e-3]), ({"lr": 4e-3}, [4e-3, 4e-3, 4e-3]), ({"warmup": 4}, [2.5e-4, 5e-4, 7.5e-4]),
-    ({"schedule": "linear"}, [1e-3, 7.5e-4, 5e-4]), ({"schedule": "cosine"}, [1e-3, 8.5355339e-4, 5e-4]),
-    ({"schedule": "linear", "warmup": 2}, [5e-4, 1e-3, 1e-3]),
-])
+@pytest.mark.parametrize(
+    ("change", "rates"),
+    [
+        ({}, [1e-3, 1e-3, 1e-3]),
+        ({"lr": 4e-3}, [4e-3, 4e-3, 4e-3]),
+        ({"warmup": 4}, [2.5e-4, 5e-4, 7.5e-4]),
+        ({"schedule": "linear"}, [1e-3, 7.5e-4, 5e-4]),
+        ({"schedule": "cosine"}, [1e-3, 8.5355339e-4, 5e-4]),
+        ({"schedule": "linear", "warmup": 2}, [5e-4, 1e-3, 1e-3]),
+    ],
+)
 def test_the_first_optimizer_step_of_each_rate_is_the_rate_against_the_sign_of_the_gradient(
     tiny: str, change: dict[str, Any], rates: list[float]
 ) -> None:
@@ -207,7 +222,11 @@ def test_micro_tokens_bounds_every_micro_batch_and_changes_no_weight(
 # -- the critic ------------------------------------------------------------------------------------
 
 CRITIC: dict[str, dict[str, Any]] = {
-    "nothing": {}, "lr": {"lr": 3e-3}, "clip": {"clip": 0.005}, "clip, none": {"clip": None}, "epochs": {"epochs": 3},
+    "nothing": {},
+    "lr": {"lr": 3e-3},
+    "clip": {"clip": 0.005},
+    "clip, none": {"clip": None},
+    "epochs": {"epochs": 3},
 }
 
 
@@ -232,8 +251,10 @@ def test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does(tiny: str
     section = toy_critic(**{"lr": 1e-3, "clip": 0.02, **CRITIC[key]})
     critic = launch(Critic, backend="inline", world_size=1)
     critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(warmup=2), section, TOTAL)
-    rows = [critic.run(Critic.update, valued(batch, step), AlgorithmConfig(minibatch=4), step=step)
-            for step, batch in enumerate(batches(tiny))]
+    rows = [
+        critic.run(Critic.update, valued(batch, step), AlgorithmConfig(minibatch=4), step=step)
+        for step, batch in enumerate(batches(tiny))
+    ]
     batch = batches(tiny)[0]
     found = critic.run(Critic.compute_values, batch)["values"].values()[batch["sampled"].values()]
     by_hand = [critic_by_hand(tiny, one) for one in (section, toy_critic(lr=1e-3, clip=0.02))]

@@ -158,9 +158,7 @@ def test_kl_in_the_reward_is_taken_off_each_token() -> None:
     batch["ref_logprobs"] = torch.nested.nested_tensor_from_jagged(
         batch["logprobs"].values() - 0.5 * sampled, batch["token_ids"].offsets()
     )
-    algorithm = AlgorithmConfig(
-        advantage=Choice(name="reinforce_pp"), kl=KlConfig(coef=0.2, kind="k1", where="reward")
-    )
+    algorithm = AlgorithmConfig(advantage=Choice(name="reinforce_pp"), kl=KlConfig(coef=0.2, kind="k1", where="reward"))
     out, metrics = with_advantages(batch, algorithm, 0.2)
     assert metrics["kl_reward"] == pytest.approx(0.5, abs=1e-5)
     plain, _ = with_advantages(batch, algorithm.model_copy(update={"kl": KlConfig()}), 0.0)
@@ -226,9 +224,7 @@ def test_combinations_that_mean_nothing(sections: dict[str, Any], message: str) 
 
 def test_rejected_tokens_are_part_of_the_mismatch(tiny: str) -> None:
     """What a correction rejects lies furthest off: left out, it would hide what the number is there to show."""
-    algorithm = AlgorithmConfig(
-        minibatch=6, proximal="recompute", correction=Choice(name="masked_sequence", args={"cap": 2.0})
-    )
+    algorithm = AlgorithmConfig(minibatch=6, proximal="recompute", correction=Choice(name="masked_sequence", args={"cap": 2.0}))
     learner = opened(tiny, config_of(algorithm=algorithm))
     batch = collate(trajectories(8))
     own = learner.actors.run(Actor.compute_logprob, batch)["logprobs"].values()
@@ -243,9 +239,7 @@ def test_rejected_tokens_are_part_of_the_mismatch(tiny: str) -> None:
 
 
 def test_rejected_tokens_leave_every_count(tiny: str) -> None:
-    algorithm = AlgorithmConfig(
-        minibatch=16, proximal="recompute", correction=Choice(name="masked", args={"cap": 1.0})
-    )
+    algorithm = AlgorithmConfig(minibatch=16, proximal="recompute", correction=Choice(name="masked", args={"cap": 1.0}))
     learner = opened(tiny, config_of(algorithm=algorithm))
     batch = own_logprobs(learner)
     proximal = learner.actors.run(Actor.compute_logprob, batch)["logprobs"].values()

@@ -20,9 +20,7 @@ from agentrl.train.actor import Actor
 ALGORITHM = AlgorithmConfig(minibatch=6)
 
 
-def start(
-    tiny: str, model: ModelConfig, ranks: int = 1, mesh: dict[str, int] | None = None
-) -> WorkerGroup[Actor]:
+def start(tiny: str, model: ModelConfig, ranks: int = 1, mesh: dict[str, int] | None = None) -> WorkerGroup[Actor]:
     backend = "ray" if ranks > 1 else "inline"
     group = launch(Actor, backend=backend, world_size=ranks, name=f"actor{ranks}", num_cpus=0.25, mesh=mesh)
     group.run(Actor.init_model, tiny, model, toy_optim(micro_tokens=150))
@@ -86,9 +84,7 @@ def test_lora_trains_adapters_alone_and_publishes_merged(tiny: str, tmp_path: Pa
     group.run(Actor.export_hf, str(tmp_path / "merged"))
     batch = make_batch(4, seed=9)
     adapted = group.run(Actor.compute_logprob, batch)["logprobs"].values()
-    merged = (
-        start(str(tmp_path / "merged"), ModelConfig()).run(Actor.compute_logprob, batch)["logprobs"].values()
-    )
+    merged = start(str(tmp_path / "merged"), ModelConfig()).run(Actor.compute_logprob, batch)["logprobs"].values()
     assert torch.allclose(adapted, merged, atol=1e-5)
     control = start(tiny, ModelConfig()).run(Actor.compute_logprob, batch)["logprobs"].values()
     assert not torch.allclose(adapted, control, atol=1e-4)
@@ -130,9 +126,7 @@ def ray_up() -> Iterator[None]:
     [(4, {"dp": 2, "sp": 2}, ModelConfig(sequence_parallel=2, replicas=2))],
     ids=["ulysses and hsdp"],
 )
-def test_against_one_rank(
-    ray_up: None, tiny: str, tmp_path: Path, ranks: int, mesh: dict[str, int], model: ModelConfig
-) -> None:
+def test_against_one_rank(ray_up: None, tiny: str, tmp_path: Path, ranks: int, mesh: dict[str, int], model: ModelConfig) -> None:
     one = start(tiny, ModelConfig())
     with start(tiny, model, ranks, mesh) as many:
         for step in range(2):

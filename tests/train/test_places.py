@@ -45,8 +45,10 @@ def ranks(backend: str, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("replicas", "mesh", "share"), [(1, {"shard": 8}, 8), (2, {"replicate": 2, "shard": 4}, 4),
-                                                         (8, {"replicate": 8, "shard": 1}, 1)])
+@pytest.mark.parametrize(
+    ("replicas", "mesh", "share"),
+    [(1, {"shard": 8}, 8), (2, {"replicate": 2, "shard": 4}, 4), (8, {"replicate": 8, "shard": 1}, 1)],
+)
 @pytest.mark.parametrize("parallel", [1, 2, 4])
 def test_the_meshes_of_replicas_and_sequence_parallel(
     tiny: str, replicas: int, mesh: dict[str, int], share: int, parallel: int
@@ -106,13 +108,20 @@ def test_what_starts_a_role_gets_the_keys_of_the_cluster(monkeypatch: pytest.Mon
     monkeypatch.setattr(learner, "launch", launch)
     monkeypatch.setattr("agentrl.cluster.placement.Pools", lambda *args: args)
     cluster = ClusterConfig(backend="ray", actors=3, startup_timeout=7.0, call_timeout=9.0)
-    config = TrainConfig(env=EnvConfig(id="none"), cluster=cluster, critic=toy_critic(),
-                         algorithm=AlgorithmConfig(advantage=Choice(name="gae"), kl=KlConfig(coef=0.1)))
+    config = TrainConfig(
+        env=EnvConfig(id="none"),
+        cluster=cluster,
+        critic=toy_critic(),
+        algorithm=AlgorithmConfig(advantage=Choice(name="gae"), kl=KlConfig(coef=0.1)),
+    )
     actors = places.start_actors(config, None)
     asyncio.run(learner.Learner(config, actors).open("model"))
     common = {"backend": "ray", "world_size": 3, "mesh": {"dp": 3, "sp": 1}, "call_timeout": 9.0}
-    assert seen == {"actor": {**common, "startup_timeout": 7.0}, "critic": {**common, "on": actors},
-                    "reference": {**common, "on": actors}}
+    assert seen == {
+        "actor": {**common, "startup_timeout": 7.0},
+        "critic": {**common, "on": actors},
+        "reference": {**common, "on": actors},
+    }
     pooled = cluster.model_copy(update={"pools": {"p": PoolConfig()}, "roles": {"critic": "p"}})
     changed = config.model_copy(update={"cluster": pooled})
     assert places.open_pools(changed, "embedded") == (pooled, ["critic"], 9.0)
@@ -155,8 +164,9 @@ def test_vllm_gets_room_for_an_adapter_of_the_rank_and_only_where_one_is_publish
 ) -> None:
     """vLLM has room for ranks of 8, 16, 32, ... : the least that holds the adapter's."""
     monkeypatch.setattr(engines, "model_context", lambda model: 4096)
-    config = TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(lora=LoraSection(rank=rank)),
-                         weights=WeightsConfig(lora=published))
+    config = TrainConfig(
+        env=EnvConfig(id="none"), model=ModelConfig(lora=LoraSection(rank=rank)), weights=WeightsConfig(lora=published)
+    )
     engine: Any = engines.make_engine("vllm", "model", config)
     options = engine._replicas._options
     assert (options.get("max_lora_rank"), options.get("enable_lora", False)) == (room, room is not None)

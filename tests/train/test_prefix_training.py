@@ -69,8 +69,15 @@ def groups_of(sizes: tuple[int, ...], prompt: int = 40, seed: int = 0) -> Tensor
     return batch.update({name: jagged(column, offsets_of(sampled)) for name, column in columns.items()})
 
 
-def start(cls: type, tiny: str, ranks: int = 1, cap: int = 4096, name: str = "x", mesh: dict[str, int] | None = None,
-          model: ModelConfig | None = None) -> WorkerGroup:
+def start(
+    cls: type,
+    tiny: str,
+    ranks: int = 1,
+    cap: int = 4096,
+    name: str = "x",
+    mesh: dict[str, int] | None = None,
+    model: ModelConfig | None = None,
+) -> WorkerGroup:
     backend = "ray" if ranks > 1 else "inline"
     group = launch(cls, backend=backend, world_size=ranks, name=name, num_cpus=0.25, mesh=mesh)
     more = (toy_critic(),) if cls is Critic else ()
@@ -152,8 +159,13 @@ def test_auto_is_off_where_a_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=40), st.integers(1, 12),
-       st.integers(1, 5), st.booleans(), st.sampled_from([1.0, 1.5]))
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=40),
+    st.integers(1, 12),
+    st.integers(1, 5),
+    st.booleans(),
+    st.sampled_from([1.0, 1.5]),
+)
 def test_groups_are_kept_or_split_and_trees_stay_together(
     rows: list[tuple[int, int]], size: int, ranks: int, kept: bool, share_from: float
 ) -> None:
@@ -198,8 +210,16 @@ def test_the_key_groups_keeps_a_group_in_one_minibatch_and_on_one_rank(groups: s
     homes: dict[int, set[tuple[int, int]]] = {}
     for group, part, rank in zip(planned["group"], planned["minibatch"], planned["dp_rank"], strict=True):
         homes.setdefault(int(group), set()).add((int(part), int(rank)))
-    sizes = [len({(int(g), int(m)) for g, m, part in zip(planned["group"], planned["member"], planned["minibatch"], strict=True)
-                  if part == number}) for number in range(3)]
+    sizes = [
+        len(
+            {
+                (int(g), int(m))
+                for g, m, part in zip(planned["group"], planned["member"], planned["minibatch"], strict=True)
+                if part == number
+            }
+        )
+        for number in range(3)
+    ]
     assert sizes == [8, 8, 8] and int(planned["minibatch"].max()) == 2
     assert {len(places) for places in homes.values()} == {1} if groups == "kept" else max(map(len, homes.values())) > 2
 

@@ -77,9 +77,7 @@ async def test_fsdp_ranks_into_tensor_parallel_workers(ray_up: None, tiny: str, 
     assert actors.run(Counting.most_whole) == (1, 3)  # of two layers and the rest
     actors.run(Actor.export_hf, str(tmp_path / "export"))
     # max_respawns: the driver keeps a copy of what comes, so it is a third receiver
-    engine = VllmEngine(
-        str(tmp_path / "export"), tensor_parallel=2, kv_cache_mib=32, max_model_len=512, max_respawns=1
-    )
+    engine = VllmEngine(str(tmp_path / "export"), tensor_parallel=2, kv_cache_mib=32, max_model_len=512, max_respawns=1)
     await engine.start()
     try:
         # the export, in vLLM and in plain transformers

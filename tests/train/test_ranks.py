@@ -28,8 +28,14 @@ def out(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     here = Path(__file__).parent
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, str(here / "ranks.py"), str(folder), tiny], env=env, timeout=400,
-                          capture_output=True, text=True, start_new_session=True)
+    done = subprocess.run(
+        [sys.executable, str(here / "ranks.py"), str(folder), tiny],
+        env=env,
+        timeout=400,
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -71,9 +71,12 @@ def test_the_advantages_are_those_of_the_reward_and_weight_times_the_score(
     tiny: str, classifier: str, monkeypatch: pytest.MonkeyPatch, weight: float
 ) -> None:
     """What the actor is given, against plain transformers: reward + weight x score, less the mean of its group of four."""
-    config = TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"),
-                         algorithm=AlgorithmConfig(advantage=Choice(name="dr_grpo")),
-                         reward_model=RewardModelConfig(path=classifier, weight=weight))
+    config = TrainConfig(
+        env=EnvConfig(id="none"),
+        cluster=ClusterConfig(backend="inline"),
+        algorithm=AlgorithmConfig(advantage=Choice(name="dr_grpo")),
+        reward_model=RewardModelConfig(path=classifier, weight=weight),
+    )
     actors = launch(Actor, backend="inline", world_size=1)
     actors.run(Actor.init_model, tiny, config.model, config.optim)
     learner, batch = Learner(config, actors), collate(trajectories(8))
@@ -101,9 +104,7 @@ def test_the_advantages_are_those_of_the_reward_and_weight_times_the_score(
 @pytest.mark.parametrize("weight", [0.0, 1.0, -1.0])
 def test_the_weight_decides(tiny: str, classifier: str, weight: float) -> None:
     def advantage_of(section: RewardModelConfig | None) -> float:
-        config = TrainConfig(
-            env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"), reward_model=section
-        )
+        config = TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"), reward_model=section)
         actors = launch(Actor, backend="inline", world_size=1)
         actors.run(Actor.init_model, tiny, config.model, config.optim)
         learner = Learner(config, actors)

@@ -77,10 +77,12 @@ def plain(tiny: str) -> Any:
 
 def chosen(model: Any, batch: TensorDict, temperature: float) -> torch.Tensor:
     """Logprobs of all sampled tokens, [M]."""
-    return torch.cat([
-        table.gather(1, batch["token_ids"][row][batch["sampled"][row]][:, None]).squeeze(1)
-        for row, table in enumerate(tables(model, batch, temperature))
-    ])
+    return torch.cat(
+        [
+            table.gather(1, batch["token_ids"][row][batch["sampled"][row]][:, None]).squeeze(1)
+            for row, table in enumerate(tables(model, batch, temperature))
+        ]
+    )
 
 
 # -- entropy bonus ---------------------------------------------------------------------------------
@@ -337,8 +339,9 @@ def test_the_coefficient_is_steered_by_episodes_and_only_where_the_policy_learns
 
 def test_a_penalty_in_the_reward_is_steered_by_what_was_taken_off(tiny: str) -> None:
     """The engine's policy lies 2 from the reference, the trainer's at it; target 1: the penalty, which is of the first, grows."""
-    algorithm = AlgorithmConfig(advantage=Choice(name="reinforce_pp"), minibatch=8,
-                                kl=KlConfig(coef=0.1, target=1.0, horizon=20, where="reward"))
+    algorithm = AlgorithmConfig(
+        advantage=Choice(name="reinforce_pp"), minibatch=8, kl=KlConfig(coef=0.1, target=1.0, horizon=20, where="reward")
+    )
     learner = opened(tiny, config_of(algorithm=algorithm))
     batch = collate(trajectories(8))
     now = learner.actors.run(Actor.compute_logprob, batch)["logprobs"].values()
@@ -360,8 +363,13 @@ def test_a_penalty_in_the_reward_is_steered_by_what_was_taken_off(tiny: str) -> 
 def test_what_would_mean_nothing_or_count_twice_is_refused(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_learner(config_of(algorithm=AlgorithmConfig(**sections)))
-    check_learner(config_of(algorithm=AlgorithmConfig(loss=Choice(name="decoupled_ppo"), proximal="recompute",
-                                                      correction=Choice(name="reject_sequence"))))
+    check_learner(
+        config_of(
+            algorithm=AlgorithmConfig(
+                loss=Choice(name="decoupled_ppo"), proximal="recompute", correction=Choice(name="reject_sequence")
+            )
+        )
+    )
 
 
 def test_the_constant_length_is_what_an_episode_may_sample() -> None:

@@ -69,9 +69,7 @@ def test_two_ranks_train_as_one_and_load_as_one(two: WorkerGroup[Actor], tiny: s
     back = weights(resumed)
     assert all(torch.equal(back[n], theirs[n]) for n in back)
     batch = make_batch(11, seed=5)
-    agree(
-        resumed.run(Actor.update, batch, ALGORITHM, step=3), two.run(Actor.update, batch, ALGORITHM, step=3)
-    )
+    agree(resumed.run(Actor.update, batch, ALGORITHM, step=3), two.run(Actor.update, batch, ALGORITHM, step=3))
     mine, theirs = weights(resumed), weights(two)  # by name: how a model is cut decides the order they come in
     assert mine.keys() == theirs.keys()
     assert max((mine[n] - theirs[n]).abs().max().item() for n in mine) < 1e-5

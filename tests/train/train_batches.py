@@ -28,9 +28,7 @@ def trajectories(count: int, seed: int = 0, longest: int = 40) -> list[Trajector
             ids = rng.integers(7, 400, size=n).tolist()
             ledger.append_sampled(ids, (-6 + 0.3 * rng.standard_normal(n)).tolist(), [0] * n, turn)
         task = Task(id=f"t{index // 4}", seed=index // 4)
-        found.append(
-            Trajectory("made-up", task, member=index % 4, ledgers=[ledger], reward=float(rng.integers(0, 2)))
-        )
+        found.append(Trajectory("made-up", task, member=index % 4, ledgers=[ledger], reward=float(rng.integers(0, 2))))
     return found
 
 

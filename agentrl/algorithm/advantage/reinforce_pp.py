@@ -11,9 +11,7 @@ from agentrl.algorithm.ragged import discounted, zscores
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
 
-def reinforce_pp(
-    batch: AdvantageInput, *, gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
-) -> AdvantageOutput:
+def reinforce_pp(batch: AdvantageInput, *, gamma: Annotated[float, Field(ge=0, le=1)] = 1.0) -> AdvantageOutput:
     """G_t = r_t + gamma G_(t+1), then (G - mean) / std over the sampled tokens of all scored episodes.
 
     Steps go from sampled token to sampled token over all ledgers of an episode. The paper has gamma = 1 and

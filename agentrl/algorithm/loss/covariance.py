@@ -55,9 +55,7 @@ def kl_cov(batch: LossInput, *, share: Share = 2e-3, coefficient: Coefficient = 
     ratio = torch.exp(delta)
     picked = _picked(batch)
     penalty = torch.where(picked, coefficient * delta.abs(), torch.zeros_like(delta))
-    return LossOutput(
-        -batch.advantages * ratio + penalty, {"ratio": ratio.detach(), "picked": picked.float()}
-    )
+    return LossOutput(-batch.advantages * ratio + penalty, {"ratio": ratio.detach(), "picked": picked.float()})
 
 
 def picks_of(name: str, args: dict[str, float]) -> Picks | None:

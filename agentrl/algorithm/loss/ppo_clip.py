@@ -16,9 +16,7 @@ Clip = Annotated[float, Field(ge=0)]
 DualClip = Annotated[float, Field(gt=1)]
 
 
-def ppo_clip(
-    batch: LossInput, *, clip_low: Clip = 0.2, clip_high: Clip = 0.2, dual_clip: DualClip | None = 3.0
-) -> LossOutput:
+def ppo_clip(batch: LossInput, *, clip_low: Clip = 0.2, clip_high: Clip = 0.2, dual_clip: DualClip | None = 3.0) -> LossOutput:
     """-min(r A, clip(r, 1 - low, 1 + high) A), and at most -dual_clip * A where A < 0; r = theta / old."""
     ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))
     return clipped_surrogate(ratio, batch.advantages, clip_low, clip_high, dual_clip)

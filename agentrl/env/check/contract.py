@@ -71,13 +71,9 @@ def _transcript(subject: Subject, seed: int) -> str:
     env.close()
     for turn_record in record.turns:
         for index, result in enumerate(turn_record.results):
-            turn_record.results[index] = type(result)(
-                result.call_id, result.name, result.content, None, result.error
-            )
+            turn_record.results[index] = type(result)(result.call_id, result.name, result.content, None, result.error)
     row = record.to_json()
-    return json.dumps(
-        {key: row[key] for key in ("task", "messages", "turns", "tools", "state")}, sort_keys=True
-    )
+    return json.dumps({key: row[key] for key in ("task", "messages", "turns", "tools", "state")}, sort_keys=True)
 
 
 def _first_difference(one: str, two: str) -> str:
@@ -120,13 +116,9 @@ def check_process(subject: Subject) -> str:
         env={**os.environ, "PYTHONHASHSEED": "12345"},
     )
     if done.returncode:
-        raise CheckFailed(
-            f"it does not build elsewhere: {done.stderr.decode(errors='replace').strip()[-300:]}"
-        )
+        raise CheckFailed(f"it does not build elsewhere: {done.stderr.decode(errors='replace').strip()[-300:]}")
     if done.stdout.decode().strip() != here:
-        raise CheckFailed(
-            "another process makes other tasks of the same seeds (set order? hash()? the clock?)"
-        )
+        raise CheckFailed("another process makes other tasks of the same seeds (set order? hash()? the clock?)")
     return f"{subject.tasks} tasks a split agree with those of another process"
 
 

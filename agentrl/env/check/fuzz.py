@@ -66,9 +66,7 @@ def _one(env: ToolEnv, tool: Tool, arguments: Any, number: int) -> int:
 def _check_answer(tool: Tool, arguments: Json, result: ToolResult) -> None:
     where = f"{tool.name}({brief(arguments)})"
     if tool.check(arguments) is not None and result.error is None:
-        raise CheckFailed(
-            f"{where}: arguments against its own schema were answered with {brief(result.content)}"
-        )
+        raise CheckFailed(f"{where}: arguments against its own schema were answered with {brief(result.content)}")
     if result.error is not None and json.loads(result.content).get("error") != result.error:
         raise CheckFailed(f"{where}: its error is not structured: {brief(result.content)}")
     result.content.encode("utf-8")
@@ -111,9 +109,7 @@ def _gold_calls(env: ToolEnv) -> dict[str, list[dict[str, Json]]]:
     return made
 
 
-def _varied(
-    parameters: Mapping[str, Json], arguments: dict[str, Json], rng: np.random.Generator, number: int
-) -> Json:
+def _varied(parameters: Mapping[str, Json], arguments: dict[str, Json], rng: np.random.Generator, number: int) -> Json:
     """A third as they are, a third with one thing changed, a third with an odd value in them."""
     kind = number % 3
     if kind == 0:

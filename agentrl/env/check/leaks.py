@@ -63,9 +63,7 @@ def _canary(subject: Subject, env: ToolEnv, task: Task, seed: int) -> int:
         return 0
     if MARK in shown:
         at = shown.index(MARK)
-        raise CheckFailed(
-            f"{describe(task)}: gold is shown to the policy: {brief(shown[max(0, at - 60) : at + 40])}"
-        )
+        raise CheckFailed(f"{describe(task)}: gold is shown to the policy: {brief(shown[max(0, at - 60) : at + 40])}")
     return 1
 
 
@@ -91,6 +89,4 @@ def _answers_in_prompts(prompts: list[tuple[str, str]]) -> None:
         return
     found = [a for a, opening in prompts if a and re.search(rf"(?<!\w){re.escape(a)}(?!\w)", opening)]
     if len(found) / len(prompts) > MOST:
-        raise CheckFailed(
-            f"the gold answer stands in {len(found)} of {len(prompts)} prompts, {found[0]!r} for one"
-        )
+        raise CheckFailed(f"the gold answer stands in {len(found)} of {len(prompts)} prompts, {found[0]!r} for one")

@@ -27,9 +27,7 @@ def check_gold(subject: Subject) -> str:
                 ended = env.step(turn)[2]
                 if ended != (number == len(turns) - 1):
                     what = "ended early" if ended else "did not end"
-                    raise CheckFailed(
-                        f"{describe(env.task)}: gold {what} at turn {number + 1} of {len(turns)}"
-                    )
+                    raise CheckFailed(f"{describe(env.task)}: gold {what} at turn {number + 1} of {len(turns)}")
             if not subject.won(env):
                 raise CheckFailed(f"{describe(env.task)}: gold scored {subject.score(env)} and is no success")
             played += 1
@@ -56,9 +54,7 @@ def _spam(subject: Subject, env: ToolEnv, seed: int) -> list[Message | str]:
     rng = subject.rng(seed)
     readers = [item for item in env.toolbox if item.options.read_only]
     calls = [
-        Message(
-            "assistant", tool_calls=(ToolCall(item.name, sample_arguments(item.signature.parameters, rng)),)
-        )
+        Message("assistant", tool_calls=(ToolCall(item.name, sample_arguments(item.signature.parameters, rng)),))
         for item in readers * 2
     ]
     return [*calls, ""]
@@ -86,8 +82,7 @@ def check_exploits(subject: Subject) -> str:
         if means[name] > limit:
             worst = values.index(max(values))
             raise CheckFailed(
-                f"{name!r} scores {means[name]:.2f} on average (allowed: {limit:.2f}), {values[worst]:.2f} "
-                f"at seed {worst}"
+                f"{name!r} scores {means[name]:.2f} on average (allowed: {limit:.2f}), {values[worst]:.2f} at seed {worst}"
             )
     shown = ", ".join(f"{name} {mean:.2f}" for name, mean in means.items())
     return f"{subject.tasks * 2} tasks each: {shown}"

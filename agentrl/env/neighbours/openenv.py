@@ -60,9 +60,7 @@ def _served_types() -> tuple[type, type, type]:
             observation, reward, terminated, truncated, info = self.env.step(action.text)
             return self._observed(observation, reward, terminated or truncated, info)
 
-        def _observed(
-            self, messages: list[Message], reward: float, done: bool, info: Mapping[str, Any]
-        ) -> Any:
+        def _observed(self, messages: list[Message], reward: float, done: bool, info: Mapping[str, Any]) -> Any:
             shown = [asdict(message) for message in messages]
             tools = self.env.toolbox.schemas()
             return TurnObservation(messages=shown, tools=tools, reward=reward, done=done, metadata=dict(info))

@@ -137,9 +137,7 @@ class VerifiersEnv(ToolEnv):
     id = "verifiers/Env-v0"
     shared = frozenset({"theirs"})
 
-    def __init__(
-        self, *, load: str = "", args: dict[str, Any] | None = None, environment: Any = None, **base: Any
-    ) -> None:
+    def __init__(self, *, load: str = "", args: dict[str, Any] | None = None, environment: Any = None, **base: Any) -> None:
         """`load`, `args`: what `verifiers.load_environment` takes; or a ready `environment`. Raises
         DependencyError without the package."""
         _require()

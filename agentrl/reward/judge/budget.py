@@ -23,11 +23,14 @@ class Budget:
                 return f"the budget of {self.limit_calls} judge calls is spent; raise reward.judge.calls"
             if self.limit_usd is not None:
                 if usd is None:
-                    return ("reward.judge.usd: the model's price is not known, so a budget in money cannot hold; set "
-                            "reward.judge.usd_per_million")
+                    return (
+                        "reward.judge.usd: the model's price is not known, so a budget in money cannot hold; set "
+                        "reward.judge.usd_per_million"
+                    )
                 if self.usd + self._reserved + usd > self.limit_usd + 1e-12:
-                    return (f"the budget of {self.limit_usd} USD for judging is spent ({self.usd:.6f} used); raise "
-                            "reward.judge.usd")
+                    return (
+                        f"the budget of {self.limit_usd} USD for judging is spent ({self.usd:.6f} used); raise reward.judge.usd"
+                    )
             self.calls += 1
             self._reserved += usd or 0.0
             return None

@@ -218,9 +218,7 @@ def _verdict(response: Any, request: VerdictRequest) -> Json:
         verdict = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise _Fault(f"the judge's answer is not JSON: {text[:120]!r}", again=True) from error
-    fault = jsonschema.exceptions.best_match(
-        jsonschema.Draft202012Validator(request.schema).iter_errors(verdict)
-    )
+    fault = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(request.schema).iter_errors(verdict))
     if fault is not None:
         raise _Fault(f"the judge's verdict does not fit its schema: {fault.message[:200]}", again=True)
     return verdict

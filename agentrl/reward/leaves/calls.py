@@ -55,9 +55,7 @@ class CallsNone(Leaf):
 
     kind: ClassVar[str] = "calls.none"
     formula: ClassVar[str] = "1 where no call (of `names`, if given) was made, else 0"
-    schema: ClassVar[dict[str, Any]] = object_schema(
-        {"names": {"type": "array", "items": {"type": "string"}, "minItems": 1}}
-    )
+    schema: ClassVar[dict[str, Any]] = object_schema({"names": {"type": "array", "items": {"type": "string"}, "minItems": 1}})
     example: ClassVar[dict[str, Any]] = {"names": ["delete_account"]}
 
     def read(self, view: View, args: Args) -> Reading:
@@ -68,11 +66,7 @@ class CallsNone(Leaf):
 
 def _parameters(view: View) -> dict[str, Json]:
     tools = [tool.get("function") for tool in view.trajectory.tools]
-    found = {
-        tool["name"]: tool.get("parameters", {})
-        for tool in tools
-        if isinstance(tool, Mapping) and "name" in tool
-    }
+    found = {tool["name"]: tool.get("parameters", {}) for tool in tools if isinstance(tool, Mapping) and "name" in tool}
     if not found:
         raise UnscorableError("the trajectory holds no tool schemas")
     return found

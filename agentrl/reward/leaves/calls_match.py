@@ -60,9 +60,7 @@ class CallsMatch(Leaf):
         self.rule = CallRule(self.form, str(args.get("arguments", "exact")), values)
         if self.assign == "greedy" and self.order != "free":
             raise ValueError("assign: greedy pairs calls only where order is free")
-        if self.credit == "toolrl" and (
-            self.order != "free" or self.form != "literal" or "arguments" in args
-        ):
+        if self.credit == "toolrl" and (self.order != "free" or self.form != "literal" or "arguments" in args):
             raise ValueError("credit: toolrl goes with order free, form literal and no 'arguments'")
 
     def read(self, view: View, args: Args) -> Reading:
@@ -126,9 +124,7 @@ def _ratio(total: float, made: int, gold: int, compare: str) -> float:
     return min(total / size, 1.0)
 
 
-def _evidence(
-    made: Sequence[Made], gold: Sequence[GoldCall], pairs: assign.Pairs, credit: Credit
-) -> dict[str, Any]:
+def _evidence(made: Sequence[Made], gold: Sequence[GoldCall], pairs: assign.Pairs, credit: Credit) -> dict[str, Any]:
     paired_made, paired_gold = {i for i, _ in pairs}, {j for _, j in pairs}
     return {
         "made": len(made),

@@ -91,8 +91,7 @@ class CostUsd(_Cost):
 
     kind: ClassVar[str] = "cost.usd"
     formula: ClassVar[str] = (
-        "as the other costs, used = (prompt tokens * per_million_prompt + sampled tokens * "
-        "per_million_sampled) / 1e6"
+        "as the other costs, used = (prompt tokens * per_million_prompt + sampled tokens * per_million_sampled) / 1e6"
     )
     schema: ClassVar[dict[str, Any]] = object_schema(
         {

@@ -26,9 +26,7 @@ class JudgeLeaf(Leaf):
     """Asks a model for a score within `range`, by a prompt that the spec holds in full."""
 
     kind: ClassVar[str] = "judge"
-    formula: ClassVar[str] = (
-        "(score - low) / (high - low), score within range [low, high] by the judge's JSON verdict"
-    )
+    formula: ClassVar[str] = "(score - low) / (high - low), score within range [low, high] by the judge's JSON verdict"
     schema: ClassVar[dict[str, Any]] = object_schema(
         {
             "model": {"type": "string", "minLength": 1, "description": "a litellm model name, with its date"},
@@ -117,17 +115,11 @@ def transcript(view: View, most: int) -> str:
     lines: list[str] = []
     for turn in view.turns:
         calls = [{"name": call.name, "arguments": call.arguments} for call in turn.message.tool_calls]
-        lines.append(
-            json.dumps({"assistant": turn.message.content, "calls": calls}, ensure_ascii=False, default=repr)
-        )
-        lines.extend(
-            json.dumps({"tool": r.name, "answer": r.content}, ensure_ascii=False) for r in turn.results
-        )
+        lines.append(json.dumps({"assistant": turn.message.content, "calls": calls}, ensure_ascii=False, default=repr))
+        lines.extend(json.dumps({"tool": r.name, "answer": r.content}, ensure_ascii=False) for r in turn.results)
     text = "\n".join(lines)
     if len(text) > most:
-        text = (
-            f"{text[: most // 2]}\n... ({len(text) - most} characters left out) ...\n{text[-(most // 2) :]}"
-        )
+        text = f"{text[: most // 2]}\n... ({len(text) - most} characters left out) ...\n{text[-(most // 2) :]}"
     return f"<<<\n{text}\n>>>"
 
 

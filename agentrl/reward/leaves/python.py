@@ -15,9 +15,7 @@ class PythonFunction(Leaf):
     """Calls `context.python[name](view, args)`. A spec can name a function; it cannot bring or import one."""
 
     kind: ClassVar[str] = "python"
-    formula: ClassVar[str] = (
-        "what the function returns: a number in [0, 1], None, or (number or None, evidence)"
-    )
+    formula: ClassVar[str] = "what the function returns: a number in [0, 1], None, or (number or None, evidence)"
     schema: ClassVar[dict[str, Any]] = object_schema({"name": {"type": "string"}, "args": {}}, ("name",))
     example: ClassVar[dict[str, Any]] = {"name": "politeness", "args": {"language": "en"}}
 
@@ -44,7 +42,5 @@ class PythonFunction(Leaf):
             return Reading(None, brief(evidence))
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
             shown = repr(value) if not isinstance(value, float) or math.isfinite(value) else str(value)
-            raise UnscorableError(
-                f"{args['name']} returned {shown[:80]}, expected a number in [0, 1] or None"
-            )
+            raise UnscorableError(f"{args['name']} returned {shown[:80]}, expected a number in [0, 1] or None")
         return Reading(float(value), brief(evidence))

@@ -25,9 +25,7 @@ class ResultsContains(Leaf):
     schema: ClassVar[dict[str, Any]] = {
         **object_schema(
             {
-                "expect": or_ref(
-                    {"type": ["string", "number", "array"], "items": {"type": ["string", "number"]}}
-                ),
+                "expect": or_ref({"type": ["string", "number", "array"], "items": {"type": ["string", "number"]}}),
                 "replay": or_ref({"type": "array", "items": {"type": ["object", "array"]}}),
                 "mode": {"enum": ["all", "any"]},
                 "credit": {"enum": ["all", "partial"]},

@@ -29,9 +29,7 @@ _POINTER = {"type": "string", "pattern": "^(/|$)"}
 
 def state_hash(state: Json) -> str:
     """SHA-256 of a state's canonical JSON: sorted keys, whole floats as integers. ValueError for NaN."""
-    text = json.dumps(
-        _canonical(state), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":")
-    )
+    text = json.dumps(_canonical(state), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -114,9 +112,7 @@ class StateMatch(Leaf):
 
     def _by_fields(self, found: Json, wanted: Json, args: Args) -> Reading:
         have, need = dict(leaves_of(found)), dict(leaves_of(wanted))
-        wrong = [
-            key for key, value in need.items() if key not in have or not same(have[key], value, self.rule)
-        ]
+        wrong = [key for key, value in need.items() if key not in have or not same(have[key], value, self.rule)]
         extra = [] if args.get("compare") == "superset" else [key for key in have if key not in need]
         total = len(need) + len(extra)
         right = len(need) - len(wrong)
@@ -137,11 +133,7 @@ def _without(value: Json, ignore: list[tuple[str, ...]]) -> Json:
     if not ignore or not isinstance(value, (Mapping, list, tuple)):
         return value
     here = {tokens[0] for tokens in ignore if len(tokens) == 1}
-    deeper = {
-        tokens[0]: [rest[1:] for rest in ignore if len(rest) > 1 and rest[0] == tokens[0]]
-        for tokens in ignore
-        if tokens
-    }
+    deeper = {tokens[0]: [rest[1:] for rest in ignore if len(rest) > 1 and rest[0] == tokens[0]] for tokens in ignore if tokens}
     if isinstance(value, Mapping):
         return {key: _without(item, deeper.get(key, [])) for key, item in value.items() if key not in here}
     return [_without(item, deeper.get(str(i), [])) for i, item in enumerate(value) if str(i) not in here]
@@ -151,9 +143,7 @@ class StateAssert(Leaf):
     """Whether one place of the final state compares as asked."""
 
     kind: ClassVar[str] = "state.assert"
-    formula: ClassVar[str] = (
-        "1 where every comparison holds for the value at `path`, else 0; `absent` where there is none"
-    )
+    formula: ClassVar[str] = "1 where every comparison holds for the value at `path`, else 0; `absent` where there is none"
     schema: ClassVar[dict[str, Any]] = {
         **object_schema(
             {
@@ -185,10 +175,6 @@ class StateAssert(Leaf):
         verdict = holds(found, comparison, self.rule)
         if verdict is None:
             if args.get("absent") is None:
-                raise UnscorableError(
-                    f"path {args['path']!r} resolves to nothing in the state (`absent`: 0 scores that)"
-                )
+                raise UnscorableError(f"path {args['path']!r} resolves to nothing in the state (`absent`: 0 scores that)")
             return Reading(0.0, {"path": args["path"], "absent": True})
-        return Reading(
-            float(verdict), {"path": args["path"], "found": None if found is ABSENT else brief(found)}
-        )
+        return Reading(float(verdict), {"path": args["path"], "found": None if found is ABSENT else brief(found)})

@@ -43,9 +43,7 @@ class TextContains(Leaf):
     """Whether the text holds what was expected."""
 
     kind: ClassVar[str] = "text.contains"
-    formula: ClassVar[str] = (
-        "share of the expected texts that occur (credit=partial), or 1 where all / any do (mode)"
-    )
+    formula: ClassVar[str] = "share of the expected texts that occur (credit=partial), or 1 where all / any do (mode)"
     schema: ClassVar[dict[str, Any]] = object_schema(
         {
             "expect": _TEXTS,
@@ -111,9 +109,7 @@ class TextEquals(Leaf):
 
     kind: ClassVar[str] = "text.equals"
     formula: ClassVar[str] = "1 where the text equals one of the expected texts after normalization, else 0"
-    schema: ClassVar[dict[str, Any]] = object_schema(
-        {"expect": _TEXTS, "where": WHERE, "strings": _STRINGS}, ("expect",)
-    )
+    schema: ClassVar[dict[str, Any]] = object_schema({"expect": _TEXTS, "where": WHERE, "strings": _STRINGS}, ("expect",))
     example: ClassVar[dict[str, Any]] = {"expect": {"$": "/task/gold/answer"}, "strings": "fold"}
 
     def read(self, view: View, args: Args) -> Reading:
@@ -130,8 +126,7 @@ class NumberClose(Leaf):
 
     kind: ClassVar[str] = "number.close"
     formula: ClassVar[str] = (
-        "1 where |x - y| <= max(abs, rel |y|) for the last (which=last), every (only) or some (any) number x "
-        "of the text, else 0"
+        "1 where |x - y| <= max(abs, rel |y|) for the last (which=last), every (only) or some (any) number x of the text, else 0"
     )
     schema: ClassVar[dict[str, Any]] = object_schema(
         {
@@ -156,23 +151,16 @@ class NumberClose(Leaf):
         which = args.get("which", "last")
         looked_at = said[-1:] if which == "last" else said
         tolerance = float(args.get("abs", 0.0)), float(args.get("rel", 0.0))
-        hits = [
-            (x := as_decimal(token)) is not None and decimals_close(x, wanted, *tolerance)
-            for token in looked_at
-        ]
+        hits = [(x := as_decimal(token)) is not None and decimals_close(x, wanted, *tolerance) for token in looked_at]
         right = any(hits) if which == "any" else bool(hits) and all(hits)
-        return Reading(
-            float(right), {"expected": str(wanted), "said": brief(said[-5:]), "numbers": len(said)}
-        )
+        return Reading(float(right), {"expected": str(wanted), "said": brief(said[-5:]), "numbers": len(said)})
 
 
 class FormatRegex(Leaf):
     """Whether the text has a form, told by a regular expression with a time limit."""
 
     kind: ClassVar[str] = "format.regex"
-    formula: ClassVar[str] = (
-        "1 where the pattern matches (the whole text, or somewhere in it), else 0; null after `seconds`"
-    )
+    formula: ClassVar[str] = "1 where the pattern matches (the whole text, or somewhere in it), else 0; null after `seconds`"
     schema: ClassVar[dict[str, Any]] = object_schema(
         {
             "pattern": {"type": "string"},
@@ -200,7 +188,5 @@ class FormatRegex(Leaf):
         try:
             found = look(text, timeout=self.seconds)
         except TimeoutError as error:
-            raise UnscorableError(
-                f"the pattern took longer than {self.seconds} s on {len(text)} characters"
-            ) from error
+            raise UnscorableError(f"the pattern took longer than {self.seconds} s on {len(text)} characters") from error
         return Reading(float(found is not None), {"match": brief(found.group(0)) if found else None})

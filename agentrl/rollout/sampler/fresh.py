@@ -50,8 +50,12 @@ class UniformSampler(TaskSampler):
     def load(self, state: Mapping[str, Any]) -> None:
         self._begun = state.get("begun", 0)
         if state.get("pool", len(self._seeds)) != len(self._seeds):
-            log.warning("rollout.sampler: the checkpoint was written with a pool of %d tasks, now there are %d: the epoch "
-                        "begins anew in another order", state["pool"], len(self._seeds))
+            log.warning(
+                "rollout.sampler: the checkpoint was written with a pool of %d tasks, now there are %d: the epoch "
+                "begins anew in another order",
+                state["pool"],
+                len(self._seeds),
+            )
 
     def metrics(self) -> dict[str, float]:
         return {"epoch": self._begun / len(self._seeds), "pool": float(len(self._seeds))} if self._seeds else {}

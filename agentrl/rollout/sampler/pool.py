@@ -38,8 +38,12 @@ def pool_seeds(env: ToolEnv, size: int) -> Sequence[int]:
         barren = 0 if found.setdefault(content, seed) == seed else barren + 1
         seed += 1
     if len(found) < size:
-        log.warning("rollout.sampler: the training split has %d different tasks, not the %d of args.pool (%d seeds tried)",
-                    len(found), size, seed)
+        log.warning(
+            "rollout.sampler: the training split has %d different tasks, not the %d of args.pool (%d seeds tried)",
+            len(found),
+            size,
+            seed,
+        )
     return list(found.values())
 
 

@@ -83,8 +83,9 @@ class TaskSource:
     def load_json(self, state: Mapping[str, Any]) -> None:
         """Inverse of `to_json`. Raises ConfigError where another sampler wrote it."""
         if state["name"] != self.name:
-            raise ConfigError(f"rollout.sampler: the checkpoint was written with {state['name']!r}, but the config names "
-                              f"{self.name!r}")
+            raise ConfigError(
+                f"rollout.sampler: the checkpoint was written with {state['name']!r}, but the config names {self.name!r}"
+            )
         self.pool()
         self.sampler.load(state["state"])
         self._drawn = {int(index): TaskChoice(**choice) for index, choice in state["drawn"].items()}

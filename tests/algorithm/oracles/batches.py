@@ -64,8 +64,9 @@ def episode_rows(rng: np.random.Generator, group: int, member: int, reward: floa
         pieces = np.where(rng.random(length) < 0.3, rng.integers(-5, 6, length) * 0.1, 0.0)
         if not scored:
             pieces = np.where(rng.random(length) < 0.5, np.nan, pieces)
-        rows.append(Row(group, member, reward, baseline, terms, mask, pieces, rng.normal(size=length), turns,
-                        rng.integers(0, 3, length)))
+        rows.append(
+            Row(group, member, reward, baseline, terms, mask, pieces, rng.normal(size=length), turns, rng.integers(0, 3, length))
+        )
     if scored and rng.random() < 0.7:  # the episode's reward, on any token of its last ledger
         last = rows[-1].token_rewards
         if len(last):
@@ -113,10 +114,17 @@ def advantage_input(rows: list[Row], dtype: torch.dtype) -> AdvantageInput:
         return torch.tensor([getattr(row, name) for row in rows], dtype=kind)
 
     return AdvantageInput(
-        token_rewards=flat("token_rewards", dtype), mask=flat("mask", torch.bool), offsets=offsets_of(rows),
-        group=column("group", torch.int64), reward=column("reward", dtype), values=flat("values", dtype),
-        turns=flat("turns", torch.int64), member=column("member", torch.int64), baseline=column("baseline", dtype),
-        terms=torch.from_numpy(np.stack([row.terms for row in rows])).to(dtype), anchors=flat("anchors", torch.int64),
+        token_rewards=flat("token_rewards", dtype),
+        mask=flat("mask", torch.bool),
+        offsets=offsets_of(rows),
+        group=column("group", torch.int64),
+        reward=column("reward", dtype),
+        values=flat("values", dtype),
+        turns=flat("turns", torch.int64),
+        member=column("member", torch.int64),
+        baseline=column("baseline", dtype),
+        terms=torch.from_numpy(np.stack([row.terms for row in rows])).to(dtype),
+        anchors=flat("anchors", torch.int64),
     )
 
 
@@ -174,9 +182,12 @@ def drawn_tokens(seed: int) -> Tokens:
 
 def loss_input(tokens: Tokens) -> LossInput:
     """The same, flat, in float64, `logprobs` with a gradient."""
-    flat = {name: torch.from_numpy(getattr(tokens, name)[tokens.there]) for name in
-            ("new", "old", "behave", "advantages", "mask", "picked")}
+    flat = {
+        name: torch.from_numpy(getattr(tokens, name)[tokens.there])
+        for name in ("new", "old", "behave", "advantages", "mask", "picked")
+    }
     lengths = tokens.there.sum(1)
     offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
-    return LossInput(flat["new"].requires_grad_(), flat["old"], flat["behave"], flat["advantages"], flat["mask"], offsets,
-                     flat["picked"])
+    return LossInput(
+        flat["new"].requires_grad_(), flat["old"], flat["behave"], flat["advantages"], flat["mask"], offsets, flat["picked"]
+    )

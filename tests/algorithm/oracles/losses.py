@@ -35,13 +35,30 @@ def total(tokens: Tokens, weights: Array, loss: Array) -> Array:
     return np.where(tokens.mask, weights * loss, 0.0).sum(1)
 
 
-def ppo_clip(t: Tokens, new: Array, frozen: Array, w: Array, *, clip_low: float = 0.2, clip_high: float = 0.2,
-             dual_clip: float | None = 3.0) -> Array:
+def ppo_clip(
+    t: Tokens,
+    new: Array,
+    frozen: Array,
+    w: Array,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = 3.0,
+) -> Array:
     return total(t, w, surrogate(ratio(new, t.old), t.advantages, clip_low, clip_high, dual_clip))
 
 
-def decoupled_ppo(t: Tokens, new: Array, frozen: Array, w: Array, *, clip_low: float = 0.2, clip_high: float = 0.2,
-                  dual_clip: float | None = 3.0, weight_cap: float | None = None) -> Array:
+def decoupled_ppo(
+    t: Tokens,
+    new: Array,
+    frozen: Array,
+    w: Array,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = 3.0,
+    weight_cap: float | None = None,
+) -> Array:
     behind = ratio(t.old, t.behave)
     if weight_cap is not None:
         behind = np.minimum(behind, weight_cap)
@@ -63,8 +80,16 @@ def reinforce(t: Tokens, new: Array, frozen: Array, w: Array) -> Array:
     return total(t, w, -t.advantages * new)
 
 
-def clip_cov(t: Tokens, new: Array, frozen: Array, w: Array, *, clip_low: float = 0.2, clip_high: float = 0.2,
-             dual_clip: float | None = 3.0) -> Array:
+def clip_cov(
+    t: Tokens,
+    new: Array,
+    frozen: Array,
+    w: Array,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = 3.0,
+) -> Array:
     loss = surrogate(ratio(new, t.old), t.advantages, clip_low, clip_high, dual_clip)
     return total(t, w, np.where(t.picked, 0.0, loss))
 

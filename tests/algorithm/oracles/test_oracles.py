@@ -310,6 +310,7 @@ def check_value_loss(seed: int) -> None:
 
 # ---- the tests
 
+
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 @ORACLE
 @given(block=BLOCKS)

@@ -37,10 +37,7 @@ async def export() -> dict[str, object]:
         async def answer(state, messages, played=played, **more):
             """In place of the model: the next scripted turn."""
             turn = next(played)
-            calls = [
-                TheirCall(id=f"c{len(messages)}", name=c.name, arguments=json.dumps(c.arguments))
-                for c in turn.tool_calls
-            ]
+            calls = [TheirCall(id=f"c{len(messages)}", name=c.name, arguments=json.dumps(c.arguments)) for c in turn.tool_calls]
             return AssistantMessage(content=turn.content, tool_calls=calls or None)
 
         async def add(state, prompt, response):
