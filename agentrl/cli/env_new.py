@@ -40,8 +40,8 @@ class {title}(ToolEnv):
         # Which split a task belongs to hangs on its content, so train and held-out tasks never coincide.
         color, colors = draw(task_rng(self.id, split, rng_seed), split, propose, str)
         count = sum(value == color for value in colors.values())
-        return Task(f"{name}/{{split}}/{{rng_seed}}", rng_seed, split, {{"color": color, "colors": colors}},
-                    {{"answer": str(count)}})
+        data = {{"color": color, "colors": colors}}
+        return Task(f"{name}/{{split}}/{{rng_seed}}", rng_seed, split, data, {{"answer": str(count)}})
 
     def prompt(self, task):
         names = ", ".join(task.data["colors"])
