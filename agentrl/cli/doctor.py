@@ -43,9 +43,10 @@ def run(args: argparse.Namespace) -> int:
 
     cluster = ClusterConfig()
     if args.config is not None:
+        from agentrl.cli.configs import find_config_file
         from agentrl.config.load import load_config
 
-        cluster = load_config(args.config, args.overrides).cluster
+        cluster = load_config(find_config_file(args.config), args.overrides, find_config_file).cluster
     found: list[Finding] = []
     for finding in all_checks(cluster, with_ray=not args.no_ray and cluster.backend == "ray"):
         found.append(finding)

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from agentrl.cli.configs import find_config_file, open_folder
     from agentrl.config import load_config
 
-    config = load_config(find_config_file(args.config), args.overrides)
+    config = load_config(find_config_file(args.config), args.overrides, find_config_file)
     if config.sft is None:
         raise ConfigError(f"{args.config}: it has no [sft] section; add one, or set sft.batch=8")
     from agentrl.run.main import execute

@@ -54,7 +54,7 @@ def _config(args: argparse.Namespace) -> tuple[TrainConfig, Path | None]:
     if args.resume is None:
         if args.config is None:
             raise ConfigError("a config is needed, for example: agentrl train configs/quickstart.toml")
-        return load_config(find_config_file(args.config), args.overrides), None
+        return load_config(find_config_file(args.config), args.overrides, find_config_file), None
     folder = Path(args.resume)
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder}: not a run folder (it has no config.toml)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -12,29 +12,86 @@ from typing import Any, Union, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from agentrl.config.schema import TrainConfig
-from agentrl.errors import ConfigError
+from agentrl.config.schema import Choice, TrainConfig
+from agentrl.errors import ConfigError, UserError
 
 Table = dict[str, Any]
+Find = Callable[[str], Path]
+Layers = Sequence[tuple[Path, Table]]
+_ABSENT = object()
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The validated config of a TOML file with overrides applied.
+def load_config(path: str | Path, overrides: Sequence[str] = (), find: Find = Path) -> TrainConfig:
+    """The validated config of a TOML file, put on what its `base` says, with overrides applied.
 
-    Raises ConfigError: it names the file or override, the key, what was expected and the nearest key.
+    `find` leads from a base that is no file beside the one that names it to its file, as a shelf does. Raises ConfigError:
+    it names the file or override, the key, what was expected and the nearest key.
     """
-    file = Path(path)
-    return config_from(read_toml(file), overrides, str(file))
+    layers = read_layers(Path(path), find)
+    table: Table = {}
+    for _, layer in reversed(layers):
+        table = _joined(table, layer, TrainConfig)
+    return config_from(table, overrides, layers)
 
 
-def config_from(table: Table, overrides: Sequence[str] = (), source: str = "command line") -> TrainConfig:
-    """The validated config of a table with overrides applied; errors name `source`. Raises ConfigError."""
+def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()) -> TrainConfig:
+    """The validated config of a table with overrides applied; errors name the file in `layers` that has the key.
+
+    Raises ConfigError.
+    """
     for keys, value, text in parse_overrides(overrides):
+        if keys == ["base"]:
+            raise ConfigError(f"override {text!r}: base stands in a config file; name the other config instead")
         _assign(table, keys, value, text)
     try:
         return TrainConfig.model_validate(table)
     except ValidationError as error:
-        raise ConfigError(_explain(error, source, overrides)) from None
+        raise ConfigError(_explain(error, layers, overrides)) from None
+
+
+def read_layers(file: Path, find: Find = Path) -> Layers:
+    """The file and those that it builds on by `base`, each with its own keys, the topmost first.
+
+    Raises ConfigError for a file that is not there, and for bases in a circle.
+    """
+    layers: list[tuple[Path, Table]] = []
+    while True:
+        if any(file.resolve() == above.resolve() for above, _ in layers):
+            circle = " -> ".join(part.name for part in (*(above for above, _ in layers), file))
+            raise ConfigError(f"{layers[-1][0]}: base: the configs build on one another in a circle: {circle}")
+        table = read_toml(file)
+        layers.append((file, table))
+        if "base" not in table:
+            return layers
+        file = _base_of(file, table.pop("base"), find)
+
+
+def _base_of(file: Path, name: Any, find: Find) -> Path:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{file}: base: expected the name of a config or a path to one, got {name!r}")
+    beside = file.parent / (name if name.endswith(".toml") else f"{name}.toml")
+    try:
+        return beside if beside.is_file() else find(name)
+    except UserError as error:
+        raise ConfigError(f"{file}: base: {error}") from None
+
+
+def _joined(below: Table, table: Table, model: type[BaseModel]) -> Table:
+    """`table` on top of `below`, which are tables of the section `model`.
+
+    Sections are joined key by key. The value of a key replaces that of the base, be it a table: the arguments of one loss are
+    of no use to another.
+    """
+    joined = dict(below)
+    for key, value in table.items():
+        field = model.model_fields.get(key)
+        section = _section(field.annotation) if field is not None else None
+        old = below.get(key)
+        if section is None or issubclass(section, Choice) or not (isinstance(old, dict) and isinstance(value, dict)):
+            joined[key] = value
+        else:
+            joined[key] = _joined(old, value, section)
+    return joined
 
 
 def read_toml(file: Path) -> Table:
@@ -83,14 +140,25 @@ def _assign(table: Table, keys: list[str], value: Any, text: str) -> None:
     table[keys[-1]] = value
 
 
-def _explain(error: ValidationError, file: str, overrides: Sequence[str]) -> str:
+def _explain(error: ValidationError, layers: Layers, overrides: Sequence[str]) -> str:
     lines = []
     for item in error.errors():
         location = [str(part) for part in item["loc"]]
         key = ".".join(location)
-        source = next((f"override {text!r}" for text in overrides if text.startswith(f"{key}=")), file)
-        lines.append(f"{source}: {key}: {_problem(item, location)}")
+        override = next((f"override {text!r}" for text in overrides if text.startswith(f"{key}=")), None)
+        lines.append(f"{override or _file_of(location, layers)}: {key}: {_problem(item, location)}")
     return "\n".join(lines)
+
+
+def _file_of(location: Sequence[str], layers: Layers) -> str:
+    """The topmost file that has the key; for a key that none has, the topmost."""
+    for file, table in layers:
+        inner: Any = table
+        for part in location:
+            inner = inner.get(part, _ABSENT) if isinstance(inner, dict) else _ABSENT
+        if inner is not _ABSENT:
+            return str(file)
+    return str(layers[0][0]) if layers else "command line"
 
 
 def _problem(item: Mapping[str, Any], location: list[str]) -> str:

@@ -379,7 +379,11 @@ class RewardConfig(Frozen):
 
 
 class TrainConfig(Frozen):
-    """A whole run: `agentrl train CONFIG.toml [a.b=c ...]`."""
+    """A whole run: `agentrl train CONFIG.toml [a.b=c ...]`.
+
+    A file may start with `base = "quickstart"`: it then holds what differs from that config, which is looked for beside it
+    and on the shelves. Sections are joined key by key; the value of a key replaces that of the base.
+    """
 
     name: str = "run"
     out: str = "runs"

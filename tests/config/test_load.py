@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.cli.configs import find_config_file
 from agentrl.config import load_config, parse_overrides, to_toml
 from agentrl.errors import ConfigError
 
@@ -93,3 +94,59 @@ def test_any_override_text_parses_or_names_itself(text: str) -> None:
         parse_overrides([text])
     except ConfigError as error:
         assert "override" in str(error)
+
+
+def test_a_config_builds_on_another(tmp_path: Path) -> None:
+    (tmp_path / "low.toml").write_text(
+        'name = "low"\nsteps = 7\n[env]\nid = "key_value"\nparams = { calls = 2, max_value = 4 }\n'
+        '[algorithm]\nminibatch = 3\nloss = { name = "ppo_clip", args = { clip_low = 0.1 } }\n'
+    )
+    (tmp_path / "mid.toml").write_text('base = "low"\nname = "mid"\n[optim]\nlr = 0.5\n')
+    (tmp_path / "top.toml").write_text(
+        'base = "mid.toml"\nname = "top"\n[env]\nparams = { calls = 9 }\n[algorithm]\nloss = { name = "gspo" }\n'
+    )
+    config = load_config(tmp_path / "top.toml", ["steps=8"])
+    assert (config.name, config.steps, config.optim.lr, config.algorithm.minibatch) == ("top", 8, 0.5, 3)
+    assert config.env.id == "key_value" and config.env.params == {"calls": 9}, "a table that is a value replaces the base's"
+    assert config.algorithm.loss.name == "gspo" and config.algorithm.loss.args == {}, "arguments belong to their loss"
+
+
+def test_a_base_is_looked_for_beside_the_file_and_then_on_the_shelf(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('base = "low"\nname = "mine"\n')
+    (shelf := tmp_path / "shelf").mkdir()
+    (shelf / "low.toml").write_text(GOOD + "[rollout]\ngroups = 3\n")
+    found = load_config(tmp_path / "mine.toml", find=lambda name: shelf / f"{name}.toml")
+    assert (found.name, found.rollout.groups) == ("mine", 3)
+    (tmp_path / "low.toml").write_text(GOOD + "[rollout]\ngroups = 5\n")
+    assert load_config(tmp_path / "mine.toml", find=lambda name: shelf / f"{name}.toml").rollout.groups == 5
+
+
+@pytest.mark.parametrize(
+    ("base", "expected"),
+    [
+        ('base = "run"\n', ["circle: run.toml -> run.toml"]),
+        ("base = 3\n", ["run.toml: base: expected the name of a config", "3"]),
+        ('base = "lo"\n', ["no such config file", "did you mean", "low.toml"]),
+        ('base = "low"\n[rollout]\n', ["low.toml: rollout.group_sise", "did you mean 'rollout.group_size'"]),
+        ('base = "low"\n[rollout]\ngroups = 0\n', ["run.toml: rollout.groups", "got 0"]),
+    ],
+)
+def test_a_wrong_base_says_which_file_is_wrong(tmp_path: Path, base: str, expected: list[str]) -> None:
+    (tmp_path / "low.toml").write_text(GOOD + "[rollout]\ngroup_sise = 3\n")
+    (tmp_path / "run.toml").write_text(base)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "run.toml", find=lambda name: tmp_path / f"{name}.toml")
+    for part in expected:
+        assert part in str(caught.value)
+
+
+def test_base_is_no_override(file: Path) -> None:
+    with pytest.raises(ConfigError, match="base stands in a config file"):
+        load_config(file, ["base=quickstart"])
+
+
+def test_a_config_in_an_empty_folder_builds_on_one_of_the_shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text('base = "quickstart"\nname = "mine"\n')
+    whole = load_config(ROOT / "configs" / "quickstart.toml", ["name=mine"])
+    assert load_config("mine.toml", find=find_config_file) == whole
