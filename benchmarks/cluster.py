@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def fan_out(counts: list[int]) -> dict[str, float]:
             times: dict[str, list[float]] = {"bare": [], "group": []}
             for _ in range(60):
                 times["bare"].append(best(bare, 1))
-                times["group"].append(best(lambda group=group: group.run(Idle.nothing), 1))
+                times["group"].append(best(partial(group.run, Idle.nothing), 1))
         for actor in actors:
             ray.kill(actor)
         middle = {name: statistics.median(values[10:]) * 1e3 for name, values in times.items()}

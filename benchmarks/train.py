@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent / "parts"))
 import grpo_step
 import numpy as np
 import torch
+from tensordict import TensorDict
 from work import MILLION
 
 from agentrl.batch import collate
@@ -82,7 +84,11 @@ def padded_pass(model: Any, ids: torch.Tensor, mask: torch.Tensor, wanted: torch
     """What a padded trainer does: a batch padded to its longest row, logits of every token."""
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
     chosen = torch.log_softmax(logits, -1).gather(2, ids[:, 1:, None]).squeeze(2)
-    (chosen * wanted[:, 1:]).sum().backward()
+    (chosen * wanted[:, 1:]).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _one_step(learner: Learner, batch: TensorDict) -> None:
+    asyncio.run(learner.step(batch, 0))
 
 
 def packed_against_padded(folder: str, repeats: int) -> dict[str, float]:
@@ -153,7 +159,7 @@ def shared_against_packed(folder: str, repeats: int) -> dict[str, float]:
             actors = launch(Actor, backend="inline", world_size=1)
             actors.run(Actor.init_model, folder, config.model, config.optim)
             learner = Learner(config, actors)
-            seconds[mode] = median(lambda learner=learner, batch=batch: asyncio.run(learner.step(batch, 0)), repeats)
+            seconds[mode] = median(partial(_one_step, learner, batch), repeats)
             actors.close()
         tokens = int(offsets_of(batch["token_ids"])[-1])
         found[f"packed_{prompt}_tokens_per_cpu_second"] = tokens / seconds["off"]
@@ -178,9 +184,9 @@ w = torch.randn(vocabulary, width, requires_grad=True)
 y = torch.randint(0, vocabulary, (tokens,))
 base, began = peak(), time.process_time()
 if sys.argv[1] == "full":
-    torch.log_softmax((h @ w.t()).float(), -1).gather(1, y[:, None]).sum().backward()
+    torch.log_softmax((h @ w.t()).float(), -1).gather(1, y[:, None]).sum().backward()  # type: ignore[no-untyped-call]
 else:
-    token_logprobs(h, w, y, chunk=256, entropy=False)[0].sum().backward()
+    token_logprobs(h, w, y, chunk=256, entropy=False)[0].sum().backward()  # type: ignore[no-untyped-call]
 print(time.process_time() - began, peak() - base)
 """
 

@@ -1,4 +1,4 @@
-"""`agentrl reward`: lint, explain, score and diff reward specs."""
+"""`agentrl reward`: lint, explain, score and diff reward specs, list their leaves, write their schema."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ EPILOG = """examples:
   agentrl reward score my_spec.json episodes.jsonl --workers 4 > scores.jsonl
   agentrl reward diff key_value my_spec.json episodes.jsonl      which episodes change rank
   agentrl reward leaves                                          every leaf with its formula and an example
+  agentrl reward schema --out rewards/schema.json                the grammar as JSON Schema, for an editor
 
 SPEC is the name of a spec on the shelf (rewards/) or a path to a JSON file. A spec that replays gold calls
 needs --env; one with a judge asks the model named in the spec, at --judge-url if given.
@@ -58,6 +59,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     diff.set_defaults(run=run_diff)
     leaves = parts.add_parser("leaves", help="the leaf kinds, each with formula and example", formatter_class=raw)
     leaves.set_defaults(run=run_leaves)
+    schema = parts.add_parser("schema", help="the grammar as JSON Schema, for an editor", epilog=EPILOG, formatter_class=raw)
+    schema.add_argument("--out", type=Path, help="write it here instead of to the standard output")
+    schema.set_defaults(run=run_schema)
     for part in (lint, explain, score, diff):
         _add_context(part)
     for part in (lint, explain, diff):
@@ -176,6 +180,18 @@ def run_diff(args: argparse.Namespace) -> int:
             f"rank {change.rank_a or 'none'} -> {change.rank_b or 'none'}"
         )
     print(f"{len(changes)} of {len(lines)} episodes change rank within their task")
+    return 0
+
+
+def run_schema(args: argparse.Namespace) -> int:
+    """Write the grammar of this version."""
+    from agentrl.reward.schema import published_schema
+
+    text = json.dumps(published_schema(), indent=2) + "\n"
+    if args.out is None:
+        sys.stdout.write(text)
+    else:
+        args.out.write_text(text)
     return 0
 
 

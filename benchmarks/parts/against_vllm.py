@@ -76,7 +76,7 @@ class RawVllm:
         self._process.stdin.write(json.dumps({"tokens": TOKENS, "episodes": episodes}) + "\n")
         self._process.stdin.flush()
         seconds, sampled = json.loads(self.wait("RESULT"))
-        return sampled / seconds
+        return float(sampled / seconds)
 
     def close(self) -> None:
         assert self._process.stdin is not None

@@ -134,7 +134,7 @@ def against_trl(count: int) -> tuple[dict[str, float | None], dict[str, Any]]:
             print(f"agentrl, {name}: {found}", flush=True)
         # With the embedded engine both are one process on one thread: their processor time compares on a busy machine too.
         ratios["trl_cpu_over_agentrl_embedded"] = ratio(
-            peer and statistics.median(peer["cpu_seconds"]), details["embedded"]["cpu_seconds"]
+            statistics.median(peer["cpu_seconds"]) if peer else None, details["embedded"]["cpu_seconds"]
         )
     return ratios, details
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROWS, TOKENS = 64, 42
 
@@ -23,7 +24,7 @@ ROWS, TOKENS = 64, 42
 def template() -> str:
     from trl.chat_template_utils import qwen3_training_chat_template
 
-    return qwen3_training_chat_template
+    return str(qwen3_training_chat_template)
 
 
 def get(key: str) -> str:
@@ -36,7 +37,7 @@ def get(key: str) -> str:
     return "17"
 
 
-def reward(completions, **kwargs) -> list[float]:
+def reward(completions: list[Any], **kwargs: Any) -> list[float]:
     return [float(number % 2) for number in range(len(completions))]
 
 
@@ -52,7 +53,7 @@ def measure(model: str, prompts: str, steps: int, batch: int) -> dict[str, objec
     torch.set_num_threads(1)
     parse = grpo_trainer.parse_response
 
-    def forced(*args, **kwargs):
+    def forced(*args: Any, **kwargs: Any) -> dict[str, Any]:
         with contextlib.suppress(ValueError):  # what a random model writes need not be parsable
             parse(*args, **kwargs)
         call = {"type": "function", "function": {"name": "get", "arguments": {"key": "a"}}}
@@ -65,16 +66,16 @@ def measure(model: str, prompts: str, steps: int, batch: int) -> dict[str, objec
     seen: list[int] = []
 
     class Clock(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             clock.append((time.perf_counter(), time.process_time()))
 
-        def on_step_end(self, args, state, control, **kwargs):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             clock.append((time.perf_counter(), time.process_time()))
 
     class Counted(GRPOTrainer):
         generating = 0.0
 
-        def _generate(self, prompts):
+        def _generate(self, prompts: Any) -> Any:
             began = time.perf_counter()
             found = super()._generate(prompts)
             Counted.generating += time.perf_counter() - began

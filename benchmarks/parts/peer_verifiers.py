@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import verifiers as vf
 from datasets import Dataset
@@ -34,12 +35,12 @@ async def add(x: int) -> int:
     return x
 
 
-def right(completion, answer) -> float:
+def right(completion: Any, answer: str) -> float:
     return float(completion[-1].content == answer)
 
 
 class Instant(OpenAIChatCompletionsClient):
-    async def get_response(self, prompt, model, sampling_args, tools=None, **kwargs):
+    async def get_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any) -> Response:
         turn = sum(message.role == "tool" for message in prompt)
         last = turn == len(CALLS)
         message = ResponseMessage(
@@ -64,11 +65,12 @@ async def main(kind: str, at_once: int, rollouts: int, rounds: int) -> None:
         for number in range(rollouts)
     ]
     env = vf.ToolEnv(dataset=Dataset.from_list(rows), tools=[get, add], rubric=vf.Rubric(funcs=[right]), max_turns=8)
-    server = None
+    server: subprocess.Popen[str] | None = None
     url = "http://127.0.0.1:1/v1"
     if kind == "http":
         script = Path(__file__).with_name("stub_server.py")
         server = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
         url = f"http://127.0.0.1:{server.stdout.readline().strip()}/v1"
     config = ClientConfig(api_base_url=url, api_key_var="NO_KEY")
     client = OpenAIChatCompletionsClient(config) if kind == "http" else Instant(config)
@@ -85,7 +87,7 @@ async def main(kind: str, at_once: int, rollouts: int, rounds: int) -> None:
     data = env.get_dataset()
     await play(data.select(range(min(8, rollouts))))
     spent = [await play(data) for _ in range(rounds)]
-    if server is not None:
+    if server is not None and server.stdin is not None:
         server.stdin.close()
         server.wait()
     turns = rollouts * (len(CALLS) + 1)

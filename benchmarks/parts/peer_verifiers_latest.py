@@ -32,6 +32,7 @@ TURNS = 3
 async def main(at_once: int, rollouts: int) -> None:
     script = PARTS / "stub_server.py"
     server = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdin is not None and server.stdout is not None
     url = f"http://127.0.0.1:{server.stdout.readline().strip()}/v1"
     agent = vf.AgentConfig(harness={"id": "null"}, runtime=vf.SubprocessConfig())
     env = vf.SingleAgentEnv(vf.SingleAgentEnvConfig(taskset=LookupConfig(id="bench_lookup", num_tasks=rollouts), agent=agent))

@@ -19,9 +19,12 @@ def row(number: int, level: int) -> dict[str, Any]:
     rng = random.Random(f"mcp/{level}/{number}")
     names = rng.sample([f"{color} {thing}" for color in COLORS for thing in THINGS], 8)
     codes = [f"k{value}" for value in rng.sample(range(1000, 10000), len(names))]
-    stock = {code: {"name": name, "count": rng.randrange(20, 60)} for code, name in zip(codes, names, strict=True)}
+    stock: dict[str, dict[str, Any]] = {
+        code: {"name": name, "count": rng.randrange(20, 60)} for code, name in zip(codes, names, strict=True)
+    }
     after = {code: it["count"] for code, it in sorted(stock.items())}
-    wishes, calls = [], []
+    wishes: list[str] = []
+    calls: list[dict[str, Any]] = []
     for code in rng.sample(codes, level):
         name = stock[code]["name"]
         calls.append({"name": "search", "arguments": {"text": name}})

@@ -139,7 +139,7 @@ def test_ppo_clip():
 
 
 def test_log_ratio_is_clamped():
-    far = LossInput(
+    far = LossInput(  # type: ignore[call-arg]
         *(torch.tensor([value]) for value in (0.0, -200.0, -200.0, 1.0)),
         torch.ones(1, dtype=torch.bool),
         torch.tensor([0, 1]),

@@ -50,7 +50,7 @@ def main() -> int:
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda seed: warm_start(args.out, seed), seeds))
         jobs = [(name, seed) for seed in seeds for name in names if (name, seed) not in results(args.out, args.updates)]
-        for line in pool.map(lambda job: process(args.out, *job, args.updates), jobs):
+        for line in pool.map(lambda job: process(args.out, job[0], job[1], args.updates), jobs):
             print(line, flush=True)
     found = list(results(args.out, args.updates).values())
     text = "\n".join(table(found))

