@@ -3,6 +3,24 @@ command line prints their message without a stack trace and exits with code 2.""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Callable, Iterable
+
+
+def did_you_mean(
+    word: object, known: Iterable[object], otherwise: str = "", *, most: int = 1, show: Callable[[str], str] = repr
+) -> str:
+    """A hint for a misspelt `word`: "did you mean 'x'?" with the nearest of `known`, at most `most` of them, each as `show`
+    writes it; `otherwise` if none is near."""
+    near = difflib.get_close_matches(str(word), sorted({str(item) for item in known}), n=most, cutoff=0.5)
+    return f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
+
+
+def hinted(word: object, known: Iterable[object], *, show: Callable[[str], str] = repr) -> str:
+    """The same as the end of a sentence: "; did you mean 'x'?", or nothing."""
+    hint = did_you_mean(word, known, show=show)
+    return f"; {hint}" if hint else ""
+
 
 class AgentrlError(Exception):
     """Base of every error that agentrl raises on purpose."""

@@ -15,51 +15,55 @@ from torch import Tensor
 
 from agentrl.algorithm.loss.ratio import bounded, log_ratio
 from agentrl.algorithm.ragged import row_mean, row_sum, spread
-from agentrl.algorithm.registry import bind
+from agentrl.registry import Registry
 
 Cap = Annotated[float, Field(gt=0)]
 Correction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
+CORRECTIONS: Registry[Callable[..., Tensor]] = Registry(
+    "algorithm.correction",
+    "CORRECTIONS",
+    "agentrl.algorithm.correction",
+    given=4,
+    traits={"weighs_behaviour": "weighs tokens by proximal / behaviour, and not only rejects some"},
+)
 
+
+@CORRECTIONS.register("truncated", traits={"weighs_behaviour"})
 def truncated(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
     """Truncated importance sampling a token: min(exp(d), cap)."""
     return torch.exp(log_ratio(prox, behave)).clamp(max=cap)
 
 
+@CORRECTIONS.register("truncated_sequence", traits={"weighs_behaviour"})
 def truncated_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
     """Truncated importance sampling a row: min(exp(sum d), cap) on each of its tokens."""
     return torch.exp(_row_total(prox, behave, mask, offsets)).clamp(max=cap)
 
 
+@CORRECTIONS.register("masked", traits={"weighs_behaviour"})
 def masked(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
     """Masked importance sampling a token: exp(d) where it is at most cap, else rejected."""
     return _within(torch.exp(log_ratio(prox, behave)), 0.0, cap)
 
 
+@CORRECTIONS.register("masked_sequence", traits={"weighs_behaviour"})
 def masked_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
     """Masked importance sampling a row: exp(sum d) where it is at most cap, else the row is rejected."""
     return _within(torch.exp(_row_total(prox, behave, mask, offsets)), 0.0, cap)
 
 
+@CORRECTIONS.register("icepop", traits={"weighs_behaviour"})
 def icepop(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Cap = 0.5, high: Cap = 5.0) -> Tensor:
     """IcePop (Ling team 2025, arXiv:2510.18855): exp(d) within [low, high], else the token is rejected."""
     return _within(torch.exp(log_ratio(prox, behave)), low, high)
 
 
+@CORRECTIONS.register("reject_sequence")
 def reject_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Cap = 0.99, high: Cap = 1.01) -> Tensor:
     """Reject rows whose geometric mean ratio leaves [low, high]; the others keep weight 1."""
     mean = torch.exp(spread(bounded(row_mean(prox - behave, mask, offsets)), offsets))
     return ((mean >= low) & (mean <= high)).to(prox.dtype)
-
-
-CORRECTIONS: dict[str, Callable[..., Tensor]] = {
-    "icepop": icepop,
-    "masked": masked,
-    "masked_sequence": masked_sequence,
-    "reject_sequence": reject_sequence,
-    "truncated": truncated,
-    "truncated_sequence": truncated_sequence,
-}
 
 
 def correction(name: str, args: Mapping[str, Any]) -> Correction:
@@ -67,7 +71,7 @@ def correction(name: str, args: Mapping[str, Any]) -> Correction:
 
     Raises ConfigError for an unknown name or argument.
     """
-    return bind("algorithm.correction", CORRECTIONS, name, args)
+    return CORRECTIONS.bind(name, args)
 
 
 def _row_total(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:

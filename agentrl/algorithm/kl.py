@@ -8,19 +8,24 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithm.loss.ratio import log_ratio
-from agentrl.algorithm.registry import lookup
+from agentrl.registry import Registry
+
+KL: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry("kl", "KL", "agentrl.algorithm.kl", given=2)
 
 
+@KL.register("k1")
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
     """d = log pi - log ref: unbiased in value."""
     return logprobs - reference
 
 
+@KL.register("k2")
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
     """d^2 / 2: biased in value, and its gradient is that of the KL."""
     return 0.5 * (logprobs - reference).square()
 
 
+@KL.register("k3")
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """exp(-d) - 1 + d: unbiased in value and never negative; d is clamped to +-20.
 
@@ -30,15 +35,12 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     return torch.expm1(-d) + d
 
 
-KL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-
-
 def kl_estimate(name: str, logprobs: Tensor, reference: Tensor, straight_through: bool = False) -> Tensor:
     """The estimator `name` on [T] columns; with `straight_through` its value, but the gradient of k2.
 
     Raises ConfigError for an unknown name.
     """
-    value = lookup("kl", KL, name)(logprobs, reference)
+    value = KL.entry(name).make(logprobs, reference)
     if not straight_through:
         return value
     proxy = k2(logprobs, reference)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from agentrl.errors import DependencyError, ModelError
+from agentrl.errors import DependencyError, ModelError, hinted
 from agentrl.render.parsers import ForTools, Parsed, Parser
 from agentrl.render.toolcalls import call_from_json, malformed, strict_json
 from agentrl.trajectory import ToolCall
@@ -30,9 +29,7 @@ def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[M
 
     known = list(ToolParserManager.list_registered())
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ModelError(f"vLLM has no tool parser {name!r}{hint}")
+        raise ModelError(f"vLLM has no tool parser {name!r}{hinted(name, known)}")
     request = ChatCompletionRequest(
         model="policy", messages=[{"role": "user", "content": ""}], tools=[dict(tool) for tool in tools] or None
     )

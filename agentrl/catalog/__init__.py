@@ -11,8 +11,8 @@ from agentrl.catalog.index import (
     list_envs,
     make_env,
     register_gymnasium,
-    shelves,
 )
+from agentrl.shelves import shelves
 
 __all__ = [
     "EnvEntry",

@@ -8,9 +8,7 @@ Listing reads source text and never runs it; a module is loaded when an environm
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,15 +17,15 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.catalog.shelf import Declared, here, load_class, load_tools, read_declarations
+from agentrl.catalog.shelf import Declared, load_class, load_tools, read_declarations
 from agentrl.config.schema import Choice, ToolsConfig, TrainConfig
-from agentrl.errors import CatalogError
+from agentrl.errors import CatalogError, did_you_mean
+from agentrl.shelves import here, shelves
 
 if TYPE_CHECKING:
     from agentrl.env import ToolEnv
 
 GROUP = "agentrl.envs"
-_PACKAGE = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,26 +179,6 @@ def find_tools(name: str) -> Path:
     return _find_file(name, "tools", ".py", "tool set")
 
 
-def shelves() -> list[Path]:
-    """The folders that are searched, in order; only those that exist, each once."""
-    places = [
-        Path.cwd(),
-        *(Path(part) for part in os.environ.get("AGENTRL_PATH", "").split(os.pathsep) if part),
-    ]
-    packaged = _PACKAGE / "_shelf"
-    if packaged.is_dir():
-        places.append(packaged)
-    elif (_PACKAGE.parent / "pyproject.toml").is_file():
-        # In a source checkout the shelf is not copied into the package: it lies beside it.
-        places.append(_PACKAGE.parent)
-    unique: list[Path] = []
-    for place in places:
-        resolved = place.expanduser().resolve()
-        if resolved.is_dir() and resolved not in unique:
-            unique.append(resolved)
-    return unique
-
-
 def make_env(env_id: str, *, reward: str | None = None, **params: Any) -> ToolEnv:
     """An environment that scores its own episodes (Gymnasium's face): by `reward`, or by its own spec.
 
@@ -332,7 +310,4 @@ def _find_file(name: str, folder: str, suffix: str, what: str) -> Path:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    matches = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=0.5)
-    if matches:
-        return f"did you mean {' or '.join(map(repr, matches))}?"
-    return f"known: {', '.join(sorted(set(known))[:20]) or 'none'}"
+    return did_you_mean(name, known, f"known: {', '.join(sorted(set(known))[:20]) or 'none'}", most=3)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl.config.schema import ClusterConfig, PoolConfig
-from agentrl.errors import ConfigError, ResourceError
+from agentrl.errors import ConfigError, ResourceError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +22,7 @@ def check_roles(cluster: ClusterConfig) -> None:
     """Raise ConfigError for a role that names an unknown pool."""
     for role, pool in cluster.roles.items():
         if pool not in cluster.pools:
-            near = difflib.get_close_matches(pool, cluster.pools, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"cluster.pools has {sorted(cluster.pools)}"
+            hint = did_you_mean(pool, cluster.pools, f"cluster.pools has {sorted(cluster.pools)}")
             raise ConfigError(f"cluster.roles.{role} names the pool {pool!r}, which does not exist; {hint}")
 
 

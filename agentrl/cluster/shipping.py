@@ -6,9 +6,9 @@ import os
 import shutil
 from pathlib import Path
 
-from agentrl.catalog.shelf import SHIPPED
+from agentrl.shelves import SHIPPED
 
-SHELVES = ("envs", "tools", "rewards", "configs")
+SHELVES = ("envs", "tools", "rewards", "configs", "plugins")
 
 
 def shelf_roots() -> list[Path]:

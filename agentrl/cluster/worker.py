@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any, ClassVar
 from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.rendezvous import Rendezvous, join
 from agentrl.cluster.strategy import Strategy, call_shape
-from agentrl.errors import DispatchError
+from agentrl.errors import DispatchError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,8 @@ def check_table(cls: type, table: Mapping[str, Strategy]) -> None:
         if not isinstance(strategy, Strategy):
             raise DispatchError(f"{cls.__name__}.dispatch_table[{name!r}] is no strategy: {strategy!r}")
         if name not in methods:
-            near = difflib.get_close_matches(name, methods, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; it has {sorted(methods)}"
-            raise DispatchError(f"{cls.__name__}.dispatch_table names {name!r}, which is no public method{hint}")
+            hint = did_you_mean(name, methods, f"it has {sorted(methods)}")
+            raise DispatchError(f"{cls.__name__}.dispatch_table names {name!r}, which is no public method; {hint}")
         check_method(cls, name, methods[name], strategy)
     missing = sorted(set(methods) - set(table))
     if missing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from agentrl.config.schema import Choice, TrainConfig
-from agentrl.errors import ConfigError, UserError
+from agentrl.errors import ConfigError, UserError, hinted
 
 Table = dict[str, Any]
 Find = Callable[[str], Path]
@@ -99,8 +98,8 @@ def read_toml(file: Path) -> Table:
     try:
         text = file.read_text()
     except FileNotFoundError:
-        near = difflib.get_close_matches(file.stem, [p.stem for p in file.parent.glob("*.toml")], n=1, cutoff=0.4)
-        hint = f"; did you mean {file.parent / near[0]}.toml?" if near else ""
+        there = [p.stem for p in file.parent.glob("*.toml")]
+        hint = hinted(file.stem, there, show=lambda name: f"{file.parent / name}.toml")
         raise ConfigError(f"{file}: no such config file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
@@ -165,8 +164,7 @@ def _problem(item: Mapping[str, Any], location: list[str]) -> str:
     if item["type"] == "extra_forbidden":
         section = ".".join(location[:-1])
         valid = _keys_at(location[:-1])
-        near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.5)
-        hint = f"; did you mean {'.'.join([*location[:-1], near[0]])!r}?" if near else ""
+        hint = hinted(location[-1], valid, show=lambda name: repr(".".join([*location[:-1], name])))
         where = f"[{section}]" if section else "the top level"
         return f"unknown key{hint} (keys of {where}: {', '.join(valid)})"
     if item["type"] == "missing":

@@ -9,11 +9,12 @@ from typing import Any
 
 from agentrl.env.base import StepResult, ToolEnv
 from agentrl.env.spaces import Action, Observation
-from agentrl.env.wrapper import ToolWrapper, text_size
+from agentrl.env.wrapper import WRAPPERS, ToolWrapper, text_size
 from agentrl.tool import CountTokens, estimate_tokens
 from agentrl.trajectory import StopReason
 
 
+@WRAPPERS.register("turn_limit")
 class TurnLimit(ToolWrapper):
     """At most `turns` turns of the policy; the last one is still answered. Stops with `max_turns`."""
 
@@ -31,6 +32,7 @@ class TurnLimit(ToolWrapper):
         return await self._truncate(result, StopReason.MAX_TURNS)
 
 
+@WRAPPERS.register("token_limit")
 class TokenLimit(ToolWrapper):
     """At most `tokens` tokens of text in the whole conversation, by `count`. Stops with `max_tokens`.
 
@@ -60,6 +62,7 @@ class TokenLimit(ToolWrapper):
         return await self._truncate(result, StopReason.MAX_TOKENS)
 
 
+@WRAPPERS.register("time_budget", traits={"wall_clock"})
 class TimeBudget(ToolWrapper):
     """At most `seconds` of wall time from reset on, tools and thinking together. Stops with `episode_timeout`.
 

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from agentrl.env.base import Policy, StepResult, ToolEnv
 from agentrl.env.copying import Snapshot
 from agentrl.env.spaces import Action, Observation
+from agentrl.registry import Registry
 from agentrl.tool import CountTokens, Toolbox
 from agentrl.trajectory import Json, Message, StopReason, Task, Trajectory
+
+WRAPPERS: Registry[Callable[..., ToolEnv]] = Registry(
+    "env.wrappers",
+    "WRAPPERS",
+    "agentrl.env",
+    given=1,
+    traits={
+        "rewrites": "may change the conversation, so nothing else may",
+        "wall_clock": "cuts episodes by the wall clock and leaves them unscored",
+        "chance_faults": "makes sound calls fail by chance, so that a scripted solution may fail",
+    },
+)
 
 
 class ToolWrapper(ToolEnv):

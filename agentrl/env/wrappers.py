@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.env.base import StepResult, ToolEnv
 from agentrl.env.spaces import Action, Observation
-from agentrl.env.wrapper import ToolWrapper, text_size
+from agentrl.env.wrapper import WRAPPERS, ToolWrapper, text_size
 from agentrl.errors import ConfigError, ToolError
 from agentrl.tool import CountTokens, Tool, estimate_tokens
 from agentrl.tool.output import fit
@@ -36,10 +36,11 @@ class _ChangesTools(ToolWrapper):
         raise NotImplementedError
 
 
+@WRAPPERS.register("tool_subset")
 class ToolSubset(_ChangesTools):
     """Only some of the environment's tools."""
 
-    def __init__(self, env: ToolEnv, names: Collection[str]) -> None:
+    def __init__(self, env: ToolEnv, names: Sequence[str] | Set[str]) -> None:
         """A name that the environment lacks raises ConfigError at the first reset."""
         super().__init__(env)
         self.names = frozenset(names)
@@ -52,6 +53,7 @@ class ToolSubset(_ChangesTools):
         self.toolbox.table = {k: v for k, v in self.toolbox.table.items() if k in self.names}
 
 
+@WRAPPERS.register("tool_faults", traits={"chance_faults"})
 class ToolFaults(_ChangesTools):
     """A share of the calls fails with an error message, and the tool is not run.
 
@@ -107,6 +109,7 @@ class _Flaky(Tool):
         return await self.item.invoke(owner, values, child)
 
 
+@WRAPPERS.register("observation_limit")
 class ObservationLimit(ToolWrapper):
     """Every message of an observation within `tokens` tokens, cut at the end and marked; also in the record."""
 

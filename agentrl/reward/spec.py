@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +12,7 @@ from typing import Any, NoReturn
 
 import jsonschema
 
-from agentrl.errors import RewardSpecError
+from agentrl.errors import RewardSpecError, did_you_mean
 from agentrl.reward import schema as grammar
 from agentrl.reward.ops import AGGREGATES
 from agentrl.reward.pointer import is_ref, join, parse_pointer
@@ -255,15 +254,13 @@ def _short(value: Any, limit: int = 80) -> str:
 
 def _near(node: Mapping[str, Any], keys: Iterable[str]) -> str:
     for key in node:
-        match = difflib.get_close_matches(str(key), list(keys), n=1, cutoff=0.5)
-        if match:
-            return f" ({key!r} looks like {match[0]!r})"
+        if hint := did_you_mean(key, keys):
+            return f" ({key!r}: {hint})"
     return ""
 
 
 def _suggest(name: Any, known: Iterable[Any]) -> str:
     """ "did you mean" and the list of what there is."""
     options = list(known)
-    match = difflib.get_close_matches(str(name), [str(item) for item in options], n=1, cutoff=0.5)
     listed = ", ".join("null" if item is None else str(item) for item in options)
-    return (f"did you mean {match[0]!r}? " if match else "") + f"known: {listed}"
+    return f"{did_you_mean(name, options)} known: {listed}".lstrip()

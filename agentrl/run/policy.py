@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from agentrl.algorithm import ADVANTAGES
 from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
+from agentrl.env.wrapper import WRAPPERS
 from agentrl.errors import AgentrlError, ConfigError
 from agentrl.render.base import Renderer
+from agentrl.rollout.context.base import CONTEXTS
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Policy
 from agentrl.rollout.pieces import make_context, make_sampler
@@ -35,11 +38,14 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
             "them: groups that teach would be dropped; unset one of the two"
         )
     make_context(rollout.context)
-    if rollout.summary_model is not None and rollout.context.name != "compact":
-        raise ConfigError('rollout.summary_model: only rollout.context.name = "compact" has summaries written')
-    if rollout.context.name != "stop" and any(choice.name == "keep_recent" for choice in config.env.wrappers):
+    traits = CONTEXTS.entry(rollout.context.name).traits
+    if rollout.summary_model is not None and "summarizes" not in traits:
+        those = CONTEXTS.that_are("summarizes")
+        raise ConfigError(f"rollout.summary_model: only rollout.context.name = {those} has summaries written")
+    rewriters = [choice.name for choice in config.env.wrappers if "rewrites" in WRAPPERS.entry(choice.name).traits]
+    if "rewrites" in traits and rewriters:
         raise ConfigError(
-            f"rollout.context: {rollout.context.name!r} and the wrapper keep_recent (env.wrappers) both rewrite the "
+            f"rollout.context: {rollout.context.name!r} and the wrapper {rewriters[0]} (env.wrappers) both rewrite the "
             "conversation; keep one of them"
         )
 
@@ -52,11 +58,18 @@ def check_trainable(config: TrainConfig) -> None:
             "rollout.temperature = 0: greedy rollouts of a task are all the same, and there is nothing to learn "
             "from them; training needs at least 0.01 (eval.temperature = 0 makes evaluations greedy)"
         )
-    if any(choice.name == "time_budget" for choice in config.env.wrappers):
+    for choice in config.env.wrappers:
+        if "wall_clock" not in WRAPPERS.entry(choice.name).traits:
+            continue
         raise ConfigError(
-            "env.wrappers: time_budget counts the wall clock (queues and publishes too) and leaves whom it cuts "
+            f"env.wrappers: {choice.name} counts the wall clock (queues and publishes too) and leaves whom it cuts "
             "unscored, so a policy could escape a bad reward by being slow; use rollout.episode_timeout"
         )
+
+
+def needs_greedy(config: TrainConfig) -> bool:
+    """Whether each group also gets a greedy episode of its task, whose reward is the estimator's baseline."""
+    return "baseline" in ADVANTAGES.entry(config.algorithm.advantage.name).needs
 
 
 def _check_temperatures(config: TrainConfig) -> None:

@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from agentrl.algorithm import ADVANTAGES
 from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
+from agentrl.env.wrapper import WRAPPERS
 from agentrl.errors import ConfigError, UserError
 from agentrl.reward import Scorer
 from agentrl.reward.lint import gold_fault
@@ -42,8 +44,8 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
     """Raise ConfigError where the gold solution of a training task is no success: whatever counts successes would be dead;
     and where it cannot be played, as the environment breaks or hangs.
 
-    Not checked, which is logged, where the environment scripts no gold solution or a judge would have to be paid. Faults
-    that the wrapper `tool_faults` injects are left out.
+    Not checked, which is logged, where the environment scripts no gold solution or a judge would have to be paid. Wrappers
+    that inject faults by chance are left out.
     """
     check_decided(scorer)
     if scorer.compares and config.checkpoint.best == "reward":
@@ -61,7 +63,8 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
         )
         return
     # A script cannot try again where a tool fails by chance, as a policy can.
-    sound = replace(env, wrappers=[choice for choice in env.wrappers if choice.name != "tool_faults"])
+    kept = [choice for choice in env.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
+    sound = replace(env, wrappers=kept)
     try:
         fault = _first_fault(_tasks(config, sound), scorer, config.rollout.env_timeout + config.rollout.episode_timeout)
     except NotImplementedError as error:
@@ -146,7 +149,7 @@ def check_judge(config: TrainConfig, scorer: Scorer) -> None:
     if budget is None or not scorer.asks:
         return
     rollout, asked = config.rollout, questions(scorer, config.rollout.max_turns)
-    step = rollout.groups * (rollout.group_size + (config.algorithm.advantage.name == "remax"))
+    step = rollout.groups * (rollout.group_size + ("baseline" in ADVANTAGES.entry(config.algorithm.advantage.name).needs))
     evaluations = 2 + ((config.steps - 1) // config.eval.every if config.eval.every else 0)
     episodes = config.steps * step + evaluations * config.eval.tasks
     sums = f"{config.steps} steps x {step} episodes + {evaluations} evaluations x {config.eval.tasks}"

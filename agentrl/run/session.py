@@ -19,7 +19,7 @@ from agentrl.run.display import Display
 from agentrl.run.engines import make_engine, refuse_api, resolve_engine
 from agentrl.run.folder import RunFolder
 from agentrl.run.places import check_places, open_pools, start_actors
-from agentrl.run.policy import check_rollout, check_trainable, longest, make_policy
+from agentrl.run.policy import check_rollout, check_trainable, longest, make_policy, needs_greedy
 from agentrl.run.reward_checks import check_judge, check_success
 from agentrl.run.sizes import check_sizes
 from agentrl.run.tool_parser import renderer_of
@@ -142,9 +142,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
     if policy.writer is not None:
         await policy.writer.engine.start()
     context = longest(config, engine_name, path)
-    collector = Collector(
-        env, policy, scorer, rollout, context=context, seed=config.seed, greedy=config.algorithm.advantage.name == "remax"
-    )
+    collector = Collector(env, policy, scorer, rollout, context=context, seed=config.seed, greedy=needs_greedy(config))
     limits = Limits.of(rollout, context)
     learner = Learner(config, actors, pools)
     saver = Saver(config, folder, learner, collector, display.say)

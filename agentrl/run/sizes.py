@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from agentrl.config import TrainConfig
+from agentrl.algorithm import ADVANTAGES
+from agentrl.config import Choice, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.train.pretrained import count_parameters, model_context
-
-ALONE = ("gae", "reinforce_pp", "remax")
-"""Advantages that need no second episode of the task to compare with."""
-
-PASS_AT_K = 4
-"""The default of pass_at_k's argument k."""
 
 LARGE = 100_000_000
 """Parameters from which on a learning rate of a toy is warned of."""
@@ -25,18 +20,8 @@ FAR = 30.0
 
 def check_sizes(config: TrainConfig, engine_name: str) -> None:
     """Raise ConfigError for groups that nothing can be compared in, and for rows that no micro-batch holds."""
-    rollout, advantage = config.rollout, config.algorithm.advantage.name
-    if rollout.group_size == 1 and advantage not in ALONE:
-        raise ConfigError(
-            f'rollout.group_size = 1: algorithm.advantage "{advantage}" compares the episodes of a group, so every '
-            f"advantage would be 0; set rollout.group_size to 2 or more, or use one of {', '.join(ALONE)}"
-        )
-    k = config.algorithm.advantage.args.get("k", PASS_AT_K)
-    if advantage == "pass_at_k" and rollout.group_size <= k:
-        raise ConfigError(
-            f'rollout.group_size = {rollout.group_size}: algorithm.advantage "pass_at_k" compares the subsets of k = {k} '
-            f"episodes of a group, so every advantage would be 0; set rollout.group_size to at least {k + 1}"
-        )
+    rollout = config.rollout
+    _check_groups(rollout.group_size, config.algorithm.advantage)
     context = _context(config, engine_name)
     longest = min(rollout.max_episode_tokens, context)
     if config.optim.micro_tokens < longest:
@@ -44,6 +29,21 @@ def check_sizes(config: TrainConfig, engine_name: str) -> None:
             f"optim.micro_tokens = {config.optim.micro_tokens}: an episode may have {longest} tokens (rollout.max_episode_tokens "
             f"= {rollout.max_episode_tokens}, the model takes {context}), and a row is never cut: set optim.micro_tokens to "
             f"at least {longest}, or lower rollout.max_episode_tokens"
+        )
+
+
+def _check_groups(size: int, advantage: Choice) -> None:
+    needs = ADVANTAGES.entry(advantage.name).needs
+    if size == 1 and "group" in needs:
+        raise ConfigError(
+            f'rollout.group_size = 1: algorithm.advantage "{advantage.name}" compares the episodes of a group, so every '
+            f"advantage would be 0; set rollout.group_size to 2 or more, or use one of {ADVANTAGES.that_need('group', False)}"
+        )
+    k = ADVANTAGES.arguments(advantage.name, advantage.args)["k"] if "group_over_k" in needs else 0
+    if size <= k:
+        raise ConfigError(
+            f'rollout.group_size = {size}: algorithm.advantage "{advantage.name}" compares the subsets of k = {k} '
+            f"episodes of a group, so every advantage would be 0; set rollout.group_size to at least {k + 1}"
         )
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING
 
 from agentrl.config import ModelConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, did_you_mean
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
 from agentrl.render.parsers import PARSERS, ForTools, Parser
@@ -32,8 +31,7 @@ def _parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser | ForTools 
 
         return vllm_parser_for_tools(name.removeprefix(VLLM), tokenizer)
     if name not in PARSERS:
-        near = difflib.get_close_matches(name, PARSERS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"a parser of vLLM is asked for as '{VLLM}{name}'"
+        hint = did_you_mean(name, PARSERS, f"a parser of vLLM is asked for as '{VLLM}{name}'")
         known = ", ".join(map(repr, PARSERS))
         raise ConfigError(f"model.tool_parser = {name!r}: expected 'auto', {known} or '{VLLM}NAME'; {hint}")
     return PARSERS[name]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.exceptions import SchemaError, best_match
 
+from agentrl.errors import did_you_mean
 from agentrl.trajectory import Json
 
 
@@ -97,10 +97,7 @@ def _problem(error: ValidationError, parameters: Mapping[str, Json]) -> Problem:
 
 def nearest(name: str, known: list[str]) -> str:
     """A hint for a misspelt name: the nearest known one, or all of them."""
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if match:
-        return f"did you mean {match[0]!r}?"
-    return f"known: {', '.join(known[:20])}" if known else "there are none"
+    return did_you_mean(name, known, f"known: {', '.join(known[:20])}" if known else "there are none")
 
 
 def _short(value: Json) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from tensordict import TensorDict
 
-from agentrl.algorithm import AdvantageInput, advantages
+from agentrl.algorithm import ADVANTAGES, AdvantageInput, advantages
 from agentrl.algorithm.anchors import anchors_of
 from agentrl.batch.rows import jagged, offsets_of
 from agentrl.batch.sharing import resolved, token_ratio, with_trees
@@ -72,16 +72,18 @@ def check_learner(config: TrainConfig) -> None:
     mesh_of(config)
     name = config.algorithm.advantage.name
     advantages(name, config.algorithm.advantage.args)
-    if name == "gae" and config.critic is None:
-        raise ConfigError('algorithm.advantage "gae" needs a critic: add a [critic] section')
-    if name != "gae" and config.critic is not None:
-        raise ConfigError(f'[critic] is there, but algorithm.advantage "{name}" has no use for it; use "gae"')
-    if name in ("remax", "multi_reward") and config.reward_model is not None:
+    needs = ADVANTAGES.entry(name).needs
+    if "values" in needs and config.critic is None:
+        raise ConfigError(f'algorithm.advantage "{name}" needs a critic: add a [critic] section')
+    if "values" not in needs and config.critic is not None:
+        users = ADVANTAGES.that_need("values")
+        raise ConfigError(f'[critic] is there, but algorithm.advantage "{name}" has no use for it; use {users}')
+    if needs & {"baseline", "terms"} and config.reward_model is not None:
         raise ConfigError(f'algorithm.advantage "{name}" reads scores of the reward spec, which a [reward_model] is not part of')
     kl = config.algorithm.kl
-    if name == "multi_reward" and kl.coef > 0 and kl.where == "reward":
+    if "terms" in needs and kl.coef > 0 and kl.where == "reward":
         raise ConfigError(
-            'algorithm.advantage "multi_reward" reads single terms, which algorithm.kl.where = "reward" does '
+            f'algorithm.advantage "{name}" reads single terms, which algorithm.kl.where = "reward" does '
             'not reach; use where = "loss"'
         )
 
@@ -287,7 +289,7 @@ def with_advantages(batch: TensorDict, algorithm: AlgorithmConfig, kl_coef: floa
         terms=batch.get("terms") if has(batch, "terms") else None,
     )
     name = algorithm.advantage.name
-    if name == "gigpo":
+    if "anchors" in ADVANTAGES.entry(name).needs:
         given = replace(given, anchors=anchors_of(batch.get("token_ids").values(), mask, offsets))
     found = advantages(name, algorithm.advantage.args)(given)
     out: TensorDict = batch.copy()

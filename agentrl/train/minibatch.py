@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from agentrl.algorithm import Denominators, correction
+from agentrl.algorithm import POLICY_LOSSES, Denominators, correction
 from agentrl.algorithm.ragged import row_counts
 from agentrl.batch.rows import jagged, offsets_of
 from agentrl.config.schema import AlgorithmConfig
@@ -118,13 +118,13 @@ def counted(batch: TensorDict, parts: list[np.ndarray], length: int | None = Non
 def teaches(batch: TensorDict, algorithm: AlgorithmConfig) -> np.ndarray:
     """Rows that can have a gradient, bool [N]: those with a trained token on which a term of the loss is not zero.
 
-    Every policy loss is zero on a row whose advantages are; kl_cov also moves the tokens that it picked, and an entropy
-    bonus or a KL term in the loss all of them.
+    Every policy loss is zero on a row whose advantages are, but one with the trait "moves_picked" on the tokens picked for
+    it; an entropy bonus or a KL term in the loss moves all of them.
     """
     alive = trained_tokens(batch)
     if not (algorithm.entropy_bonus > 0 or (algorithm.kl.coef > 0 and algorithm.kl.where == "loss")):
         moved = batch.get("advantages").values() != 0
-        if algorithm.loss.name == "kl_cov" and has(batch, "picked"):
+        if "moves_picked" in POLICY_LOSSES.entry(algorithm.loss.name).traits and has(batch, "picked"):
             moved = moved | batch.get("picked").values()
         alive = alive & moved
     return tokens_of_rows(alive, offsets_of(batch.get("sampled"))) > 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import ModelError
+from agentrl.errors import ModelError, hinted
 
 
 def load_tokenizer(path: str) -> Any:
@@ -98,8 +97,7 @@ def check_path(path: str) -> None:
         raise ModelError(f"{path}: expected a model folder, found a file")
     if path.startswith((".", "/", "~")) or path.count("/") > 1 or (folder.parent.is_dir() and "/" in path):
         siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        near = difflib.get_close_matches(folder.name, siblings, n=1)
-        hint = f"; did you mean {folder.parent / near[0]}?" if near else ""
+        hint = hinted(folder.name, siblings, show=lambda name: str(folder.parent / name))
         raise ModelError(f"{path}: no such model folder{hint}")
 
 

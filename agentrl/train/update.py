@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from agentrl.algorithm import (
+    POLICY_LOSSES,
     Denominators,
     LossInput,
     LossOutput,
@@ -18,6 +19,7 @@ from agentrl.algorithm import (
     kl_estimate,
     policy_loss,
 )
+from agentrl.algorithm.correction import CORRECTIONS
 from agentrl.batch.rows import jagged, offsets_of
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError
@@ -213,17 +215,20 @@ def _metrics(engine: BaseEngine, meter: Meter, steps: Steps, counts: tuple[Denom
 def check_algorithm(algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError for a combination that cannot mean what it says."""
     policy_loss(algorithm.loss.name, algorithm.loss.args)
+    loss = POLICY_LOSSES.entry(algorithm.loss.name)
     if algorithm.proximal != "recompute":
-        if algorithm.loss.name == "decoupled_ppo":
-            raise ConfigError('algorithm.loss "decoupled_ppo" needs algorithm.proximal = "recompute"')
+        if "proximal" in loss.needs:
+            raise ConfigError(f'algorithm.loss "{loss.name}" needs algorithm.proximal = "recompute"')
         if algorithm.correction is not None:
             raise ConfigError('algorithm.correction needs algorithm.proximal = "recompute"')
     if algorithm.correction is not None:
         correction(algorithm.correction.name, algorithm.correction.args)
-        if algorithm.loss.name == "decoupled_ppo" and algorithm.correction.name != "reject_sequence":
+        weighs = CORRECTIONS.entry(algorithm.correction.name)
+        if "weighs_behaviour" in loss.traits & weighs.traits:
+            others = CORRECTIONS.that_are("weighs_behaviour", False)
             raise ConfigError(
-                f'algorithm.correction "{algorithm.correction.name}" and algorithm.loss "decoupled_ppo" both weigh tokens by '
-                'proximal / behaviour, so it would count twice; use "reject_sequence", or another loss'
+                f'algorithm.correction "{weighs.name}" and algorithm.loss "{loss.name}" both weigh tokens by '
+                f"proximal / behaviour, so it would count twice; use {others}, or another loss"
             )
     check_kl(algorithm.kl)
     norm_length(algorithm)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from agentrl.env import SPLITS, Message, Task, ToolCall, ToolEnv, task_rng
-from agentrl.errors import ConfigError, TaskDataError, ToolError
+from agentrl.errors import ConfigError, TaskDataError, ToolError, hinted
 from agentrl.tool import tool
 from agentrl.trajectory import Json
 
@@ -125,8 +124,7 @@ class Search(ToolEnv):
         """
         found = self.pages.by_id.get(page)
         if found is None:
-            near = difflib.get_close_matches(page, list(self.pages.by_id), n=1)
-            raise ToolError(f"no page {page[:40]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise ToolError(f"no page {page[:40]!r}{hinted(page, self.pages.by_id)}")
         return f"{found.title}\n{found.text}"
 
     # -- scripted policies -------------------------------------------------------------------------

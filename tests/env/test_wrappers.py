@@ -264,7 +264,7 @@ def test_wrappers_of_a_config(tmp_path: Path) -> None:
         assert isinstance(WRAPPERS[name](Notes(), **args), ToolWrapper)
     for text, says in (
         ('name = "turn_limt"', "did you mean 'turn_limit'"),
-        ('name = "turn_limit"\nargs = { turn = 1 }', "arguments: turns"),
+        ('name = "turn_limit"\nargs = { turn = 1 }', "unknown argument 'turn'; did you mean 'turns'"),
         ('name = "turn_limit"\nargs = { turns = 0 }', "at least 1"),
     ):
         path.write_text(f"{head}[[env.wrappers]]\n{text}\n")

@@ -20,7 +20,7 @@ FINE = leaf("episode.stopped")
     [
         (spec({"use": "calls.mach", "args": {"expect": []}}), "/root/use", "did you mean 'calls.match'?"),
         (spec({"op": "add", "of": [FINE]}), "/root/op", "known: sum, mean"),
-        (spec({"uses": "judge"}), "/root", "'uses' looks like 'use'"),
+        (spec({"uses": "judge"}), "/root", "'uses': did you mean 'use'?"),
         (spec({"use": "judge", "op": "sum"}), "/root", "this has both"),
         (spec(leaf("calls.match", {"expect": [], "oder": "free"})), "/root/args/oder", "did you mean 'order'?"),
         (spec(leaf("calls.match", {"expect": [], "order": "fre"})), "/root/args/order", "did you mean 'free'?"),

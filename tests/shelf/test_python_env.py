@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentrl.catalog import find_env, make_env
-from agentrl.catalog.shelf import load_module
 from agentrl.env import Message, ToolCall, ToolEnv
 from agentrl.env.check import Subject, check_all
 from agentrl.env.sync import run_sync
 from agentrl.errors import ConfigError, EnvError, ResourceError
 from agentrl.reward import compile_spec, load_spec
+from agentrl.shelves import load_module
 
 FOLDER = Path(str(find_env("python").path)).parent
 sandbox = load_module(FOLDER / "sandbox.py")

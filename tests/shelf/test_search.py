@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.catalog import find_env
-from agentrl.catalog.shelf import load_module
 from agentrl.env import Message, content_split
 from agentrl.errors import ConfigError, TaskDataError
+from agentrl.shelves import load_module
 
 PATH = find_env("search").path
 assert PATH is not None

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.catalog import find_env
-from agentrl.catalog.shelf import load_module
 from agentrl.env import Message, ToolCall
 from agentrl.errors import ConfigError
+from agentrl.shelves import load_module
 
 PATH = find_env("service_desk").path
 assert PATH is not None

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentrl.catalog import find_env, make_env
-from agentrl.catalog.shelf import load_module
 from agentrl.env import Message, ToolCall, ToolEnv
 from agentrl.env.check import Subject, check_all
 from agentrl.env.sync import run_sync
 from agentrl.errors import ConfigError, ToolError
 from agentrl.reward import compile_spec, load_spec
+from agentrl.shelves import load_module
 
 FOLDER = Path(str(find_env("sql").path)).parent
 engine = load_module(FOLDER / "engine.py")

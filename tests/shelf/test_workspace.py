@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.catalog import find_env, find_reward
-from agentrl.catalog.shelf import load_module
 from agentrl.env import Message, ToolCall
 from agentrl.errors import ConfigError, ToolError
 from agentrl.reward import compile_spec
+from agentrl.shelves import load_module
 
 PATH = find_env("workspace").path
 assert PATH is not None

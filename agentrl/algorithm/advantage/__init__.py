@@ -1,0 +1,23 @@
+"""Advantage estimators, one file each: what one needs beside rewards stands where it is registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from agentrl.algorithm.types import AdvantageOutput
+from agentrl.registry import Registry
+
+ADVANTAGES: Registry[Callable[..., AdvantageOutput]] = Registry(
+    "algorithm.advantage",
+    "ADVANTAGES",
+    "agentrl.algorithm.advantage",
+    given=1,
+    needs={
+        "group": "two episodes of a task or more, to compare",
+        "group_over_k": "more episodes of a task than its argument k",
+        "values": "a critic's value of each token",
+        "baseline": "the reward of a greedy episode of each task",
+        "terms": "the nodes of the reward spec that its argument `terms` names, each by itself",
+        "anchors": "which turns were taken in the same state",
+    },
+)

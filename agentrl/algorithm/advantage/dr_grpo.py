@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from agentrl.algorithm.advantage import ADVANTAGES
 from agentrl.algorithm.groups import Episodes, row_advantages
 from agentrl.algorithm.ragged import on_mask
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
 
+@ADVANTAGES.register("dr_grpo", needs={"group"})
 def dr_grpo(batch: AdvantageInput) -> AdvantageOutput:
     """R - mean on every sampled token. The paper's other half, a sum over tokens that no length divides, is
     `algorithm.aggregate`."""

@@ -8,12 +8,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from agentrl.algorithm.advantage import ADVANTAGES
 from agentrl.algorithm.groups import episode_tokens
 from agentrl.algorithm.ragged import discounted, zscores
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 from agentrl.errors import ConfigError
 
 
+@ADVANTAGES.register("gae", needs={"values"})
 def gae(
     batch: AdvantageInput,
     *,

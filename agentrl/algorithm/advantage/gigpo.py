@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from agentrl.algorithm.advantage import ADVANTAGES
 from agentrl.algorithm.groups import Episodes, row_advantages
 from agentrl.algorithm.ragged import on_mask
 from agentrl.algorithm.turns import normalized, turns_of
@@ -18,6 +19,7 @@ from agentrl.errors import ConfigError
 EPS = 1e-6
 
 
+@ADVANTAGES.register("gigpo", needs={"group", "anchors"})
 def gigpo(
     batch: AdvantageInput,
     *,

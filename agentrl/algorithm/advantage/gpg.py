@@ -7,11 +7,13 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
+from agentrl.algorithm.advantage import ADVANTAGES
 from agentrl.algorithm.groups import Episodes, row_advantages
 from agentrl.algorithm.ragged import on_mask
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
 
+@ADVANTAGES.register("gpg", needs={"group"})
 def gpg(batch: AdvantageInput, *, f_norm: Annotated[float, Field(gt=0)] = 1.0) -> AdvantageOutput:
     """alpha (R - mean) / f_norm, alpha = B / (B - M): of B scored episodes, M lie in groups without a difference.
 

@@ -6,11 +6,13 @@ from typing import Annotated
 
 from pydantic import Field
 
+from agentrl.algorithm.advantage import ADVANTAGES
 from agentrl.algorithm.groups import row_advantages
 from agentrl.algorithm.ragged import on_mask
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
 
+@ADVANTAGES.register("grpo", needs={"group"})
 def grpo(batch: AdvantageInput, *, eps: Annotated[float, Field(ge=0)] = 1e-6) -> AdvantageOutput:
     """(R - mean) / (std + eps) on every sampled token; 0 in a group of one, or without a difference.
 

@@ -9,12 +9,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from agentrl.algorithm.advantage import ADVANTAGES
 from agentrl.algorithm.groups import Episodes, deviation, row_advantages, standardized
 from agentrl.algorithm.ragged import on_mask
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 from agentrl.errors import ConfigError
 
 
+@ADVANTAGES.register("multi_reward", needs={"group", "terms"})
 def multi_reward(
     batch: AdvantageInput,
     *,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from agentrl.algorithm.advantage import ADVANTAGES
 from agentrl.algorithm.groups import row_advantages
 from agentrl.algorithm.ragged import on_mask
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
 
+@ADVANTAGES.register("opo", needs={"group"})
 def opo(batch: AdvantageInput) -> AdvantageOutput:
     """R - sum(l R) / sum(l) over the group, l = sampled tokens of an episode over all its ledgers.
 

@@ -14,11 +14,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from agentrl.algorithm.advantage import ADVANTAGES
 from agentrl.algorithm.groups import Episodes, row_advantages
 from agentrl.algorithm.ragged import on_mask
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
 
+@ADVANTAGES.register("pass_at_k", needs={"group", "group_over_k"})
 def pass_at_k(
     batch: AdvantageInput,
     *,

@@ -6,11 +6,13 @@ from typing import Annotated
 
 from pydantic import Field
 
+from agentrl.algorithm.advantage import ADVANTAGES
 from agentrl.algorithm.groups import episode_tokens
 from agentrl.algorithm.ragged import discounted, zscores
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
 
+@ADVANTAGES.register("reinforce_pp")
 def reinforce_pp(batch: AdvantageInput, *, gamma: Annotated[float, Field(ge=0, le=1)] = 1.0) -> AdvantageOutput:
     """G_t = r_t + gamma G_(t+1), then (G - mean) / std over the sampled tokens of all scored episodes.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from agentrl.algorithm.advantage import ADVANTAGES
 from agentrl.algorithm.groups import Episodes, row_advantages, scored_mask
 from agentrl.algorithm.ragged import on_mask, whiten
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
 
+@ADVANTAGES.register("reinforce_pp_baseline", needs={"group"})
 def reinforce_pp_baseline(batch: AdvantageInput) -> AdvantageOutput:
     """R - group mean, then (A - mean) / std over the sampled tokens of all scored episodes.
 

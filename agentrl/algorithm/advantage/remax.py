@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from agentrl.algorithm.advantage import ADVANTAGES
 from agentrl.algorithm.groups import row_advantages
 from agentrl.algorithm.ragged import on_mask
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 from agentrl.errors import ConfigError
 
 
+@ADVANTAGES.register("remax", needs={"baseline"})
 def remax(batch: AdvantageInput) -> AdvantageOutput:
     """R - R(greedy) on every sampled token. Raises ConfigError without greedy rewards (`baseline`)."""
     baseline = batch.baseline

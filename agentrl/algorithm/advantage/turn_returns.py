@@ -12,10 +12,12 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
+from agentrl.algorithm.advantage import ADVANTAGES
 from agentrl.algorithm.turns import normalized, turns_of
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
 
+@ADVANTAGES.register("turn_returns", needs={"group"})
 def turn_returns(
     batch: AdvantageInput, *, gamma: Annotated[float, Field(ge=0, le=1)] = 1.0, divide: bool = True
 ) -> AdvantageOutput:

@@ -1,0 +1,23 @@
+"""Policy losses, one file each: what one needs beside logprobs and advantages stands where it is registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from agentrl.algorithm.types import LossOutput
+from agentrl.registry import Registry
+
+POLICY_LOSSES: Registry[Callable[..., LossOutput]] = Registry(
+    "algorithm.loss",
+    "POLICY_LOSSES",
+    "agentrl.algorithm.loss",
+    given=1,
+    needs={
+        "picked": "tokens of the minibatch chosen by covariance, as its arguments share, low and high say",
+        "proximal": "the proximal policy recomputed",
+    },
+    traits={
+        "moves_picked": "its gradient on a picked token is not 0 even if the advantage is",
+        "weighs_behaviour": "weighs tokens by proximal / behaviour, as an off-policy correction does",
+    },
+)

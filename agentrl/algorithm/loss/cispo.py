@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from agentrl.algorithm.loss import POLICY_LOSSES
 from agentrl.algorithm.loss.ppo_clip import Clip
 from agentrl.algorithm.loss.ratio import log_ratio
 from agentrl.algorithm.types import LossInput, LossOutput
 
 
+@POLICY_LOSSES.register("cispo")
 def cispo(batch: LossInput, *, clip_low: Clip = 1.0, clip_high: Clip = 0.28) -> LossOutput:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi. A lower bound of 1 (the default) is none."""
     ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs)).detach()

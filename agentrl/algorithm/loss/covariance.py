@@ -6,12 +6,14 @@ a whole minibatch and all ranks before its first micro-batch (`Picks`), so it do
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 
+from agentrl.algorithm.loss import POLICY_LOSSES
 from agentrl.algorithm.loss.ppo_clip import Clip, DualClip, clipped_surrogate
 from agentrl.algorithm.loss.ratio import log_ratio
 from agentrl.algorithm.types import LossInput, LossOutput
@@ -31,6 +33,7 @@ class Picks:
     high: float | None = None
 
 
+@POLICY_LOSSES.register("clip_cov", needs={"picked"})
 def clip_cov(
     batch: LossInput,
     *,
@@ -49,6 +52,7 @@ def clip_cov(
     return LossOutput(loss, {**out.metrics, "picked": picked.float()})
 
 
+@POLICY_LOSSES.register("kl_cov", needs={"picked"}, traits={"moves_picked"})
 def kl_cov(batch: LossInput, *, share: Share = 2e-3, coefficient: Coefficient = 1.0) -> LossOutput:
     """-A r, plus coefficient * |log r| on the picked tokens."""
     delta = log_ratio(batch.logprobs, batch.old_logprobs)
@@ -58,13 +62,12 @@ def kl_cov(batch: LossInput, *, share: Share = 2e-3, coefficient: Coefficient = 
     return LossOutput(-batch.advantages * ratio + penalty, {"ratio": ratio.detach(), "picked": picked.float()})
 
 
-def picks_of(name: str, args: dict[str, float]) -> Picks | None:
-    """What a loss wants picked, or None. `args` are the bound arguments over the defaults."""
-    if name == "clip_cov":
-        return Picks(args.get("share", 2e-4), args.get("low", 1.0), args.get("high", 5.0))
-    if name == "kl_cov":
-        return Picks(args.get("share", 2e-3))
-    return None
+def picks_of(name: str, args: Mapping[str, Any]) -> Picks | None:
+    """What the loss of that name and arguments needs picked, or None."""
+    if "picked" not in POLICY_LOSSES.entry(name).needs:
+        return None
+    given = POLICY_LOSSES.arguments(name, args)
+    return Picks(given["share"], given.get("low"), given.get("high"))
 
 
 def _picked(batch: LossInput) -> torch.Tensor:

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import torch
 
+from agentrl.algorithm.loss import POLICY_LOSSES
 from agentrl.algorithm.loss.ppo_clip import Clip, DualClip, clipped_surrogate
 from agentrl.algorithm.loss.ratio import log_ratio
 from agentrl.algorithm.types import LossInput, LossOutput
 
 
+@POLICY_LOSSES.register("decoupled_ppo", needs={"proximal"}, traits={"weighs_behaviour"})
 def decoupled_ppo(
     batch: LossInput,
     *,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from agentrl.algorithm.loss import POLICY_LOSSES
 from agentrl.algorithm.loss.ppo_clip import Clip
 from agentrl.algorithm.loss.ratio import bounded
 from agentrl.algorithm.ragged import row_mean, spread
 from agentrl.algorithm.types import LossInput, LossOutput
 
 
+@POLICY_LOSSES.register("gmpo")
 def gmpo(batch: LossInput, *, clip_low: Clip = 0.4, clip_high: Clip = 0.4) -> LossOutput:
     """-A (product over the row of its clipped token ratios)^(1 / length) on every token of the row; use with
     `aggregate = "seq_mean_token_mean"`.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from agentrl.algorithm.loss import POLICY_LOSSES
 from agentrl.algorithm.loss.ppo_clip import Clip, clipped_surrogate
 from agentrl.algorithm.loss.ratio import bounded
 from agentrl.algorithm.ragged import row_mean, spread
 from agentrl.algorithm.types import LossInput, LossOutput
 
 
+@POLICY_LOSSES.register("gspo")
 def gspo(batch: LossInput, *, clip_low: Clip = 3e-4, clip_high: Clip = 4e-4) -> LossOutput:
     """PPO clip on s = exp(mean log-ratio of the sequence); use with `aggregate = "seq_mean_token_mean"`.
 

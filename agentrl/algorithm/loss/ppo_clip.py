@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from agentrl.algorithm.loss import POLICY_LOSSES
 from agentrl.algorithm.loss.ratio import log_ratio
 from agentrl.algorithm.types import LossInput, LossOutput
 
@@ -16,6 +17,7 @@ Clip = Annotated[float, Field(ge=0)]
 DualClip = Annotated[float, Field(gt=1)]
 
 
+@POLICY_LOSSES.register("ppo_clip")
 def ppo_clip(batch: LossInput, *, clip_low: Clip = 0.2, clip_high: Clip = 0.2, dual_clip: DualClip | None = 3.0) -> LossOutput:
     """-min(r A, clip(r, 1 - low, 1 + high) A), and at most -dual_clip * A where A < 0; r = theta / old."""
     ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))

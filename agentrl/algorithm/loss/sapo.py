@@ -7,12 +7,14 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
+from agentrl.algorithm.loss import POLICY_LOSSES
 from agentrl.algorithm.loss.ratio import log_ratio
 from agentrl.algorithm.types import LossInput, LossOutput
 
 Sharpness = Annotated[float, Field(gt=0)]
 
 
+@POLICY_LOSSES.register("sapo")
 def sapo(batch: LossInput, *, tau_positive: Sharpness = 1.0, tau_negative: Sharpness = 1.05) -> LossOutput:
     """-(4 / tau) sigmoid(tau (r - 1)) A, with a tau of its own for A <= 0; its gradient at r = 1 is PPO's."""
     ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from typing import Any, ClassVar
 
+from agentrl.errors import did_you_mean
 from agentrl.reward.leaf import Args, Context, Leaf, Reading, UnscorableError, object_schema
 from agentrl.reward.values import brief
 from agentrl.reward.view import View
@@ -23,10 +23,9 @@ class PythonFunction(Leaf):
         super().__init__(args, context)
         name = args["name"]
         if name not in context.python:
-            near = difflib.get_close_matches(name, list(context.python), n=1)
             allowed = ", ".join(context.python) or "none"
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"name: this run does not allow a function {name!r}; {hint}allowed: {allowed}")
+            hint = did_you_mean(name, context.python)
+            raise ValueError(f"name: this run does not allow a function {name!r}; {f'{hint} ' if hint else ''}allowed: {allowed}")
         self.function = context.python[name]
 
     def blocks(self) -> bool:

@@ -10,7 +10,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from agentrl.registry import Registry
 from agentrl.trajectory import Message
+
+CONTEXTS: Registry[Callable[..., ContextPolicy]] = Registry(
+    "rollout.context",
+    "CONTEXTS",
+    "agentrl.rollout.context",
+    traits={
+        "rewrites": "may change the conversation, so nothing else may",
+        "summarizes": "has summaries written, by `rollout.summary_model` where that is set",
+    },
+)
 
 Ask = Callable[[Message, int], Awaitable[str | None]]
 
@@ -47,6 +58,7 @@ class ContextPolicy(ABC):
         """The conversation to go on with, or None to leave it as it is."""
 
 
+@CONTEXTS.register("stop")
 class Stop(ContextPolicy):
     """`stop`: never rewrite. Where the context is full the episode ends, truncated (`context_full`)."""
 

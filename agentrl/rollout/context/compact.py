@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agentrl.rollout.context.base import ContextPolicy, Moment, turns_of
+from agentrl.rollout.context.base import CONTEXTS, ContextPolicy, Moment, turns_of
 from agentrl.trajectory import Message
 
 HEAD = "Summary of the conversation so far:\n"
@@ -18,6 +18,7 @@ ASK = (
 )
 
 
+@CONTEXTS.register("compact", traits={"rewrites", "summarizes"})
 @dataclass(frozen=True, kw_only=True)
 class Compact(ContextPolicy):
     """Where a whole next turn and a summary would no longer fit into `tokens` (by default the context), a

@@ -8,10 +8,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agentrl.rollout.context.base import ContextPolicy, Moment, turns_of
+from agentrl.rollout.context.base import CONTEXTS, ContextPolicy, Moment, turns_of
 from agentrl.trajectory import Message
 
 
+@CONTEXTS.register("truncate", traits={"rewrites"})
 @dataclass(frozen=True, kw_only=True)
 class Truncate(ContextPolicy):
     """Where a whole next turn would no longer fit into `tokens` (by default the context), the tool output before

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.registry import Registry
 from agentrl.rollout.seeds import derive
+
+SAMPLERS: Registry[Callable[..., TaskSampler]] = Registry("rollout.sampler", "SAMPLERS", "agentrl.rollout.sampler")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from agentrl.rollout.sampler.base import TaskChoice, TaskSampler, fresh_seed
+from agentrl.rollout.sampler.base import SAMPLERS, TaskChoice, TaskSampler, fresh_seed
 from agentrl.rollout.sampler.pool import epoch_order
 
 log = logging.getLogger(__name__)
 
 
+@SAMPLERS.register("uniform")
 @dataclass(kw_only=True)
 class UniformSampler(TaskSampler):
     """Goes through a finite pool without replacement, in a new order each epoch: the environment's tasks where it

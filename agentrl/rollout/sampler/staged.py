@@ -11,11 +11,12 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from agentrl.errors import ConfigError
-from agentrl.rollout.sampler.base import Outcome, TaskChoice, TaskSampler, fresh_seed, uniform
+from agentrl.rollout.sampler.base import SAMPLERS, Outcome, TaskChoice, TaskSampler, fresh_seed, uniform
 
 log = logging.getLogger(__name__)
 
 
+@SAMPLERS.register("staged")
 @dataclass(kw_only=True)
 class StagedSampler(TaskSampler):
     """Stage by stage through `stages` (parameters of the environment, easiest first).

@@ -13,12 +13,13 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from agentrl.errors import ConfigError
-from agentrl.rollout.sampler.base import Outcome, TaskChoice, TaskSampler, fresh_seed, uniform
+from agentrl.rollout.sampler.base import SAMPLERS, Outcome, TaskChoice, TaskSampler, fresh_seed, uniform
 
 SHOWN = 16
 """With more arms than this the metrics tell of all together, not of each."""
 
 
+@SAMPLERS.register("success_weighted")
 @dataclass(kw_only=True)
 class SuccessWeightedSampler(TaskSampler):
     """Draws an arm with weight max(`floor`, 4 p (1 - p)), p its running success.

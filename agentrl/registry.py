@@ -1,0 +1,257 @@
+"""One way to register things by name: estimators, losses, engines, samplers, context policies, routes, trackers, wrappers.
+
+    ADVANTAGES: Registry[...] = Registry("algorithm.advantage", "ADVANTAGES", "agentrl.algorithm.advantage", needs={...})
+
+    @ADVANTAGES.register("remax", needs={"baseline"})       # in one file; no table elsewhere names it
+    def remax(batch, *, ...): ...
+
+What a name needs and what it is (`needs`, `traits`) stand beside its function as words that the registry knows, so whoever
+prepares a batch or places an engine reads words, and never compares names.
+
+A name is found in the registry's own package, in `plugins/` of the shelves (the user's before all others), and among other
+packages' entry points in the group `agentrl.plugins`, called "KIND/NAME" with a module as value. Files are searched by
+their source text; the one that registers the name is loaded, no other.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Generic, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from agentrl.errors import ConfigError, hinted
+from agentrl.shelves import PRIVATE, load_module, shelves
+
+T = TypeVar("T", bound=Callable[..., Any])
+GROUP = "agentrl.plugins"
+FOLDER = "plugins"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[T]):
+    """One registered thing: what makes it, what it needs from others, and what others must know of it."""
+
+    name: str
+    make: T
+    needs: frozenset[str]
+    traits: frozenset[str]
+
+
+class Registry(Mapping[str, T]):
+    """Names of one kind; as a mapping, name -> what was registered."""
+
+    def __init__(
+        self,
+        kind: str,
+        symbol: str,
+        home: str,
+        *,
+        given: int = 0,
+        needs: Mapping[str, str] | None = None,
+        traits: Mapping[str, str] | None = None,
+    ) -> None:
+        """`kind`: the config key, for messages. `symbol`: the name of this object in the source of those who register.
+        `home`: the package (or module) with agentrl's own. `given`: so many first parameters are passed by the caller, the
+        others are a config's arguments. `needs`, `traits`: the words that may be registered, each with its meaning."""
+        self.kind, self.symbol, self.home, self.given = kind, symbol, home, given
+        self.words = {"needs": dict(needs or {}), "traits": dict(traits or {})}
+        self._entries: dict[tuple[str, str], Entry[T]] = {}
+        self._own: dict[str, Entry[T]] = {}
+
+    def register(
+        self, name: str, *, needs: Collection[str] = frozenset(), traits: Collection[str] = frozenset()
+    ) -> Callable[[T], T]:
+        """Decorator of the function or class. Raises ValueError for a word that the registry does not know."""
+        for field, given in (("needs", needs), ("traits", traits)):
+            for word in given:
+                if word not in self.words[field]:
+                    listed = ", ".join(self.words[field]) or "none"
+                    raise ValueError(f"{self.kind} {name!r}: {field}={word!r}{hinted(word, self.words[field])}; known: {listed}")
+
+        def keep(make: T) -> T:
+            self._entries[name, make.__module__] = Entry(name, make, frozenset(needs), frozenset(traits))
+            return make
+
+        return keep
+
+    # -- looking up --------------------------------------------------------------------------------
+
+    def entry(self, name: str) -> Entry[T]:
+        """Raises ConfigError for an unknown name, with the nearest, and for one that two files register."""
+        if name in self._own:  # found before; losses ask for every micro-batch
+            return self._own[name]
+        places = self._places().get(name, [])
+        if not places:
+            listed = ", ".join(sorted(self))
+            raise ConfigError(f"{self.kind}: unknown name {name!r}{hinted(name, self)}; known: {listed or 'none'}")
+        if len(places) > 1:
+            raise ConfigError(f"{self.kind}: two files register {name!r}: {places[0]} and {places[1]}; rename one")
+        found = self._entries.get((name, _loaded(places[0])))
+        if found is None:
+            raise ConfigError(f"{self.kind}: {places[0]} does not register {name!r} when it is loaded")
+        if name in dict(_packaged(self.home, self.symbol)):
+            self._own[name] = found
+        return found
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._places():
+            raise KeyError(name)
+        return self.entry(name).make
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._places()))
+
+    def __len__(self) -> int:
+        return len(self._places())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places()
+
+    def own(self) -> list[Entry[T]]:
+        """Those that come with agentrl, by name: a user's file is loaded only if its name is asked for."""
+        return [self.entry(name) for name in sorted(dict(_packaged(self.home, self.symbol)))]
+
+    def that_need(self, word: str, yes: bool = True) -> str:
+        """The names of agentrl's own that need `word` (or do not), for a message."""
+        assert word in self.words["needs"], word
+        return _listed(entry.name for entry in self.own() if (word in entry.needs) == yes)
+
+    def that_are(self, word: str, yes: bool = True) -> str:
+        """The names of agentrl's own with the trait `word` (or without it), for a message."""
+        assert word in self.words["traits"], word
+        return _listed(entry.name for entry in self.own() if (word in entry.traits) == yes)
+
+    # -- arguments ---------------------------------------------------------------------------------
+
+    def bind(self, name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
+        """What is registered under the name, with its keyword arguments bound.
+
+        Raises ConfigError for an unknown name, an unknown argument, a missing one, or a value of another type or range.
+        """
+        make = self.entry(name).make
+        known = self._parameters(make)
+        called: Any = vars(make).get("__init__", make) if isinstance(make, type) else make
+        hints = get_type_hints(called, include_extras=True)
+        bound = {}
+        for key, value in args.items():
+            if key not in known:
+                listed = ", ".join(sorted(known)) or "none"
+                raise ConfigError(f"{self.kind} {name!r}: unknown argument {key!r}{hinted(key, known)}; known: {listed}")
+            try:
+                bound[key] = TypeAdapter(hints.get(key, Any)).validate_python(value, strict=True)
+            except ValidationError as error:
+                reason = error.errors()[0]["msg"]
+                raise ConfigError(f"{self.kind} {name!r}: argument {key} = {value!r}: {reason}") from None
+        missing = [key for key, p in known.items() if p.default is inspect.Parameter.empty and key not in bound]
+        if missing:
+            raise ConfigError(f"{self.kind} {name!r}: argument {missing[0]!r} is required")
+        return partial(make, **bound)
+
+    def arguments(self, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments that the name is called with: those given over the defaults. Raises ConfigError as `bind` does."""
+        bound: partial[Any] = self.bind(name, args)  # type: ignore[assignment]
+        known = self._parameters(self.entry(name).make)
+        return {key: bound.keywords.get(key, parameter.default) for key, parameter in known.items()}
+
+    def _parameters(self, make: T) -> dict[str, inspect.Parameter]:
+        named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        rest = list(inspect.signature(make).parameters.items())[self.given :]
+        return {key: parameter for key, parameter in rest if parameter.kind in named}
+
+    # -- where names are ---------------------------------------------------------------------------
+
+    def _places(self) -> dict[str, list[str]]:
+        """The module or file that registers each name."""
+        found: dict[str, list[str]] = {}
+
+        def add(name: str, place: str) -> None:
+            if place not in found.setdefault(name, []):
+                found[name].append(place)
+
+        for name, place in _packaged(self.home, self.symbol):
+            add(name, place)
+        for name, module in self._entries:
+            if not module.startswith(PRIVATE):
+                add(name, module)
+        seen = set(found)
+        for shelf in shelves():
+            here = [(name, path) for path in sorted(shelf.glob(f"{FOLDER}/*.py")) for name in registered_in(path, self.symbol)]
+            for name, path in here:
+                if name not in seen or name in dict(_packaged(self.home, self.symbol)):
+                    add(name, str(path))
+            seen |= {name for name, _ in here}
+        for kind, name, module in _announced():
+            if kind == self.kind and name not in seen:
+                add(name, module)
+        return found
+
+
+def registered_in(path: Path, symbol: str) -> tuple[str, ...]:
+    """The names that a file registers with `SYMBOL.register("name", ...)`, read without running it."""
+    stat = path.stat()
+    return _registered(path, symbol, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=4096)
+def _registered(path: Path, symbol: str, modified: int, size: int) -> tuple[str, ...]:
+    text = path.read_text(encoding="utf-8")
+    if f"{symbol}.register(" not in text:
+        return ()
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as problem:
+        raise ConfigError(f"{path}: not a Python file: {problem}") from problem
+    return tuple(name for node in ast.walk(tree) if (name := _name_in(node, symbol)) is not None)
+
+
+def _name_in(node: ast.AST, symbol: str) -> str | None:
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register" and node.args):
+        return None
+    owner, first = node.func.value, node.args[0]
+    same = owner.id == symbol if isinstance(owner, ast.Name) else isinstance(owner, ast.Attribute) and owner.attr == symbol
+    return str(first.value) if same and isinstance(first, ast.Constant) else None
+
+
+@lru_cache(maxsize=64)
+def _packaged(home: str, symbol: str) -> tuple[tuple[str, str], ...]:
+    """(name, module) of what agentrl's own files register; they do not change while a process lives."""
+    spec = find_spec(home)
+    assert spec is not None and spec.origin is not None, home
+    if spec.submodule_search_locations is None:
+        return tuple((name, home) for name in registered_in(Path(spec.origin), symbol))
+    root = Path(spec.origin).parent
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        module = ".".join([home, *(parts[:-1] if parts[-1] == "__init__" else parts)])
+        found += [(name, module) for name in registered_in(path, symbol)]
+    return tuple(found)
+
+
+@lru_cache(maxsize=1)
+def _announced() -> tuple[tuple[str, str, str], ...]:
+    """(kind, name, module) of the installed packages' entry points."""
+    return tuple((*point.name.rpartition("/")[::2], point.value) for point in entry_points(group=GROUP))
+
+
+def _loaded(place: str) -> str:
+    """Load the module or file; the module's name."""
+    if place.endswith(".py"):
+        return load_module(Path(place)).__name__
+    if place not in sys.modules:
+        import_module(place)
+    return place
+
+
+def _listed(names: Iterator[str]) -> str:
+    return ", ".join(f'"{name}"' for name in sorted(names)) or "none"

@@ -1,0 +1,77 @@
+"""The shelves: folders with `envs/`, `tools/`, `rewards/`, `configs/` and `plugins/` in them, and loading a file of one.
+
+A file of a shelf is not importable by name. It is loaded under a private module name made from its path,
+so two shelves may hold files of the same name; files beside an `env.py` are reached by relative import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+from hashlib import blake2b
+from pathlib import Path
+
+from agentrl.errors import CatalogError
+
+_PACKAGE = Path(__file__).resolve().parent
+PRIVATE = "_agentrl_shelf_"
+"""What the names of modules begin with that were loaded from a shelf."""
+
+SHIPPED = "AGENTRL_SHIPPED"
+"""Set on the workers of a cluster: the driver's folders whose shelves were copied to AGENTRL_PATH, in order."""
+
+
+def here(path: str) -> Path:
+    """Where a file that the driver names lies in this process: in the shipped copy of its shelf, where there
+    is one, else under the very path."""
+    copies = os.environ.get("AGENTRL_PATH", "").split(os.pathsep)
+    for root, copy in zip(os.environ.get(SHIPPED, "").split(os.pathsep), copies, strict=False):
+        if root and Path(path).is_relative_to(root):
+            return Path(copy).resolve() / Path(path).relative_to(root)
+    return Path(path)
+
+
+def shelves() -> list[Path]:
+    """The folders that are searched, in order; only those that exist, each once."""
+    places = [
+        Path.cwd(),
+        *(Path(part) for part in os.environ.get("AGENTRL_PATH", "").split(os.pathsep) if part),
+    ]
+    packaged = _PACKAGE / "_shelf"
+    if packaged.is_dir():
+        places.append(packaged)
+    elif (_PACKAGE.parent / "pyproject.toml").is_file():
+        # In a source checkout the shelf is not copied into the package: it lies beside it.
+        places.append(_PACKAGE.parent)
+    unique: list[Path] = []
+    for place in places:
+        resolved = place.expanduser().resolve()
+        if resolved.is_dir() and resolved not in unique:
+            unique.append(resolved)
+    return unique
+
+
+def load_module(path: Path) -> types.ModuleType:
+    """The module of a content file, loaded once a process. Raises CatalogError with the cause."""
+    path = path.resolve()
+    package = PRIVATE + blake2b(str(path.parent).encode(), digest_size=6).hexdigest()
+    if package not in sys.modules:
+        parent = types.ModuleType(package)
+        parent.__path__ = [str(path.parent)]
+        sys.modules[package] = parent
+    name = f"{package}.{path.stem}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise CatalogError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as problem:
+        del sys.modules[name]
+        raise CatalogError(f"{path} does not load: {type(problem).__name__}: {problem}") from problem
+    return module
