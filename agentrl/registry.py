@@ -136,7 +136,8 @@ class Registry(Mapping[str, T]):
     def bind(self, name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
         """What is registered under the name, with its keyword arguments bound.
 
-        Raises ConfigError for an unknown name, an unknown argument, a missing one, or a value of another type or range.
+        Raises ConfigError for an unknown name, an unknown argument, a missing one, a value of another type or range, and
+        for numbers `low` and `high` (those not given by their defaults) with nothing between them.
         """
         make = self.entry(name).make
         known = self._parameters(make)
@@ -155,6 +156,9 @@ class Registry(Mapping[str, T]):
         missing = [key for key, p in known.items() if p.default is inspect.Parameter.empty and key not in bound]
         if missing:
             raise ConfigError(f"{self.kind} {name!r}: argument {missing[0]!r} is required")
+        low, high = (bound.get(key, known[key].default) if key in known else None for key in ("low", "high"))
+        if isinstance(low, int | float) and isinstance(high, int | float) and low >= high:
+            raise ConfigError(f"{self.kind} {name!r}: argument low = {low:g} must be below high = {high:g}: nothing is between")
         return partial(make, **bound)
 
     def arguments(self, name: str, args: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ held-out tasks reaches `sft.gate`.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,11 @@ from agentrl.errors import ConfigError
 from agentrl.render.base import Renderer
 from agentrl.rollout.seeds import derive
 from agentrl.trajectory import StopReason, TokenLedger, Trajectory
+
+log = logging.getLogger(__name__)
+
+TRIES = 8
+"""Transcripts that are drawn for one number, until one is short enough."""
 
 
 async def transcript(env: ToolEnv, renderer: Renderer, seed: int, teacher: dict[str, Any]) -> Trajectory:
@@ -54,17 +60,42 @@ def _policy(env: ToolEnv, seed: int, params: dict[str, Any]) -> Policy:
 
 
 class Transcripts:
-    """An endless, seeded source of teacher transcripts: number i is the same in every run of a seed."""
+    """An endless, seeded source of teacher transcripts: number i is the same in every run of a seed.
 
-    def __init__(self, env: EnvRef, renderer: Renderer, teacher: dict[str, Any], seed: int) -> None:
-        self.env, self.renderer, self.teacher, self.seed = env, renderer, teacher, seed
+    A transcript of more than `most` tokens (None: any number) is no row of any micro-batch, and rows are never cut: the next
+    draw for its number takes its place. `skipped` counts those.
+    """
+
+    def __init__(self, env: EnvRef, renderer: Renderer, teacher: dict[str, Any], seed: int, most: int | None = None) -> None:
+        self.env, self.renderer, self.teacher, self.seed, self.most = env, renderer, teacher, seed, most
+        self.skipped = 0
 
     async def take(self, first: int, count: int) -> Sequence[Trajectory]:
-        """Transcripts `first` .. `first + count - 1`. Raises ConfigError where there is no teacher."""
+        """Transcripts `first` .. `first + count - 1`. Raises ConfigError where there is no teacher, or a number for which
+        none of `TRIES` draws is short enough."""
         try:
-            return [
-                await transcript(self.env.build(), self.renderer, derive(self.seed, "sft", index), self.teacher)
-                for index in range(first, first + count)
-            ]
+            return [await self._fitting(index) for index in range(first, first + count)]
         except NotImplementedError as problem:
             raise ConfigError(f"env.id: {problem}, so [sft] cannot warm a model up on it") from problem
+
+    async def _fitting(self, index: int) -> Trajectory:
+        lengths: list[int] = []
+        for draw in range(TRIES):
+            seed = derive(self.seed, "sft", index, *([draw] if draw else []))
+            made = await transcript(self.env.build(), self.renderer, seed, self.teacher)
+            if self.most is None or made.tokens <= self.most:
+                return made
+            lengths.append(made.tokens)
+            if not self.skipped:  # the metric `transcripts_skipped` counts them all
+                log.warning("[sft]: transcript %d, of task %s, is left out: %s", index, made.task.id, self._too_long(made.tokens))
+            self.skipped += 1
+        raise ConfigError(
+            f"[sft]: transcript {index}, of task {made.task.id!r}: {self._too_long(lengths[-1])}; so it is with all {TRIES} "
+            f"tasks drawn for it (the shortest: {min(lengths)} tokens)"
+        )
+
+    def _too_long(self, tokens: int) -> str:
+        return (
+            f"{tokens} tokens, and a row, which is never cut, may have {self.most} (the lesser of optim.micro_tokens and "
+            "the model's context): raise optim.micro_tokens, or make the tasks shorter (sft.params)"
+        )

@@ -77,7 +77,9 @@ class SftConfig(Frozen):
 
     `lr`: of AdamW, for embeddings and vectors; `matrix_lr`: of Muon, for the matrices inside the layers.
     `teacher`: its parameters. `params` and `gate_params`: parameters of the environment that the transcripts
-    and the gate's tasks have instead of `env.params`. `gate`: greedy success that ends the warm start.
+    and the gate's tasks have instead of `env.params`. `gate`: greedy success that ends the warm start, asked every
+    `gate_every` steps from `min_steps` on, and after `max_steps`. A transcript that is longer than `optim.micro_tokens` or
+    the model's context gives way to another, and is counted (the metric `transcripts_skipped`).
     """
 
     max_steps: PositiveInt = 1500
@@ -107,7 +109,9 @@ class McpServerConfig(Frozen):
     """One Model Context Protocol server: the `command` that starts it, or the `url` of one that runs.
 
     `tools`: only these of its tools; `prefix` goes before each name; `timeout` (seconds) bounds the start
-    and every call, `max_output` (tokens) every answer.
+    and every call, `max_output` (tokens) every answer. `late`: whose doing it is where a call is late: the
+    "infrastructure"'s (the episode ends unscored and is tried again), or the "policy"'s, for servers that run what
+    the policy wrote (the episode ends there and is scored).
     """
 
     command: list[str] = Field(default_factory=list)
@@ -117,6 +121,7 @@ class McpServerConfig(Frozen):
     prefix: str = ""
     timeout: Positive = 30.0
     max_output: PositiveInt = 2048
+    late: Literal["infrastructure", "policy"] = "infrastructure"
 
 
 class ToolsConfig(Frozen):

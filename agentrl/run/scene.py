@@ -21,6 +21,7 @@ from agentrl.run.engines import API, api_name, check_api, make_api_engine, make_
 from agentrl.run.policy import check_rollout, longest, make_policy
 from agentrl.run.recordings import RecordFolder
 from agentrl.run.reward_checks import check_decided
+from agentrl.run.sizes import check_heads
 from agentrl.run.tool_parser import renderer_of
 from agentrl.train.pretrained import load_tokenizer
 from agentrl.trajectory import Json
@@ -68,7 +69,7 @@ def check_scene(config: TrainConfig) -> None:
         check_api(config)
         return
     load_tokenizer(config.model.path)
-    resolve_engine(config.engine)
+    check_heads(config, resolve_engine(config.engine))
 
 
 def reward_spec(config: TrainConfig, env: EnvRef) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from agentrl.run.policy import check_rollout, check_trainable, longest, make_pol
 from agentrl.run.reward_checks import check_judge, check_success
 from agentrl.run.sizes import check_sizes
 from agentrl.run.tool_parser import renderer_of
+from agentrl.run.warm_start_checks import check_warm_start
 from agentrl.train.actor import Actor
 from agentrl.train.columns import check_columns
 from agentrl.train.init_model import init_model
@@ -62,6 +63,7 @@ def check(config: TrainConfig) -> None:
     check_places(config, engine_name)
     check_judge(config, scorer)
     check_success(config, env, scorer)
+    check_warm_start(config, env)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from agentrl.rollout.evaluate import evaluate
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.recorder import Recorder
 from agentrl.run.session import Session
+from agentrl.run.warm_start_checks import longest_row
 from agentrl.train.actor import Actor
 from agentrl.warm_start import Transcripts
 
@@ -24,14 +25,17 @@ async def warm_start(session: Session, recorder: Recorder, interrupt: Interrupt)
     config = session.config.sft
     assert config is not None
     env = replace(session.env, params={**session.env.params, **config.params})
-    source = Transcripts(env, session.policy.renderer, config.teacher, session.config.seed)
+    source = Transcripts(env, session.policy.renderer, config.teacher, session.config.seed, longest_row(session.config))
     await session.actors.arun(Actor.begin_sft, config)
     session.display.phase("warm start", config.max_steps)
     step, success = 0, None
     while step < config.max_steps and not interrupt.requested:
-        rows = await source.take(step * config.batch, STEPS_A_CALL * config.batch)
-        metrics = await session.actors.arun(Actor.sft_steps, collate(rows, allow_unscored=True), STEPS_A_CALL)
-        step += STEPS_A_CALL
+        # No call goes past the last step, nor past one at which the gate is asked.
+        count = min(STEPS_A_CALL, config.max_steps - step, config.gate_every - step % config.gate_every)
+        rows = await source.take(step * config.batch, count * config.batch)
+        metrics = await session.actors.arun(Actor.sft_steps, collate(rows, allow_unscored=True), count)
+        metrics["transcripts_skipped"] = float(source.skipped)
+        step += count
         session.display.step(step, {"loss": metrics["loss"], "gate": success})
         recorder.row("sft", step, metrics)
         if step >= config.max_steps or (step >= config.min_steps and step % config.gate_every == 0):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 from agentrl.algorithm import ADVANTAGES
 from agentrl.config import Choice, TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.train.pretrained import count_parameters, model_context
+from agentrl.train.pretrained import count_parameters, head_dim, model_context
+
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of an attention head that the CPU build of vLLM has kernels for; with another it dies at the first request."""
 
 LARGE = 100_000_000
 """Parameters from which on a learning rate of a toy is warned of."""
@@ -19,7 +24,9 @@ FAR = 30.0
 
 
 def check_sizes(config: TrainConfig, engine_name: str) -> None:
-    """Raise ConfigError for groups that nothing can be compared in, and for rows that no micro-batch holds."""
+    """Raise ConfigError for groups that nothing can be compared in, for rows that no micro-batch holds, and for attention
+    heads that the engine cannot compute."""
+    check_heads(config, engine_name)
     rollout = config.rollout
     _check_groups(rollout.group_size, config.algorithm.advantage)
     context = _context(config, engine_name)
@@ -44,6 +51,20 @@ def _check_groups(size: int, advantage: Choice) -> None:
         raise ConfigError(
             f'rollout.group_size = {size}: algorithm.advantage "{advantage.name}" compares the subsets of k = {k} '
             f"episodes of a group, so every advantage would be 0; set rollout.group_size to at least {k + 1}"
+        )
+
+
+def check_heads(config: TrainConfig, engine_name: str) -> None:
+    """Raise ConfigError where vLLM would run on a CPU, and has no attention there for heads of the model's size."""
+    if engine_name != "vllm" or torch.cuda.is_available():
+        return
+    init = config.model.init
+    key, size = ("model.path", head_dim(str(config.model.path))) if init is None else ("model.init.head_dim", init.head_dim)
+    if size is not None and size not in VLLM_CPU_HEADS:
+        what = f"{key} = {size}" if init is not None else f"{key} = {config.model.path}: its attention heads have {size} numbers"
+        raise ConfigError(
+            f"{what}: on a CPU vLLM takes heads of {', '.join(map(str, VLLM_CPU_HEADS))}, and dies at the first request "
+            "with others; use engine=embedded, or a model with such heads"
         )
 
 

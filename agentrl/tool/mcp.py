@@ -133,6 +133,7 @@ class McpSession:
         # Calls of one turn that may write go in one after another: their outcome must not hang on a race.
         options = Options(
             timeout=self.server.timeout,
+            late=self.server.late,
             max_output=self.server.max_output,
             parallel=read_only,
             read_only=read_only,

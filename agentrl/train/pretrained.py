@@ -68,6 +68,14 @@ def model_context(path: str) -> int:
     return context
 
 
+def head_dim(path: str) -> int | None:
+    """Numbers that one attention head has of a token; None where the model's config does not say. Raises ModelError."""
+    text = load_config(path).get_text_config()
+    heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+    found = getattr(text, "head_dim", None) or (hidden // heads if heads and hidden else None)
+    return found if isinstance(found, int) else None
+
+
 def count_parameters(path: str) -> int:
     """Parameters of a causal language model, from its config alone (tied ones count once). Raises ModelError."""
     import torch

@@ -6,15 +6,17 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from agentrl.config.schema import McpServerConfig
+from agentrl.deadline import within
 from agentrl.env import Message, Snapshot, Task, ToolCall, ToolEnv
 from agentrl.env.sync import run_sync
 from agentrl.env.taskdata import TaskSet, load_tasks
 from agentrl.errors import ConfigError, EnvError, ToolError
 from agentrl.tool import Tool
 from agentrl.tool.mcp import McpSource
+from agentrl.tool.tool import Blame
 from agentrl.trajectory import Json, StopReason
 
 HERE = Path(__file__).parent
@@ -66,6 +68,7 @@ class Mcp(ToolEnv):
         state_tool: str | None = None,
         variables: Mapping[str, str] | None = None,
         timeout: float = 30.0,
+        late: str = "infrastructure",
         system: str = SYSTEM,
         **base: Any,
     ) -> None:
@@ -73,8 +76,9 @@ class Mcp(ToolEnv):
         the packaged stock server, inside this process. `tasks`: JSONL, Parquet, or a folder (see the README).
         `level`: a number or [lowest, highest], only tasks of these levels. `tools` the policy may use
         (default: all but `state_tool` and those of the tasks' `setup`). `state_tool`: its answer at the end of
-        an episode is the final state. `timeout`: seconds for the start and each call. Raises ConfigError,
-        TaskDataError, and DependencyError without the MCP SDK."""
+        an episode is the final state. `timeout`: seconds for the start and each call. `late`: whose doing a late call
+        of the policy's is, as in `McpServerConfig`. Raises ConfigError, TaskDataError, and DependencyError without the
+        MCP SDK."""
         super().__init__(**base)
         own = command is not None or url is not None
         if own and tasks is None:
@@ -86,7 +90,11 @@ class Mcp(ToolEnv):
         self.splits = self.tasks.splits  # type: ignore[misc]  # those that the file has
         self.private: dict[str, Tool] = {}
         self.final: Json = None
-        config = McpServerConfig(command=list(command or ()), url=url, env=dict(variables or {}), timeout=timeout)
+        if late not in get_args(Blame):
+            raise ConfigError(f"mcp: late = {late!r}; expected {' or '.join(map(repr, get_args(Blame)))}")
+        self.timeout = timeout
+        blame = cast(Blame, late)
+        config = McpServerConfig(command=list(command or ()), url=url, env=dict(variables or {}), timeout=timeout, late=blame)
         self.add_source(McpSource("server", config, None if own else _packaged))
 
     # -- tasks -------------------------------------------------------------------------------------
@@ -128,7 +136,7 @@ class Mcp(ToolEnv):
     async def _own_call(self, item: Tool, arguments: Mapping[str, Json]) -> str:
         """A call that is not the policy's: whatever goes wrong is the environment's fault."""
         try:
-            return str(await item.invoke(None, arguments))
+            return str(await within(self.timeout, item.invoke(None, arguments), f"{self.id}: {item.name}"))
         except ToolError as refusal:
             raise EnvError(f"{self.id}: the server refused {item.name}: {refusal}") from refusal
         except EnvError:

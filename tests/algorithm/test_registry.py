@@ -32,6 +32,25 @@ def test_wrong_names_and_values(make, message):
         make()
 
 
+@pytest.mark.parametrize(
+    ("make", "name", "low", "high"),
+    [
+        (correction, "reject_sequence", 1.2, 0.8),
+        (correction, "reject_sequence", 1.05, None),  # above the default of high
+        (correction, "icepop", 5.0, 0.5),
+        (correction, "icepop", 0.7, 0.7),
+        (policy_loss, "clip_cov", 5.0, 1.0),
+        (policy_loss, "clip_cov", None, 1.0),  # the default of low, and the bounds are no part
+    ],
+)
+def test_bounds_with_nothing_between_them_are_refused(make: Any, name: str, low: float | None, high: float | None) -> None:
+    """They would reject (or pick) nothing or everything in silence: all weights of such a `reject_sequence` are 0."""
+    given = {key: value for key, value in (("low", low), ("high", high)) if value is not None}
+    both = {**DEFAULTS[name], **given}
+    with pytest.raises(ConfigError, match=rf"{name}': argument low = {both['low']:g} must be below high = {both['high']:g}"):
+        make(name, given)
+
+
 CLIPS = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
 REQUIRED = inspect.Parameter.empty
 DEFAULTS: dict[str, dict[str, Any]] = {

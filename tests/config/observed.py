@@ -346,7 +346,7 @@ def first_evaluation(config: TrainConfig, out: Path) -> Any:
 
 
 def warming_up(config: TrainConfig, out: Path) -> dict[str, Any]:
-    """The warm start: rows of each call of ten steps and the number of its first transcript, after how many steps the gate
+    """The warm start: rows of each call of up to ten steps and the number of its first transcript, after how many steps the gate
     was asked and with what, the transcripts' environment and teacher, and how it ended."""
     import agentrl.run.sft as module
     from agentrl.errors import AgentrlError
@@ -354,7 +354,9 @@ def warming_up(config: TrainConfig, out: Path) -> dict[str, Any]:
     course = Course(config, out)
 
     class Source:
-        def __init__(self, env: Any, renderer: Any, teacher: Any, seed: int) -> None:
+        skipped = 0
+
+        def __init__(self, env: Any, renderer: Any, teacher: Any, seed: int, most: int) -> None:
             course.calls.append(("transcripts", (env.params, teacher)))
 
         async def take(self, first: int, count: int) -> list[Any]:
@@ -369,8 +371,11 @@ def warming_up(config: TrainConfig, out: Path) -> dict[str, Any]:
             asyncio.run(module.warm_start(course.session, course.recorder, course.interrupt))
         except AgentrlError as problem:
             ended = "shut" if "did not open its gate" in str(problem) else str(problem)
-    names = [name for name, _ in course.calls if name in ("sft_steps", "evaluate")]
-    asked_at = [10 * names[:place].count("sft_steps") for place, name in enumerate(names) if name == "evaluate"]
+    assert config.sft is not None
+    steps, asked_at = 0, []
+    for name, value in course.calls:
+        steps += value // config.sft.batch if name == "sft_steps" else 0
+        asked_at += [steps] if name == "evaluate" else []
     [transcripts] = course.all("transcripts")
     return {
         "rows": course.all("sft_steps"),

@@ -200,7 +200,7 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
     "SftConfig.max_steps": (
         warm("rows", "end"),
         SHUT,
-        {f"sft.max_steps={n}": {"rows": [80] * (n // 10), "end": "shut"} for n in (20, 40)},
+        {f"sft.max_steps={n}": {"rows": rows, "end": "shut"} for n, rows in ((20, [80] * 2), (40, [80] * 4), (13, [80, 24]))},
     ),
     "SftConfig.batch": (
         warm("rows", "firsts"),
@@ -228,7 +228,11 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
         {"sft.gate_params={calls=2}": {"transcripts": ({}, {}), "gate": {**GATE, "params": {"calls": 2}}}},
     ),
     "SftConfig.gate_tasks": (warm("gate"), SHUT, {f"sft.gate_tasks={n}": {**GATE, "tasks": n} for n in (3, 4)}),
-    "SftConfig.gate_every": (warm("gates"), SHUT, {"sft.gate_every=10": [10, 20, 30, 40], "sft.gate_every=30": [30, 40]}),
+    "SftConfig.gate_every": (
+        warm("gates"),
+        SHUT,
+        {"sft.gate_every=10": [10, 20, 30, 40], "sft.gate_every=30": [30, 40], "sft.gate_every=15": [15, 30, 40]},
+    ),
 }
 
 # key -> the test that says what it does
@@ -273,6 +277,7 @@ ELSEWHERE: dict[str, str] = {
         f"McpServerConfig.{key}": f"{MCP}::test_the_tools_section_of_a_config_reaches_the_environment"
         for key in ("command", "env", "tools", "prefix", "timeout", "max_output")
     },
+    "McpServerConfig.late": f"{MCP}::test_the_config_says_whose_doing_a_late_call_is",
     "McpServerConfig.url": f"{MCP}::test_over_http_and_through_a_config",
     "ToolsConfig.sets": f"{MCP}::test_over_http_and_through_a_config",
     "ToolsConfig.mcp": f"{MCP}::test_over_http_and_through_a_config",

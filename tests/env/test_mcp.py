@@ -178,6 +178,26 @@ async def test_a_server_that_dies_or_hangs_is_a_typed_outcome(stdio: McpServerCo
     assert not alive(pid)
 
 
+@pytest.mark.parametrize(
+    ("late", "stop", "unscored"),
+    [("infrastructure", StopReason.TOOL_TIMEOUT, True), ("policy", StopReason.MAX_TOOL_TIME, False)],
+)
+async def test_the_config_says_whose_doing_a_late_call_is(
+    stdio: McpServerConfig, late: str, stop: StopReason, unscored: bool
+) -> None:
+    env = env_with(McpServerConfig.model_validate({**stdio.model_dump(), "late": late}))
+    await env.areset(seed=0)
+    env.toolbox.replace(env.toolbox["sleep"].with_options(timeout=0.1))
+    if unscored:
+        with pytest.raises(EnvError, match="sleep"):
+            await env.astep(call("sleep"))
+    else:
+        observation, _, terminated, truncated, info = await env.astep(call("sleep"))
+        assert (observation, terminated, truncated) == ([], False, True)
+        assert info["error"] == "tool sleep: no answer within 0.1 s"
+    assert (env.trajectory.stop, env.trajectory.stop.infrastructure) == (stop, unscored)
+
+
 async def test_cancelling_while_the_server_starts_leaves_nothing(stdio: McpServerConfig) -> None:
     env = env_with(stdio)
     before = children()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,38 @@ def test_the_cap_must_hold_the_longest_row_that_can_come(
         return
     with pytest.raises(ConfigError, match=f"optim.micro_tokens = {cap}.*max_episode_tokens = {episode}.*at least {needed},"):
         sizes.check_sizes(config, engine)
+
+
+def test_heads_without_a_kernel_in_vllms_cpu_build_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its attention answers 16 with "Unsupported CPU attention configuration: head_dim=16" at the first request."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    good = set(sizes.VLLM_CPU_HEADS)
+    for size in (16, 32, 33, 48, 64, 128, 512):
+        init = {**BASE, "model": {"init": {"head_dim": size}}}
+        refused = pytest.raises(ConfigError, match=rf"model.init.head_dim = {size}: .*vLLM takes heads of 32, 64, 80")
+        with nullcontext() if size in good else refused:
+            sizes.check_sizes(config_from({**init, "rollout": {"max_episode_tokens": 512}}, []), "vllm")
+        sizes.check_sizes(config_from({**init, "rollout": {"max_episode_tokens": 512}}, []), "embedded")
+    for stated, derived in (({"head_dim": 16}, 16), ({}, 64 // 4), ({"head_dim": 64}, None)):
+        folder = tmp_path / f"{stated}"
+        folder.mkdir()
+        shape = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 4096, **stated}
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **shape}))
+        config = config_of(model={"path": str(folder)})
+        said = rf"model.path = {re.escape(str(folder))}: its attention heads have {derived} numbers"
+        with nullcontext() if derived is None else pytest.raises(ConfigError, match=said):
+            sizes.check_heads(config, "vllm")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    sizes.check_heads(config_of(model={"init": {"head_dim": 16}}), "vllm")
+
+
+def test_the_sizes_of_heads_are_those_of_vllms_cpu_build() -> None:
+    found = find_spec("vllm")
+    if found is None or found.origin is None:
+        pytest.skip("vLLM is not installed here")
+    source = (Path(found.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py").read_text()
+    listed = re.search(r"def get_supported_head_sizes\(cls\)[^\[]*\[int\]:\s*return \[([\d, ]+)\]", source)
+    assert listed is not None and tuple(map(int, listed[1].split(","))) == sizes.VLLM_CPU_HEADS
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "dr_grpo", "gigpo", "turn_returns", "pass_at_k", "multi_reward"])

@@ -9,6 +9,7 @@ import json
 import logging
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,7 @@ def test_a_fork_over_stdio_is_a_session_of_its_own(stdio: dict[str, Any]) -> Non
 
 
 CLOCK = """
+import asyncio
 import time
 from mcp.server import MCPServer
 server = MCPServer("clock")
@@ -157,6 +159,11 @@ def now() -> float:
 def die() -> str:
     import os
     os._exit(3)
+
+@server.tool()
+async def wait() -> str:
+    await asyncio.sleep(5)
+    return "5 s later"
 
 server.run("stdio")
 """
@@ -194,6 +201,26 @@ def test_a_server_that_dies_is_never_a_reward(clock: dict[str, Any]) -> None:
     assert not env.trajectory.terminated
 
 
+def test_a_state_that_is_not_told_in_time_is_a_fault(clock: dict[str, Any]) -> None:
+    env = make_env("mcp", **clock, state_tool="wait")
+    env.reset(seed=0)
+    env.timeout = 0.2  # type: ignore[attr-defined]
+    began = time.monotonic()
+    with pytest.raises(EnvError, match=r"wait.*no end within 0\.2 s"):
+        env.step("late")
+    assert time.monotonic() - began < 4, "the server takes 5 s"
+    assert env.trajectory.stop is StopReason.ENV_ERROR and env.trajectory.reward is None and not env.is_open
+
+
+def test_a_late_call_is_the_policys_doing_where_the_parameter_says_so(clock: dict[str, Any]) -> None:
+    env = make_env("mcp", **clock, late="policy")
+    env.reset(seed=0)
+    env.toolbox.replace(env.toolbox["wait"].with_options(timeout=0.2))
+    _, reward, terminated, truncated, info = env.step(call("wait"))
+    assert (reward, terminated, truncated) == (0.0, False, True) and "no answer within 0.2 s" in info["error"]
+    assert env.trajectory.stop is StopReason.MAX_TOOL_TIME and not env.is_open
+
+
 @pytest.mark.slow
 def test_tools_that_are_not_there_are_named(clock: dict[str, Any], stdio: dict[str, Any]) -> None:
     with pytest.raises(EnvError, match="no tool 'dump'; it has now, die"):
@@ -210,6 +237,8 @@ def test_tools_that_are_not_there_are_named(clock: dict[str, Any], stdio: dict[s
 def test_bad_parameters_and_rows_are_told_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tasks of its own"):
         make_env("mcp", command=["x"])
+    with pytest.raises(ConfigError, match="late = 'policies'; expected 'policy' or 'infrastructure'"):
+        make_env("mcp", late="policies")
     with pytest.raises(ConfigError, match="no such task in split"):
         make_env("mcp", level=9)
     for task, says_ in (

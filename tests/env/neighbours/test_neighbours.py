@@ -13,6 +13,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ import pytest
 from agentrl.env.neighbours.openenv import OpenEnv, openenv_app
 from agentrl.env.neighbours.verifiers import VerifiersEnv, to_verifiers
 from agentrl.errors import DependencyError
+from agentrl.rollout.sampler.fresh import UniformSampler
+from agentrl.rollout.sampler.pool import pool_seeds
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent.parent
@@ -61,3 +64,24 @@ def test_without_the_package_the_extra_is_named() -> None:
         for call in (lambda: OpenEnv(url="http://x"), lambda: openenv_app(lambda: None)):  # type: ignore[arg-type,return-value]
             with pytest.raises(DependencyError, match=r"agentrl\[openenv\]"):
                 call()
+
+
+def test_the_rows_of_a_verifiers_environment_are_its_tasks_each_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package: only the two datasets are read."""
+    monkeypatch.setitem(sys.modules, "verifiers", ModuleType("verifiers"))
+    monkeypatch.setattr("agentrl.env.neighbours.verifiers.find_spec", lambda name: object())
+    train, held_out = ([{"prompt": [{"role": "user", "content": f"{kind} {n}"}], "answer": str(n)} for n in range(size)]
+                       for kind, size in (("train", 5), ("eval", 3)))  # fmt: skip
+    theirs = SimpleNamespace(get_dataset=lambda: train, get_eval_dataset=lambda: held_out, tool_defs=None)
+    env = VerifiersEnv(environment=theirs)
+    assert (env.task_count("train"), env.task_count("heldout")) == (5, 3)
+    for split, rows, kind in (("train", train, "train"), ("heldout", held_out, "eval")):
+        tasks = [env.make_task(seed, split) for seed in range(2 * len(rows))]
+        assert [task.id for task in tasks[: len(rows)]] == [f"verifiers/{split}/{n}" for n in range(len(rows))]
+        assert [task.id for task in tasks[len(rows) :]] == [task.id for task in tasks[: len(rows)]]
+        assert [env.prompt(task)[0].content for task in tasks[: len(rows)]] == [f"{kind} {n}" for n in range(len(rows))]
+        assert [task.gold["answer"] for task in tasks[: len(rows)]] == [row["answer"] for row in rows]
+    sampler = UniformSampler()
+    sampler.use(pool_seeds(env, sampler.wants() or 0))
+    epochs = [[sampler.choose(7, 5 * epoch + n).seed for n in range(5)] for epoch in range(3)]
+    assert all(sorted(seeds) == [0, 1, 2, 3, 4] for seeds in epochs) and len({tuple(seeds) for seeds in epochs}) > 1

@@ -1,0 +1,88 @@
+"""A warm start that cannot be is refused before anything starts; a transcript too long for a row is left out and counted."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentrl.catalog import EnvRef
+from agentrl.config.load import config_from
+from agentrl.errors import ConfigError
+from agentrl.render import make_renderer
+from agentrl.run.warm_start_checks import check_warm_start, longest_row
+from agentrl.train.tokenizer import packaged_tokenizer
+from agentrl.warm_start import TRIES, Transcripts
+
+SEED = 3
+
+
+def config_of(*overrides: str) -> Any:
+    sft = {"batch": 4, "teacher": {"stop": 0.1}, "params": {"calls": [2, 8]}}
+    base = {"seed": SEED, "env": {"id": "key_value"}, "model": {"init": {"context": 4096}}, "sft": sft}
+    return config_from(base, list(overrides))
+
+
+def source(config: Any, most: int | None = None) -> Transcripts:
+    env = replace(EnvRef.of(config), params=dict(config.sft.params))
+    return Transcripts(env, make_renderer(packaged_tokenizer(4096)), config.sft.teacher, config.seed, most)
+
+
+async def lengths(config: Any, count: int) -> list[int]:
+    return [made.tokens for made in await source(config).take(0, count)]
+
+
+async def test_a_transcript_that_is_too_long_is_another_draw_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """Those that fit stay the very same ones, at the same number."""
+    config = config_of()
+    free = await lengths(config, 24)
+    most = sorted(free)[16]
+    bound = source(config, most)
+    with caplog.at_level(logging.WARNING):
+        rows = await bound.take(0, 24)
+    found = [made.tokens for made in rows]
+    assert max(found) <= most and len(found) == 24
+    assert all(a == b for a, b in zip(found, free, strict=True) if b <= most)
+    first, *others = [i for i, n in enumerate(free) if n > most]
+    assert bound.skipped > len(others) >= 1 and len(caplog.records) == 1
+    assert f"transcript {first}, of task" in caplog.text and f"{free[first]} tokens" in caplog.text
+    assert "raise optim.micro_tokens" in caplog.text
+    again = await source(config, most).take(first, 1)
+    assert again[0].ledgers == rows[first].ledgers, "number i is the same whatever was taken before it"
+
+
+async def test_where_every_draw_is_too_long_the_run_is_refused_before_it_starts() -> None:
+    """It died in the workers at the first step: "sequence 0 has 87 tokens, more than the hard cap"."""
+    config = config_of()
+    env = EnvRef.of(config)
+    shortest = min(await lengths(config, 64))
+    said = rf"transcript 0, of task '.*': \d+ tokens.*may have {shortest // 2} .*raise optim.micro_tokens.*all {TRIES} tasks"
+    with pytest.raises(ConfigError, match=said):
+        check_warm_start(config_of(f"optim.micro_tokens={shortest // 2}"), env)
+    with pytest.raises(ConfigError, match=said):
+        check_warm_start(config_of(f"model.init.context={shortest // 2}"), env)
+    check_warm_start(config_of("optim.micro_tokens=4096"), env)
+
+
+def test_a_row_is_as_long_as_a_micro_batch_and_as_the_model_takes() -> None:
+    assert longest_row(config_of("optim.micro_tokens=700")) == 700
+    assert longest_row(config_of("optim.micro_tokens=9000")) == 4096
+
+
+@pytest.mark.parametrize(("least", "most", "refused"), [(401, 400, True), (400, 400, False), (1, 400, False)])
+def test_the_least_steps_are_not_above_the_most(least: int, most: int, refused: bool) -> None:
+    config = config_of(f"sft.min_steps={least}", f"sft.max_steps={most}")
+    if refused:
+        with pytest.raises(ConfigError, match=f"sft.min_steps = {least} is above sft.max_steps = {most}"):
+            check_warm_start(config, EnvRef.of(config))
+    else:
+        check_warm_start(config, EnvRef.of(config))
+
+
+def test_a_teacher_that_is_none_is_told_before_the_run() -> None:
+    config = config_of("sft.teacher={wrog=0.2}")
+    with pytest.raises(ConfigError, match=r"sft.teacher.*wrog"):
+        check_warm_start(config, EnvRef.of(config))
+    check_warm_start(config_of().model_copy(update={"sft": None}), EnvRef("no such environment"))
