@@ -103,9 +103,9 @@ def _base(args: argparse.Namespace, purpose: str) -> tuple[dict[str, Any], dict[
 def check_request(config: TrainConfig, request: RolloutRequest) -> None:
     """Raise a UserError for what is wrong before a folder is made. A replay is checked call by call instead."""
     if request.replay is None:
-        from agentrl.run.scene import check_scene
+        from agentrl.run.eval_session import check_eval
 
-        check_scene(config)
+        check_eval(config)
 
 
 def run(args: argparse.Namespace) -> int:

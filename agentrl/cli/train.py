@@ -7,6 +7,7 @@ from pathlib import Path
 
 from agentrl.cli.configs import find_config_file
 from agentrl.config import TrainConfig, load_config
+from agentrl.config.identity import check_resumed
 from agentrl.errors import ConfigError
 
 EPILOG = """examples:
@@ -59,4 +60,6 @@ def _config(args: argparse.Namespace) -> tuple[TrainConfig, Path | None]:
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder}: not a run folder (it has no config.toml)")
     overrides = [text for text in (args.config, *args.overrides) if text is not None]
-    return load_config(folder / "config.toml", overrides), folder
+    config = load_config(folder / "config.toml", overrides)
+    check_resumed(load_config(folder / "config.toml"), config, folder)
+    return config, folder

@@ -11,9 +11,9 @@ from agentrl.catalog import EnvRef
 from agentrl.reward import Scorer
 from agentrl.rollout.clock import Watch
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.episode_io import EpisodeIO
 from agentrl.rollout.record import in_episode
 from agentrl.rollout.seeds import derive
-from agentrl.rollout.stage import Stage
 from agentrl.trajectory import Trajectory
 
 
@@ -41,25 +41,25 @@ async def run_tasks(
     max_episodes: int,
     split: str = "heldout",
     on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
-    stage: Stage | None = None,
+    io: EpisodeIO | None = None,
 ) -> list[Trajectory]:
     """One episode for each (task index, member), at most `max_episodes` at once, in the order of `pairs`.
 
     Tasks are numbered within a split and are the same in every run; `seed` only moves the sampling.
-    `on_episode` is called as each episode ends. `stage`: a `Recorder` or `Replayer`; live without one.
+    `on_episode` is called as each episode ends. `io`: a `Recorder` or `Replayer`; live without one.
     Raises the first error that is not an outcome of an episode, such as ReplayError.
     """
     slots = asyncio.Semaphore(max_episodes)
-    theatre, watch = stage or Stage(), Watch()
+    asked, watch = io or EpisodeIO(), Watch()
 
     async def one(index: int, member: int) -> Trajectory:
         spec = EpisodeSpec(index, split, derive(seed, split, index, member), member, key=f"{split}{index}.m{member}")
         async with slots:
             with in_episode(spec.key):
-                trajectory = theatre.ready(spec.key)
+                trajectory = asked.ready(spec.key)
                 if trajectory is None:
-                    trajectory = await run_episode(theatre.env(env, spec.key), policy, spec, limits, scorer, watch)
-                theatre.ended(spec.key, trajectory)
+                    trajectory = await run_episode(asked.env(env, spec.key), policy, spec, limits, scorer, watch)
+                asked.ended(spec.key, trajectory)
         on_episode(trajectory)
         return trajectory
 

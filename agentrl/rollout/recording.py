@@ -16,24 +16,27 @@ from agentrl.env.wrapper import ToolWrapper
 from agentrl.errors import EngineError, EnvError, ReplayError, ToolTimeoutError
 from agentrl.reward.leaf import JudgeClient, Twin
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway, WeightBuckets
+from agentrl.rollout.episode_io import Entries, EpisodeIO, TwinMaker
 from agentrl.rollout.record import RecordWriter, common, content_of, current_episode, digest
-from agentrl.rollout.stage import Stage, TwinMaker
 from agentrl.trajectory import Json, StopReason, Trajectory, Turn
 
 
-class Recorder(Stage):
-    """A stage that plays live and writes down every answer. Close it at the end."""
+class Recorder(EpisodeIO):
+    """Plays live and writes down every answer. Close it at the end.
 
-    def __init__(self, path: Path) -> None:
+    `transcripts`: the numbered messages of API models, by owner, in the record that this one goes on with.
+    """
+
+    def __init__(self, path: Path, transcripts: Mapping[str, Entries] | None = None) -> None:
         self.writer = RecordWriter(path)
+        self._transcripts = transcripts or {}
         self._cut: set[str] = set()
 
     def env(self, ref: EnvRef, episode: str) -> ToolEnv:
         return RecordingEnv(ref.build(), self.writer, episode, env_key(ref), self._cut)
 
-    def engine(self, engine: Engine) -> Engine:
-        """The same engine, heard."""
-        return RecordingEngine(engine, self.writer, self._cut)
+    def engine(self, make: Callable[[], Engine]) -> Engine:
+        return RecordingEngine(make(), self.writer, self._cut)
 
     def judge(self, client: JudgeClient) -> JudgeClient:
         return RecordingJudge(client, self.writer)
@@ -41,9 +44,9 @@ class Recorder(Stage):
     def twin(self, make: TwinMaker) -> TwinMaker:
         return lambda task: RecordingTwin(make(task), self.writer)
 
-    def transcript(self, owner: str) -> Callable[[int, Json], None]:
-        """Takes an API model's messages under their numbers; `owner` tells two models of a run apart."""
-        return lambda number, entry: self.writer.add(owner, "transcript", number, None, entry)
+    def transcript(self, owner: str) -> tuple[Entries, Callable[[int, Json], None]]:
+        known = self._transcripts.get(owner, {})
+        return known, lambda number, entry: self.writer.add(owner, "transcript", number, None, entry)
 
     def ended(self, episode: str, trajectory: Trajectory) -> None:
         """Close an episode. One that a clock cut is kept whole: when a clock strikes, no replay can know."""

@@ -5,7 +5,7 @@ Every question is compared with the recorded one before its answer is given; the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,15 +15,15 @@ from agentrl.errors import EngineError, EnvError, ReplayError, ToolTimeoutError,
 from agentrl.reward.judge import Verdict
 from agentrl.reward.leaf import JudgeClient
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Usage, WeightBuckets
+from agentrl.rollout.episode_io import Entries, EpisodeIO, TwinMaker
 from agentrl.rollout.record import Recorded, Row, content_of, current_episode, digest, diverged
 from agentrl.rollout.recording import Given, engine_ask, env_key, twin_task
-from agentrl.rollout.stage import Stage, TwinMaker
 from agentrl.tool import Tool, Toolbox
 from agentrl.trajectory import Json, StopReason, ToolCall, ToolResult, Trajectory, Turn
 
 
-class Replayer(Stage):
-    """A stage on which nothing but the record speaks."""
+class Replayer(EpisodeIO):
+    """Nothing but the record answers."""
 
     def __init__(self, record: Recorded) -> None:
         self.record = record
@@ -31,9 +31,11 @@ class Replayer(Stage):
     def env(self, ref: EnvRef, episode: str) -> ToolEnv:
         return ReplayEnv(self.record, episode, env_key(ref))
 
-    def engine(self) -> Engine:
-        """The engine of the record."""
+    def engine(self, make: Callable[[], Engine] | None = None) -> Engine:
         return ReplayEngine(self.record)
+
+    def transcript(self, owner: str) -> tuple[Entries, Callable[[int, Json], None]]:
+        return self.record.transcripts.get(owner, {}), lambda number, entry: None
 
     def judge(self, client: JudgeClient) -> JudgeClient:
         return ReplayJudge(self.record)

@@ -1,4 +1,4 @@
-"""From the rollout section of a config to what runs episodes: its checks, its policy, the model's length."""
+"""Checks of the rollout section of a config."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.env.wrapper import WRAPPERS
 from agentrl.errors import AgentrlError, ConfigError
-from agentrl.render.base import Renderer
 from agentrl.rollout.context.base import CONTEXTS
-from agentrl.rollout.engine import Engine
-from agentrl.rollout.episode import Policy
 from agentrl.rollout.pieces import make_context, make_sampler
 from agentrl.rollout.sampler.base import TaskChoice
 from agentrl.rollout.sampler.source import TaskSource
-from agentrl.run.engines import API, make_api_engine, resolve_engine
-from agentrl.train.pretrained import model_context
+from agentrl.run.engines import resolve_engine
 
 LEAST_TEMPERATURE = 0.01
 
@@ -93,35 +89,3 @@ def _check_colocated(config: TrainConfig) -> None:
         raise ConfigError(
             'rollout.colocate: an engine that slept has lost the weights that the adapter belongs to; use weights.lora = "merged"'
         )
-
-
-def make_policy(config: TrainConfig, engine: Engine, renderer: Renderer, temperature: float | None = None) -> Policy:
-    """The policy of a run's episodes; `temperature` instead of `rollout.temperature` where given."""
-    rollout = config.rollout
-    return Policy(
-        engine,
-        renderer,
-        rollout.temperature if temperature is None else temperature,
-        rollout.top_p,
-        rollout.top_k,
-        make_context(rollout.context),
-        make_writer(config),
-    )
-
-
-def make_writer(config: TrainConfig) -> Policy | None:
-    """The API model that writes summaries, greedily and asked as `api` says; None where the policy itself does."""
-    name = config.rollout.summary_model
-    if name is None:
-        return None
-    from agentrl.backends.litellm import Transcript
-
-    asked = config.model_copy(update={"model": config.model.model_copy(update={"path": API + name})})
-    engine = make_api_engine(asked, Transcript())
-    return Policy(engine, engine.renderer, temperature=0.0)
-
-
-def longest(config: TrainConfig, engine_name: str, model: str) -> int:
-    """Tokens that one prompt and its turn may take: the model's own limit, and that of the engine."""
-    context = model_context(model)
-    return min(context, config.vllm.max_model_len) if engine_name == "vllm" else context

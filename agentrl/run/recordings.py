@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import TrainConfig
-from agentrl.errors import ConfigError, ReplayError
+from agentrl.config.identity import check_goes_on
+from agentrl.errors import ReplayError
 from agentrl.rollout.record import Recorded
 from agentrl.rollout.recording import Recorder
+from agentrl.run.assembly import Inputs
+from agentrl.run.engines import api_name
 from agentrl.run.folder import atomic_write
-from agentrl.train.pretrained import load_config
+from agentrl.train.pretrained import load_config, load_tokenizer
 
 FORMAT = 1
 
 
 class RecordFolder:
-    """Paths of a record and its plain files. `asked`: what the run is, for the manifest of a new record."""
+    """Paths of a record and its plain files. `asked`: what the run is, with its `identity`, for the manifest of a new record."""
 
     def __init__(self, path: Path, asked: dict[str, Any] | None = None) -> None:
         self.path = path
@@ -43,11 +46,6 @@ class RecordFolder:
             raise ReplayError(f"{file}: expected a record of format {FORMAT}, got {manifest.get('agentrl_record')!r}")
         return manifest
 
-    def spec(self) -> dict[str, Any]:
-        """The reward spec that the run was scored by."""
-        spec: dict[str, Any] = json.loads((self.path / "reward.json").read_text())
-        return spec
-
     def read(self) -> Recorded:
         """The calls, read once. Raises ReplayError where they are missing or were changed."""
         if self._read is None:
@@ -58,26 +56,28 @@ class RecordFolder:
         """Episodes that are in the record whole; none where there is no record yet."""
         return set(self.read().episodes) if self.calls.exists() else set()
 
-    def open(self, config: TrainConfig, spec: dict[str, Any], tokenizer: Any, context: int) -> Recorder:
-        """Begin the record, or go on with one of the same run. Raises ConfigError where it is of another run."""
+    def inputs(self) -> Inputs:
+        """What the run read. Raises ReplayError if the folder is no record, or was changed."""
+        manifest = self.manifest()
+        spec = json.loads((self.path / "reward.json").read_text())
+        api = api_name(manifest["config"]["model"]["path"]) is not None
+        return Inputs(spec, None if api else load_tokenizer(str(self.tokenizer)), manifest["context"])
+
+    def open(self, config: TrainConfig, inputs: Inputs) -> Recorder:
+        """Begin the record, or go on with one of the same run. Raises ConfigError if it is of another run."""
         self.path.mkdir(parents=True, exist_ok=True)
         # Commands and addresses of tool servers may hold keys, and a replay starts none.
         table = config.model_dump(mode="json", exclude_none=True, exclude={"tools"})
-        manifest = {"agentrl_record": FORMAT, **self._asked, "context": context, "config": table}
+        manifest = {"agentrl_record": FORMAT, **self._asked, "context": inputs.context, "config": table}
         file = self.path / "record.json"
-        if file.exists() and _identity(self.manifest()) != _identity(manifest):
-            raise ConfigError(f"{self.path}: it holds the record of another run ({file}); use another --record")
-        if tokenizer is not None:
+        if file.exists():
+            before, of = self.manifest().get("identity"), f"the record of another run ({file})"
+            check_goes_on(before, self._asked["identity"], of, self.path, "--record")
+        if inputs.tokenizer is not None:
             assert config.model.path is not None
-            tokenizer.save_pretrained(str(self.tokenizer))
+            inputs.tokenizer.save_pretrained(str(self.tokenizer))
             load_config(config.model.path).save_pretrained(str(self.tokenizer))  # which class reads the tokenizer
-        atomic_write(self.path / "reward.json", json.dumps(spec, indent=2) + "\n")
+        atomic_write(self.path / "reward.json", json.dumps(inputs.spec, indent=2) + "\n")
         atomic_write(file, json.dumps(manifest, indent=2) + "\n")
         self.calls.touch()
-        return Recorder(self.calls)
-
-
-def _identity(manifest: dict[str, Any]) -> Any:
-    """What must be the same for a record to go on: not how many tasks, nor how many at once."""
-    config = {**manifest["config"], "rollout": {**manifest["config"]["rollout"], "max_episodes": 0}}
-    return json.loads(json.dumps({**manifest, "tasks": 0, "samples": 0, "config": config}))
+        return Recorder(self.calls, Recorded.read(self.calls).transcripts)

@@ -12,16 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
+from agentrl.config.identity import Identity, check_goes_on, identity_of
 from agentrl.errors import ConfigError
-from agentrl.rollout.episode import Limits
 from agentrl.rollout.evaluate import run_tasks, success_rate
 from agentrl.run.display import Display
+from agentrl.run.eval_session import EvalSession, open_live, open_replay
 from agentrl.run.folder import atomic_write
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.recordings import RecordFolder
-from agentrl.run.scene import Scene, open_live, open_replay
 from agentrl.trajectory import Trajectory
 
 Pair = tuple[int, int]
@@ -64,13 +63,13 @@ class Outcome:
 async def run_rollout(config: TrainConfig, request: RolloutRequest, display: Display) -> Outcome:
     """Run what is missing. Ctrl-C ends it early: what is done is kept, and the same command goes on.
 
-    Raises ConfigError where `out` or `record` holds something else, ReplayError where a replay diverges.
+    Raises ConfigError if `out` or `record` holds something else, ReplayError if a replay diverges.
     """
     if request.replay is None:
         done = _resume(config, request)
-        scene = _open(config, request)
+        session = _open(config, request)
     else:
-        scene = _open(config, request)  # first: a record that is none leaves no folder
+        session = _open(config, request)  # first: a record that is none leaves no folder
         done = _resume(config, request)
     outcome = Outcome(done)
     missing = [pair for pair in request.pairs if pair not in outcome.episodes]
@@ -79,28 +78,28 @@ async def run_rollout(config: TrainConfig, request: RolloutRequest, display: Dis
         interrupt = Interrupt(display.say)
         interrupt.install()
         try:
-            await _play(config, request, scene, missing, outcome, display)
+            await _play(config, request, session, missing, outcome, display)
         except asyncio.CancelledError:
             if not interrupt.requested:
                 raise
             outcome.interrupted = True
         finally:
-            await scene.close()
+            await session.close()
     else:
-        scene.stage.close()
+        session.io.close()
     _sort(request, outcome)
     return outcome
 
 
-def _open(config: TrainConfig, request: RolloutRequest) -> Scene:
+def _open(config: TrainConfig, request: RolloutRequest) -> EvalSession:
     temperature = request.temperature(config)
     if request.replay is not None:
         return open_replay(config, temperature, RecordFolder(request.replay))
-    record = None if request.record is None else RecordFolder(request.record, asked(request))
+    record = None if request.record is None else RecordFolder(request.record, asked(config, request))
     return open_live(config, temperature, record)
 
 
-def asked(request: RolloutRequest) -> dict[str, Any]:
+def asked(config: TrainConfig, request: RolloutRequest) -> dict[str, Any]:
     """The request as a record's manifest keeps it; `agentrl.cli.rollout` reads it back."""
     return {
         "purpose": request.purpose,
@@ -108,15 +107,16 @@ def asked(request: RolloutRequest) -> dict[str, Any]:
         "tasks": request.tasks,
         "samples": request.samples,
         "split": request.split,
+        "identity": _identity(config, request),
     }
 
 
 async def _play(
-    config: TrainConfig, request: RolloutRequest, scene: Scene, missing: list[Pair], outcome: Outcome, display: Display
+    config: TrainConfig, request: RolloutRequest, session: EvalSession, missing: list[Pair], outcome: Outcome, display: Display
 ) -> None:
-    rollout, done = config.rollout, len(request.pairs) - len(missing)
+    parts, done = session.parts, len(request.pairs) - len(missing)
     scored = done
-    await scene.start(config)
+    await session.start(config)
     with (request.out / "trajectories.jsonl").open("a") as file:
 
         def keep(trajectory: Trajectory) -> None:
@@ -129,16 +129,16 @@ async def _play(
             display.step(done, {"success": success_rate(outcome.episodes.values()), "unscored": done - scored})
 
         await run_tasks(
-            EnvRef.of(config),
-            scene.policy,
-            scene.scorer,
-            Limits.of(rollout, scene.context),
+            parts.env,
+            parts.policy,
+            parts.scorer,
+            parts.limits,
             missing,
             seed=config.seed,
-            max_episodes=rollout.max_episodes,
+            max_episodes=config.rollout.max_episodes,
             split=request.split,
             on_episode=keep,
-            stage=scene.stage,
+            io=session.io,
         )
 
 
@@ -147,12 +147,13 @@ def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajecto
     or episodes that the record lacks."""
     request.out.mkdir(parents=True, exist_ok=True)
     note, path = request.out / f"{request.purpose}.json", request.out / "trajectories.jsonl"
-    what = _what(config, request)
+    identity = _identity(config, request)
     if request.replay is not None:  # a replay is always whole, and quick
         path.unlink(missing_ok=True)
-    elif note.exists() and json.loads(note.read_text()) != what:
+    elif note.exists():
         kind = "an evaluation" if request.purpose == "eval" else "a rollout"
-        raise ConfigError(f"{request.out}: it holds {kind} of something else ({note}); use another --out")
+        before = json.loads(note.read_text()).get("identity")
+        check_goes_on(before, identity, f"{kind} of something else ({note})", request.out, "--out")
     elif path.exists() and not note.exists():
         raise ConfigError(f"{request.out}: it holds trajectories of something else; use another --out")
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
@@ -165,7 +166,7 @@ def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajecto
                 f"{request.out}: {len(lacking)} of its episodes are not in the record {request.record}; use "
                 "another --out, so that the record is whole"
             )
-    atomic_write(note, json.dumps(what, indent=2) + "\n")
+    atomic_write(note, json.dumps({"identity": identity}, indent=2) + "\n")
     atomic_write(path, "".join(json.dumps(t.to_json()) + "\n" for t in scored.values()))
     return scored
 
@@ -174,28 +175,9 @@ def _scored(trajectory: Trajectory) -> bool:
     return trajectory.reward is not None or trajectory.success is not None
 
 
-def _what(config: TrainConfig, request: RolloutRequest) -> dict[str, Any]:
-    """All that an episode depends on, as JSON."""
-    rollout = config.rollout
-    limits = {
-        "max_turns": rollout.max_turns,
-        "max_turn_tokens": rollout.max_turn_tokens,
-        "max_episode_tokens": rollout.max_episode_tokens,
-    }
-    what = {
-        "env": config.env.model_dump(),
-        "model": request.model,
-        "split": request.split,
-        "seed": config.seed,
-        "temperature": request.temperature(config),
-        "top_p": rollout.top_p,
-        "top_k": rollout.top_k,
-        **limits,
-        "context": rollout.context.model_dump(),
-        "tools": config.tools.sets,
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(what))
-    return plain
+def _identity(config: TrainConfig, request: RolloutRequest) -> Identity:
+    """All that an episode depends on; `-n` and `-k` only say which episodes there are."""
+    return {**identity_of(config, request.purpose), "command": request.purpose, "--split": request.split}
 
 
 def _sort(request: RolloutRequest, outcome: Outcome) -> None:

@@ -5,59 +5,44 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from agentrl.catalog import EnvRef, find_reward
+from agentrl.catalog import EnvRef
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config import TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.reward import Scorer, compile_spec, load_spec, make_context
+from agentrl.reward import Scorer
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
+from agentrl.run.assembly import Assembly, assemble, check_assembly, read_inputs
 from agentrl.run.checkpoint import Saver
 from agentrl.run.display import Display
-from agentrl.run.engines import make_engine, refuse_api, resolve_engine
+from agentrl.run.engines import refuse_api, resolve_engine
 from agentrl.run.folder import RunFolder
 from agentrl.run.places import check_places, open_pools, start_actors
-from agentrl.run.policy import check_rollout, check_trainable, longest, make_policy, needs_greedy
+from agentrl.run.policy import check_trainable, needs_greedy
 from agentrl.run.reward_checks import check_judge, check_success
 from agentrl.run.sizes import check_sizes
-from agentrl.run.tool_parser import renderer_of
 from agentrl.run.warm_start_checks import check_warm_start
 from agentrl.train.actor import Actor
 from agentrl.train.columns import check_columns
 from agentrl.train.init_model import init_model
 from agentrl.train.learner import Learner, check_learner, policy_updates
-from agentrl.train.pretrained import load_tokenizer
 from agentrl.train.publish import Publisher, check_weights
 
 log = logging.getLogger(__name__)
 
 
-def build_scorer(config: TrainConfig, env: EnvRef) -> Scorer:
-    """The compiled reward spec of a run: `env.reward`, or the environment's own."""
-    name = config.env.reward or env.default_reward()
-    if name is None:
-        raise ConfigError(f"env.reward: {config.env.id} names no reward spec of its own; set env.reward=NAME_OR_PATH")
-    context = make_context(config.reward, twin=lambda task: env.build())
-    return compile_spec(load_spec(find_reward(name)), context=context, timeout=config.rollout.env_timeout)
-
-
 def check(config: TrainConfig) -> None:
     """Everything that can be wrong before a folder is made or a process started, with a UserError each."""
     refuse_api(config.model.path)
-    env = EnvRef.of(config)
-    env.build().close()
-    scorer = build_scorer(config, env)
-    check_rollout(config, env)
+    if (config.model.path is None) == (config.model.init is None):
+        raise ConfigError("model: set one of model.path (a folder or hub name) and [model.init] (build a tiny one)")
+    env, scorer = check_assembly(config)
     check_trainable(config)
     check_learner(config)
     check_columns(config.algorithm.advantage, scorer)
     check_weights(config)
-    if (config.model.path is None) == (config.model.init is None):
-        raise ConfigError("model: set one of model.path (a folder or hub name) and [model.init] (build a tiny one)")
-    if config.model.path is not None:
-        load_tokenizer(config.model.path)
     engine_name = resolve_engine(config.engine)
     check_sizes(config, engine_name)
     check_places(config, engine_name)
@@ -123,44 +108,45 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
     display.phase("start", 1)
     if config.cluster.backend == "ray" or engine_name == "vllm":
         start_ray(config.cluster)
-    tokenizer = load_tokenizer(path)
-    renderer = renderer_of(config.model, tokenizer)
-    env = EnvRef.of(config)
-    scorer = build_scorer(config, env)
+    inputs = read_inputs(config, path)
     pools = open_pools(config, engine_name)
     actors = start_actors(config, pools)
-    engine = make_engine(engine_name, path, config, pools)
+    parts: Assembly | None = None
     try:
+        parts = assemble(config, inputs, model=path, pools=pools)
         await actors.arun(Actor.init_model, path, config.model, config.optim, policy_updates(config))
-        await engine.start()
+        await parts.start()
     except BaseException:
-        await engine.close()
+        if parts is not None:
+            await parts.close()
         actors.close()
         if pools is not None:
             pools.close()
         raise
-    rollout = config.rollout
-    policy = make_policy(config, engine, renderer)
-    if policy.writer is not None:
-        await policy.writer.engine.start()
-    context = longest(config, engine_name, path)
-    collector = Collector(env, policy, scorer, rollout, context=context, seed=config.seed, greedy=needs_greedy(config))
-    limits = Limits.of(rollout, context)
+    collector = Collector(
+        parts.env,
+        parts.policy,
+        parts.scorer,
+        config.rollout,
+        context=inputs.context,
+        seed=config.seed,
+        greedy=needs_greedy(config),
+    )
     learner = Learner(config, actors, pools)
     saver = Saver(config, folder, learner, collector, display.say)
     return Session(
         config,
         folder,
         display,
-        env,
-        scorer,
-        policy,
-        limits,
-        engine,
+        parts.env,
+        parts.scorer,
+        parts.policy,
+        parts.limits,
+        parts.policy.engine,
         actors,
         learner,
         collector,
         engine_name,
         saver,
-        Publisher(actors, engine, config.weights),
+        Publisher(actors, parts.policy.engine, config.weights),
     )

@@ -7,7 +7,8 @@ import torch
 from agentrl.algorithm import ADVANTAGES
 from agentrl.config import Choice, TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.train.pretrained import count_parameters, head_dim, model_context
+from agentrl.run.assembly import context_length
+from agentrl.train.pretrained import count_parameters, head_dim
 
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head that the CPU build of vLLM has kernels for; with another it dies at the first request."""
@@ -29,7 +30,7 @@ def check_sizes(config: TrainConfig, engine_name: str) -> None:
     check_heads(config, engine_name)
     rollout = config.rollout
     _check_groups(rollout.group_size, config.algorithm.advantage)
-    context = _context(config, engine_name)
+    context = context_length(config, engine_name)
     longest = min(rollout.max_episode_tokens, context)
     if config.optim.micro_tokens < longest:
         raise ConfigError(
@@ -66,13 +67,6 @@ def check_heads(config: TrainConfig, engine_name: str) -> None:
             f"{what}: on a CPU vLLM takes heads of {', '.join(map(str, VLLM_CPU_HEADS))}, and dies at the first request "
             "with others; use engine=embedded, or a model with such heads"
         )
-
-
-def _context(config: TrainConfig, engine_name: str) -> int:
-    """Tokens that one prompt and its turn may take: the model's own limit, and that of the engine."""
-    model = config.model
-    context = model.init.context if model.init is not None else model_context(str(model.path))
-    return min(context, config.vllm.max_model_len) if engine_name == "vllm" else context
 
 
 def advice(config: TrainConfig) -> list[str]:

@@ -37,6 +37,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["train", QUICKSTART, "env.reward=odd.json"], ["/root/use", "did you mean", "text.equals"]),
         (["train", QUICKSTART, "algorithm.advantage.name=gpro"], ["gpro", "did you mean 'grpo'"]),
         (["train", QUICKSTART, "algorithm.loss.args.clip_hgih=0.3"], ["clip_hgih", "did you mean 'clip_high'"]),
+        (["train", QUICKSTART, "model.tool_parser=hermez"], ["model.tool_parser = 'hermez'", "did you mean 'hermes'"]),
         (["train", QUICKSTART, "model.path=nowhere/model"], ["set one of model.path"]),
         (["train", QUICKSTART, "cluster.actors=5000"], ["cannot carry", "cluster.actors=5000"]),
         (

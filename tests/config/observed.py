@@ -66,7 +66,7 @@ def sizes(
 def environment(config: TrainConfig, out: Path) -> Any:
     """The environment's id, calls that its task needs at least, the reward spec's name, and what wraps it."""
     from agentrl.catalog import EnvRef
-    from agentrl.run.session import build_scorer
+    from agentrl.run.assembly import scorer_of
 
     ref = EnvRef.of(config)
     env = ref.build()
@@ -78,7 +78,7 @@ def environment(config: TrainConfig, out: Path) -> Any:
         wrappers.append(f"{type(around).__name__} over {around.tokens}")
         around = around.env
     env.close()
-    return {"id": name, "calls": calls, "reward": build_scorer(config, ref).name, "wrappers": wrappers}
+    return {"id": name, "calls": calls, "reward": scorer_of(config).name, "wrappers": wrappers}
 
 
 # -- episodes --------------------------------------------------------------------------------------
@@ -125,14 +125,13 @@ def rollouts(config: TrainConfig, fail: bool = False) -> tuple[Any, Scribe, list
     """The collector of a session, its engine, and the episodes of its first group, as far as one comes together."""
     from agentrl.catalog import EnvRef
     from agentrl.rollout.collect import Collector
-    from agentrl.run.policy import make_policy
-    from agentrl.run.session import build_scorer
+    from agentrl.run.assembly import make_policy, scorer_of
 
     ref, engine = EnvRef.of(config), Scribe(renderer(), fail)
     policy = make_policy(config, engine, renderer())  # type: ignore[arg-type]
 
     async def body() -> tuple[Any, Scribe, list[Any]]:
-        collector = Collector(ref, policy, build_scorer(config, ref), config.rollout, context=4096, seed=config.seed)
+        collector = Collector(ref, policy, scorer_of(config), config.rollout, context=4096, seed=config.seed)
         found = await collector._members(0, 0, ref)
         return collector, engine, found
 

@@ -24,7 +24,7 @@ from agentrl.errors import ModelError, RenderError
 from agentrl.render import make_renderer
 from agentrl.render.parsers import parse_qwen_xml
 from agentrl.render.toolcalls import parse_tool_calls
-from agentrl.run.tool_parser import renderer_of
+from agentrl.run.assembly import renderer_of
 from agentrl.trajectory import Message, ToolCall
 
 pytestmark = pytest.mark.slow

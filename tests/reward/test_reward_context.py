@@ -62,9 +62,8 @@ def test_the_twin_of_the_run_is_used_for_replays():
 
 def test_a_run_compiles_the_replaying_profiles():
     """The wiring of a training run: its environment is the twin of its reward spec."""
-    from agentrl.catalog import EnvRef
     from agentrl.config import load_config
-    from agentrl.run.session import build_scorer
+    from agentrl.run.assembly import scorer_of
 
     config = load_config(Path(__file__).parents[2] / "configs" / "quickstart.toml", ["env.reward=tau_bench"])
-    assert build_scorer(config, EnvRef(config.env.id, config.env.params)).name == "tau_bench"
+    assert scorer_of(config).name == "tau_bench"

@@ -488,14 +488,14 @@ def test_what_a_clock_or_a_late_tool_cut_replays_equal(room: Any, renderer: Rend
     parts = {0: ["think"], 1: [("call", "run", {"code": "loop"})], 2: [("call", "work", {"code": "loop"})], 3: ["bye"]}
     limits = Limits.of(RolloutConfig(turn_timeout=0.4, episode_timeout=0.8), 4000)
     recorder = Recorder(tmp_path / "calls.jsonl")
-    policy = Policy(recorder.engine(Actor(renderer, parts)), renderer)
+    policy = Policy(recorder.engine(lambda: Actor(renderer, parts)), renderer)
     pairs = [(0, member) for member in parts]
-    live = asyncio.run(run_tasks(room(), policy, compile_spec(DONE), limits, pairs, seed=0, max_episodes=4, stage=recorder))
+    live = asyncio.run(run_tasks(room(), policy, compile_spec(DONE), limits, pairs, seed=0, max_episodes=4, io=recorder))
     recorder.close()
     assert [t.stop.value for t in live] == ["max_turn_time", "max_tool_time", "max_episode_time", "done"]
-    stage = Replayer(Recorded.read(tmp_path / "calls.jsonl"))
-    policy = Policy(stage.engine(), renderer)
-    again = asyncio.run(run_tasks(room(), policy, compile_spec(DONE), limits, pairs, seed=0, max_episodes=4, stage=stage))
+    io = Replayer(Recorded.read(tmp_path / "calls.jsonl"))
+    policy = Policy(io.engine(), renderer)
+    again = asyncio.run(run_tasks(room(), policy, compile_spec(DONE), limits, pairs, seed=0, max_episodes=4, io=io))
     assert [content_of(t) for t in again] == [content_of(t) for t in live]
     assert all(t.evidence is not None and "success" in t.evidence for t in live[:2]), "it follows from the rest, and is left out"
     assert not any("success" in content_of(t)["evidence"] for t in live if t.evidence is not None)

@@ -20,8 +20,8 @@ from agentrl.rollout.context.base import ContextPolicy, Stop
 from agentrl.rollout.context.compact import Compact
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.run.assembly import context_length
 from agentrl.run.engines import make_engine
-from agentrl.run.policy import longest
 from agentrl.train.init_model import init_model
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import StopReason, TokenLedger, Trajectory
@@ -132,7 +132,7 @@ async def test_an_episode_budget_over_the_context_is_no_prompt_over_the_context(
     engine = make_engine("embedded", folder, config)
     await engine.start()
     await engine.close()
-    assert longest(config, "embedded", folder) == CONTEXT and longest(config, "vllm", folder) == 1000
+    assert context_length(config, "embedded", folder) == CONTEXT and context_length(config, "vllm", folder) == 1000
 
 
 @torch.inference_mode()

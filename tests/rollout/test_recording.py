@@ -16,11 +16,11 @@ from agentrl.errors import ReplayError
 from agentrl.render.base import Renderer
 from agentrl.reward import Context, Scorer, compile_spec
 from agentrl.rollout.episode import Limits, Policy
+from agentrl.rollout.episode_io import EpisodeIO
 from agentrl.rollout.evaluate import run_tasks
 from agentrl.rollout.record import Recorded
 from agentrl.rollout.recording import Recorder
 from agentrl.rollout.replay import Replayer
-from agentrl.rollout.stage import Stage
 from tests.rollout.conftest import FaultyEngine
 
 ENV = '''
@@ -83,8 +83,8 @@ LIMITS = Limits(max_turns=4, max_turn_tokens=16, max_episode_tokens=2000, turn_t
 PAIRS = [(task, member) for task in range(6) for member in range(2)]
 
 
-def scorer(env: EnvRef, stage: Stage) -> Scorer:
-    return compile_spec(SPEC, context=Context(twin=stage.twin(lambda task: env.build())))
+def scorer(env: EnvRef, io: EpisodeIO) -> Scorer:
+    return compile_spec(SPEC, context=Context(twin=io.twin(lambda task: env.build())))
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvRef:
 async def test_faults_clocks_and_rewritten_histories_replay_equal(env: EnvRef, renderer: Renderer, tmp_path: Path) -> None:
     engine = FaultyEngine(renderer.stop_token_ids[0], fail=0.1, seed=3)
     recorder = Recorder(tmp_path / "calls.jsonl")
-    policy = Policy(recorder.engine(engine), renderer)
-    live = await run_tasks(env, policy, scorer(env, recorder), LIMITS, PAIRS, seed=1, max_episodes=4, stage=recorder)
+    policy = Policy(recorder.engine(lambda: engine), renderer)
+    live = await run_tasks(env, policy, scorer(env, recorder), LIMITS, PAIRS, seed=1, max_episodes=4, io=recorder)
     recorder.close()
     stops = {trajectory.stop.value for trajectory in live}
     assert stops == {"max_turns", "env_error", "tool_timeout", "episode_timeout", "engine_error"}
@@ -108,14 +108,14 @@ async def test_faults_clocks_and_rewritten_histories_replay_equal(env: EnvRef, r
 
     shutil.rmtree(tmp_path / "envs")
     record = Recorded.read(tmp_path / "calls.jsonl")
-    stage = Replayer(record)
+    io = Replayer(record)
     gone = EnvRef("rough", wrappers=env.wrappers)
-    policy = Policy(stage.engine(), renderer)
+    policy = Policy(io.engine(), renderer)
 
     async def replay(changed: Policy = policy, limits: Limits = LIMITS, seed: int = 1) -> list[Any]:
         fresh = Replayer(record)
         there = replace(changed, engine=fresh.engine())
-        return await run_tasks(gone, there, scorer(gone, fresh), limits, PAIRS, seed=seed, max_episodes=4, stage=fresh)
+        return await run_tasks(gone, there, scorer(gone, fresh), limits, PAIRS, seed=seed, max_episodes=4, io=fresh)
 
     again = await replay()
     assert [json.dumps(t.to_json()) for t in again] == [json.dumps(t.to_json()) for t in live]

@@ -63,7 +63,7 @@ def test_an_api_model_is_evaluated_with_tokens_latency_and_a_price(capsys: pytes
         assert "turn_seconds / p95" in table and "usd_total" in table and "pass^2" in table
         evaluate(server, "-n", "3", "-k", "2", "api.usd_per_million=[10, 20]")
         assert len(server.requests) == asked  # nothing was missing
-        assert evaluate(server, "-n", "4", "-k", "2")["tasks"] == 4
+        assert evaluate(server, "-n", "4", "-k", "2", "api.usd_per_million=[10, 20]")["tasks"] == 4
         assert len(server.requests) > asked
         evaluate(server, "-n", "3", "--seed", "5", code=2)
 

@@ -13,9 +13,10 @@ from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.reward import Scorer
+from agentrl.run.assembly import scorer_of
+from agentrl.run.eval_session import check_eval
 from agentrl.run.reward_checks import Questions, check_judge, check_success, questions
-from agentrl.run.scene import check_scene
-from agentrl.run.session import build_scorer, check
+from agentrl.run.session import check
 
 RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
 NEVER = {"use": "text.equals", "args": {"expect": "never"}}
@@ -34,7 +35,7 @@ def made(tmp_path: Path, root: dict[str, Any], success: dict[str, Any] | None = 
 
 def parts(config: TrainConfig) -> tuple[TrainConfig, EnvRef, Scorer]:
     env = EnvRef.of(config)
-    return config, env, build_scorer(config, env)
+    return config, env, scorer_of(config)
 
 
 def test_costs_pass(tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_every_kind_of_task_that_the_sampler_may_choose_is_tried(tmp_path: Path)
 
 
 def test_a_spec_in_which_nothing_decides_is_refused_for_training_and_for_evaluation(tmp_path: Path) -> None:
-    for refuse in (check, check_scene):
+    for refuse in (check, check_eval):
         with pytest.raises(ConfigError, match=r"'mine' does not say what a success is.*\"success\""):
             refuse(made(tmp_path, {"op": "sum", "of": [TURNS]}))
 

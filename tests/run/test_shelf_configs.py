@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.config import load_config
-from agentrl.run.session import build_scorer, check
+from agentrl.run.assembly import scorer_of
+from agentrl.run.session import check
 from agentrl.trajectory import Message, Task, TokenLedger, Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ def answered(text: str, tokens: int) -> Trajectory:
 def test_overlong_answers_are_punished_softly(tokens: int, penalty: float) -> None:
     """(L_max - L_cache - length) / L_cache between the two, L_max = 128, L_cache = 32 (DAPO, equation 13)."""
     config = load_config(ROOT / "configs" / "dapo.toml")
-    scorer = build_scorer(config, EnvRef.of(config))
+    scorer = scorer_of(config)
     assert scorer.range[1] == 1.0
     assert scorer.score(answered("7", tokens)).value == pytest.approx(1 + penalty)
     assert scorer.score(answered("8", tokens)).value == pytest.approx(penalty)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from agentrl.config import ModelConfig
 from agentrl.errors import ConfigError, ModelError
 from agentrl.render.template import TemplateRenderer
-from agentrl.run.tool_parser import renderer_of
+from agentrl.run.assembly import renderer_of
 
 
 def tokenizer(family: str) -> PreTrainedTokenizerFast:

@@ -1,0 +1,36 @@
+"""Which reward spec scores the episodes of an environment, and what it may use: for runs, commands and Gymnasium alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from agentrl.catalog.index import EnvRef, find_reward
+from agentrl.config.schema import RewardConfig
+from agentrl.errors import ConfigError
+from agentrl.reward import Context, Scorer, compile_spec, load_spec, make_context
+
+
+def find_spec(env: EnvRef, name: str | None) -> dict[str, Any]:
+    """The spec of that name or path, by default the environment's own. Raises ConfigError if there is none."""
+    found = name or env.default_reward()
+    if found is None:
+        raise ConfigError(f"env.reward: {env.id} names no reward spec of its own; set env.reward=NAME_OR_PATH")
+    return load_spec(find_reward(found))
+
+
+def make_scorer(
+    spec: dict[str, Any],
+    config: RewardConfig,
+    env: EnvRef | None,
+    *,
+    timeout: float = 120.0,
+    through: Callable[[Context], Context] = lambda context: context,
+) -> Scorer:
+    """The compiled spec: its judge and its functions as `config` says, its gold replays on new environments of `env`.
+
+    `timeout` (seconds) bounds the scoring of an episode; `through` may stand between the spec and whom it asks.
+    Raises RewardSpecError for a bad spec, and for one that replays if `env` is None.
+    """
+    context = make_context(config, twin=None if env is None else lambda task: env.build())
+    return compile_spec(spec, context=through(context), timeout=timeout)

@@ -1,0 +1,170 @@
+"""What must be equal for results to belong together: the whole config, less keys that are named here, each with its reason.
+
+A key that is added to the config is part of every identity until it is named here. `agentrl eval` and `agentrl rollout`
+go on in a folder, a record goes on, and a run is resumed, only under an equal identity.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from agentrl.config.schema import TrainConfig
+from agentrl.errors import ConfigError
+
+Purpose = Literal["train", "eval", "rollout"]
+Identity = dict[str, Any]
+"""Dotted key -> JSON value; keys that are unset are absent."""
+
+_LABEL = "says what a run is called or where it is written"
+_ASKED = "says where, how often and how patiently a model is asked; an outage leaves an episode unscored, which is run again"
+_CAPACITY = "says how much runs at once, and not what"
+_TRAINING = "is read by training alone"
+_UPDATE = "forms the groups of an update, and nothing is updated"
+_JUDGE = "says how judges are asked and paid; which, and what they are asked, is in the reward spec"
+_KEPT = "says what is written down of a run"
+_FAULT = "bounds what is a fault of the infrastructure, whose episodes are unscored and run again"
+
+_ANYWHERE = {
+    "name": _LABEL,
+    "out": _LABEL,
+    "steps": "says how long a run goes on",
+    "stop_at_success": "says how long a run goes on",
+    "trajectories_every": _KEPT,
+    "checkpoint": _KEPT,
+    "cluster": "says where processes run",
+    "model.activation_checkpointing": "computes the same numbers in less memory",
+    "model.replicas": "spreads the same computation over ranks",
+    "model.sequence_parallel": "spreads the same computation over ranks",
+    "model.cpu_offload": "computes the same numbers in less memory",
+    "rollout.max_episodes": _CAPACITY,
+    "rollout.colocate": "computes the same numbers in less memory",
+    "rollout.retries": _FAULT,
+    "rollout.env_timeout": _FAULT,
+    "rollout.stall_timeout": _FAULT,
+    "reward.judge.api_base": _JUDGE,
+    "reward.judge.cache": _JUDGE,
+    "reward.judge.calls": _JUDGE,
+    "reward.judge.usd": _JUDGE,
+    "reward.judge.usd_per_million": _JUDGE,
+    "reward.judge.concurrency": _JUDGE,
+    "reward.judge.timeout": _JUDGE,
+    "reward.judge.retries": _JUDGE,
+    "vllm.replicas": _CAPACITY,
+    "vllm.kv_cache_mib": _CAPACITY,
+    "vllm.max_respawns": _FAULT,
+    "vllm.call_timeout": _FAULT,
+    "weights.route": "brings the same weights another way",
+    "weights.bucket_mib": "brings the same weights another way",
+    "weights.folder": "brings the same weights another way",
+    "eval.tasks": "says how many tasks a run's own evaluations have",
+    "eval.every": "says when a run evaluates",
+    "api.base": _ASKED,
+    "api.concurrency": _ASKED,
+    "api.timeout": _ASKED,
+    "api.retries": _ASKED,
+    "api.max_wait": _ASKED,
+}
+_EPISODES = {
+    **_ANYWHERE,
+    "sft": _TRAINING,
+    "algorithm": _TRAINING,
+    "optim": _TRAINING,
+    "critic": _TRAINING,
+    "reward_model": _TRAINING,
+    "model.init": "builds a model for training; the one that plays is at model.path",
+    "model.lora": _TRAINING,
+    "weights.lora": _TRAINING,
+    "rollout.groups": _UPDATE,
+    "rollout.group_size": _UPDATE,
+    "rollout.oversample": _UPDATE,
+    "rollout.oversample_members": _UPDATE,
+    "rollout.max_staleness": _UPDATE,
+    "rollout.min_survivors": _UPDATE,
+    "rollout.filter_zero_variance": _UPDATE,
+    "rollout.max_filtered": _UPDATE,
+    "rollout.sampler": "chooses the tasks of updates; here they are numbered",
+}
+CANNOT_MATTER: dict[Purpose, Mapping[str, str]] = {
+    "train": {
+        **_ANYWHERE,
+        "engine": "samples from the same weights; how far it is from the trainer is measured in each step",
+        "vllm.tensor_parallel": "spreads the same computation over GPUs",
+        "vllm.enforce_eager": "computes the same numbers slower",
+        "optim.micro_tokens": "cuts the same batch into other pieces",
+        "optim.prefix_sharing": "computes the same numbers once",
+        "eval.temperature": "measures, and trains nothing",
+        "api.usd_per_million": "is the price of what is asked",
+    },
+    "eval": {**_EPISODES, "rollout.temperature": "an evaluation samples at eval.temperature"},
+    "rollout": {**_EPISODES, "eval.temperature": "a rollout samples at rollout.temperature"},
+}
+"""Keys, or sections with all their keys, by what is done; each with the reason why its value cannot matter there."""
+
+_SECRET = ("command", "url", "env")
+"""Keys of a tool server that may hold passwords: an identity, which is written to files, has digests of them."""
+
+
+def identity_of(config: TrainConfig, purpose: Purpose) -> Identity:
+    """What must be equal for `config` to go on with what another config began."""
+    table = config.model_dump(mode="json", exclude_none=True)
+    for server in table["tools"]["mcp"].values():
+        server.update({key: _digests(server[key]) for key in _SECRET if key in server})
+    return {key: value for key, value in _leaves("", table) if not cannot_matter(key, purpose)}
+
+
+def cannot_matter(key: str, purpose: Purpose) -> bool:
+    """Whether `key`, or a section that it is in, is named in CANNOT_MATTER."""
+    parts = key.split(".")
+    return any(".".join(parts[:end]) in CANNOT_MATTER[purpose] for end in range(1, len(parts) + 1))
+
+
+def differences(before: Identity, now: Identity) -> str:
+    """Every key that differs, with both values; empty if none does."""
+    keys = sorted(key for key in before.keys() | now.keys() if json.dumps(before.get(key)) != json.dumps(now.get(key)))
+    return "; ".join(f"{key} was {_shown(before.get(key))}, is {_shown(now.get(key))}" for key in keys)
+
+
+def check_goes_on(before: Identity | None, now: Identity, of: str, folder: Path, option: str) -> None:
+    """Raise ConfigError if what `folder` holds has another identity than `now`, or none. `of`: what it would be then;
+    `option`: of the command, that names another folder."""
+    if before is None:
+        raise ConfigError(
+            f"{folder}: it holds {of}, or so it must be taken: it was written by an older agentrl, which did not note all that "
+            f"an episode depends on; use another {option}"
+        )
+    if found := differences(before, now):
+        raise ConfigError(f"{folder}: it holds {of}: {found}; use another {option}")
+
+
+def check_resumed(before: TrainConfig, now: TrainConfig, folder: Path) -> None:
+    """Raise ConfigError if the run in `folder`, begun as `before` says, cannot go on as `now` says."""
+    if found := differences(identity_of(before, "train"), identity_of(now, "train")):
+        raise ConfigError(
+            f"{folder / 'config.toml'}: what the run has learned so far was learned with other values: {found}; leave them as "
+            "they are, or begin another run (model.path can be a model folder of this one)"
+        )
+
+
+def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(f"{prefix}.{key}" if prefix else key, inner)
+    elif value != {}:  # an empty table sets nothing
+        yield prefix, value
+
+
+def _digests(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _digests(inner) for key, inner in value.items()}
+    return f"sha256:{hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]}"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "unset"
+    hidden = isinstance(value, str) and value.startswith("sha256:")
+    return f"{value} (a digest, since it may hold a key)" if hidden else json.dumps(value)

@@ -1,0 +1,209 @@
+"""From a config to what plays and scores its episodes. Training, evaluations, rollouts, replays and their checks assemble here.
+
+    environment   config.env, config.tools                       EnvRef.of
+    scorer        config.env.reward, config.reward               catalog/scoring
+    renderer      tokenizer, config.model.tool_parser            `make_renderer`
+    engine        config.engine or an API model                  run/engines
+    policy        all of these, config.rollout                   `make_policy`: sampling, context policy, who writes summaries
+    limits        config.rollout, the model's context length     rollout/episode
+
+An `EpisodeIO` stands between these parts and the outside: a run with a record, or a replay of one, differs there alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agentrl.backends.litellm import ApiRenderer, Transcript
+from agentrl.catalog import EnvRef
+from agentrl.catalog.scoring import find_spec, make_scorer
+from agentrl.config import ModelConfig, TrainConfig
+from agentrl.errors import ConfigError, did_you_mean
+from agentrl.render import make_renderer
+from agentrl.render.base import Renderer
+from agentrl.render.parsers import PARSERS, ForTools, Parser
+from agentrl.reward import Scorer
+from agentrl.rollout.engine import Engine
+from agentrl.rollout.episode import Limits, Policy
+from agentrl.rollout.episode_io import EpisodeIO
+from agentrl.rollout.pieces import make_context
+from agentrl.run.engines import API, api_name, check_api, make_api_engine, make_engine, resolve_engine
+from agentrl.run.policy import check_rollout
+from agentrl.train.pretrained import load_tokenizer, model_context
+from agentrl.train.tokenizer import packaged_tokenizer
+
+if TYPE_CHECKING:
+    from agentrl.cluster.placement import Pools
+
+API_CONTEXT = 2**31 - 1
+"""An API model's ids are messages: their number bounds nothing, its own limit does."""
+
+VLLM_PARSER = "vllm:"
+"""What the name of one of vLLM's own tool parsers begins with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What is read from files before anything is made; a record keeps them, so that a replay needs no others.
+
+    `tokenizer` is None for an API model. `context`: tokens that one prompt and its turn may take.
+    """
+
+    spec: dict[str, Any]
+    tokenizer: Any
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What plays and scores the episodes of a config; nothing is started."""
+
+    env: EnvRef
+    scorer: Scorer
+    policy: Policy
+    limits: Limits
+
+    async def start(self) -> None:
+        """Start the engines. Raises UserError or EngineError; `close` ends what was started."""
+        await self.policy.engine.start()
+        if self.policy.writer is not None:
+            await self.policy.writer.engine.start()
+
+    async def close(self) -> None:
+        """End the engines."""
+        await self.policy.engine.close()
+        if self.policy.writer is not None:
+            await self.policy.writer.engine.close()
+
+
+def read_inputs(config: TrainConfig, model: str | None = None) -> Inputs:
+    """The reward spec, tokenizer and context length of a run; `model` instead of `model.path` if given.
+
+    Raises ConfigError, CatalogError, RewardSpecError or ModelError if one of them is missing or unfit.
+    """
+    spec = find_spec(EnvRef.of(config), config.env.reward)
+    if api_name(config.model.path) is not None:
+        return Inputs(spec, None, API_CONTEXT)
+    return Inputs(spec, tokenizer_of(config, model), context_length(config, resolve_engine(config.engine), model))
+
+
+def assemble(
+    config: TrainConfig,
+    inputs: Inputs,
+    *,
+    io: EpisodeIO | None = None,
+    model: str | None = None,
+    temperature: float | None = None,
+    pools: Pools | None = None,
+) -> Assembly:
+    """All parts. `model` and `temperature` instead of `model.path` and `rollout.temperature` if given; `pools`: of the run.
+
+    Raises ConfigError, ModelError, DependencyError or RewardSpecError for what does not fit together.
+    """
+    io, path = io or EpisodeIO(), model or config.model.path
+    assert path is not None
+    env = EnvRef.of(config)
+    scorer = scorer_of(config, inputs.spec, io)
+    if inputs.tokenizer is None:
+        engine, renderer = _api_model(config, io, "policy", path)
+    else:
+        renderer = renderer_of(config.model, inputs.tokenizer)
+        engine = io.engine(lambda: make_engine(resolve_engine(config.engine), path, config, pools))
+    policy = make_policy(config, engine, renderer, temperature, io)
+    return Assembly(env, scorer, policy, Limits.of(config.rollout, inputs.context))
+
+
+def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
+    """Raise a UserError for what is wrong with any part, before a folder is made or a process started."""
+    env = EnvRef.of(config)
+    env.build().close()
+    if api_name(config.model.path) is not None:
+        check_api(config)
+    else:
+        resolve_engine(config.engine)
+    inputs = read_inputs(config)
+    scorer = scorer_of(config, inputs.spec)
+    check_rollout(config, env)
+    if inputs.tokenizer is not None:
+        renderer_of(config.model, inputs.tokenizer)
+    return env, scorer
+
+
+def scorer_of(config: TrainConfig, spec: dict[str, Any] | None = None, io: EpisodeIO | None = None) -> Scorer:
+    """What scores a run's episodes: by `spec`, or by the one that the config names."""
+    env = EnvRef.of(config)
+    found = spec or find_spec(env, config.env.reward)
+    return make_scorer(found, config.reward, env, timeout=config.rollout.env_timeout, through=(io or EpisodeIO()).scoring)
+
+
+def renderer_of(config: ModelConfig, tokenizer: Any) -> Renderer:
+    """The renderer for a tokenizer, with the tool parser `model.tool_parser`. Raises ConfigError for an unknown
+    name, DependencyError if vLLM is missing, ModelError if the parser does not fit the chat template."""
+    return make_renderer(tokenizer, _parser(config.tool_parser, tokenizer))
+
+
+def _parser(name: str, tokenizer: Any) -> Parser | ForTools | None:
+    if name == "auto":
+        return None
+    if name.startswith(VLLM_PARSER):
+        from agentrl.backends.vllm_parsers import vllm_parser_for_tools
+
+        return vllm_parser_for_tools(name.removeprefix(VLLM_PARSER), tokenizer)
+    if name not in PARSERS:
+        hint = did_you_mean(name, PARSERS, f"a parser of vLLM is asked for as '{VLLM_PARSER}{name}'")
+        known = ", ".join(map(repr, PARSERS))
+        raise ConfigError(f"model.tool_parser = {name!r}: expected 'auto', {known} or '{VLLM_PARSER}NAME'; {hint}")
+    return PARSERS[name]
+
+
+def make_policy(
+    config: TrainConfig, engine: Engine, renderer: Renderer, temperature: float | None = None, io: EpisodeIO | None = None
+) -> Policy:
+    """The policy of a run's episodes; `temperature` instead of `rollout.temperature` if given.
+
+    Summaries are written by `rollout.summary_model`, greedily and asked as `api` says, or else by the policy itself.
+    """
+    rollout, writer = config.rollout, None
+    if rollout.summary_model is not None:
+        writer = Policy(*_api_model(config, io or EpisodeIO(), "writer", API + rollout.summary_model), temperature=0.0)
+    return Policy(
+        engine,
+        renderer,
+        rollout.temperature if temperature is None else temperature,
+        rollout.top_p,
+        rollout.top_k,
+        make_context(rollout.context),
+        writer,
+    )
+
+
+def _api_model(config: TrainConfig, io: EpisodeIO, owner: str, path: str) -> tuple[Engine, Renderer]:
+    """An API model: its engine and its renderer share a transcript."""
+    asked = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    transcript = Transcript(*io.transcript(owner))
+    return io.engine(lambda: make_api_engine(asked, transcript)), ApiRenderer(transcript)
+
+
+def tokenizer_of(config: TrainConfig, model: str | None = None) -> Any:
+    """The tokenizer of `model`, of `model.path`, or of the one that [model.init] builds. Raises ModelError if there is none."""
+    path, init = model or config.model.path, config.model.init
+    if path is not None:
+        return load_tokenizer(path)
+    assert init is not None
+    return packaged_tokenizer(init.context)
+
+
+def model_length(config: TrainConfig, model: str | None = None) -> int:
+    """Tokens that the model takes at most: `model`, the one of `model.path`, or the one that [model.init] builds."""
+    path, init = model or config.model.path, config.model.init
+    if path is not None:
+        return model_context(path)
+    assert init is not None
+    return init.context
+
+
+def context_length(config: TrainConfig, engine_name: str, model: str | None = None) -> int:
+    """Tokens that one prompt and its turn may take: the model's own limit, and that of the engine."""
+    context = model_length(config, model)
+    return min(context, config.vllm.max_model_len) if engine_name == "vllm" else context

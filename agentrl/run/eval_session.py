@@ -1,0 +1,59 @@
+"""What `agentrl eval` and `agentrl rollout` play with: a model or an API, live, recorded, or from a record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.config import TrainConfig
+from agentrl.rollout.episode_io import EpisodeIO
+from agentrl.rollout.replay import Replayer
+from agentrl.run.assembly import Assembly, assemble, check_assembly, read_inputs
+from agentrl.run.engines import api_name, resolve_engine
+from agentrl.run.recordings import RecordFolder
+from agentrl.run.reward_checks import check_decided
+from agentrl.run.sizes import check_heads
+
+
+@dataclass(slots=True)
+class EvalSession:
+    """The parts that episodes need, and what stands between them and the outside; `close` ends them all."""
+
+    parts: Assembly
+    io: EpisodeIO
+    ray: bool = False
+
+    async def start(self, config: TrainConfig) -> None:
+        """Start the engines. Raises UserError or EngineError; what was started is closed by `close`."""
+        if self.ray:
+            start_ray(config.cluster)
+        await self.parts.start()
+
+    async def close(self) -> None:
+        """Free everything."""
+        await self.parts.close()
+        self.io.close()
+        if self.ray:
+            stop_ray()
+
+
+def check_eval(config: TrainConfig) -> None:
+    """Raise a UserError for whatever is wrong before a folder is made or a process started. Not for a replay."""
+    _, scorer = check_assembly(config)
+    check_decided(scorer)
+    if api_name(config.model.path) is None:
+        check_heads(config, resolve_engine(config.engine))
+
+
+def open_live(config: TrainConfig, temperature: float, record: RecordFolder | None) -> EvalSession:
+    """The parts, live; with `record` everything that is asked is written down there."""
+    inputs = read_inputs(config)
+    io = EpisodeIO() if record is None else record.open(config, inputs)
+    ray = api_name(config.model.path) is None and resolve_engine(config.engine) == "vllm"
+    return EvalSession(assemble(config, inputs, io=io, temperature=temperature), io, ray)
+
+
+def open_replay(config: TrainConfig, temperature: float, folder: RecordFolder) -> EvalSession:
+    """The parts, all of them from the record. Raises ReplayError if it is none, or was changed."""
+    io = Replayer(folder.read())
+    return EvalSession(assemble(config, folder.inputs(), io=io, temperature=temperature), io)

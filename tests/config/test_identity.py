@@ -1,0 +1,118 @@
+"""Every key of the config is part of every identity, or is named with a reason why it cannot matter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import pytest
+from pydantic import ValidationError
+
+from agentrl.config import TrainConfig
+from agentrl.config.identity import CANNOT_MATTER, Purpose, cannot_matter, differences, identity_of
+
+EVERY: dict[str, Any] = {  # every section is there, and every table holds something
+    "env": {"id": "key_value", "params": {"calls": 2}, "reward": "r", "wrappers": [{"name": "w", "args": {"a": 1}}]},
+    "tools": {"sets": ["dates"], "mcp": {"shop": {"command": ["serve"], "env": {"KEY": "k"}, "tools": ["t"], "url": "http://a"}}},
+    "model": {"path": "m", "init": {}, "lora": {}},
+    "sft": {"teacher": {"stop": 0.1}, "params": {"calls": 2}, "gate_params": {"calls": 3}},
+    "rollout": {"sampler": {"name": "s", "args": {"a": 1}}, "context": {"name": "c", "args": {"a": 1}}, "summary_model": "w"},
+    "algorithm": {
+        "advantage": {"name": "a", "args": {"a": 1}},
+        "loss": {"name": "l", "args": {"a": 1}},
+        "correction": {"name": "c", "args": {"a": 1}},
+        "kl": {"kind": "k1", "target": 0.1},
+        "length_norm": 9,
+    },
+    "critic": {"path": "c"},
+    "reward_model": {"path": "r"},
+    "cluster": {"address": "a", "pools": {"p": {}}, "roles": {"actor": "p"}},
+    "weights": {"folder": "f"},
+    "api": {"base": "b", "usd_per_million": [1.0, 2.0]},
+    "reward": {"python": {"f": "m:f"}, "judge": {"api_base": "b", "cache": "c", "usd": 1.0, "usd_per_million": [1.0, 2.0]}},
+    "stop_at_success": 0.5,
+}
+OTHERS = [True, False, 0, 1, 2, 3, 5, 0.25, 0.5, 1.5, 2.5, "x", "actor", "rollout"]
+OTHERS += ["auto", "embedded", "vllm", "bfloat16", "k1", "k2", "reward", "loss", "token_mean", "seq_mean_token_sum", "split"]
+OTHERS += ["kept", "behaviour", "recompute", "constant", "linear", "off", "on", "ray", "inline", "shared", "disk", "adapter"]
+OTHERS += ["merged", "success", ["x"], [0.1, 0.2], [{"name": "v", "args": {}}]]
+
+
+def keys(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from keys(value, (*path, key))
+        else:
+            yield (*path, key)
+
+
+def flipped(path: tuple[str, ...]) -> TrainConfig:
+    """The config with another valid value of one key."""
+    for other in OTHERS:
+        table = TrainConfig.model_validate(EVERY).model_dump(mode="json")
+        inner = table
+        for part in path[:-1]:
+            inner = inner[part]
+        if inner[path[-1]] == other:
+            continue
+        inner[path[-1]] = other
+        try:
+            return TrainConfig.model_validate(table)
+        except ValidationError:
+            continue
+    raise AssertionError(f"{'.'.join(path)}: no other value is valid; add one to OTHERS")
+
+
+KEYS = list(keys(TrainConfig.model_validate(EVERY).model_dump(mode="json")))
+
+
+@pytest.mark.parametrize("path", KEYS, ids=[".".join(path) for path in KEYS])
+def test_a_key_changes_the_identity_or_is_named(path: tuple[str, ...]) -> None:
+    base, key = TrainConfig.model_validate(EVERY), ".".join(path)
+    other = flipped(path)
+    for purpose in get_args(Purpose):
+        found = differences(identity_of(base, purpose), identity_of(other, purpose))
+        assert bool(found) != cannot_matter(key, purpose), f"{purpose}: {found or 'nothing differs'}"
+        assert not found or (found.startswith(key) and "; " not in found), f"{purpose}: it names {found!r}"
+
+
+def test_no_section_or_key_is_missing_above() -> None:
+    """Of the schema, walked by its types: what the table leaves at an empty value could not be flipped inside."""
+    dumped = TrainConfig.model_validate(EVERY).model_dump(mode="json")
+    unset = [".".join(path) for path in KEYS if value_at(dumped, path) in (None, {}, [])]
+    assert unset == []
+
+
+def value_at(table: dict[str, Any], path: tuple[str, ...]) -> Any:
+    value: Any = table
+    for part in path:
+        value = value[part]
+    return value
+
+
+@pytest.mark.parametrize("purpose", get_args(Purpose))
+def test_every_name_is_of_a_key_and_has_a_reason_and_none_is_said_twice(purpose: Purpose) -> None:
+    known = {".".join(path[:end]) for path in KEYS for end in range(1, len(path) + 1)}
+    for name, reason in CANNOT_MATTER[purpose].items():
+        assert name in known, f"{name} is no key of the config"
+        assert len(reason.split()) >= 4
+        assert not any(name.startswith(f"{other}.") for other in CANNOT_MATTER[purpose]), f"{name}: its section is named"
+
+
+def test_whole_sections_are_named_only_if_nothing_in_them_is_read() -> None:
+    """A new key is part of the identity by default; the sections where it is not are these."""
+    for purpose in get_args(Purpose):
+        sections = {name for name in CANNOT_MATTER[purpose] if any(".".join(path).startswith(f"{name}.") for path in KEYS)}
+        update = {"sft", "algorithm", "optim", "critic", "reward_model", "model.init", "model.lora", "rollout.sampler"}
+        assert sections == {"cluster", "checkpoint"} | (set() if purpose == "train" else update)
+
+
+def test_values_are_compared_and_secrets_are_digests() -> None:
+    base = TrainConfig.model_validate(EVERY)
+    identity = identity_of(base, "eval")
+    assert identity["rollout.max_turns"] == 16 and identity["env.params.calls"] == 2 and "optim.lr" not in identity
+    for key in ("command", "url", "env.KEY"):
+        assert identity[f"tools.mcp.shop.{key}"].startswith("sha256:")
+    assert differences(identity, identity) == ""
+    assert differences({"a": 1}, {"a": True}) == "a was 1, is true"  # equal in Python, and another parameter
+    assert differences({"a": 1, "b": "x"}, {"a": 2.5, "c": [1]}) == 'a was 1, is 2.5; b was "x", is unset; c was unset, is [1]'

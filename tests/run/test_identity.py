@@ -1,0 +1,152 @@
+"""Results are gone on with by their own config only: what differs is named, with both values, before anything is played."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.cli.main import main
+from agentrl.config import to_toml
+from agentrl.config.load import config_from
+from agentrl.config.schema import InitModelConfig
+from agentrl.train.init_model import init_model
+from tests.env.test_mcp import SERVER
+from tests.rollout.loopback import Loopback, solve
+
+TASKS = ["env.params.set_share=0", "env.params.calls=[2,4]", "rollout.max_turns=8"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+
+
+def evaluate(server: Loopback, *more: str, model: str = "api:openai/test") -> int:
+    return main(["eval", "key_value", "--model", model, "-n", "1", f"api.base={server.url}", "--out", "out", *TASKS, *more])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *parts: str) -> None:
+    message = capsys.readouterr().err
+    for part in parts:
+        assert part in message
+    assert "Traceback" not in message
+
+
+def test_another_writer_of_summaries_is_another_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
+    compact = "rollout.context.name=compact"
+    with Loopback(solve) as server:
+        assert evaluate(server, compact, "rollout.summary_model=openai/one") == 0
+        asked = len(server.requests)
+        assert evaluate(server, compact, "rollout.summary_model=openai/two") == 2
+        refused(capsys, "evaluation of something else", 'rollout.summary_model was "openai/one", is "openai/two"')
+        assert evaluate(server, compact) == 2
+        refused(capsys, 'rollout.summary_model was "openai/one", is unset')
+        assert evaluate(server, compact, "rollout.summary_model=openai/one") == 0
+        assert len(server.requests) == asked
+
+
+def test_another_parser_of_tool_calls_is_another_rollout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = InitModelConfig(layers=1, hidden=32, mlp=32, heads=2, kv_heads=1, head_dim=16, context=1024)
+    init_model(tiny, tmp_path / "model", seed=0)
+    roll = ["rollout", "key_value", "--model", "model", "-n", "1", "--out", "out", "engine=embedded"]
+    short = ["rollout.max_turns=2", "rollout.max_turn_tokens=4"]
+    assert main([*roll, *short]) == 0
+    assert main([*roll, *short, "model.tool_parser=hermes"]) == 2
+    refused(capsys, "rollout of something else", 'model.tool_parser was "auto", is "hermes"')
+
+
+def shop(prefix: str, key: str = "sesame") -> str:
+    command = json.dumps([sys.executable, "shop.py"])
+    return f'tools.mcp.shop={{command={command},prefix="{prefix}",tools=["count"],env={{SHOP_KEY="{key}"}}}}'
+
+
+def test_other_tools_of_a_server_are_another_evaluation_and_no_key_is_written_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("shop.py").write_text(SERVER)
+    with Loopback(solve) as server:
+        record = ["--record", "tape"]
+        assert evaluate(server, shop("a_"), *record) == 0
+        assert evaluate(server, shop("b_")) == 2
+        refused(capsys, "evaluation of something else", 'tools.mcp.shop.prefix was "a_", is "b_"')
+        assert evaluate(server, shop("b_"), *record, "--out", "other") == 2
+        refused(capsys, "record of another run", 'tools.mcp.shop.prefix was "a_", is "b_"')
+        assert evaluate(server, shop("a_", key="mustard")) == 2
+        refused(capsys, "tools.mcp.shop.env.SHOP_KEY was sha256:", "a digest, since it may hold a key")
+        assert evaluate(server, shop("a_"), *record) == 0
+    for file in (path for folder in ("out", "tape") for path in Path(folder).rglob("*") if path.is_file()):
+        assert "sesame" not in file.read_text() and "shop.py" not in file.read_text(), file
+
+
+def test_the_model_that_plays_is_the_one_of_the_identity(capsys: pytest.CaptureFixture[str]) -> None:
+    """An override of `model.path` is what is asked, whatever --model says."""
+    with Loopback(solve) as server:
+        assert evaluate(server, "model.path=api:openai/other") == 0
+        assert {body["model"] for body in server.requests} == {"other"}
+        assert evaluate(server) == 2
+        refused(capsys, 'model.path was "api:openai/other", is "api:openai/test"')
+
+
+def test_all_that_differs_is_named_and_what_cannot_matter_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    with Loopback(solve) as server:
+        assert evaluate(server, "--record", "tape") == 0
+        asked = len(server.requests)
+        free = ["rollout.max_episodes=3", "api.retries=7", "optim.lr=0.5", "rollout.temperature=0.5", "eval.tasks=5", "out=x"]
+        assert evaluate(server, *free, "--record", "tape") == 0
+        assert evaluate(server, "rollout.max_turns=5", "--seed", "4", "--split", "train", "env.params.set_share=1") == 2
+        refused(
+            capsys,
+            "out: it holds an evaluation of something else (out/eval.json): --split was",
+            '--split was "heldout", is "train"',
+            "env.params.set_share was 0, is 1",
+            "rollout.max_turns was 8, is 5",
+            "seed was 0, is 4",
+            "use another --out",
+        )
+        assert len(server.requests) == asked
+
+
+def test_a_folder_of_an_older_version_is_not_gone_on_with(capsys: pytest.CaptureFixture[str]) -> None:
+    with Loopback(solve) as server:
+        assert evaluate(server, "--record", "tape") == 0
+        Path("out/eval.json").write_text(json.dumps({"env": {"id": "key_value"}, "model": "api:openai/test"}))
+        assert evaluate(server) == 2
+        refused(capsys, "out/eval.json", "an older agentrl", "another --out")
+        manifest = json.loads(Path("tape/record.json").read_text())
+        del manifest["identity"]
+        Path("tape/record.json").write_text(json.dumps(manifest))
+        assert evaluate(server, "--record", "tape", "--out", "other") == 2
+        refused(capsys, "tape/record.json", "an older agentrl", "another --record")
+        assert main(["eval", "--replay", "tape", "--out", "again"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "difference"),
+    [
+        ("rollout.group_size=8", "rollout.group_size was 4, is 8"),
+        ("env.id=python", 'env.id was "key_value", is "python"'),
+        ("algorithm.loss.name=cispo", 'algorithm.loss.name was "ppo_clip", is "cispo"'),
+        ("seed=3", "seed was 0, is 3"),
+        ("steps=90", None),
+        ("cluster.actors=2", None),
+        ("reward.judge.calls=5", None),
+    ],
+)
+def test_a_run_goes_on_by_its_own_config(
+    override: str, difference: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table: dict[str, Any] = {"env": {"id": "key_value"}, "model": {"init": {}}, "rollout": {"group_size": 4}}
+    Path("run").mkdir()
+    Path("run/config.toml").write_text(to_toml(config_from(table)))
+    gone_on = []
+    monkeypatch.setattr("agentrl.run.main.execute", lambda config, folder, **how: gone_on.append(config) or 0)
+    monkeypatch.setattr("agentrl.run.preflight.preflight", lambda config: None)
+    code = main(["train", "--resume", "run", override])
+    assert (code, len(gone_on)) == ((2, 0) if difference else (0, 1))
+    if difference:
+        refused(capsys, "run/config.toml", difference)
