@@ -16,6 +16,7 @@ EPILOG = """examples:
   agentrl train configs/quickstart.toml engine=vllm cluster.actors=2
   agentrl train quickstart cluster.backend=inline      a packaged config; every role in this process
   agentrl train --resume runs/quickstart               go on after the newest checkpoint
+  agentrl train --resume runs/quickstart steps=400     ... for longer; what was learned with cannot change
 
 Ctrl-C once finishes the step, writes a checkpoint and exits with 130; twice stops at once.
 """
