@@ -30,8 +30,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONP
 from bench_workers import Taker
 from light_workers import Bare, Idle
 
-from agentrl.batch.rows import build, jagged, select
-from agentrl.batch.sharing import with_trees
+from agentrl.batch.rows import Ragged, build, jagged, select
+from agentrl.batch.schedule import with_trees
 from agentrl.cluster.future import Pending
 from agentrl.cluster.group import Backend, WorkerGroup
 from agentrl.cluster.launch import launch
@@ -195,7 +195,7 @@ def scale(rows: int) -> dict[str, float]:
         updates = WorkerGroup(Actor, "simulated", Mesh.of(None, workers), Simulated())
         begun = time.process_time()
         passes.run(Taker.take, batch)
-        updates.run(Actor.update, with_trees(batch, "auto"), algorithm)
+        updates.run(Actor.update, with_trees(Ragged.of(batch), "auto").batch, algorithm)
         out[f"controller_s_{workers}"] = time.process_time() - begun
     out["growth_8_to_1024"] = out["controller_s_1024"] / out["controller_s_8"]
     return out
@@ -219,7 +219,7 @@ def prefix(prompt: int, members: int, response: int, times: int) -> dict[str, fl
         },
         members,
     )
-    shared = with_trees(batch, "on")
+    shared = with_trees(Ragged.of(batch), "on").batch
     model = InitModelConfig(layers=4, hidden=256, mlp=768, heads=8, kv_heads=4, head_dim=32, init_std=0.2)
     with tempfile.TemporaryDirectory() as folder:
         actor = launch(Actor, backend="inline")

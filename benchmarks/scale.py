@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from tensordict import TensorDict
 
+from agentrl.batch.rows import Ragged
 from agentrl.cluster.columns import COLUMNS
 from agentrl.cluster.dispatch import Call
 from agentrl.cluster.mesh import Mesh
@@ -161,9 +162,11 @@ async def measure(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         batch = await in_thread("batch", make_batch, groups, Choice(name="grpo"))
     algorithm = AlgorithmConfig(minibatch=args.groups * args.members // 4)
     with meter.phase("advantages"):
-        assert not await in_thread("batch", broken_rows, batch)
-        batch, _ = await in_thread("batch", with_advantages, batch, algorithm, 0.0)
-        assert not await in_thread("batch", broken_rows, batch)
+        view = Ragged.of(batch)
+        assert not await in_thread("batch", broken_rows, view)
+        view, _ = await in_thread("batch", with_advantages, view, algorithm, 0.0)
+        assert not await in_thread("batch", broken_rows, view)
+        batch = view.batch
     with meter.phase("dispatch_forward"):
         first = await in_thread("batch", shipped, Actor.compute_logprob, batch, args.ranks, args.ray)
     with meter.phase("dispatch_update"):

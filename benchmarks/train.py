@@ -37,7 +37,7 @@ from tensordict import TensorDict
 from work import MILLION
 
 from agentrl.batch import collate
-from agentrl.batch.rows import jagged, offsets_of
+from agentrl.batch.rows import Ragged, jagged, offsets_of
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, EnvConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.run.garbage import collect_rarely
@@ -45,7 +45,7 @@ from agentrl.train.actor import Actor
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.init_model import init_model
 from agentrl.train.learner import Learner
-from agentrl.train.micro import Pack
+from agentrl.train.update import Pack
 from agentrl.trajectory import Task, TokenLedger, Trajectory
 
 Found = tuple[dict[str, Any], dict[str, Any]]
@@ -100,7 +100,7 @@ def packed_against_padded(folder: str, repeats: int) -> dict[str, float]:
     engine = FsdpEngine(folder, ModelConfig(), 1.0)
 
     def packed() -> None:
-        piece = Pack(batch, list(range(32)), engine.device)
+        piece = Pack(Ragged.of(batch), list(range(32)), engine.device)
         logprobs, _ = engine.logprobs(piece.micro, 1.0, False)
         engine.backward(logprobs.sum(), last=True)
 

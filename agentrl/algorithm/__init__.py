@@ -9,12 +9,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from agentrl.algorithm.advantage import ADVANTAGES
-from agentrl.algorithm.aggregate import Mode, aggregate
 from agentrl.algorithm.correction import correction
 from agentrl.algorithm.kl import kl_estimate
 from agentrl.algorithm.loss import POLICY_LOSSES
 from agentrl.algorithm.loss.value import value_loss
-from agentrl.algorithm.types import AdvantageInput, AdvantageOutput, Denominators, LossInput, LossOutput
+from agentrl.algorithm.types import (
+    AdvantageInput,
+    AdvantageOutput,
+    Denominators,
+    LossInput,
+    LossOutput,
+    Mode,
+    aggregate,
+)
 
 
 def advantages(name: str, args: Mapping[str, Any]) -> Callable[[AdvantageInput], AdvantageOutput]:

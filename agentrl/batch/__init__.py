@@ -1,8 +1,7 @@
-"""Trajectories to batches: collate, plan, pack, and row operations on TensorDicts."""
+"""Trajectories to batches: collate, schedule, pack, and row operations on TensorDicts."""
 
+from agentrl.batch.balance import Plan, plan
 from agentrl.batch.collate import collate
-from agentrl.batch.pack import pack, unpack
-from agentrl.batch.plan import Plan, assign, micro_rows, plan
-from agentrl.batch.rows import concat, lengths, select
+from agentrl.batch.rows import Ragged, concat, lengths, pack, select, unpack
 
-__all__ = ["Plan", "assign", "collate", "concat", "lengths", "micro_rows", "pack", "plan", "select", "unpack"]
+__all__ = ["Plan", "Ragged", "collate", "concat", "lengths", "pack", "plan", "select", "unpack"]

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
-from agentrl.batch.rows import Rows, offsets_of, row_index
+from agentrl.batch.rows import Ragged, Rows, row_index
 
 WORTH = 1.5
 """From this ratio of plain to computed tokens on, sharing is faster than packing: an update on a CPU gains
@@ -56,7 +55,7 @@ class SharedPack:
         return len(self.at) / max(1, len(self.token_ids))
 
 
-def find_trees(batch: TensorDict, rows: Rows, shortest: int = SHORTEST) -> list[Tree]:
+def find_trees(view: Ragged, rows: Rows, shortest: int = SHORTEST) -> list[Tree]:
     """Trees over `rows`: rows of one group (column `group`) that begin with the same tokens.
 
     Of all ways to part a group's rows into trees, the one that saves the most tokens. A shared prefix is
@@ -64,8 +63,8 @@ def find_trees(batch: TensorDict, rows: Rows, shortest: int = SHORTEST) -> list[
     one tree.
     """
     index = row_index(rows)
-    tokens, offsets = _tokens(batch)
-    group = np.asarray(batch.get("group"))
+    tokens, offsets = view.tokens("token_ids").numpy(), view.offsets.numpy()
+    group = view.numbers("group")
     buckets: dict[Any, list[int]] = {}
     for place, row in enumerate(index.tolist()):
         head = tokens[offsets[row] : offsets[row + 1]][:shortest]
@@ -104,11 +103,6 @@ def _parted(texts: Sequence[np.ndarray], shortest: int) -> list[tuple[range, int
     return runs
 
 
-def _tokens(batch: TensorDict) -> tuple[np.ndarray, np.ndarray]:
-    column = batch.get("token_ids")
-    return column.values().numpy(), offsets_of(column).numpy()
-
-
 def _common(one: np.ndarray, other: np.ndarray) -> int:
     """Length of the longest common prefix."""
     most = min(len(one), len(other))
@@ -116,14 +110,14 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else most
 
 
-def share(batch: TensorDict, rows: Rows, trees: Sequence[Tree] | None = None) -> SharedPack:
+def share(view: Ragged, rows: Rows, trees: Sequence[Tree] | None = None) -> SharedPack:
     """The shared layout of the rows `rows` of a batch (at least one row; see SharedPack)."""
     index = row_index(rows)
     if len(index) == 0:
         raise ValueError("a shared layout needs at least one row; use pack for a dummy")
-    chosen = tuple(find_trees(batch, rows) if trees is None else trees)
-    tokens, offsets = _tokens(batch)
-    counts = np.diff(offsets)[index]
+    chosen = tuple(find_trees(view, rows) if trees is None else trees)
+    tokens, offsets = view.tokens("token_ids").numpy(), view.offsets.numpy()
+    counts = view.lengths[index]
     plain = np.concatenate(([0], np.cumsum(counts)))
     at = np.empty(plain[-1], dtype=np.int64)
     parts: list[np.ndarray] = []

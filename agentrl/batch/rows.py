@@ -1,13 +1,15 @@
-"""Row operations on a batch: a TensorDict whose ragged columns are jagged nested tensors.
+"""A batch by its rows: how it is read (`Ragged`), cut, joined, and laid end to end for a model (`pack`).
 
-All ragged columns of one batch share one offsets tensor, so that they can be combined element-wise.
-Every function here returns fresh storage: a slice of a nested tensor drags its whole storage along
-when it is pickled.
+A batch is a TensorDict whose ragged columns are jagged nested tensors. All of them share one offsets tensor, so that
+they can be combined element-wise. `select`, `concat` and `pack` return fresh storage: a slice of a nested tensor drags
+its whole storage along when it is pickled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,77 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 Rows = Sequence[int] | np.ndarray | torch.Tensor
+DUMMY_ROW = -1
+"""The row number of the one-token dummy that stands in for a micro-batch without rows."""
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """How a batch of N rows and T tokens is read: its columns flat, and where its rows lie, found once.
+
+    `offsets` int64 [N + 1] cut every token column into rows of `lengths` int64 [N] tokens (1 in a batch without token
+    columns). Made where a batch arrives (in the learner, in dispatch, on a worker) and handed down from there. It is never
+    sent: what travels is `batch`.
+    """
+
+    batch: TensorDict
+    offsets: torch.Tensor
+    lengths: np.ndarray
+
+    @classmethod
+    def of(cls, batch: TensorDict) -> Ragged:
+        column = ragged_column(batch)
+        offsets = torch.arange(len(batch) + 1) if column is None else offsets_of(column)
+        return cls(batch, offsets, offsets.diff().numpy())
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __contains__(self, name: str) -> bool:
+        return name in set(self.batch.keys())
+
+    def tokens(self, name: str) -> torch.Tensor:
+        """A token column, flat: [T, ...]."""
+        values: torch.Tensor = self.batch.get(name).values()
+        return values
+
+    def row(self, name: str) -> torch.Tensor:
+        """A row column: [N, ...]."""
+        values: torch.Tensor = self.batch.get(name)
+        return values
+
+    def numbers(self, name: str) -> np.ndarray:
+        """A row column as numpy has it: [N, ...]."""
+        return np.asarray(self.batch.get(name))
+
+    @cached_property
+    def episode(self) -> np.ndarray:
+        """The episode of each row, int64 [N], numbered by first appearance: rows with one (group, member) are one."""
+        keys = np.stack([self.numbers("group"), self.numbers("member")], axis=1)
+        _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+        return np.asarray(np.argsort(np.argsort(first))[inverse.reshape(-1)], dtype=np.int64)
+
+    def with_tokens(self, **columns: torch.Tensor) -> Ragged:
+        """With flat token columns [T, ...] more, or others of their names."""
+        return self._with({name: jagged(values, self.offsets) for name, values in columns.items()})
+
+    def with_rows(self, **columns: torch.Tensor) -> Ragged:
+        """With row columns [N, ...] more, or others of their names."""
+        return self._with(columns)
+
+    def with_wide(self, **values: Any) -> Ragged:
+        """With values more that hold for the whole batch."""
+        return self._with({name: wide(value, len(self)) for name, value in values.items()})
+
+    def without(self, name: str) -> Ragged:
+        """Without one column."""
+        return Ragged(self.batch.exclude(name), self.offsets, self.lengths)
+
+    def _with(self, columns: Mapping[str, Any]) -> Ragged:
+        out: TensorDict = self.batch.copy()
+        for name, column in columns.items():
+            out.set(name, column)
+        return Ragged(out, self.offsets, self.lengths)
 
 
 def jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -162,3 +235,59 @@ def _concat_other(values: Sequence[Any], rows: int) -> Any:
     if isinstance(values[0], NonTensorData):
         return wide(values[0].data, rows)
     return items_column([item for value in values for item in value.tolist()])
+
+
+def pack(view: Ragged, rows: Rows) -> TensorDict:
+    """The rows `rows` of a batch, end to end: T tokens in N sequences. `batch_size` is [].
+
+    Every ragged column becomes [T]; every dense row column [N]. Added: `position_ids` int64 [T]
+    (restart at 0 in each sequence), `cu_seqlens` int32 [N + 1], `segments` int64 [T] (which sequence,
+    0..N-1), `rows` int64 [N] (row numbers in `view`). Non-tensor columns are left out.
+
+    With no rows the result is a dummy: T = N = 1, `rows` [-1], `sampled` False and zeros elsewhere. A
+    model cannot take zero tokens, and every rank must run the same number of micro-batches.
+    """
+    index = row_index(rows)
+    if ragged_column(view.batch) is None:
+        raise ValueError("pack needs a batch with at least one ragged column")
+    if len(index) == 0:
+        return _dummy(view.batch)
+    counts = torch.from_numpy(view.lengths[index])
+    ends = torch.cumsum(counts, 0)
+    total = int(ends[-1])
+    out: dict[str, Any] = {}
+    runs = token_runs(index, view.offsets.numpy())
+    for key, value in columns(view.batch):
+        if is_ragged(value):
+            out[key] = gather_runs(value.values(), runs)
+        elif isinstance(value, torch.Tensor):
+            out[key] = pick(value, index)
+    starts = torch.repeat_interleave(ends - counts, counts)
+    out["position_ids"] = torch.arange(total) - starts
+    out["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32)
+    out["segments"] = torch.repeat_interleave(torch.arange(len(index)), counts)
+    out["rows"] = torch.from_numpy(index)
+    return TensorDict(out, batch_size=[])
+
+
+def _dummy(batch: TensorDict) -> TensorDict:
+    out: dict[str, Any] = {}
+    for key, value in columns(batch):
+        if isinstance(value, torch.Tensor):
+            like = value.values() if is_ragged(value) else value
+            out[key] = torch.zeros(1, *like.shape[1:], dtype=like.dtype)
+    out["position_ids"] = torch.zeros(1, dtype=torch.int64)
+    out["cu_seqlens"] = torch.tensor([0, 1], dtype=torch.int32)
+    out["segments"] = torch.zeros(1, dtype=torch.int64)
+    out["rows"] = torch.tensor([DUMMY_ROW])
+    return TensorDict(out, batch_size=[])
+
+
+def unpack(view: Ragged, rows: Sequence[int], values: torch.Tensor, into: torch.Tensor) -> None:
+    """Write per-token `values` [T, ...] of packed `rows` into `into`, flat values [sum T_i, ...] of a token column of
+    `view`. No rows (a dummy) write nothing."""
+    at = 0
+    for row in rows:
+        start, stop = int(view.offsets[row]), int(view.offsets[row + 1])
+        into[start:stop] = values[at : at + stop - start]
+        at += stop - start

@@ -7,19 +7,21 @@ from typing import ClassVar
 
 from tensordict import TensorDict
 
+from agentrl.batch.rows import Ragged
 from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, SftConfig, WeightsConfig
 from agentrl.errors import AgentrlError, ConfigError
 from agentrl.train.engine import Bucket
+from agentrl.train.forward import compute_logprobs
 from agentrl.train.fsdp import FsdpEngine
+from agentrl.train.minibatch import RowsShard, StepsShard, UpdateShard
 from agentrl.train.optim import adamw, muon, rate
-from agentrl.train.plan import RowsShard, StepsShard, UpdateShard
 from agentrl.train.role import open_engine, ready
 from agentrl.train.sft import sft_steps
 from agentrl.train.source import WeightSource
 from agentrl.train.state import BackgroundSave, load_state, save_state
-from agentrl.train.update import UpdateSettings, check_algorithm, compute_logprobs, update_policy
+from agentrl.train.update import UpdateSettings, check_algorithm, update_policy
 from agentrl.weights.parcel import Parcel
 from agentrl.weights.route import Offer
 from agentrl.weights.target import Adapter
@@ -71,7 +73,7 @@ class Actor(Worker):
 
     def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
         """Ragged `logprobs` and `entropy` of the sampled tokens under the weights of the day."""
-        return compute_logprobs(self._ready(), batch, temperature, self._optim.micro_tokens)
+        return compute_logprobs(self._ready(), Ragged.of(batch), temperature, self._optim.micro_tokens)
 
     def update(
         self,
@@ -94,7 +96,7 @@ class Actor(Worker):
         engine.set_rate(factor)
         coef = algorithm.kl.coef if kl_coef is None else kl_coef
         settings = UpdateSettings(temperature or 1.0, self._optim.micro_tokens, seed, step, coef)
-        metrics = update_policy(engine, batch, algorithm, settings)
+        metrics = update_policy(engine, Ragged.of(batch), algorithm, settings)
         self._updates += 1
         return {**metrics, "lr": factor * self._optim.lr}
 
@@ -108,7 +110,7 @@ class Actor(Worker):
         """`count` supervised optimizer steps over equal parts of the rows, in order."""
         if self._sft is None:
             raise AgentrlError("sft_steps: call begin_sft first")
-        metrics = sft_steps(self._ready(), batch, self._sft, self._sft_done, self._optim.micro_tokens)
+        metrics = sft_steps(self._ready(), Ragged.of(batch), self._sft, self._sft_done, self._optim.micro_tokens)
         self._sft_done += count
         return metrics
 

@@ -6,24 +6,23 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 
 from agentrl.algorithm import aggregate, value_loss
-from agentrl.batch.rows import jagged, offsets_of
+from agentrl.batch.rows import Ragged
+from agentrl.batch.schedule import plan_micro_batches
 from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import AlgorithmConfig, CriticConfig, ModelConfig, OptimConfig
 from agentrl.train.engine import BaseEngine
+from agentrl.train.forward import compute_values
 from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.micro import Meter, Pack, split
+from agentrl.train.minibatch import RowsShard, UpdateShard, counts_of, minibatches
 from agentrl.train.optim import adamw, rate
-from agentrl.train.plan import RowsShard, UpdateShard
 from agentrl.train.role import open_engine, ready
 from agentrl.train.state import BackgroundSave, load_state, save_state
-from agentrl.train.steps import Steps
-from agentrl.train.update import UpdateSettings, counts_of, minibatches, spread_rows, visit_order
+from agentrl.train.update import Meter, Pack, Steps, UpdateSettings, visit_order
 
 
 class Critic(Worker):
@@ -61,7 +60,7 @@ class Critic(Worker):
 
     def compute_values(self, batch: TensorDict) -> TensorDict:
         """Ragged `values` at the sampled tokens, 0 elsewhere."""
-        return compute_values(ready(self._engine), batch, self._cap)
+        return compute_values(ready(self._engine), Ragged.of(batch), self._cap)
 
     def update(self, batch: TensorDict, algorithm: AlgorithmConfig, step: int = 0, seed: int = 0) -> dict[str, float]:
         """One training step on the columns `values` (old) and `returns`; metrics over all ranks.
@@ -71,7 +70,8 @@ class Critic(Worker):
         engine = ready(self._engine)
         factor = rate(self._updates, self._optim.warmup, self._optim.schedule, self._total_steps)
         engine.set_rate(factor)
-        metrics = update_critic(engine, batch, algorithm, self._critic, UpdateSettings(1.0, self._cap, seed, step))
+        settings = UpdateSettings(1.0, self._cap, seed, step)
+        metrics = update_critic(engine, Ragged.of(batch), algorithm, self._critic, settings)
         self._updates += 1
         return {**metrics, "critic/lr": factor * self._critic.lr}
 
@@ -92,22 +92,9 @@ class Critic(Worker):
         self._updates = int(load_state(ready(self._engine), Path(folder)).get("updates", 0))
 
 
-@torch.no_grad()
-def compute_values(engine: BaseEngine, batch: TensorDict, cap: int) -> TensorDict:
-    """`values` of the sampled tokens as a ragged float32 column, 0 elsewhere."""
-    column = batch.get("token_ids")
-    offsets = offsets_of(column)
-    found = torch.zeros(len(column.values()))
-    [micros] = split(engine, batch, [np.arange(len(batch))], cap)
-    for rows in micros:
-        piece = Pack(batch, rows, engine.device)
-        spread_rows(found, piece.spread(engine.values(piece.micro)), rows, offsets)
-    return TensorDict({"values": jagged(found, offsets)}, batch_size=[len(batch)])
-
-
 def update_critic(
     engine: BaseEngine,
-    batch: TensorDict,
+    view: Ragged,
     algorithm: AlgorithmConfig,
     cfg: CriticConfig,
     settings: UpdateSettings,
@@ -117,12 +104,12 @@ def update_critic(
     Counts as the policy's update does, but without tokens that an off-policy correction rejects there. Raises
     NonFiniteError where the weights are not finite afterwards.
     """
-    parts, counts = minibatches(batch), counts_of(batch)
-    micros = split(engine, batch, parts, settings.micro_tokens)
-    meter, steps = Meter(), Steps(engine, batch, f"critic update {settings.step}")
+    parts, counts = minibatches(view), counts_of(view)
+    micros = plan_micro_batches(view, parts, settings.micro_tokens, engine)
+    meter, steps = Meter(), Steps(engine, view, f"critic update {settings.step}")
 
     def loss_of(rows: list[int], number: int) -> torch.Tensor:
-        piece = Pack(batch, rows, engine.device)
+        piece = Pack(view, rows, engine.device)
         values = engine.values(piece.micro)
         returns = piece.column("returns")
         loss = value_loss(values, piece.column("values"), returns, cfg.clip)

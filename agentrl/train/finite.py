@@ -6,41 +6,39 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
-from agentrl.batch.rows import is_ragged, offsets_of
-from agentrl.train.micro import has
-from agentrl.train.minibatch import episodes_of, tokens_of_rows
+from agentrl.algorithm.ragged import row_counts
+from agentrl.batch.rows import Ragged, is_ragged
 
 COLUMNS = ("reward", "rewards", "baseline", "logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 SHOWN = 8
 
 
-def broken_rows(batch: TensorDict) -> dict[str, list[int]]:
+def broken_rows(view: Ragged) -> dict[str, list[int]]:
     """Rows in which a column of `COLUMNS` holds a number that is not finite, by column; empty where all is well."""
     found: dict[str, list[int]] = {}
     for name in COLUMNS:
-        if not has(batch, name):
+        if name not in view:
             continue
-        column = batch.get(name)
+        column = view.row(name)
         values = column.values() if is_ragged(column) else column
         if bool(torch.isfinite(values.sum())):
             continue  # the usual case, without a column of its own: one such number makes the sum so
         bad = ~torch.isfinite(values)
-        rows = np.flatnonzero(tokens_of_rows(bad, offsets_of(column)) > 0 if is_ragged(column) else bad.numpy()).tolist()
+        rows = np.flatnonzero(row_counts(bad, view.offsets).numpy() > 0 if is_ragged(column) else bad.numpy()).tolist()
         if rows:
             found[name] = rows
     return found
 
 
-def described(batch: TensorDict, found: dict[str, list[int]]) -> str:
+def described(view: Ragged, found: dict[str, list[int]]) -> str:
     """What `broken_rows` found, as text."""
-    return "; ".join(f"{name} of {named_rows(batch, rows)}" for name, rows in found.items())
+    return "; ".join(f"{name} of {named_rows(view, rows)}" for name, rows in found.items())
 
 
-def named_rows(batch: TensorDict, rows: Sequence[int]) -> str:
+def named_rows(view: Ragged, rows: Sequence[int]) -> str:
     """Rows as a reader of the run knows them: number of the group, member, and which ledger of that episode."""
-    episode, group, member = episodes_of(batch), np.asarray(batch.get("group")), np.asarray(batch.get("member"))
+    episode, group, member = view.episode, view.numbers("group"), view.numbers("member")
     names = [
         f"(group {group[row]}, member {member[row]}, ledger {int((episode[:row] == episode[row]).sum())})"
         for row in list(rows)[:SHOWN]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-from tensordict import TensorDict
 
 from agentrl.algorithm import kl_estimate
 from agentrl.algorithm.ragged import row_ids
-from agentrl.batch.rows import offsets_of
+from agentrl.batch.rows import Ragged
 from agentrl.config.schema import KlConfig
 from agentrl.errors import ConfigError
-from agentrl.train.minibatch import episodes_of, proximal_of
+from agentrl.train.minibatch import proximal_of
 
 
 def kl_kind(cfg: KlConfig) -> str:
@@ -33,19 +32,17 @@ def check_kl(cfg: KlConfig) -> None:
         )
 
 
-def reward_penalty(batch: TensorDict, cfg: KlConfig) -> torch.Tensor:
+def reward_penalty(view: Ragged, cfg: KlConfig) -> torch.Tensor:
     """The KL of each sampled token of the proximal policy to the reference (`ref_logprobs`), float32 [T]; 0 on
     the others. The penalty is `coef` times it: R_t = r_t - coef (log pi_old - log pi_ref) with k1."""
-    old, reference = proximal_of(batch).values(), batch.get("ref_logprobs").values()
-    found: torch.Tensor = kl_estimate(kl_kind(cfg), old, reference) * batch.get("sampled").values()
-    return found
+    return kl_estimate(kl_kind(cfg), proximal_of(view), view.tokens("ref_logprobs")) * view.tokens("sampled")
 
 
-def episode_sums(column: torch.Tensor, batch: TensorDict) -> torch.Tensor:
+def episode_sums(column: torch.Tensor, view: Ragged) -> torch.Tensor:
     """Sum of a token column over all rows of an episode, on each of its rows: [T] -> [N]."""
-    episode = torch.from_numpy(episodes_of(batch))
+    episode = torch.from_numpy(view.episode)
     total = torch.zeros(int(episode.max()) + 1 if len(episode) else 0, dtype=torch.float64)
-    total.index_add_(0, episode[row_ids(offsets_of(batch.get("token_ids")))], column.double())
+    total.index_add_(0, episode[row_ids(view.offsets)], column.double())
     return total[episode].to(column.dtype)
 
 

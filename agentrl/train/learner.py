@@ -14,13 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
 from tensordict import TensorDict
 
 from agentrl.algorithm import ADVANTAGES, AdvantageInput, advantages
 from agentrl.algorithm.anchors import anchors_of
-from agentrl.batch.rows import jagged, offsets_of
-from agentrl.batch.sharing import resolved, token_ratio, with_trees
+from agentrl.batch.rows import Ragged
+from agentrl.batch.schedule import effective_mode, token_ratio, with_trees
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.cluster.worker import Worker
@@ -31,8 +30,6 @@ from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
 from agentrl.train.finite import broken_rows, described
 from agentrl.train.kl import episode_sums, reward_penalty, steered
-from agentrl.train.micro import has
-from agentrl.train.minibatch import episodes_of
 from agentrl.train.reference import Reference
 from agentrl.train.reward_model import RewardModel, last_rows, with_scores
 from agentrl.train.update import check_algorithm, mismatch
@@ -150,51 +147,51 @@ class Learner:
         A step in which something is not finite is skipped: nothing learns, and `skipped_steps` is 1. Raises
         NonFiniteError after more than MAX_SKIPPED of them in a row, and where the weights themselves are not finite.
         """
-        batch, metrics = await self._prepared(batch)
-        found = await in_thread("batch", broken_rows, batch)
+        view, metrics = await self._prepared(Ragged.of(batch))
+        found = await in_thread("batch", broken_rows, view)
         if found:
-            return metrics | self._skip(step, described(batch, found))
-        batch, formed = await in_thread("batch", with_advantages, batch, self.algorithm, self.kl_coef)
+            return metrics | self._skip(step, described(view, found))
+        view, formed = await in_thread("batch", with_advantages, view, self.algorithm, self.kl_coef)
         metrics |= formed
-        metrics["prefix_ratio_possible"] = await in_thread("batch", token_ratio, batch)
-        found = await in_thread("batch", broken_rows, batch)
+        metrics["prefix_ratio_possible"] = await in_thread("batch", token_ratio, view)
+        found = await in_thread("batch", broken_rows, view)
         if found:
-            return metrics | self._skip(step, described(batch, found))
-        learned = await self._learn(batch, step)
+            return metrics | self._skip(step, described(view, found))
+        learned = await self._learn(view.batch, step)
         metrics |= learned
         if self.algorithm.proximal == "recompute":
-            metrics |= await in_thread("batch", mismatch, batch)
+            metrics |= await in_thread("batch", mismatch, view)
         if self.references is not None:
             metrics["kl_coef"] = self.kl_coef
             measured = metrics.get("kl_reward" if self.algorithm.kl.where == "reward" else "kl_reference")
             if measured is not None and learned.get("optimizer_steps", 0) > 0:
-                episodes = int(episodes_of(batch).max()) + 1
+                episodes = int(view.episode.max()) + 1
                 self.kl_coef = steered(self.kl_coef, measured, episodes, self.algorithm.kl)
         if any(learned.get(name) == 0 for name in ("optimizer_steps", "critic/optimizer_steps")):
             return metrics | self._skip(step, "every optimizer step; the actors' log names the rows")
         self._skipped = 0
         return metrics | {"skipped_steps": 0.0}
 
-    async def _prepared(self, batch: TensorDict) -> tuple[TensorDict, dict[str, float]]:
+    async def _prepared(self, view: Ragged) -> tuple[Ragged, dict[str, float]]:
         """The batch with what advantages are formed from: the reward model's scores, the logprobs of the proximal and the
-        reference policy, and values, each where it is asked for."""
+        reference policy, and values, each if it is asked for."""
         temperature = self.config.rollout.temperature or 1.0
-        batch = await in_thread("batch", with_trees, batch.copy(), resolved(self.config.optim.prefix_sharing))
+        view = await in_thread("batch", with_trees, view, effective_mode(self.config.optim.prefix_sharing))
         metrics: dict[str, float] = {}
         if self.judges is not None and self.config.reward_model is not None:
-            scores = (await self.judges.arun(RewardModel.compute_scores, batch))["score"]
-            batch = await in_thread("batch", with_scores, batch, scores, self.config.reward_model.weight)
-            metrics["reward_model/score"] = float(scores[last_rows(batch)].mean())
+            scores = (await self.judges.arun(RewardModel.compute_scores, view.batch))["score"]
+            view = await in_thread("batch", with_scores, view, scores, self.config.reward_model.weight)
+            metrics["reward_model/score"] = float(scores[last_rows(view)].mean())
         if self.algorithm.proximal == "recompute":
-            now = await self.actors.arun(Actor.compute_logprob, batch, temperature)
-            batch["old_logprobs"] = same_offsets(now["logprobs"], batch)
+            now = await self.actors.arun(Actor.compute_logprob, view.batch, temperature)
+            view = view.with_tokens(old_logprobs=now["logprobs"].values())
         if self.references is not None:
-            found = await self.references.arun(Reference.compute_logprob, batch, temperature)
-            batch["ref_logprobs"] = same_offsets(found["logprobs"], batch)
+            found = await self.references.arun(Reference.compute_logprob, view.batch, temperature)
+            view = view.with_tokens(ref_logprobs=found["logprobs"].values())
         if self.critics is not None:
-            values = await self.critics.arun(Critic.compute_values, batch)
-            batch["values"] = same_offsets(values["values"], batch)
-        return batch, metrics
+            values = await self.critics.arun(Critic.compute_values, view.batch)
+            view = view.with_tokens(values=values["values"].values())
+        return view, metrics
 
     async def _learn(self, batch: TensorDict, step: int) -> dict[str, float]:
         """The updates of critic and actor."""
@@ -256,44 +253,35 @@ class Learner:
                 group.close()
 
 
-def same_offsets(column: torch.Tensor, batch: TensorDict) -> torch.Tensor:
-    """A ragged column over the batch's own offsets object, so that its columns can be combined."""
-    return jagged(column.values(), offsets_of(batch.get("token_ids")))
-
-
-def with_advantages(batch: TensorDict, algorithm: AlgorithmConfig, kl_coef: float) -> tuple[TensorDict, dict[str, float]]:
+def with_advantages(view: Ragged, algorithm: AlgorithmConfig, kl_coef: float) -> tuple[Ragged, dict[str, float]]:
     """The batch with `advantages` (and `returns`, where the estimator defines them), and metrics.
 
     Where `algorithm.kl.where` is "reward", the penalty is taken off the token rewards and the episode
     rewards first.
     """
-    offsets = offsets_of(batch.get("token_ids"))
-    mask = batch.get("sampled").values()
-    rewards, reward = batch.get("rewards").values(), batch.get("reward")
+    mask = view.tokens("sampled")
+    rewards, reward = view.tokens("rewards"), view.row("reward")
     metrics: dict[str, float] = {}
-    if has(batch, "ref_logprobs") and algorithm.kl.where == "reward":
-        kl = reward_penalty(batch, algorithm.kl)
+    if "ref_logprobs" in view and algorithm.kl.where == "reward":
+        kl = reward_penalty(view, algorithm.kl)
         metrics["kl_reward"] = float(kl.sum() / mask.sum().clamp(min=1))
         rewards = rewards - kl_coef * kl
-        reward = reward - kl_coef * episode_sums(kl, batch)
+        reward = reward - kl_coef * episode_sums(kl, view)
     given = AdvantageInput(
         token_rewards=rewards,
         mask=mask,
-        offsets=offsets,
-        group=batch.get("group"),
+        offsets=view.offsets,
+        group=view.row("group"),
         reward=reward,
-        values=batch.get("values").values() if has(batch, "values") else None,
-        turns=batch.get("turns").values(),
-        member=batch.get("member"),
-        baseline=batch.get("baseline") if has(batch, "baseline") else None,
-        terms=batch.get("terms") if has(batch, "terms") else None,
+        values=view.tokens("values") if "values" in view else None,
+        turns=view.tokens("turns"),
+        member=view.row("member"),
+        baseline=view.row("baseline") if "baseline" in view else None,
+        terms=view.row("terms") if "terms" in view else None,
     )
     name = algorithm.advantage.name
     if "anchors" in ADVANTAGES.entry(name).needs:
-        given = replace(given, anchors=anchors_of(batch.get("token_ids").values(), mask, offsets))
+        given = replace(given, anchors=anchors_of(view.tokens("token_ids"), mask, view.offsets))
     found = advantages(name, algorithm.advantage.args)(given)
-    out: TensorDict = batch.copy()
-    out["advantages"] = jagged(found.advantages, offsets)
-    if found.returns is not None:
-        out["returns"] = jagged(found.returns, offsets)
-    return out, metrics
+    view = view.with_tokens(advantages=found.advantages)
+    return view if found.returns is None else view.with_tokens(returns=found.returns), metrics

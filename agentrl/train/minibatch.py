@@ -1,145 +1,238 @@
-"""Which rows share an optimizer step, by what their losses are divided, and which of them need computing at all.
+"""What an optimizer step counts: its rows, its denominators, and which rows it computes at all. On the driver.
 
-All of it is settled on the driver, over the whole batch, in this order: minibatches are cut over episodes, their counts
-are taken from every row, and only then rows that cannot have a gradient are left out. So leaving them out saves time and
-changes no step.
+The strategies here stand in the roles' dispatch tables. `UpdateShard` settles a training step over the whole batch, in
+this order, which matters:
+
+    with_policies        the proximal policy, and the weights of an off-policy correction: they reject tokens
+    cut_minibatches      episodes -> optimizer steps                                     (batch/schedule.py)
+    counted              denominators of each, from every row: rejected tokens do not count, idle rows do
+    with_picks           tokens that a loss treats on their own, over all rows of a minibatch
+    without_idle_rows    rows that cannot have a gradient go, which saves time and changes no step
+    assign_ranks         what is left -> ranks                                           (batch/schedule.py)
+
+Workers find all of it in the columns `minibatch`, `episode_tokens` and `counts` (see `minibatches`, `counts_of`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from agentrl.algorithm import POLICY_LOSSES, Denominators, correction
-from agentrl.algorithm.ragged import row_counts
-from agentrl.batch.rows import jagged, offsets_of
+from agentrl.algorithm.loss.covariance import Picks, picks_of
+from agentrl.algorithm.ragged import row_counts, row_ids
+from agentrl.batch.rows import Ragged
+from agentrl.batch.schedule import assign_ranks, cut_minibatches
+from agentrl.cluster.dispatch import Call, Shard, Shipment
+from agentrl.cluster.mesh import Mesh
 from agentrl.config.schema import AlgorithmConfig
-from agentrl.errors import ConfigError
-from agentrl.train.micro import has
+from agentrl.errors import ConfigError, DispatchError
+
+DRIVER_ONLY = ("rewards", "turns", "versions")
+"""Token columns that advantages are formed from, on the driver: no role reads them, so they are not sent."""
 
 
-def episodes_of(batch: TensorDict) -> np.ndarray:
-    """The episode of each row, int64 [N], numbered by first appearance: rows with one (group, member) are one episode."""
-    keys = np.stack([np.asarray(batch.get("group")), np.asarray(batch.get("member"))], axis=1)
-    _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    return np.asarray(np.argsort(np.argsort(first))[inverse.reshape(-1)], dtype=np.int64)
+@dataclass(frozen=True)
+class UpdateShard(Shard):
+    """For `update(batch, algorithm, step, seed, ...)`: minibatches of episodes, each balanced over the ranks.
 
-
-def cut(batch: TensorDict, algorithm: AlgorithmConfig, seed: int, step: int) -> list[np.ndarray]:
-    """The rows of each minibatch: all rows of at most `algorithm.minibatch` episodes, by seed and step."""
-    episode = episodes_of(batch)
-    count = int(episode.max()) + 1 if len(episode) else 0
-    groups = None
-    if algorithm.groups == "kept":
-        groups = np.zeros(count, dtype=np.int64)
-        groups[episode] = np.asarray(batch.get("group"))
-    order = np.argsort(episode, kind="stable")
-    rows = np.split(order, np.cumsum(np.bincount(episode, minlength=count))[:-1]) if count else []
-    parts = shuffled(count, algorithm.minibatch, seed, step, groups)
-    return [np.concatenate([rows[number] for number in part]) for part in parts]
-
-
-def shuffled(count: int, size: int, seed: int, step: int, groups: np.ndarray | None = None) -> list[np.ndarray]:
-    """`count` episodes in random order, cut into the least number of nearly equal parts of at most `size`.
-
-    With `groups` (a number an episode) whole groups in random order fill parts of at most `size` episodes; only a
-    group of more than that is cut.
+    `policy`: for the policy's update, which has a proximal policy, an off-policy correction and picked tokens, and leaves
+    out rows that cannot have a gradient. Else every row counts, and is computed.
     """
-    if count == 0:
-        return []
-    rng = np.random.default_rng([seed, step])
-    if groups is None:
-        return np.array_split(rng.permutation(count), -(-count // size))
-    order = np.argsort(groups, kind="stable")
-    members = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
-    parts: list[list[int]] = [[]]
-    for number in rng.permutation(len(members)):
-        for start in range(0, len(members[number]), size):
-            piece = members[number][start : start + size].tolist()
-            if parts[-1] and len(parts[-1]) + len(piece) > size:
-                parts.append([])
-            parts[-1] += piece
-    return [np.asarray(part, dtype=np.int64) for part in parts]
+
+    policy: bool = True
+    stays: tuple[str, ...] = DRIVER_ONLY
+
+    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
+        view, rest = _taken(call, "algorithm")
+        algorithm: AlgorithmConfig = rest.kwargs["algorithm"]
+        seed, step = rest.kwargs.get("seed", 0), rest.kwargs.get("step", 0)
+        if self.policy:
+            view = with_policies(view, algorithm)
+        parts = cut_minibatches(view, algorithm, seed, step)
+        view = counted(view, parts, norm_length(algorithm))
+        if self.policy:
+            view = with_picks(view, parts, picks_of(algorithm.loss.name, algorithm.loss.args), seed + step)
+            parts = without_idle_rows(view, parts, algorithm)
+        view = assign_ranks(view, parts, mesh.size(self.mesh), kept=algorithm.groups == "kept")
+        return Shard.scatter(self, Call(call.where, call.names, (view.batch,), rest.kwargs), mesh)
 
 
-def proximal_of(batch: TensorDict) -> torch.Tensor:
-    """Logprobs of the proximal policy, a ragged column: `old_logprobs` where they were recomputed, else the engine's."""
-    column: torch.Tensor = batch.get("old_logprobs" if has(batch, "old_logprobs") else "logprobs")
-    return column
+@dataclass(frozen=True)
+class RowsShard(Shard):
+    """For one forward pass over all rows: balanced by tokens, those that are shared counted once."""
+
+    balance: Literal["tokens", "column"] | None = "tokens"
+    stays: tuple[str, ...] = DRIVER_ONLY
+
+    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
+        name = call.names[0]
+        batch, rest = call.take(name)
+        if not isinstance(batch, TensorDict) or "tree" not in set(batch.keys()):
+            return Shard.scatter(self, call, mesh)
+        view = assign_ranks(Ragged.of(batch), [np.arange(len(batch))], mesh.size(self.mesh))
+        by_column = Shard(mesh=self.mesh, collect=self.collect, balance="column", argument=name, stays=self.stays)
+        return by_column.scatter(Call(call.where, call.names, (view.batch, *rest.args), rest.kwargs), mesh)
 
 
-def with_policies(batch: TensorDict, algorithm: AlgorithmConfig) -> TensorDict:
-    """The batch with `old_logprobs` only where the proximal policy is to be recomputed, and `weights` where there is an
+@dataclass(frozen=True)
+class StepsShard(Shard):
+    """For `sft_steps(batch, count)`: `count` optimizer steps of equal numbers of rows, in the rows' order."""
+
+    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
+        view, rest = _taken(call, "count")
+        count: int = rest.kwargs["count"]
+        if not 1 <= count <= len(view):
+            raise DispatchError(f"{call.where}: {len(view)} rows do not make {count} steps")
+        parts = np.array_split(np.arange(len(view)), count)
+        view = assign_ranks(counted(view, parts), parts, mesh.size(self.mesh))
+        return Shard.scatter(self, Call(call.where, call.names, (view.batch,), rest.kwargs), mesh)
+
+
+def _taken(call: Call, needed: str) -> tuple[Ragged, Call]:
+    """The batch, and the call without it. Raises DispatchError if one argument is missing."""
+    name = call.names[0]
+    batch, rest = call.take(name)
+    if not isinstance(batch, TensorDict):
+        raise DispatchError(f"{call.where}: {name!r} must be a TensorDict, it is a {type(batch).__name__}")
+    if needed not in rest.kwargs:
+        raise DispatchError(f"{call.where}: no argument given for {needed!r}")
+    return Ragged.of(batch), rest
+
+
+def norm_length(algorithm: AlgorithmConfig) -> int | None:
+    """The constant of `aggregate = "seq_mean_token_sum_norm"`, None for another. Raises ConfigError where it is missing."""
+    if algorithm.aggregate != "seq_mean_token_sum_norm":
+        return None
+    if algorithm.length_norm is None:
+        raise ConfigError('algorithm.aggregate = "seq_mean_token_sum_norm" needs algorithm.length_norm, a number of tokens')
+    return algorithm.length_norm
+
+
+def minibatches(view: Ragged) -> list[np.ndarray]:
+    """On a worker: its rows of each minibatch."""
+    number = view.numbers("minibatch")
+    return [np.flatnonzero(number == index) for index in range(len(counts_of(view)))]
+
+
+def counts_of(view: Ragged) -> tuple[Denominators, ...]:
+    """The denominators of each minibatch, over all ranks and all rows, those that were left out included."""
+    found: tuple[Denominators, ...] = view.batch["counts"]
+    return found
+
+
+def proximal_of(view: Ragged) -> Tensor:
+    """Logprobs of the proximal policy [T]: `old_logprobs` if they were recomputed, else the engine's."""
+    return view.tokens("old_logprobs" if "old_logprobs" in view else "logprobs")
+
+
+def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
+    """The batch with `old_logprobs` only if the proximal policy is to be recomputed, and `weights` if there is an
     off-policy correction.
 
-    Raises ConfigError where the proximal policy is to be recomputed and was not.
+    Raises ConfigError if the proximal policy is to be recomputed and was not.
     """
-    out: TensorDict = batch.copy()
-    if algorithm.proximal == "behaviour" and has(out, "old_logprobs"):
-        del out["old_logprobs"]
-    if algorithm.proximal == "recompute" and not has(out, "old_logprobs"):
+    if algorithm.proximal == "behaviour" and "old_logprobs" in view:
+        view = view.without("old_logprobs")
+    if algorithm.proximal == "recompute" and "old_logprobs" not in view:
         raise ConfigError('algorithm.proximal = "recompute": the batch has no column old_logprobs (Actor.compute_logprob)')
     if algorithm.correction is None:
-        return out
+        return view
     rule = correction(algorithm.correction.name, algorithm.correction.args)
-    column = out.get("sampled")
-    offsets = offsets_of(column)
-    proximal, behaviour = proximal_of(out).values(), out.get("logprobs").values()
-    return out.update({"weights": jagged(rule(proximal, behaviour, column.values(), offsets), offsets)})
+    return view.with_tokens(weights=rule(proximal_of(view), view.tokens("logprobs"), view.tokens("sampled"), view.offsets))
 
 
-def trained_tokens(batch: TensorDict) -> torch.Tensor:
+def trained_tokens(view: Ragged) -> Tensor:
     """The tokens that are trained, bool [T]: sampled, less those that an off-policy correction rejects."""
-    sampled: torch.Tensor = batch.get("sampled").values()
-    return sampled & (batch.get("weights").values() > 0) if has(batch, "weights") else sampled
+    sampled = view.tokens("sampled")
+    return sampled & (view.tokens("weights") > 0) if "weights" in view else sampled
 
 
-def tokens_of_rows(mask: torch.Tensor, offsets: torch.Tensor) -> np.ndarray:
-    """How many tokens of each row are marked, int64 [N], without a number a token in between."""
-    return row_counts(mask, offsets).numpy()
-
-
-def counted(batch: TensorDict, parts: list[np.ndarray], length: int | None = None) -> tuple[TensorDict, tuple[Denominators, ...]]:
+def counted(view: Ragged, parts: list[np.ndarray], length: int | None = None) -> Ragged:
     """The batch with the row column `episode_tokens` int64 [N] (trained tokens of the row's episode, over all of its
-    rows), and the denominators of each minibatch."""
-    per_row = tokens_of_rows(trained_tokens(batch), offsets_of(batch.get("sampled")))
-    episode = episodes_of(batch)
-    per_episode = np.bincount(episode, weights=per_row).astype(np.int64)
+    rows), and batch-wide `counts`, the denominators of each minibatch."""
+    per_row = row_counts(trained_tokens(view), view.offsets).numpy()
+    per_episode = np.bincount(view.episode, weights=per_row).astype(np.int64)
     counts = []
     for rows in parts:
         tokens = int(per_row[rows].sum())
-        alive = int((per_episode[np.unique(episode[rows])] > 0).sum())
+        alive = int((per_episode[np.unique(view.episode[rows])] > 0).sum())
         counts.append(Denominators(float(tokens), float(alive), float(length or 1)))
-    out: TensorDict = batch.copy()
-    return out.update({"episode_tokens": torch.from_numpy(per_episode[episode])}), tuple(counts)
+    return view.with_rows(episode_tokens=torch.from_numpy(per_episode[view.episode])).with_wide(counts=tuple(counts))
 
 
-def teaches(batch: TensorDict, algorithm: AlgorithmConfig) -> np.ndarray:
+def teaches(view: Ragged, algorithm: AlgorithmConfig) -> np.ndarray:
     """Rows that can have a gradient, bool [N]: those with a trained token on which a term of the loss is not zero.
 
     Every policy loss is zero on a row whose advantages are, but one with the trait "moves_picked" on the tokens picked for
     it; an entropy bonus or a KL term in the loss moves all of them.
     """
-    alive = trained_tokens(batch)
+    alive = trained_tokens(view)
     if not (algorithm.entropy_bonus > 0 or (algorithm.kl.coef > 0 and algorithm.kl.where == "loss")):
-        moved = batch.get("advantages").values() != 0
-        if "moves_picked" in POLICY_LOSSES.entry(algorithm.loss.name).traits and has(batch, "picked"):
-            moved = moved | batch.get("picked").values()
+        moved = view.tokens("advantages") != 0
+        if "moves_picked" in POLICY_LOSSES.entry(algorithm.loss.name).traits and "picked" in view:
+            moved = moved | view.tokens("picked")
         alive = alive & moved
-    return tokens_of_rows(alive, offsets_of(batch.get("sampled"))) > 0
+    return row_counts(alive, view.offsets).numpy() > 0
 
 
-def without_idle_rows(batch: TensorDict, parts: list[np.ndarray], algorithm: AlgorithmConfig) -> list[np.ndarray]:
+def without_idle_rows(view: Ragged, parts: list[np.ndarray], algorithm: AlgorithmConfig) -> list[np.ndarray]:
     """What is left of each minibatch (possibly nothing) without the rows that cannot have a gradient.
 
     The first minibatch keeps at least one row, its shortest with a sampled token: trainer and engine are compared there.
     The batch itself stays as it is: rows of no minibatch are sent to no rank.
     """
-    keep = teaches(batch, algorithm)
+    keep = teaches(view, algorithm)
     if parts and not keep[parts[0]].any():
-        offsets = offsets_of(batch.get("sampled"))
-        sampled = tokens_of_rows(batch.get("sampled").values(), offsets)[parts[0]]
-        tokens = offsets.diff().numpy()[parts[0]]
-        keep[parts[0][np.lexsort((tokens, sampled == 0))[0]]] = True
+        sampled = row_counts(view.tokens("sampled"), view.offsets).numpy()[parts[0]]
+        keep[parts[0][np.lexsort((view.lengths[parts[0]], sampled == 0))[0]]] = True
     return [rows[keep[rows]] for rows in parts]
+
+
+def with_picks(view: Ragged, parts: list[np.ndarray], picks: Picks | None, seed: int) -> Ragged:
+    """The batch with the ragged bool column `picked`; as it is if nothing is to be picked.
+
+    The covariance of a token is (log pi - mean)(A - mean), means over the trained tokens of its minibatch, those of rows
+    without advantage included; log pi is the proximal policy's.
+    """
+    if picks is None:
+        return view
+    trained = trained_tokens(view)
+    logprobs, advantages = proximal_of(view).double(), view.tokens("advantages").double()
+    noise = token_noise(view, seed)
+    picked = torch.zeros(len(trained), dtype=torch.bool)
+    for rows in parts:
+        spans = [torch.arange(int(view.offsets[row]), int(view.offsets[row + 1])) for row in rows.tolist()]
+        every = torch.cat(spans)
+        mine = every[trained[every]]
+        if len(mine):
+            covariance = (logprobs[mine] - logprobs[mine].mean()) * (advantages[mine] - advantages[mine].mean())
+            picked[mine[chosen(covariance, noise[mine], picks)]] = True
+    return view.with_tokens(picked=picked)
+
+
+def chosen(covariance: Tensor, noise: Tensor, picks: Picks) -> Tensor:
+    """The picked of M tokens, int64: `share` of them, at least one and rounded down (as in the authors' code); those with
+    the largest covariance, or so many at random (by `noise`) of those that lie within the bounds."""
+    wanted = max(int(picks.share * len(covariance)), 1)
+    if picks.low is None or picks.high is None:
+        return torch.from_numpy(np.lexsort((noise.numpy(), -covariance.numpy()))[:wanted])
+    inside = ((covariance > picks.low) & (covariance < picks.high)).nonzero().squeeze(1)
+    return inside[noise[inside].argsort(stable=True)[:wanted]]
+
+
+def token_noise(view: Ragged, seed: int) -> Tensor:
+    """A number in [0, 1) for each token, drawn from what the token is, not from where it lies."""
+    rows = row_ids(view.offsets)
+    place = torch.arange(len(rows)) - view.offsets[:-1][rows]
+    mix = view.tokens("token_ids").to(torch.int64) * 2654435761 + place * 40503 + seed * 7919
+    mix = mix + view.row("group")[rows] * 104729 + view.row("member")[rows] * 1299709
+    for shift in (16, 13, 16):
+        mix = (mix ^ (mix >> shift)) * 73244475 % (1 << 31)
+    noise: Tensor = mix.to(torch.float64) / (1 << 31)
+    return noise

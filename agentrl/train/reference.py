@@ -6,13 +6,14 @@ from typing import ClassVar
 
 from tensordict import TensorDict
 
+from agentrl.batch.rows import Ragged
 from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import ModelConfig, OptimConfig
+from agentrl.train.forward import compute_logprobs
 from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.plan import RowsShard
+from agentrl.train.minibatch import RowsShard
 from agentrl.train.role import open_engine, ready
-from agentrl.train.update import compute_logprobs
 
 
 class Reference(Worker):
@@ -35,4 +36,4 @@ class Reference(Worker):
 
     def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
         """Ragged `logprobs` and `entropy` of the sampled tokens."""
-        return compute_logprobs(ready(self._engine), batch, temperature, self._cap)
+        return compute_logprobs(ready(self._engine), Ragged.of(batch), temperature, self._cap)

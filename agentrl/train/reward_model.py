@@ -9,15 +9,15 @@ import torch
 from tensordict import TensorDict
 
 from agentrl.algorithm.ragged import row_ids
-from agentrl.batch.rows import jagged, offsets_of
+from agentrl.batch.rows import Ragged
+from agentrl.batch.schedule import plan_micro_batches
 from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.micro import Pack, split
-from agentrl.train.minibatch import episodes_of
-from agentrl.train.plan import RowsShard
+from agentrl.train.minibatch import RowsShard
 from agentrl.train.role import open_engine, ready
+from agentrl.train.update import Pack
 
 
 class RewardModel(Worker):
@@ -41,42 +41,40 @@ class RewardModel(Worker):
 
     def compute_scores(self, batch: TensorDict) -> TensorDict:
         """Row column `score` float32 [N], read at each row's last token."""
-        return compute_scores(ready(self._engine), batch, self._cap)
+        return compute_scores(ready(self._engine), Ragged.of(batch), self._cap)
 
 
 @torch.no_grad()
-def compute_scores(engine: FsdpEngine, batch: TensorDict, cap: int) -> TensorDict:
+def compute_scores(engine: FsdpEngine, view: Ragged, cap: int) -> TensorDict:
     """The scores of a worker's rows; every rank calls it with its own."""
-    found = torch.zeros(len(batch))
-    [micros] = split(engine, batch, [np.arange(len(batch))], cap)
+    found = torch.zeros(len(view))
+    [micros] = plan_micro_batches(view, [np.arange(len(view))], cap, engine)
     for rows in micros:
-        scores = engine.scores(Pack(batch, rows, engine.device).micro)
+        scores = engine.scores(Pack(view, rows, engine.device).micro)
         if rows:
             found[torch.tensor(rows)] = scores.cpu()
-    return TensorDict({"score": found}, batch_size=[len(batch)])
+    return TensorDict({"score": found}, batch_size=[len(view)])
 
 
-def last_rows(batch: TensorDict) -> torch.Tensor:
+def last_rows(view: Ragged) -> torch.Tensor:
     """The last row of each episode, int64, by the episodes' number."""
-    episode = torch.from_numpy(episodes_of(batch))
+    episode = torch.from_numpy(view.episode)
     count = int(episode.max()) + 1 if len(episode) else 0
     places = torch.arange(len(episode))
     return torch.zeros(count, dtype=torch.int64).scatter_reduce(0, episode, places, reduce="amax", include_self=False)
 
 
-def with_scores(batch: TensorDict, scores: torch.Tensor, weight: float) -> TensorDict:
+def with_scores(view: Ragged, scores: torch.Tensor, weight: float) -> Ragged:
     """Add `weight` times an episode's score to its reward, and to the token reward of its last sampled token.
 
     `scores` [N] are those of rows; an episode of several rows takes the score of its last row. An episode that sampled
     nothing holds no token reward.
     """
-    offsets = offsets_of(batch.get("token_ids"))
-    episode = torch.from_numpy(episodes_of(batch))
-    last = last_rows(batch)
+    episode = torch.from_numpy(view.episode)
+    last = last_rows(view)
     added = weight * scores[last].to(torch.float32)
-    places = batch.get("sampled").values().nonzero().squeeze(1)
-    spot = torch.full((len(last),), -1).scatter_reduce(0, episode[row_ids(offsets)][places], places, reduce="amax")
-    tokens = batch.get("rewards").values().clone()
+    places = view.tokens("sampled").nonzero().squeeze(1)
+    spot = torch.full((len(last),), -1).scatter_reduce(0, episode[row_ids(view.offsets)][places], places, reduce="amax")
+    tokens = view.tokens("rewards").clone()
     tokens.index_add_(0, spot[spot >= 0], added[spot >= 0])
-    out: TensorDict = batch.copy()
-    return out.update({"reward": batch.get("reward") + added[episode], "rewards": jagged(tokens, offsets)})
+    return view.with_rows(reward=view.row("reward") + added[episode]).with_tokens(rewards=tokens)

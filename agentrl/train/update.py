@@ -1,13 +1,20 @@
-"""The policy update: minibatches -> micro-batches -> losses with global denominators -> optimizer steps."""
+"""The policy update on a worker: minibatches -> micro-batches -> losses with global denominators -> optimizer steps.
+
+`update_policy` is the whole of it; `_Job.loss` is the loss of one micro-batch. `Pack`, `Meter` and `Steps` below them are
+what the critic and supervised steps use as well: a micro-batch, its numbers summed up, and steps that are only taken if
+everything in them is finite.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from torch import Tensor
 
 from agentrl.algorithm import (
     POLICY_LOSSES,
@@ -20,14 +27,20 @@ from agentrl.algorithm import (
     policy_loss,
 )
 from agentrl.algorithm.correction import CORRECTIONS
-from agentrl.batch.rows import jagged, offsets_of
+from agentrl.algorithm.ragged import sampled_offsets
+from agentrl.batch.prefix import share
+from agentrl.batch.rows import Ragged, pack
+from agentrl.batch.schedule import plan_micro_batches, trees_of
 from agentrl.config.schema import AlgorithmConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, NonFiniteError
+from agentrl.train.attention import packed_rows, packed_trees
 from agentrl.train.engine import BaseEngine
+from agentrl.train.finite import named_rows
 from agentrl.train.kl import check_kl, kl_kind
-from agentrl.train.micro import Meter, Pack, has, split
-from agentrl.train.plan import norm_length
-from agentrl.train.steps import Steps
+from agentrl.train.minibatch import counts_of, minibatches, norm_length
+from agentrl.train.modules import Micro
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +55,7 @@ class UpdateSettings:
     kl_coef: float = 0.0
 
 
-def update_policy(
-    engine: BaseEngine, batch: TensorDict, algorithm: AlgorithmConfig, settings: UpdateSettings
-) -> dict[str, float]:
+def update_policy(engine: BaseEngine, view: Ragged, algorithm: AlgorithmConfig, settings: UpdateSettings) -> dict[str, float]:
     """All optimizer steps of one training step; every rank calls it with its own rows.
 
     Needs the columns that `UpdateShard` leaves in a batch: token_ids, sampled, logprobs (of the policy that sampled),
@@ -54,27 +65,15 @@ def update_policy(
     afterwards.
     """
     loss = policy_loss(algorithm.loss.name, algorithm.loss.args)
-    parts, counts = minibatches(batch), counts_of(batch)
-    micros = split(engine, batch, parts, settings.micro_tokens)
-    meter, steps = Meter(), Steps(engine, batch, f"update {settings.step}")
+    parts, counts = minibatches(view), counts_of(view)
+    micros = plan_micro_batches(view, parts, settings.micro_tokens, engine)
+    meter, steps = Meter(), Steps(engine, view, f"update {settings.step}")
     for epoch in range(algorithm.epochs):
         for number in visit_order(len(parts), epoch, settings):
-            job = _Job(engine, batch, algorithm, loss, counts[number], settings, meter, first=not steps.norms)
+            job = _Job(engine, view, algorithm, loss, counts[number], settings, meter, first=not steps.norms)
             steps.take(number, micros[number], job.loss)
     steps.check()
     return _metrics(engine, meter, steps, counts)
-
-
-def minibatches(batch: TensorDict) -> list[np.ndarray]:
-    """This rank's rows of each minibatch."""
-    number = np.asarray(batch.get("minibatch"))
-    return [np.flatnonzero(number == index) for index in range(len(counts_of(batch)))]
-
-
-def counts_of(batch: TensorDict) -> tuple[Denominators, ...]:
-    """The denominators of each minibatch, over all ranks and all rows, those that were left out included."""
-    found: tuple[Denominators, ...] = batch["counts"]
-    return found
 
 
 def visit_order(count: int, epoch: int, settings: UpdateSettings) -> list[int]:
@@ -85,36 +84,12 @@ def visit_order(count: int, epoch: int, settings: UpdateSettings) -> list[int]:
     return [int(number) for number in order]
 
 
-@torch.no_grad()
-def compute_logprobs(engine: BaseEngine, batch: TensorDict, temperature: float, cap: int) -> TensorDict:
-    """`logprobs` and `entropy` of the sampled tokens as ragged float32 columns, 0 elsewhere."""
-    column = batch.get("token_ids")
-    found = {name: torch.zeros(len(column.values())) for name in ("logprobs", "entropy")}
-    [micros] = split(engine, batch, [np.arange(len(batch))], cap)
-    offsets = offsets_of(column)
-    for rows in micros:
-        piece = Pack(batch, rows, engine.device)
-        results = engine.logprobs(piece.micro, temperature, True)
-        for name, values in zip(found, results, strict=True):
-            spread_rows(found[name], piece.spread(values), rows, offsets)
-    return TensorDict({n: jagged(values, offsets) for n, values in found.items()}, batch_size=[len(batch)])
-
-
-def spread_rows(into: torch.Tensor, values: torch.Tensor, rows: list[int], offsets: torch.Tensor) -> None:
-    """Write the packed values [T] of `rows` where those rows lie in a flat column."""
-    at = 0
-    for row in rows:
-        start, stop = int(offsets[row]), int(offsets[row + 1])
-        into[start:stop] = values[at : at + stop - start]
-        at += stop - start
-
-
 @dataclass(slots=True)
 class _Job:
     """The losses of one optimizer step's micro-batches."""
 
     engine: BaseEngine
-    batch: TensorDict
+    view: Ragged
     algorithm: AlgorithmConfig
     policy: Callable[[LossInput], LossOutput]
     counts: Denominators
@@ -122,19 +97,19 @@ class _Job:
     meter: Meter
     first: bool
 
-    def loss(self, rows: list[int]) -> torch.Tensor:
+    def loss(self, rows: list[int]) -> Tensor:
         """This micro-batch's share of the step's loss."""
-        piece = Pack(self.batch, rows, self.engine.device)
+        piece = Pack(self.view, rows, self.engine.device)
         logprobs, entropy = self.engine.logprobs(piece.micro, self.settings.temperature, True)
-        weights = piece.column("weights") if has(self.batch, "weights") else torch.ones_like(logprobs)
+        weights = piece.column("weights") if "weights" in self.view else torch.ones_like(logprobs)
         given = LossInput(
             logprobs,
-            piece.column("old_logprobs" if has(self.batch, "old_logprobs") else "logprobs"),
+            piece.column("old_logprobs" if "old_logprobs" in self.view else "logprobs"),
             piece.column("logprobs"),
             piece.column("advantages"),
             weights.detach() > 0,
             piece.compact.to(self.engine.device),
-            piece.column("picked") if has(self.batch, "picked") else None,
+            piece.column("picked") if "picked" in self.view else None,
         )
         out = self.policy(given)
         tokens = out.loss * weights.detach()
@@ -145,16 +120,16 @@ class _Job:
         self._measure(piece, given, out, entropy, total)
         return total
 
-    def _kl(self, piece: Pack, given: LossInput) -> torch.Tensor:
+    def _kl(self, piece: Pack, given: LossInput) -> Tensor:
         """The KL term of each token, coefficient included; also measured wherever a reference is there."""
-        if not has(self.batch, "ref_logprobs"):
+        if "ref_logprobs" not in self.view:
             return torch.zeros_like(given.logprobs)
         kl = self.algorithm.kl
         value = kl_estimate(kl_kind(kl), given.logprobs, piece.column("ref_logprobs"), kl.straight_through)
         self.meter.add("kl_reference", value[given.mask])
         return self.settings.kl_coef * value if kl.where == "loss" else torch.zeros_like(value)
 
-    def _measure(self, piece: Pack, given: LossInput, out: LossOutput, entropy: torch.Tensor, total: torch.Tensor) -> None:
+    def _measure(self, piece: Pack, given: LossInput, out: LossOutput, entropy: Tensor, total: Tensor) -> None:
         mask, now = given.mask, given.logprobs.detach()
         self.meter.add("loss", total)
         for name, count in (
@@ -174,10 +149,10 @@ class _Job:
             self.meter.top("mismatch_max", (now - given.behaviour_logprobs).abs())
 
 
-def mismatch(batch: TensorDict) -> dict[str, float]:
+def mismatch(view: Ragged) -> dict[str, float]:
     """`mismatch_kl` (k3, mean over all sampled tokens) and `mismatch_max` of the proximal policy against the engine's
     logprobs: where the proximal policy was recomputed, the batch says them itself, rows included that a correction rejects."""
-    new, old = (batch.get(name).values()[batch.get("sampled").values()] for name in ("old_logprobs", "logprobs"))
+    new, old = (view.tokens(name)[view.tokens("sampled")] for name in ("old_logprobs", "logprobs"))
     if not len(new):
         return {}
     return {"mismatch_kl": float(kl_estimate("k3", new, old).mean()), "mismatch_max": float((new - old).abs().max())}
@@ -232,3 +207,128 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
             )
     check_kl(algorithm.kl)
     norm_length(algorithm)
+
+
+class Pack:
+    """Some rows of a batch, end to end, on the engine's device: `micro` for the model, `compact` offsets
+    of the sampled tokens, and `column(name)` -> that column at the sampled tokens [M]. `tokens` of the rows,
+    of which `computed` go through the model: fewer if the batch's columns say that rows share a prefix."""
+
+    def __init__(self, view: Ragged, rows: list[int], device: torch.device) -> None:
+        self.flat = pack(view, rows)
+        self.device = device
+        offsets = self.flat["cu_seqlens"].to(torch.int64)
+        self.mask = self.flat["sampled"]
+        if bool(self.mask[offsets[:-1]].any()):
+            raise ValueError("a row begins with a sampled token: nothing precedes it that could predict it")
+        self.compact = sampled_offsets(self.mask, offsets)
+        ids, positions = self.flat["token_ids"], self.flat["position_ids"]
+        places, last = self.mask.nonzero().squeeze(1), offsets[1:] - 1
+        before, targets = places - 1, ids[places]
+        packed = packed_rows(offsets, device)
+        trees = trees_of(view, rows)
+        if trees:
+            made = share(view, rows, trees)
+            ids, positions = made.token_ids, made.position_ids
+            before, last = made.at[before], made.at[last]
+            packed = packed_trees(made.spans, packed.longest, device)
+        self.tokens, self.computed = len(self.mask) if rows else 0, len(ids) if rows else 0
+        self.micro = Micro(ids.to(device), positions.to(device), packed, before.to(device), targets.to(device), last.to(device))
+
+    def column(self, name: str) -> Tensor:
+        values: Tensor = self.flat[name]
+        return values[self.mask].to(self.device)
+
+    def row(self, name: str) -> Tensor:
+        """A row column, [N]."""
+        values: Tensor = self.flat[name]
+        return values.to(self.device)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Inverse of `column`: [M] -> [T] on the host, 0 where not sampled."""
+        out = torch.zeros(len(self.mask), dtype=torch.float32)
+        out[self.mask] = values.detach().float().cpu()
+        return out
+
+
+class Meter:
+    """Sums and maxima of per-token numbers over micro-batches and ranks."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._tops: dict[str, Tensor] = {}
+
+    def add(self, name: str, values: Tensor) -> None:
+        """Add the sum of `values`."""
+        total = values.detach().double().sum().cpu()
+        self._sums[name] = self._sums.get(name, torch.zeros((), dtype=torch.float64)) + total
+
+    def top(self, name: str, values: Tensor) -> None:
+        """Keep the largest of `values` (0 where there is none)."""
+        zero = torch.zeros((), dtype=torch.float64)
+        largest = values.detach().double().max().cpu() if values.numel() else zero
+        self._tops[name] = torch.maximum(self._tops.get(name, largest), largest)
+
+    def totals(self, engine: BaseEngine) -> tuple[dict[str, float], dict[str, float]]:
+        """Sums and maxima over all ranks, by name. Every rank must have met the same names."""
+        return _reduced(engine, self._sums, "sum"), _reduced(engine, self._tops, "max")
+
+
+def _reduced(engine: BaseEngine, values: dict[str, Tensor], how: str) -> dict[str, float]:
+    if not values:
+        return {}
+    names = sorted(values)
+    joined = engine.reduce(torch.stack([values[name] for name in names]), "sum" if how == "sum" else "max")
+    return dict(zip(names, joined.tolist(), strict=True))
+
+
+class Steps:
+    """The optimizer steps of one update: `norms` holds the gradient norm of each before clipping, `skipped` counts
+    those that were not taken.
+
+    A step with a loss or a gradient norm that is not finite is skipped on all ranks alike: its gradients are dropped,
+    weights and optimizer stay as they are.
+    """
+
+    def __init__(self, engine: BaseEngine, view: Ragged, where: str) -> None:
+        self._engine, self._view, self._where = engine, view, where
+        self.norms: list[float] = []
+        self._taken: list[float] = []
+        self.skipped = 0
+
+    def take(self, number: int, micros: list[list[int]], loss: Callable[[list[int]], Tensor]) -> None:
+        """Backward passes over the micro-batches (row numbers) of minibatch `number`, and its optimizer step."""
+        broken: list[list[int]] = []
+        for index, rows in enumerate(micros):
+            share = loss(rows)
+            if not bool(torch.isfinite(share.detach())):
+                broken.append(rows)
+            self._engine.backward(share, last=index == len(micros) - 1)
+        sound = not float(self._engine.reduce(torch.tensor([float(len(broken))]), "max"))
+        norm = self._engine.step(sound)
+        self.norms.append(norm)
+        if sound and math.isfinite(norm):
+            self._taken.append(norm)
+            return
+        self.skipped += 1
+        if broken:
+            self._say(number, "the loss is not finite in a micro-batch", broken)
+        elif sound:
+            self._say(number, f"the gradient norm is {norm}; it is that", micros)
+
+    def _say(self, number: int, what: str, micros: list[list[int]]) -> None:
+        rows = named_rows(self._view, [row for micro in micros for row in micro])
+        log.error("%s: optimizer step %d is not taken: %s of %s", self._where, number, what, rows)
+
+    def check(self) -> None:
+        """Raise NonFiniteError, on all ranks alike, if the weights are not finite any more."""
+        if not self._engine.finite():
+            raise NonFiniteError(f"{self._where}: the weights are not finite any more; they are neither published nor saved")
+
+    def metrics(self) -> dict[str, float]:
+        """`grad_norm`, the mean over the steps that were taken, `skipped_optimizer_steps` and `optimizer_steps` (taken)."""
+        return {
+            "grad_norm": sum(self._taken) / max(len(self._taken), 1),
+            "skipped_optimizer_steps": float(self.skipped),
+            "optimizer_steps": float(len(self._taken)),
+        }

@@ -10,6 +10,7 @@ import torch
 
 from agentrl.algorithm import ADVANTAGES, AdvantageInput, advantages
 from agentrl.batch import collate
+from agentrl.batch.rows import Ragged
 from agentrl.config import Choice
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.train.learner import with_advantages
@@ -220,8 +221,8 @@ def test_from_trajectories_on_two_ledgers_earn_what_one_would(name: str) -> None
         batch["values"] = batch["rewards"] * 0.25 + batch["logprobs"] * 0.125
         args = {"gamma": 0.5}
         algorithm = AlgorithmConfig(advantage=Choice(name=name, args={} if name == "grpo" else args))
-        out, _ = with_advantages(batch, algorithm, 0.0)
-        return [float(v) for v in out["advantages"].values()[out["sampled"].values()]]
+        out, _ = with_advantages(Ragged.of(batch), algorithm, 0.0)
+        return [float(v) for v in out.tokens("advantages")[out.tokens("sampled")]]
 
     one, two = found(1), found(2)
     assert two == pytest.approx(one, abs=1e-6)

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.batch.balance import as_given, baselines, in_rows, lower_bound, partition, portfolio
+from agentrl.batch.balance import as_given, baselines, group_units, in_rows, lower_bound, partition, plan, portfolio
 from agentrl.batch.karmarkar import karmarkar_karp
 from agentrl.batch.packings import first_fit_decreasing, fits, least_loaded, shelves
-from agentrl.batch.plan import group_units, plan
 from agentrl.errors import ConfigError
 
 sizes = st.lists(st.integers(1, 100), min_size=1, max_size=60)

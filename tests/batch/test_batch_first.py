@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.batch import assign, collate, concat, lengths, micro_rows, pack, plan, select, unpack
+from agentrl.batch import Ragged, collate, concat, lengths, pack, plan, select, unpack
 from agentrl.errors import ConfigError
 from agentrl.trajectory import Message, Task, TokenLedger, Trajectory, Turn
 
@@ -45,15 +45,15 @@ def test_collate_refuses_unscored_and_can_keep_it_as_nan():
 
 def test_pack_select_concat_unpack():
     batch = collate([trajectory(1.0), trajectory(0.0, member=1)])
-    packed = pack(batch, [1, 0])
+    packed = pack(Ragged.of(batch), [1, 0])
     assert packed["position_ids"].tolist() == [*range(10), *range(10)]
     assert packed["cu_seqlens"].tolist() == [0, 10, 20] and packed["cu_seqlens"].dtype == torch.int32
     assert packed["rows"].tolist() == [1, 0] and packed["member"].tolist() == [1, 0]
     into = torch.zeros(20)
-    unpack(batch, packed, torch.arange(20.0), into)
+    unpack(Ragged.of(batch), [1, 0], torch.arange(20.0), into)
     assert into[:10].tolist() == list(range(10, 20))
     assert concat([batch, select(batch, [])])["token_ids"].values().equal(batch["token_ids"].values())
-    dummy = pack(select(batch, []), [])
+    dummy = pack(Ragged.of(select(batch, [])), [])
     assert dummy["token_ids"].shape == (1,) and not dummy["sampled"].any() and dummy["rows"].tolist() == [-1]
 
 
@@ -68,15 +68,3 @@ def test_plan_keeps_the_cap_and_equal_counts():
     with pytest.raises(ConfigError, match="micro_tokens"):
         plan([5, 2000], 2, 1000)
     assert plan([], 3, 10).rows == [[[]], [[]], [[]]]
-
-
-def test_assign_and_micro_rows():
-    batch = collate([trajectory(1.0, member=i) for i in range(5)])
-    made = plan(lengths(batch), 2, 20)
-    marked = assign(batch, made)
-    for rank in range(2):
-        mine = np.flatnonzero(marked["dp_rank"].numpy() == rank)
-        local = select(marked, mine)
-        assert [sorted(mine[rows].tolist()) for rows in micro_rows(local, made.micros)] == [
-            sorted(rows) for rows in made.rows[rank]
-        ]

@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.batch.pack import pack
 from agentrl.batch.prefix import Tree, find_trees, share, visible
 from agentrl.batch.prefix_attention import branches, shared_attention
-from agentrl.batch.rows import build, jagged
-from agentrl.batch.sharing import token_ratio, with_trees
+from agentrl.batch.rows import Ragged, build, jagged, pack
+from agentrl.batch.schedule import token_ratio, with_trees
 
 SHORT = 2
 
@@ -21,7 +20,8 @@ def group_batch(texts, groups):
     offsets = torch.tensor([0, *torch.tensor([len(text) for text in texts]).cumsum(0).tolist()])
     flat = torch.tensor([token for text in texts for token in text], dtype=torch.int64)
     sampled = jagged(torch.ones(len(flat), dtype=torch.bool), offsets)
-    return build({"token_ids": jagged(flat, offsets), "sampled": sampled, "group": torch.tensor(groups)}, len(texts))
+    columns = {"token_ids": jagged(flat, offsets), "sampled": sampled, "group": torch.tensor(groups)}
+    return Ragged.of(build(columns, len(texts)))
 
 
 def test_trees_by_hand():
@@ -85,7 +85,7 @@ def test_what_could_be_shared_counts_tokens():
     prompt = list(range(1, 41))
     batch = group_batch([prompt + [50 + i] * 10 for i in range(4)], [0] * 4)
     found = with_trees(batch, "auto")
-    assert token_ratio(found) == 200 / 80 and found["tree"].tolist() == [0] * 4
+    assert token_ratio(found) == 200 / 80 and found.numbers("tree").tolist() == [0] * 4
     assert token_ratio(batch) == 1.0 and with_trees(batch, "off") is batch
     apart = group_batch([prompt + [50 + i] * 10 for i in range(4)], [0, 1, 2, 3])
     assert with_trees(apart, "on") is apart

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from agentrl.batch.rows import Ragged
 from agentrl.config import Choice, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.loop import make_batch
@@ -88,10 +89,10 @@ def test_remax_takes_the_greedy_reward_of_each_task_off(tmp_path: Path) -> None:
     assert len(batch) == 6 and metrics["grad_norm"] > 0
     expected = [t.reward - group.baseline.reward for group in groups for t in group.trajectories]  # type: ignore[union-attr, operator]
     assert len(set(expected)) > 2
-    out, _ = with_advantages(batch, cfg.algorithm, 0.0)
+    out, _ = with_advantages(Ragged.of(batch), cfg.algorithm, 0.0)
     for row, value in enumerate(expected):
         sampled = batch["sampled"][row]
-        assert torch.allclose(out["advantages"][row][sampled], torch.tensor(value).float(), atol=1e-6)
+        assert torch.allclose(out.row("advantages")[row][sampled], torch.tensor(value).float(), atol=1e-6)
     again = resumed.ready()
     assert again is not None and [g.baseline.to_json() for g in again] == [t.to_json() for t in greedy]  # type: ignore[union-attr]
 
@@ -103,12 +104,12 @@ def test_multi_reward_reads_the_terms_by_their_ids(tmp_path: Path) -> None:
     members = [t for group in groups for t in group.trajectories]
     assert batch["terms"].tolist() == pytest.approx(np.array([[t.metrics["early"], t.metrics["late"]] for t in members]))
     assert metrics["grad_norm"] > 0 and all(group.baseline is None for group in groups)
-    out, _ = with_advantages(batch, cfg.algorithm, 0.0)
+    out, _ = with_advantages(Ragged.of(batch), cfg.algorithm, 0.0)
     terms = np.array([[t.metrics["early"], t.metrics["late"]] for t in members]).reshape(2, 3, 2)
     scaled = (terms - terms.mean(1, keepdims=True)) / (terms.std(1, ddof=1, keepdims=True) + 1e-6)
     expected = (scaled * np.array([1.0, 0.25])).sum(2).reshape(6)
     for row in range(6):
-        assert torch.allclose(out["advantages"][row][batch["sampled"][row]], torch.tensor(expected[row]).float(), atol=1e-4)
+        assert torch.allclose(out.row("advantages")[row][batch["sampled"][row]], torch.tensor(expected[row]).float(), atol=1e-4)
 
 
 def test_a_greedy_episode_that_fails_is_no_zero() -> None:

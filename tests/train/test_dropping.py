@@ -10,20 +10,19 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from train_batches import make_batch, toy_critic, toy_optim, trajectories
+from train_batches import make_batch, sharing, toy_critic, toy_optim, trajectories
 from transformers import AutoModelForCausalLM
 
 from agentrl.algorithm import POLICY_LOSSES
 from agentrl.batch import collate, select
-from agentrl.batch.rows import jagged, offsets_of
-from agentrl.batch.sharing import with_trees
+from agentrl.batch.rows import Ragged, jagged, offsets_of
+from agentrl.batch.schedule import assign_ranks, cut_minibatches
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, ModelConfig
 from agentrl.train import minibatch
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
-from agentrl.train.minibatch import counted, cut, episodes_of, without_idle_rows
-from agentrl.train.plan import placed
+from agentrl.train.minibatch import counted, counts_of, without_idle_rows
 from agentrl.trajectory import Task, TokenLedger, Trajectory
 
 MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
@@ -66,7 +65,7 @@ def several(groups: int = 4, size: int = 4, teaching: int = 1, seed: int = 0, pr
     sampled, offsets = batch["sampled"].values(), offsets_of(batch["sampled"])
     per_episode = torch.from_numpy(rng.standard_normal(groups * size)).float()
     per_episode[teaching * size :] = 0.0
-    per_row = per_episode[torch.from_numpy(episodes_of(batch))]
+    per_row = per_episode[torch.from_numpy(Ragged.of(batch).episode)]
     tokens = torch.repeat_interleave(per_row, offsets.diff()) * sampled
     near = (batch["logprobs"].values() + 0.2 * torch.from_numpy(rng.standard_normal(len(sampled))).float()) * sampled
     return batch.update({"advantages": jagged(tokens, offsets), "old_logprobs": jagged(near, offsets)})
@@ -117,7 +116,7 @@ def test_leaving_rows_out_changes_no_step(tiny: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("groups", ["kept", "split"])
 def test_leaving_rows_out_changes_no_step_with_shared_prefixes(tiny: str, monkeypatch: pytest.MonkeyPatch, groups: str) -> None:
     algorithm = AlgorithmConfig(minibatch=8, groups=groups, aggregate="seq_mean_token_mean")
-    (one, left), (all_rows, right) = both(tiny, with_trees(several(prompt_tokens=40), "on"), algorithm, monkeypatch)
+    (one, left), (all_rows, right) = both(tiny, sharing(several(prompt_tokens=40), "on"), algorithm, monkeypatch)
     assert one["tokens_computed"] < 0.6 * all_rows["tokens_computed"] and all_rows["prefix_ratio"] > 1.0
     assert (left - right).abs().max() < 1e-6
 
@@ -197,7 +196,7 @@ def by_hand(tiny: str, batch: TensorDict, mode: str, length: float) -> tuple[flo
 @pytest.mark.parametrize("cap", [4096, 60])
 def test_an_episode_counts_once_however_many_ledgers_it_has(tiny: str, mode: str, cap: int) -> None:
     batch = several(groups=2, size=3, teaching=1)
-    assert np.bincount(episodes_of(batch)).tolist() == [1, 2, 3, 2, 3, 1]
+    assert np.bincount(Ragged.of(batch).episode).tolist() == [1, 2, 3, 2, 3, 1]
     algorithm = AlgorithmConfig(
         minibatch=6, aggregate=mode, loss=Choice(name="reinforce"), length_norm=37 if mode.endswith("norm") else None
     )
@@ -210,9 +209,9 @@ def test_an_episode_counts_once_however_many_ledgers_it_has(tiny: str, mode: str
 
 def test_the_ledgers_of_an_episode_share_a_minibatch() -> None:
     batch = several(groups=5, size=4)
-    episode = episodes_of(batch)
+    episode = Ragged.of(batch).episode
     for groups in ("split", "kept"):
-        parts = cut(batch, AlgorithmConfig(minibatch=6, groups=groups), seed=1, step=2)
+        parts = cut_minibatches(Ragged.of(batch), AlgorithmConfig(minibatch=6, groups=groups), seed=1, step=2)
         assert sorted(np.concatenate(parts).tolist()) == list(range(len(batch)))
         homes = [set(episode[rows].tolist()) for rows in parts]
         assert all(len(home) <= 6 for home in homes)
@@ -231,16 +230,17 @@ def test_counts_are_taken_from_every_row_and_without_rejected_tokens() -> None:
     weight[int(offsets[0]) : int(offsets[1])] = 0.0  # the only ledger of the first episode is rejected whole
     batch["weights"] = jagged(weight, offsets)
     parts = [np.arange(len(batch))]
-    out, (counts,) = counted(batch, parts, 10)
+    out = counted(Ragged.of(batch), parts, 10)
+    (counts,) = counts_of(out)
     per_row = [int((sampled & (weight > 0))[offsets[r] : offsets[r + 1]].sum()) for r in range(len(batch))]
-    episode = episodes_of(batch)
+    episode = Ragged.of(batch).episode
     assert counts.tokens == sum(per_row) and counts.episodes == 3 and counts.length == 10
     expected = [sum(n for n, e in zip(per_row, episode, strict=True) if e == own) for own in episode]
-    assert out["episode_tokens"].tolist() == expected
+    assert out.numbers("episode_tokens").tolist() == expected
     (left,) = without_idle_rows(out, parts, AlgorithmConfig())
     teaching = [row for row in range(len(batch)) if per_row[row] and bool((batch["advantages"][row] != 0).any())]
     assert left.tolist() == teaching and 0 < len(teaching) < len(batch)
-    alone = placed(out, [left], 2)["dp_rank"].tolist()
+    alone = assign_ranks(out, [left], 2).numbers("dp_rank").tolist()
     assert [row for row, rank in enumerate(alone) if rank >= 0] == teaching, "the others go to no rank, and are not copied"
 
 
@@ -279,7 +279,7 @@ def test_the_critic_counts_an_episode_once_and_every_row(tiny: str) -> None:
     metrics = critic.run(
         Critic.update, TensorDict(plain, batch_size=[len(batch)]), AlgorithmConfig(minibatch=6, aggregate="seq_mean_token_mean")
     )
-    episode = episodes_of(batch)
+    episode = Ragged.of(batch).episode
     rows = torch.repeat_interleave(torch.from_numpy(episode), offsets.diff())
     loss = sum(float(returns[sampled & (rows == number)].square().mean()) / 2 / 6 for number in range(6))
     assert metrics["critic/loss"] == pytest.approx(loss, rel=1e-5)
@@ -288,11 +288,11 @@ def test_the_critic_counts_an_episode_once_and_every_row(tiny: str) -> None:
 def test_rows_of_one_ledger_fall_into_the_minibatches_of_their_rows() -> None:
     """With a ledger an episode the cut is that over rows, whatever the order of rows."""
     batch = collate(trajectories(10))
-    parts = cut(batch, AlgorithmConfig(minibatch=4), seed=3, step=1)
+    parts = cut_minibatches(Ragged.of(batch), AlgorithmConfig(minibatch=4), seed=3, step=1)
     expected = np.array_split(np.random.default_rng([3, 1]).permutation(10), 3)
     assert [part.tolist() for part in parts] == [part.tolist() for part in expected]
     turned = select(batch, list(range(9, -1, -1)))
-    assert len(cut(turned, AlgorithmConfig(minibatch=4), seed=3, step=1)) == 3
+    assert len(cut_minibatches(Ragged.of(turned), AlgorithmConfig(minibatch=4), seed=3, step=1)) == 3
 
 
 @pytest.mark.parametrize("mode", MODES)

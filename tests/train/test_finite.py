@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from train_batches import make_batch, toy_critic, toy_optim, trajectories
 
 from agentrl.batch import collate, select
-from agentrl.batch.rows import jagged, offsets_of
+from agentrl.batch.rows import Ragged, jagged, offsets_of
+from agentrl.batch.schedule import cut_minibatches
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -35,10 +36,8 @@ from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.critic import Critic
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.learner import MAX_SKIPPED, Learner
-from agentrl.train.micro import Pack
-from agentrl.train.minibatch import cut
 from agentrl.train.optim import adamw
-from agentrl.train.steps import Steps
+from agentrl.train.update import Pack, Steps
 from tests.config.observed import Course
 from tests.config.test_keys_flip import made
 from tests.e2e.runs import rows, small, train
@@ -142,7 +141,7 @@ def test_an_optimizer_step_that_is_not_finite_is_not_taken_and_the_others_are(
     assert "(group 0, member 0, ledger 0)" in caplog.text
     assert math.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0
 
-    [good] = [part for part in cut(broken, algorithm, 0, 0) if 0 not in part]
+    [good] = [part for part in cut_minibatches(Ragged.of(broken), algorithm, 0, 0) if 0 not in part]
     alone = start(tiny)
     alone.run(Actor.update, select(broken, good), AlgorithmConfig(minibatch=8, loss=Choice(name="reinforce")))
     assert torch.allclose(flat(alone), flat(actor), atol=1e-6)
@@ -154,13 +153,13 @@ def test_an_optimizer_step_that_is_not_finite_is_not_taken_and_the_others_are(
 
 def test_a_loss_that_is_not_finite_skips_the_step_even_where_its_gradient_is(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
     """An infinite constant in the second of two micro-batches; its rows are named, the other's are not."""
-    batch = make_batch(8)
+    view = Ragged.of(make_batch(8))
     engine = FsdpEngine(tiny, ModelConfig(), 1.0)
     engine.optimizers = adamw(engine.named(), toy_optim())
-    steps = Steps(engine, batch, "here")
+    steps = Steps(engine, view, "here")
 
     def loss(rows: list[int], shift: float) -> torch.Tensor:
-        found, _ = engine.logprobs(Pack(batch, rows, engine.device).micro, 1.0, False)
+        found, _ = engine.logprobs(Pack(view, rows, engine.device).micro, 1.0, False)
         return found.mean() + (shift if 5 in rows else 0.0)
 
     before = [p.detach().clone() for _, p in engine.named()]

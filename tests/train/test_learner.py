@@ -15,7 +15,7 @@ from train_batches import make_batch, toy_critic, toy_optim, trajectories
 from agentrl.algorithm.anchors import anchors_of
 from agentrl.algorithm.loss.covariance import Picks
 from agentrl.batch import collate
-from agentrl.batch.rows import jagged
+from agentrl.batch.rows import Ragged, jagged
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -32,7 +32,7 @@ from agentrl.train.critic import Critic
 from agentrl.train.init_model import init_model
 from agentrl.train.kl import steered
 from agentrl.train.learner import Learner, check_learner, with_advantages
-from agentrl.train.picks import token_noise, with_picks
+from agentrl.train.minibatch import token_noise, with_picks
 
 
 def config_of(**sections: Any) -> TrainConfig:
@@ -159,12 +159,12 @@ def test_kl_in_the_reward_is_taken_off_each_token() -> None:
         batch["logprobs"].values() - 0.5 * sampled, batch["token_ids"].offsets()
     )
     algorithm = AlgorithmConfig(advantage=Choice(name="reinforce_pp"), kl=KlConfig(coef=0.2, kind="k1", where="reward"))
-    out, metrics = with_advantages(batch, algorithm, 0.2)
+    out, metrics = with_advantages(Ragged.of(batch), algorithm, 0.2)
     assert metrics["kl_reward"] == pytest.approx(0.5, abs=1e-5)
-    plain, _ = with_advantages(batch, algorithm.model_copy(update={"kl": KlConfig()}), 0.0)
+    plain, _ = with_advantages(Ragged.of(batch), algorithm.model_copy(update={"kl": KlConfig()}), 0.0)
     row = slice(0, int(batch["token_ids"].offsets()[1]))
     mask = sampled[row]
-    gap = (plain["returns"].values() - out["returns"].values())[row][mask]
+    gap = (plain.tokens("returns") - out.tokens("returns"))[row][mask]
     left = torch.arange(int(mask.sum()), 0, -1)
     assert torch.allclose(gap, 0.1 * left, atol=1e-4)
 
@@ -266,9 +266,9 @@ def test_picked_are_the_tokens_of_the_largest_covariance_over_the_whole_minibatc
     weights = sampled * (np.arange(len(sampled)) % 5 != 0)
     batch["weights"] = jagged(torch.from_numpy(weights).float(), batch["sampled"].offsets())
     logprobs, advantages = (batch[name].values().double().numpy() for name in ("logprobs", "advantages"))
-    parts = [np.arange(0, 12, 2), np.arange(1, 12, 2)]
-    largest = with_picks(batch, parts, Picks(0.1), seed=0)["picked"].values().numpy()
-    within = with_picks(batch, parts, Picks(0.1, -0.05, 0.05), seed=0)["picked"].values().numpy()
+    parts, view = [np.arange(0, 12, 2), np.arange(1, 12, 2)], Ragged.of(batch)
+    largest = with_picks(view, parts, Picks(0.1), seed=0).tokens("picked").numpy()
+    within = with_picks(view, parts, Picks(0.1, -0.05, 0.05), seed=0).tokens("picked").numpy()
     for rows in parts:
         mine = np.concatenate([np.arange(offsets[row], offsets[row + 1]) for row in rows])
         mine = mine[weights[mine] > 0]
@@ -287,11 +287,13 @@ def test_picks_do_not_depend_on_the_order_of_rows(tiny: str, picks: Picks) -> No
     batch = make_batch(12)
     batch["old_logprobs"] = batch["logprobs"].clone()
     order = list(range(11, -1, -1))
-    found = [with_picks(given, [np.arange(12)], picks, seed=1)["picked"] for given in (batch, select(batch, order))]
+    found = [
+        with_picks(Ragged.of(given), [np.arange(12)], picks, seed=1).row("picked") for given in (batch, select(batch, order))
+    ]
     for row in range(12):
         assert torch.equal(found[0][row], found[1][order[row]])
     assert int(found[0].values().sum()) == int(0.25 * int(batch["sampled"].values().sum()))
-    noise = token_noise(batch, 0)
+    noise = token_noise(Ragged.of(batch), 0)
     assert noise.min() >= 0 and noise.max() < 1 and noise.mean() == pytest.approx(0.5, abs=0.05)
 
 

@@ -47,8 +47,9 @@ def test_activation_checkpointing_changes_nothing(tiny: str) -> None:
 
 def test_activation_checkpointing_keeps_less(tiny: str) -> None:
     """Count what autograd saves during a forward pass."""
+    from agentrl.batch.rows import Ragged
     from agentrl.train.fsdp import FsdpEngine
-    from agentrl.train.micro import Pack
+    from agentrl.train.update import Pack
 
     batch = make_batch(8)
     kept = []
@@ -61,7 +62,7 @@ def test_activation_checkpointing_keeps_less(tiny: str) -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            engine.logprobs(Pack(batch, list(range(8)), engine.device).micro, 1.0, True)
+            engine.logprobs(Pack(Ragged.of(batch), list(range(8)), engine.device).micro, 1.0, True)
         kept.append(sum(sizes))
     assert kept[1] < 0.5 * kept[0]
 

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from train_batches import make_batch, toy_critic
 
 from agentrl.backends import embedded, vllm, vllm_replicas
+from agentrl.batch.rows import Ragged
 from agentrl.config.schema import (
     AlgorithmConfig,
     Choice,
@@ -31,7 +32,7 @@ from agentrl.config.schema import (
 from agentrl.run import engines, places
 from agentrl.train import learner
 from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.micro import Pack
+from agentrl.train.update import Pack
 
 
 @contextmanager
@@ -88,7 +89,7 @@ def test_dtype_is_what_the_engine_gets_and_what_the_trainer_computes_in(
         layer = next(module for name, module in engine.module.named_modules() if name.endswith("mlp.up_proj"))
         layer.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0].dtype))
         assert {p.dtype for _, p in engine.named()} == {torch.float32}
-        engine.logprobs(Pack(make_batch(4), [0, 1, 2, 3], engine.device).micro, 1.0, False)
+        engine.logprobs(Pack(Ragged.of(make_batch(4)), [0, 1, 2, 3], engine.device).micro, 1.0, False)
         assert set(given) == {expected}
         assert {tensor.dtype for _, tensor in engine.tensors()} == {expected}
 

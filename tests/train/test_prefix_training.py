@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from train_batches import toy_critic, toy_optim
+from train_batches import sharing, toy_critic, toy_optim
 
 from agentrl.batch import collate
 from agentrl.batch.rows import jagged, offsets_of
-from agentrl.batch.sharing import resolved, settled, with_trees
+from agentrl.batch.schedule import effective_mode, plan_ranks, shuffled
 from agentrl.cluster.dispatch import Call
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
@@ -32,7 +32,6 @@ from agentrl.config.schema import (
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
 from agentrl.train.learner import Learner
-from agentrl.train.minibatch import shuffled
 from agentrl.train.reference import Reference
 from agentrl.trajectory import Task, TokenLedger, Trajectory
 
@@ -101,11 +100,11 @@ def test_an_update_is_the_same_with_shared_prefixes(tiny: str, sizes: tuple[int,
     batch = groups_of(sizes)
     plain, shared = start(Actor, tiny, cap=cap), start(Actor, tiny, cap=cap)
     one = plain.run(Actor.update, batch, ALGORITHM)
-    other = shared.run(Actor.update, with_trees(batch, "on"), ALGORITHM)
+    other = shared.run(Actor.update, sharing(batch, "on"), ALGORITHM)
     agree(one, other)
     assert (weights(plain) - weights(shared)).abs().max() < 1e-5
     assert one["prefix_ratio"] == 1.0 and other["prefix_ratio"] > (1.1 if len(sizes) == 1 else 1.3)
-    found = [start(Reference, tiny, cap=cap).run(Reference.compute_logprob, b, 0.7) for b in (batch, with_trees(batch, "on"))]
+    found = [start(Reference, tiny, cap=cap).run(Reference.compute_logprob, b, 0.7) for b in (batch, sharing(batch, "on"))]
     for name in ("logprobs", "entropy"):
         assert torch.allclose(found[0][name].values(), found[1][name].values(), atol=1e-5)
 
@@ -114,7 +113,7 @@ def test_the_critic_is_the_same_with_shared_prefixes(tiny: str) -> None:
     batch = groups_of((3, 4))
     algorithm = ALGORITHM.model_copy(update={"minibatch": 4})
     found = []
-    for rows in (batch, with_trees(batch, "on")):
+    for rows in (batch, sharing(batch, "on")):
         critic = start(Critic, tiny)
         metrics = critic.run(Critic.update, rows, algorithm)
         found.append((metrics, critic.run(Critic.compute_values, rows)["values"].values()))
@@ -128,7 +127,7 @@ def test_auto_shares_where_it_wins_and_not_where_it_does_not(tiny: str) -> None:
     ratios = {}
     for prompt in (200, 20):
         for mode in ("off", "auto", "on"):
-            metrics = actor.run(Actor.update, with_trees(groups_of((2,), prompt), mode), ALGORITHM)
+            metrics = actor.run(Actor.update, sharing(groups_of((2,), prompt), mode), ALGORITHM)
             ratios[prompt, mode] = metrics["prefix_ratio"]
     assert ratios[200, "auto"] == ratios[200, "on"] > 1.5 and ratios[200, "off"] == 1.0
     assert 1.0 < ratios[20, "on"] < 1.5 and ratios[20, "auto"] == 1.0
@@ -155,7 +154,7 @@ def test_prefix_sharing_by_the_config_gives_the_same_step(tiny: str) -> None:
 def test_auto_is_off_where_a_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpu, auto in ((True, "off"), (False, "auto")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        assert [resolved(mode) for mode in ("off", "auto", "on")] == ["off", auto, "on"]
+        assert [effective_mode(mode) for mode in ("off", "auto", "on")] == ["off", auto, "on"]
 
 
 @settings(max_examples=100, deadline=None)
@@ -179,7 +178,7 @@ def test_groups_are_kept_or_split_and_trees_stay_together(
         assert len(parts) == -(-len(rows) // size)
     for part in parts:
         trees = (groups[part], np.full(len(part), 4))
-        found = settled(lengths[part], ranks, trees, share_from, None if keep is None else keep[part])
+        found = plan_ranks(lengths[part], ranks, trees, share_from, None if keep is None else keep[part])
         assert sorted(np.concatenate(found.ranks).tolist()) == list(range(len(part)))
         computed = [
             lengths[part][mine].sum()
@@ -188,7 +187,7 @@ def test_groups_are_kept_or_split_and_trees_stay_together(
         ]
         # Parts of one tree that land on one rank may meet in a micro-batch: then even less is computed.
         assert max(computed) <= found.load
-        plain = settled(lengths[part], ranks, None, 1.0, None if keep is None else keep[part])
+        plain = plan_ranks(lengths[part], ranks, None, 1.0, None if keep is None else keep[part])
         assert found.ratio == 1.0 or found.load * share_from <= plain.load
         for number in set(groups[part].tolist()):
             homes = {r for r, mine in enumerate(found.ranks) if number in groups[part][mine]}
@@ -243,7 +242,7 @@ def test_two_ranks_share_as_one_and_tokens_may_be_spread_over_ranks(ray_up: None
         for step, (sizes, algorithm) in enumerate([((1, 3, 7), ALGORITHM), ((6,), free)]):
             batch = groups_of(sizes, seed=step)
             expected = start(Actor, tiny, cap=130).run(Actor.update, batch, algorithm) if not step else None
-            shared = with_trees(batch, "on")
+            shared = sharing(batch, "on")
             for group in (two, tokens):
                 metrics = group.run(Actor.update, shared, algorithm)
                 assert metrics["prefix_ratio"] > 1.2

@@ -11,6 +11,7 @@ from train_batches import make_batch, toy_optim, trajectories
 from transformers import AutoModelForSequenceClassification
 
 from agentrl.batch import collate
+from agentrl.batch.rows import Ragged
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -59,7 +60,7 @@ def test_an_episode_of_two_ledgers_takes_its_last_score_once() -> None:
     episodes = trajectories(3)
     episodes[1].ledgers.append(episodes[2].ledgers[0])
     batch = collate(episodes[:2], groups=[0, 0])
-    out = with_scores(batch, torch.tensor([1.0, 5.0, 7.0]), weight=0.5)
+    out = with_scores(Ragged.of(batch), torch.tensor([1.0, 5.0, 7.0]), weight=0.5).batch
     assert torch.allclose(out["reward"] - batch["reward"], torch.tensor([0.5, 3.5, 3.5]))
     added = [float((out["rewards"][i] - batch["rewards"][i]).sum()) for i in range(3)]
     assert added == pytest.approx([0.5, 0.0, 3.5])

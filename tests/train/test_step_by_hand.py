@@ -15,7 +15,7 @@ from train_batches import make_batch, toy_critic, toy_optim, trajectories
 from transformers import AutoModelForCausalLM
 
 from agentrl.batch import collate
-from agentrl.batch.rows import jagged, offsets_of
+from agentrl.batch.rows import Ragged, jagged, offsets_of
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -277,9 +277,9 @@ def test_the_kl_in_the_reward_is_k1_of_the_proximal_policy_to_the_reference(tiny
     assert distance.abs().max() > 1e-3
     seen: dict[str, Any] = {}
 
-    def watched(given: TensorDict, *args: Any) -> Any:
+    def watched(given: Ragged, *args: Any) -> Any:
         out, metrics = with_advantages(given, *args)
-        seen["returns"] = out["returns"].values()
+        seen["returns"] = out.tokens("returns")
         return out, metrics
 
     monkeypatch.setattr("agentrl.train.learner.with_advantages", watched)
@@ -314,9 +314,9 @@ def kl_batch() -> TensorDict:
 def test_the_kl_of_all_ledgers_is_taken_off_the_reward_of_an_episode() -> None:
     """coef 0.2, d 0.5: 5 sampled tokens cost 0.5, 4 cost 0.4; so the group's advantages are -+0.05."""
     algorithm = AlgorithmConfig(advantage=Choice(name="dr_grpo"), kl=KlConfig(coef=0.2, where="reward"))
-    out, metrics = with_advantages(kl_batch(), algorithm, 0.2)
+    out, metrics = with_advantages(Ragged.of(kl_batch()), algorithm, 0.2)
     assert metrics["kl_reward"] == pytest.approx(0.5)
-    per_row = [float(out["advantages"][row][-1]) for row in range(3)]
+    per_row = [float(out.row("advantages")[row][-1]) for row in range(3)]
     assert per_row == pytest.approx([-0.05, -0.05, 0.05], abs=1e-6)
 
 
@@ -393,8 +393,8 @@ def test_a_score_lies_on_the_last_sampled_token_of_the_episode() -> None:
     first.append_context([9], 0)
     second.append_context([5, 6, 7], 1)
     batch = collate([Trajectory("made-up", Task("t", 0), member=0, ledgers=[first, second], reward=0.0)])
-    out = with_scores(batch, torch.tensor([1.0, 3.0]), 2.0)
-    assert out["rewards"].values().tolist() == [0, 0, 0, 6, 0, 0, 0, 0] and out["reward"].tolist() == [6, 6]
+    out = with_scores(Ragged.of(batch), torch.tensor([1.0, 3.0]), 2.0)
+    assert out.tokens("rewards").tolist() == [0, 0, 0, 6, 0, 0, 0, 0] and out.row("reward").tolist() == [6, 6]
 
 
 def test_ratio_one_makes_the_loss_minus_the_mean_advantage(tiny: str) -> None:

@@ -9,7 +9,8 @@ import torch
 from tensordict import TensorDict
 
 from agentrl.batch import collate
-from agentrl.batch.rows import jagged, offsets_of
+from agentrl.batch.rows import Ragged, jagged, offsets_of
+from agentrl.batch.schedule import Mode, with_trees
 from agentrl.config.schema import CriticConfig, OptimConfig, SftConfig
 from agentrl.trajectory import Task, TokenLedger, Trajectory
 
@@ -39,6 +40,11 @@ def make_batch(count: int, seed: int = 0, longest: int = 40) -> TensorDict:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(len(sampled.values()), generator=generator) * sampled.values()
     return batch.update({"advantages": jagged(values, offsets_of(sampled))})
+
+
+def sharing(batch: TensorDict, mode: Mode) -> TensorDict:
+    """The batch with the columns that say what its rows could share."""
+    return with_trees(Ragged.of(batch), mode).batch
 
 
 def toy_optim(**changed: Any) -> OptimConfig:

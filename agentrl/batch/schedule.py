@@ -1,0 +1,257 @@
+"""Where and when each row of a batch is computed: in which minibatch, on which rank, in which micro-batch, next to whom.
+
+All of it is decided here, in three steps; what is decided stands in row columns, and everyone else reads those.
+
+    cut_minibatches      driver   episodes -> minibatches (optimizer steps), by seed and step
+    assign_ranks         driver   rows of each minibatch -> ranks; whether prefixes are shared
+                                  columns `minibatch`, `dp_rank`; where rows stay together `together`, `prefix`
+    plan_micro_batches   worker   a rank's rows of each minibatch -> micro-batches under the token cap
+
+Minibatches come first, and do not know how many ranks there are: so what an optimizer step is made of, and with it the
+result, does not depend on the rank count. Ranks are balanced within a minibatch, as all ranks wait for each other at its
+end. Micro-batches come last and where the rows lie: they change no result (losses have global denominators), the search
+for a good packing is then done by all ranks side by side, and the cap belongs to the role that computes.
+
+Rows that begin with the same tokens (members of a group, ledgers of one prompt) can compute those once, where they are
+in one micro-batch. `with_trees` finds what could be shared; `plan_ranks` decides with the rows of a minibatch in hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from agentrl.batch.balance import check_cap, group_units, partition, plan, unit_sums
+from agentrl.batch.prefix import WORTH, Tree, find_trees
+from agentrl.batch.rows import Ragged, Rows, row_index
+from agentrl.config.schema import AlgorithmConfig
+
+Mode = Literal["off", "auto", "on"]
+ALWAYS = 1.0
+"""The ratio from which `on` shares: wherever it does not cost tokens."""
+
+
+def cut_minibatches(view: Ragged, algorithm: AlgorithmConfig, seed: int, step: int) -> list[np.ndarray]:
+    """The rows of each minibatch: all rows of at most `algorithm.minibatch` episodes, by seed and step."""
+    episode = view.episode
+    count = int(episode.max()) + 1 if len(episode) else 0
+    groups = None
+    if algorithm.groups == "kept":
+        groups = np.zeros(count, dtype=np.int64)
+        groups[episode] = view.numbers("group")
+    order = np.argsort(episode, kind="stable")
+    rows = np.split(order, np.cumsum(np.bincount(episode, minlength=count))[:-1]) if count else []
+    parts = shuffled(count, algorithm.minibatch, seed, step, groups)
+    return [np.concatenate([rows[number] for number in part]) for part in parts]
+
+
+def shuffled(count: int, size: int, seed: int, step: int, groups: np.ndarray | None = None) -> list[np.ndarray]:
+    """`count` episodes in random order, cut into the least number of nearly equal parts of at most `size`.
+
+    With `groups` (a number per episode) whole groups in random order fill parts of at most `size` episodes; only a
+    group of more than that is cut.
+    """
+    if count == 0:
+        return []
+    rng = np.random.default_rng([seed, step])
+    if groups is None:
+        return np.array_split(rng.permutation(count), -(-count // size))
+    order = np.argsort(groups, kind="stable")
+    members = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
+    parts: list[list[int]] = [[]]
+    for number in rng.permutation(len(members)):
+        for start in range(0, len(members[number]), size):
+            piece = members[number][start : start + size].tolist()
+            if parts[-1] and len(parts[-1]) + len(piece) > size:
+                parts.append([])
+            parts[-1] += piece
+    return [np.asarray(part, dtype=np.int64) for part in parts]
+
+
+def effective_mode(mode: Mode) -> Mode:
+    """What "auto" is on this machine: with a GPU "off", as it was measured to win on CPUs only."""
+    return "off" if mode == "auto" and torch.cuda.is_available() else mode
+
+
+def with_trees(view: Ragged, mode: Mode) -> Ragged:
+    """The batch with row columns `tree` int64 (the number of its tree, -1 alone) and `tree_prefix` int64
+    (tokens that the tree shares), and the batch-wide `share_from` (the ratio from which sharing is used).
+
+    Unchanged if `mode` is "off" or no rows of a group begin alike. Needs `token_ids` and `group`.
+    """
+    if mode == "off" or len(view) < 2:
+        return view
+    tree = torch.full((len(view),), -1, dtype=torch.int64)
+    prefix = torch.zeros(len(view), dtype=torch.int64)
+    for number, found in enumerate(find_trees(view, np.arange(len(view)))):
+        if found.prefix:
+            tree[list(found.rows)] = number
+            prefix[list(found.rows)] = found.prefix
+    if not bool((tree >= 0).any()):
+        return view
+    return view.with_rows(tree=tree, tree_prefix=prefix).with_wide(share_from=WORTH if mode == "auto" else ALWAYS)
+
+
+def assign_ranks(view: Ragged, parts: Sequence[np.ndarray], ranks: int, kept: bool = False) -> Ragged:
+    """The batch with `minibatch` (the part of each row), `dp_rank` (balanced by tokens within each part; -1 for a
+    row of no part), and `together` and `prefix` if any rows stay together:
+
+    - `together` int64: rows with one number, not negative, lie on one rank and, as far as the cap allows, in one
+      micro-batch;
+    - `prefix` int64: so many first tokens are computed once for them; 0: none.
+
+    `kept`: all rows of a group stay on one rank, in their minibatch.
+    """
+    columns = {name: np.zeros(len(view), dtype=np.int64) for name in ("minibatch", "prefix")}
+    columns |= {name: np.full(len(view), -1, dtype=np.int64) for name in ("dp_rank", "together")}
+    keep = view.numbers("group") if kept else None
+    for number, rows in enumerate(parts):
+        if len(rows) == 0:
+            continue
+        columns["minibatch"][rows] = number
+        found = plan_ranks(view.lengths[rows], ranks, *trees_among(view, rows), None if keep is None else keep[rows])
+        for owner, mine in enumerate(found.ranks):
+            columns["dp_rank"][rows[mine]] = owner
+        columns["together"][rows], columns["prefix"][rows] = found.together, found.prefix
+    if not (columns["together"] >= 0).any():
+        del columns["together"], columns["prefix"]
+    return view.with_rows(**{name: torch.from_numpy(values) for name, values in columns.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """Rows of each rank, the columns `together` and `prefix` of all rows, the tokens that the slowest rank
+    computes (`load`), and how many times that it would compute without sharing (1.0: nothing is shared)."""
+
+    ranks: list[np.ndarray]
+    together: np.ndarray
+    prefix: np.ndarray
+    load: float
+    ratio: float
+
+
+def plan_ranks(
+    tokens: np.ndarray,
+    ranks: int,
+    trees: tuple[np.ndarray, np.ndarray] | None,
+    share_from: float,
+    keep: np.ndarray | None = None,
+) -> RankPlan:
+    """Where rows of `tokens` tokens each go, and whether the trees (numbers, prefixes) are used.
+
+    `keep[i]`: a group number; all rows of one group go to one rank, shared or not. Without it a tree with
+    more than its share of the work is cut over ranks, and each of its parts computes the prefix.
+
+    Both layouts are planned, and the shared one is taken if the *slowest rank* gains enough by it. The tokens of all
+    ranks together would not tell: one large tree that must stay on one rank saves tokens and makes that rank the slowest.
+    """
+    nothing = np.zeros(len(tokens), dtype=np.int64)
+    apart = np.full(len(tokens), -1, dtype=np.int64) if keep is None else keep
+    plain, plain_load = _spread(tokens, ranks, apart, nothing, keep)
+    if trees is None:
+        return RankPlan(plain, apart, nothing, plain_load, 1.0)
+    together, prefix = _used(*trees)
+    shared, shared_load = _spread(tokens, ranks, together, prefix, keep)
+    ratio = plain_load / max(shared_load, 1.0)
+    if ratio <= ALWAYS or ratio < share_from:
+        return RankPlan(plain, apart, nothing, plain_load, 1.0)
+    if keep is not None:
+        # Rows of a kept group without a tree stay with their group all the same, under a number that no tree has.
+        together = np.where(together >= 0, together, together.max() + 1 + keep)
+    return RankPlan(shared, together, prefix, shared_load, ratio)
+
+
+def _used(tree: np.ndarray, prefix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Trees of which at least two rows are here: of a tree cut over minibatches a part of one row shares nothing."""
+    count = np.bincount(tree[tree >= 0], minlength=1)
+    alive = (tree >= 0) & (count[np.maximum(tree, 0)] > 1)
+    return np.where(alive, tree, -1), np.where(alive, prefix, 0)
+
+
+def _spread(
+    tokens: np.ndarray, ranks: int, together: np.ndarray, prefix: np.ndarray, keep: np.ndarray | None
+) -> tuple[list[np.ndarray], float]:
+    """Rows of each rank, and the tokens that the busiest one computes.
+
+    What is balanced are units: rows that stay together, with their prefix counted once.
+    """
+    if keep is None and not bool((together >= 0).any()):
+        parts = [np.sort(np.asarray(part, dtype=np.int64)) for part in partition(tokens, ranks)]
+        return parts, max((float(tokens[part].sum()) for part in parts), default=0.0)
+    unit = group_units(tokens, together, np.inf, prefix)
+    cost = unit_sums(unit, tokens, prefix)
+    if keep is not None:
+        # A kept group moves as one, its several trees included.
+        group = np.unique(keep, return_inverse=True)[1]
+        home = np.zeros(len(cost), dtype=np.int64)
+        home[unit] = group
+        unit, cost = group, np.bincount(home, weights=cost)
+    elif ranks > 1:
+        # A unit of more than a rank's even share would make its rank the slowest whatever else is done: cut it there.
+        unit = group_units(tokens, together, -(-float(cost.sum()) // ranks), prefix)
+        cost = unit_sums(unit, tokens, prefix)
+    owner = np.zeros(len(cost), dtype=np.int64)
+    loads = [0.0]
+    for rank, mine in enumerate(partition(cost, ranks)):
+        owner[mine] = rank
+        loads.append(float(cost[mine].sum()))
+    return [np.flatnonzero(owner[unit] == rank) for rank in range(ranks)], max(loads)
+
+
+def trees_among(view: Ragged, rows: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray] | None, float]:
+    """The trees of `rows` as `plan_ranks` takes them, and the ratio to share from; None if there are none."""
+    if "tree" not in view:
+        return None, ALWAYS
+    return (view.numbers("tree")[rows], view.numbers("tree_prefix")[rows]), float(view.batch["share_from"])
+
+
+def token_ratio(view: Ragged) -> float:
+    """Plain tokens of a batch for each token that remains if every tree computes its prefix once."""
+    trees, _ = trees_among(view, np.arange(len(view)))
+    if trees is None:
+        return 1.0
+    unit = group_units(view.lengths, trees[0], np.inf, trees[1])
+    return float(view.lengths.sum() / unit_sums(unit, view.lengths, trees[1]).sum())
+
+
+class AllRanks(Protocol):
+    """Who can ask all data-parallel ranks at once (an engine)."""
+
+    def reduce(self, values: torch.Tensor, how: Literal["sum", "max"]) -> torch.Tensor: ...
+
+
+def plan_micro_batches(view: Ragged, parts: Sequence[np.ndarray], cap: int, ranks: AllRanks) -> list[list[list[int]]]:
+    """On a worker: micro-batches of each part of its rows: `[part][micro]` -> row numbers; equally many on all ranks.
+
+    An empty list is a dummy: a rank with fewer micro-batches than another still takes part in each of its collectives.
+    The cap counts the tokens that are computed: a shared prefix once. Raises ConfigError, on all ranks alike, if a row
+    of any of them is longer than `cap` tokens.
+    """
+    longest = ranks.reduce(torch.tensor([int(view.lengths.max()) if len(view) else 0]), "max")
+    check_cap(longest.numpy(), cap)
+    bins: list[list[list[int]]] = []
+    for part in parts:
+        together = prefix = None
+        if "together" in view:
+            together, prefix = view.numbers("together")[part], view.numbers("prefix")[part]
+        made = plan(view.lengths[part], 1, cap, groups=together, prefix=prefix)
+        bins.append([part[micro].tolist() for micro in made.rows[0]])
+    counts = ranks.reduce(torch.tensor([len(micros) for micros in bins], dtype=torch.int64), "max")
+    return [micros + [[]] * (int(most) - len(micros)) for micros, most in zip(bins, counts, strict=True)]
+
+
+def trees_of(view: Ragged, rows: Rows) -> list[Tree]:
+    """On a worker: the trees of a micro-batch by its columns; empty if none of its rows share."""
+    if "prefix" not in view:
+        return []
+    index = row_index(rows)
+    prefix, together = view.numbers("prefix")[index], view.numbers("together")[index]
+    trees: dict[int, list[int]] = {}
+    for place, number in enumerate(together.tolist()):
+        trees.setdefault(number if prefix[place] else -1 - place, []).append(place)
+    found = [Tree(tuple(p), int(prefix[p[0]]) if len(p) > 1 else 0) for p in trees.values()]
+    return found if any(tree.prefix for tree in found) else []
