@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.catalog.shelf import Declared, load_class, load_tools, read_declarations
-from agentrl.config.schema import Choice, ToolsConfig, TrainConfig
+from agentrl.config.schema import Choice, RewardConfig, ToolsConfig, TrainConfig
 from agentrl.errors import CatalogError, did_you_mean
 from agentrl.shelves import here, shelves
 
@@ -185,13 +185,11 @@ def make_env(env_id: str, *, reward: str | None = None, **params: Any) -> ToolEn
     Raises CatalogError for an unknown id or unfit parameters, RewardSpecError for a bad spec.
     """
     entry = find_env(env_id)
-    if "scorer" not in params and (path := find_reward(reward) if reward else entry.reward_path()) is not None:
-        from agentrl.config.schema import RewardConfig
-        from agentrl.reward import compile_spec, load_spec, make_context
+    if "scorer" not in params and (reward is not None or entry.reward is not None):
+        from agentrl.catalog.scoring import find_spec, make_scorer
 
-        twin = EnvRef(entry.id, dict(params))
-        context = make_context(RewardConfig(), twin=lambda task: twin.build())
-        params["scorer"] = compile_spec(load_spec(path), context=context)
+        ref = EnvRef(entry.id, dict(params))
+        params["scorer"] = make_scorer(find_spec(ref, reward), RewardConfig(), ref)
     return EnvRef(entry.id, params).build()
 
 

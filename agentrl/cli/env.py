@@ -172,13 +172,13 @@ def run_check(args: argparse.Namespace) -> int:
 def _check(ref: EnvRef, args: argparse.Namespace) -> list[Finding]:
     import pickle
 
-    from agentrl.catalog import find_reward
+    from agentrl.catalog.scoring import find_spec, make_scorer
+    from agentrl.config.schema import RewardConfig
     from agentrl.env.check import Subject, check_all
-    from agentrl.reward import compile_spec, load_spec
 
     ref.build().close()  # what the user got wrong is told once, not as the outcome of every check
-    path = str(find_reward(args.reward)) if args.reward else ref.default_reward()
-    scorer = compile_spec(load_spec(path)) if path else None
+    named = args.reward or ref.default_reward()
+    scorer = make_scorer(find_spec(ref, named), RewardConfig(), ref) if named else None
     return check_all(Subject(ref.build, scorer, args.tasks, args.fuzz, pickle.dumps(ref)))
 
 

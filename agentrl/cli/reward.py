@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import CatalogError, UserError
 
 if TYPE_CHECKING:
-    from agentrl.reward import Context
+    from agentrl.reward import Scorer
     from agentrl.trajectory import Trajectory
 
 EPILOG = """examples:
@@ -82,12 +83,11 @@ def _add_context(part: argparse.ArgumentParser) -> None:
 
 def run_lint(args: argparse.Namespace) -> int:
     """Print the findings; exit code 1 where one is an error."""
-    from agentrl.reward import compile_spec
     from agentrl.reward.lint import lint_probes, lint_spec
     from agentrl.reward.probes import probe_episodes
 
     options = _options(args)
-    scorer = compile_spec(_spec(args.spec), context=options())
+    scorer = options.scorer(_spec(args.spec))
     findings = lint_spec(scorer)
     if args.env is not None:
         ref = options.env_ref()
@@ -114,10 +114,9 @@ def run_lint(args: argparse.Namespace) -> int:
 
 def run_explain(args: argparse.Namespace) -> int:
     """Print the evidence of one episode."""
-    from agentrl.reward import compile_spec
     from agentrl.reward.explain import explain_text
 
-    scorer = compile_spec(_spec(args.spec), context=_options(args)())
+    scorer = _options(args).scorer(_spec(args.spec))
     trajectory, others = _with_others(args.trajectory, args.row, scorer.compares)
     score = scorer.score_group([trajectory, *others])[0] if others else scorer.score(trajectory)
     if args.json:
@@ -210,7 +209,7 @@ def run_leaves(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Options:
-    """Builds a reward Context from the command line; picklable, for worker processes."""
+    """What the command line lets a spec use; picklable, for worker processes."""
 
     env: str | None
     params: tuple[tuple[str, Any], ...]
@@ -220,14 +219,14 @@ class _Options:
     judge_usd: float | None
     python: tuple[tuple[str, str], ...] = ()
 
-    def __call__(self) -> Context:
+    def scorer(self, spec: dict[str, Any]) -> Scorer:
+        """The scorer of a spec, assembled as a run's is."""
+        from agentrl.catalog.scoring import make_scorer
         from agentrl.config.schema import JudgeConfig, RewardConfig
-        from agentrl.reward import make_context
 
         judge = JudgeConfig(api_base=self.judge_url, cache=self.judge_cache, calls=self.judge_calls, usd=self.judge_usd)
         ref = None if self.env is None else self.env_ref()
-        twin = None if ref is None else lambda task: ref.build()
-        return make_context(RewardConfig(python=dict(self.python), judge=judge), twin=twin)
+        return make_scorer(spec, RewardConfig(python=dict(self.python), judge=judge), ref)
 
     def env_ref(self) -> Any:
         from agentrl.catalog import EnvRef, find_env
@@ -303,7 +302,7 @@ def _scored(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
     spec = _spec(name)
     total = len(read_lines(args.trajectories))
     with _progress(str(spec["name"]), total) as done:
-        return score_file(spec, args.trajectories, args.workers, _options(args), done)
+        return score_file(partial(_options(args).scorer, spec), args.trajectories, args.workers, done)
 
 
 @contextmanager

@@ -7,17 +7,14 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from agentrl.errors import JudgeBudgetError, UserError
-from agentrl.reward.compile import compile_spec
-from agentrl.reward.leaf import Context
 from agentrl.reward.score import Score, Scorer
 from agentrl.trajectory import Json, Trajectory
 
 _CHUNK = 64
 Lines = list[tuple[int, str]]
-MakeContext = Callable[[], Context]
+MakeScorer = Callable[[], Scorer]
 
 _worker: tuple[Scorer, str] | None = None
 
@@ -48,28 +45,23 @@ def parse_row(path: str, number: int, line: str) -> Trajectory:
         ) from error
 
 
-def score_file(
-    spec: dict[str, Any], path: Path, workers: int, make_context: MakeContext, done: Callable[[int], None]
-) -> list[dict[str, Json]]:
+def score_file(make: MakeScorer, path: Path, workers: int, done: Callable[[int], None]) -> list[dict[str, Json]]:
     """Scores of all rows, in order: row, task, member, value, turns, metrics and, where unscored, why.
 
-    `make_context` builds what the spec may use; it must be picklable, for it runs in each worker process.
+    `make` builds the scorer; it must be picklable, for it runs in each worker process.
     `done` is called with the number of rows finished. A spec with a judge is scored by threads of this
     process, so that one budget and one cache hold. Raises UserError for the first bad row.
     """
-    context = make_context()
-    scorer = compile_spec(spec, context=context)
+    scorer = make()
     chunks = list(_chunks(read_lines(path), bool(scorer.compares), str(path)))
     rows: list[dict[str, Json]] = []
-    for chunk in _map(scorer, spec, str(path), chunks, workers, make_context):
+    for chunk in _map(scorer, str(path), chunks, workers, make):
         rows.extend(chunk)
         done(len(chunk))
     return sorted(rows, key=lambda row: int(row["row"]))
 
 
-def _map(
-    scorer: Scorer, spec: dict[str, Any], path: str, chunks: Sequence[Lines], workers: int, make: MakeContext
-) -> Iterator[list[dict[str, Json]]]:
+def _map(scorer: Scorer, path: str, chunks: Sequence[Lines], workers: int, make: MakeScorer) -> Iterator[list[dict[str, Json]]]:
     workers = min(workers, len(chunks))
     if workers <= 1 and not scorer.asks:
         for chunk in chunks:
@@ -82,14 +74,14 @@ def _map(
             yield from pool.map(lambda chunk: _score_lines(scorer, path, chunk), chunks)
         return
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start, initargs=(spec, path, make))
+    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start, initargs=(path, make))
     with pool:
         yield from pool.map(_score_chunk, chunks)
 
 
-def _start(spec: dict[str, Any], path: str, make_context: MakeContext) -> None:
+def _start(path: str, make: MakeScorer) -> None:
     global _worker
-    _worker = compile_spec(spec, context=make_context()), path
+    _worker = make(), path
 
 
 def _score_chunk(chunk: Lines) -> list[dict[str, Json]]:

@@ -83,6 +83,15 @@ def test_check_fails_with_evidence(here: Path, capsys: pytest.CaptureFixture[str
     assert run("check", "odd", "--fuzz", "30", "--reward", "key_value") == 0
 
 
+def test_a_spec_that_replays_gold_calls_is_checked_on_the_environment(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = {"use": "state.match", "args": {"replay": {"$": "/task/gold/calls"}, "by": "hash"}}
+    (here / "replays.json").write_text(json.dumps({"agentrl_reward": 1, "name": "replays", "root": root}))
+    assert run("check", "key_value", "set_share=1.0", "--reward", "replays.json", "--fuzz", "5", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    [gold] = [row for row in report["environments"]["agentrl/KeyValue-v0"] if row["check"] == "gold scores most"]
+    assert gold["ok"] is True
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

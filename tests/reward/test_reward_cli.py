@@ -11,7 +11,7 @@ from reward_episodes import SHELF, call, episode, gold, leaf, spec
 from agentrl.catalog import EnvRef
 from agentrl.cli import reward as command
 from agentrl.errors import UserError
-from agentrl.reward import Context, compile_spec
+from agentrl.reward import Context, compile_spec, load_spec
 from agentrl.reward.lint import lint_probes, lint_spec
 from agentrl.reward.probes import probe_episodes
 
@@ -77,8 +77,7 @@ def test_lint_of_a_success_node(success, code):
 def test_lint_of_an_unpinned_judge():
     def codes(model):
         node = leaf("judge", {"model": model, "prompt": "{answer}"})
-        context = Context(judge=command._Options(None, (), None, None, 1, None)().judge)
-        return [item.code for item in lint_spec(compile_spec(spec(node), context=context))]
+        return [item.code for item in lint_spec(command._Options(None, (), None, None, 1, None).scorer(spec(node)))]
 
     assert codes("openai/gpt-4o") == ["unpinned-judge"]
     assert codes("openai/gpt-4o-2024-08-06") == []
@@ -87,7 +86,7 @@ def test_lint_of_an_unpinned_judge():
 @pytest.mark.parametrize("name", sorted(path.stem for path in SHELF.glob("*.json") if path.stem != "schema"))
 def test_the_shelf_is_clean(name):
     options = command._Options(KEY_VALUE, (), None, None, 1, None)
-    assert lint_spec(compile_spec(SHELF / f"{name}.json", context=options())) == []
+    assert lint_spec(options.scorer(load_spec(SHELF / f"{name}.json"))) == []
 
 
 # -- lint on probe episodes ------------------------------------------------------------------------
@@ -350,12 +349,11 @@ def test_exit_codes_of_the_program(argv, code, capsys):
 
 
 def test_progress_counts_every_row(tmp_path):
-    from agentrl.reward import load_spec
     from agentrl.reward.offline import score_file
 
     file = record(tmp_path / "t.jsonl", *[episode("7", task_gold=TWO) for _ in range(150)])
     seen = []
-    score_file(load_spec(SHELF / "key_value.json"), file, 1, Context, seen.append)
+    score_file(lambda: compile_spec(SHELF / "key_value.json"), file, 1, seen.append)
     assert sum(seen) == 150
     assert len(seen) > 1
 
