@@ -12,6 +12,36 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+LONGEST = [
+    "tests/e2e/test_train.py",
+    "tests/train/test_publish_vllm.py",
+    "tests/e2e/test_unlit_paths.py",
+    "tests/e2e/test_sampling_paths.py",
+    "tests/engines/test_vllm_replicas.py",
+    "tests/cluster/test_two_nodes.py",
+    "tests/engines/test_vllm.py",
+    "tests/e2e/test_success.py",
+    "tests/e2e/test_new_env.py",
+    "tests/train/test_prefix_training.py",
+    "tests/cluster/test_guard.py",
+    "tests/cluster/test_ray_group.py",
+    "tests/train/test_world_size.py",
+    "tests/env/test_env_check.py",
+    "tests/train/test_ranks.py",
+    "tests/train/test_parallel.py",
+    "tests/batch/test_balance_benchmark.py",
+    "tests/test_packaging.py",
+]
+"""The files that take longest, longest first (`make test ARGS=--durations=60` says). A file stays in one process, and these
+begin before the others, so that no process is left alone at the end with a long one."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one of several processes
+        place = {name: number for number, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: place.get(item.location[0], len(LONGEST)))
+
+
 @pytest.fixture(autouse=True)
 def _process_groups_end_with_their_test() -> Iterator[None]:
     """A process group that a worker class opened here would have every later engine of this process shard itself: other

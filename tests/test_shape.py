@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "agentrl"
 
@@ -97,6 +99,10 @@ def test_shelves_are_not_importable_by_library_code() -> None:
     for file in PACKAGE.rglob("*.py"):
         for line, module in imports(file):
             assert module.split(".")[0] not in {"envs", "tools", "rewards", "configs"}, f"{file}:{line}"
+
+
+def test_the_files_that_begin_first_are_there() -> None:
+    assert [name for name in LONGEST if not (ROOT / name).is_file()] == []
 
 
 PROBE = """

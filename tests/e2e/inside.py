@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import random
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.trajectory import Trajectory
-from tests.e2e.runs import ROOT, numbers, rows
+from tests.e2e.runs import ROOT, forked, numbers, rows
 
 HERE = [
     "cluster.backend=inline",
@@ -77,11 +76,9 @@ def start_or_resume(out: str, name: str, overrides: list[str]) -> None:
 def killed_at_random(out: Path, name: str, overrides: list[str], kills: int, steps: int) -> list[tuple[int, float]]:
     """Run to the end of `steps` updates; on the way the process is killed `kills` times, each at a random moment of a
     random update. Returns (updates recorded, seconds after that) of the kills, for an assertion's message."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.e2e.warm"])
     folder, moments = out / name, list[tuple[int, float]]()
     for _ in range(kills):
-        process = context.Process(target=start_or_resume, args=(str(out), name, overrides))
+        process = forked(start_or_resume, str(out), name, overrides)
         process.start()
         wanted, late = random.randint(min(_recorded(folder), steps - 1), steps - 1), random.uniform(0.0, 0.3)
         deadline = time.monotonic() + 120
@@ -93,7 +90,7 @@ def killed_at_random(out: Path, name: str, overrides: list[str], kills: int, ste
             moments.append((_recorded(folder), late))
         process.kill()
         process.join()
-    process = context.Process(target=start_or_resume, args=(str(out), name, overrides))
+    process = forked(start_or_resume, str(out), name, overrides)
     process.start()
     process.join(120)
     code = process.exitcode

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +42,78 @@ def command(*args: str) -> list[str]:
     return [sys.executable, "-m", "agentrl.cli.main", *args]
 
 
-def start(out: Path, *args: str) -> subprocess.Popen[str]:
-    """A training command in its own session, so that a test can end it with all its children."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command("train", *args),
-        cwd=out,
-        env=env,
-        text=True,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+def forked(target: Callable[..., None], *args: Any) -> ForkServerProcess:
+    """A process, not begun, forked from a server that has the libraries imported: they are most of a short run's time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.e2e.warm"])
+    return context.Process(target=target, args=args)
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 240) -> str:
+class Command:
+    """`agentrl ARGS` in a session of its own, so that a test can end it with all its children; like subprocess.Popen."""
+
+    def __init__(self, cwd: Path, *args: str, typed: str = "") -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="agentrl-command-")
+        self._typed, self._said = (str(Path(self._folder.name) / name) for name in ("typed", "said"))
+        Path(self._typed).write_text(typed)
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._process = forked(_run, args, str(cwd), env, self._typed, self._said)
+        self._process.start()
+        self.pid = self._process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill_all(self) -> None:
+        os.killpg(self.pid, signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> str:
+        """What it printed, to the end. Raises TimeoutExpired."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("agentrl", timeout or 0.0)
+        return Path(self._said).read_text()
+
+
+def _run(args: tuple[str, ...], cwd: str, env: dict[str, str], typed: str, said: str) -> None:
+    """The command, in the process that was forked for it, as a shell would have begun it."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.path.insert(0, cwd)
+    sys.argv = ["agentrl", *args]
+    out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(os.open(typed, os.O_RDONLY), 0)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    from agentrl.cli.main import main
+
+    try:
+        sys.exit(main(args))
+    finally:
+        atexit._run_exitfuncs()
+
+
+def start(out: Path, *args: str) -> Command:
+    """A training command."""
+    return Command(out, "train", *args)
+
+
+def finish(process: Command, timeout: float = 240) -> str:
     """Wait for the end; kill the whole session where it does not come. Returns what was printed."""
     try:
-        return process.communicate(timeout=timeout)[0]
+        return process.communicate(timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        process.kill_all()
         raise
 
 
@@ -80,7 +137,7 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "engine/"))} for row in rows(folder)]
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], timeout: float = 120) -> None:
+def wait_for_step(folder: Path, step: int, process: Command, timeout: float = 120) -> None:
     """Until the run has recorded update `step`."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

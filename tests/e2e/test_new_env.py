@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.catalog import EnvRef
-from tests.e2e.runs import ROOT, command, rows
+from tests.e2e.runs import ROOT, Command, finish, rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -28,19 +27,17 @@ def block(language: str) -> str:
 
 def step(here: Path, line: str, typed: str = "") -> str:
     """Run one line of the README's commands; returns what it printed."""
-    words = shlex.split(line, comments=True)
-    programs = {"agentrl": command(), "pytest": [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]}
-    done = subprocess.run(
-        [*programs[words[0]], *words[1:]],
-        cwd=here,
-        input=typed,
-        text=True,
-        capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=200,
-    )
-    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-    return done.stdout
+    program, *args = shlex.split(line, comments=True)
+    assert program in ("agentrl", "pytest")
+    if program == "agentrl":
+        command = Command(here, *args, typed=typed)
+        said, code = finish(command), command.returncode
+    else:
+        test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *args]
+        done = subprocess.run(test, cwd=here, text=True, capture_output=True, timeout=200)
+        said, code = done.stdout + done.stderr, done.returncode
+    assert code == 0, f"{line}\n{said}"
+    return said
 
 
 def solution(here: Path) -> str:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentrl.train.checkpoint import Checkpoints
-from tests.e2e.runs import command, rows, train
+from tests.e2e.runs import Command, finish, rows, train
 from tests.rollout.loopback import Loopback
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -60,9 +58,10 @@ def test_a_cost_in_the_reward_leaves_early_stop_best_checkpoint_and_pass_at_k_al
     assert all(0.5 < row["reward"] < 1.0 for row in rows(run))
     best = Checkpoints(run / "checkpoints", keep=3, keep_best=1).best()
     assert best == (1, 1.0)
-    asked = command("eval", "key_value", "--model", str(run / "final"), "-n", "3", "-k", "2", "--out", "ev",
+    asked = Command(tmp_path, "eval", "key_value", "--model", str(run / "final"), "-n", "3", "-k", "2", "--out", "ev",
                     "env.reward=spec.json", "engine=embedded", "rollout.max_turns=2", "rollout.max_turn_tokens=12")  # fmt: skip
-    subprocess.run(asked, cwd=tmp_path, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    said = finish(asked)
+    assert asked.returncode == 0, said
     report = json.loads((tmp_path / "ev" / "report.json").read_text())
     assert report["pass@1"]["mean"] == report["pass^2"]["mean"] == 1.0 and report["reward"] < 1.0
 

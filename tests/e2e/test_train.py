@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 from pathlib import Path
@@ -13,16 +12,18 @@ import pytest
 from safetensors.numpy import load_file
 
 from agentrl.trajectory import Trajectory
-from tests.e2e.runs import command, finish, numbers, rows, small, start, train, wait_for_step
+from tests.e2e.runs import Command, command, finish, numbers, rows, small, start, train, wait_for_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An unbroken run on Ray."""
+    """An unbroken run on Ray, in a process that begins cold."""
     out = tmp_path_factory.mktemp("runs")
-    text = train(out, *small(out, "whole"))
+    cold = subprocess.run(command("train", *small(out, "whole")), cwd=out, capture_output=True, text=True, timeout=300)
+    assert cold.returncode == 0, cold.stdout + cold.stderr
+    text = cold.stdout
     assert "success on held-out tasks" in text and "ETA" in text and "tokens/s" in text
     return out / "whole"
 
@@ -56,7 +57,7 @@ def test_updates_have_gradients_and_the_trainer_agrees_with_the_engine_on_every_
 def test_killed_and_resumed_equals_unbroken_to_the_last_digit(done: Path, tmp_path: Path) -> None:
     process = start(tmp_path, *small(tmp_path, "whole"))
     wait_for_step(tmp_path / "whole", 3, process)
-    os.killpg(process.pid, signal.SIGKILL)
+    process.kill_all()
     process.communicate()
     text = train(tmp_path, "--resume", str(tmp_path / "whole"))
     assert "resumed" in text
@@ -134,16 +135,18 @@ def test_the_trained_model_is_evaluated_by_its_folder_and_a_second_call_runs_not
         "rollout.max_turns=3",
         "rollout.max_turn_tokens=16",
     ]
-    first = subprocess.run(command(*args), cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert first.returncode == 0, first.stderr
+    first = Command(tmp_path, *args)
+    said = finish(first)
+    assert first.returncode == 0, said
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["episodes"] == 12 and {"pass@1", "pass@2", "pass^2", "stops", "tokens"} <= set(report)
     lines = (tmp_path / "out" / "trajectories.jsonl").read_text()
-    again = subprocess.run(command(*args), cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert again.returncode == 0
+    again = Command(tmp_path, *args)
+    said = finish(again)
+    assert again.returncode == 0, said
     assert (tmp_path / "out" / "trajectories.jsonl").read_text() == lines
-    other = subprocess.run(command(*args, "seed=5"), cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert other.returncode == 2 and "evaluation of something else" in other.stderr
+    other = Command(tmp_path, *args, "seed=5")
+    assert "evaluation of something else" in finish(other) and other.returncode == 2
 
 
 def test_a_run_whose_groups_all_score_alike_goes_on_to_its_end(tmp_path: Path) -> None:

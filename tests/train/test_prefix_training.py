@@ -76,9 +76,10 @@ def start(
     name: str = "x",
     mesh: dict[str, int] | None = None,
     model: ModelConfig | None = None,
+    on: WorkerGroup | None = None,
 ) -> WorkerGroup:
     backend = "ray" if ranks > 1 else "inline"
-    group = launch(cls, backend=backend, world_size=ranks, name=name, num_cpus=0.25, mesh=mesh)
+    group = launch(cls, backend=backend, world_size=ranks, name=name, num_cpus=0.25, mesh=mesh, on=on)
     more = (toy_critic(),) if cls is Critic else ()
     group.run(cls.init_model, tiny, model or ModelConfig(), toy_optim(micro_tokens=cap), *more)
     return group
@@ -232,11 +233,11 @@ def ray_up() -> Iterator[None]:
 
 @pytest.mark.slow
 def test_two_ranks_share_as_one_and_tokens_may_be_spread_over_ranks(ray_up: None, tiny: str) -> None:
-    """Groups of 1, 3 and 7 and one group alone, cut over the ranks; then Ulysses over the same two ranks."""
+    """Groups of 1, 3 and 7 and one group alone, cut over the ranks; then Ulysses over the same two processes."""
     wide = ModelConfig(sequence_parallel=2)
     with (
         start(Actor, tiny, 2, 130, "two") as two,
-        start(Actor, tiny, 2, 130, "tokens", {"dp": 1, "sp": 2}, wide) as tokens,
+        start(Actor, tiny, 2, 130, "tokens", {"dp": 1, "sp": 2}, wide, on=two) as tokens,
     ):
         free = ALGORITHM.model_copy(update={"groups": "split"})
         for step, (sizes, algorithm) in enumerate([((1, 3, 7), ALGORITHM), ((6,), free)]):
