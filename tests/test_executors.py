@@ -22,10 +22,11 @@ from agentrl.trajectory import ToolCall
 def test_calls_beyond_the_abandoned_ones_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hang; the third is refused at once, other tools go on, and so does this one when the threads have ended."""
     monkeypatch.setattr(executors, "MOST_ABANDONED", 2)
-    release = threading.Event()
+    release, begun = threading.Event(), []
 
     @tool(timeout=0.05)
     def stuck() -> str:
+        begun.append(1)
         release.wait(30)
         return "free"
 
@@ -38,21 +39,20 @@ def test_calls_beyond_the_abandoned_ones_are_refused_by_name(monkeypatch: pytest
         for _ in range(2):
             with pytest.raises(ToolTimeoutError):
                 await box.call(ToolCall("stuck", {}))
-        began = time.monotonic()
         with pytest.raises(HungError, match=r"tool stuck: 2 calls hang in threads that cannot be killed"):
             await box.call(ToolCall("stuck", {}))
-        assert time.monotonic() - began < 0.05
+        assert len(begun) == 2, "at once: it was not begun"
         assert (await box.call(ToolCall("fine", {}))).value == 1
         release.set()
         while TOOLS.abandoned("stuck"):
             await asyncio.sleep(0.01)
         return str((await box.call(ToolCall("stuck", {}))).value)
 
-    assert asyncio.run(asyncio.wait_for(run(), 10)) == "free"
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == "free"
 
 
 def test_no_more_threads_run_at_once_than_there_are_places_and_the_wait_is_not_the_tools_time() -> None:
-    """Six calls of 0.1 s on two places take 0.3 s, and none of them is late at 0.2 s."""
+    """24 calls of 0.05 s on two places take 0.6 s, and none of them is late at 0.5 s."""
     threads, running, most = DaemonThreads("test", 2), 0, 0
     lock = threading.Lock()
 
@@ -61,36 +61,36 @@ def test_no_more_threads_run_at_once_than_there_are_places_and_the_wait_is_not_t
         with lock:
             running += 1
             most = max(most, running)
-        time.sleep(0.1)
+        time.sleep(0.05)
         with lock:
             running -= 1
 
     async def one() -> None:
         async with threads.place():
-            await within(0.2, threads.call("work", work), "work")
+            await within(0.5, threads.call("work", work), "work")
 
     async def run() -> float:
         began = time.monotonic()
-        await asyncio.gather(*(one() for _ in range(6)))
+        await asyncio.gather(*(one() for _ in range(24)))
         return time.monotonic() - began
 
-    assert asyncio.run(run()) >= 0.29 and most == 2
+    assert asyncio.run(run()) >= 0.59 and most == 2
 
 
 def test_a_tool_that_waits_for_its_own_concurrency_is_not_late() -> None:
-    """Three calls of 0.15 s, one at a time, with 0.3 s each: the last one waits 0.3 s before it begins."""
+    """Twelve calls of 0.05 s, one at a time, with 0.5 s each: the last one waits 0.55 s before it begins."""
 
-    @tool(timeout=0.3, concurrency=1)
+    @tool(timeout=0.5, concurrency=1)
     async def slow() -> int:
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(0.05)
         return 1
 
     async def run() -> list[Any]:
-        return await Toolbox([slow]).call_all([ToolCall("slow", {}, str(n)) for n in range(3)])
+        return await Toolbox([slow]).call_all([ToolCall("slow", {}, str(n)) for n in range(12)])
 
     results = asyncio.run(run())
-    assert [result.value for result in results] == [1, 1, 1]
-    assert all(result.seconds < 0.29 for result in results)
+    assert [result.value for result in results] == [1] * 12
+    assert all(result.seconds < 0.5 for result in results)
 
 
 def test_what_a_thread_raises_and_sees_is_the_callers() -> None:
@@ -109,16 +109,16 @@ def test_what_a_thread_raises_and_sees_is_the_callers() -> None:
 
 @pytest.mark.parametrize("kind", ["thread", "loop"])
 def test_a_blocked_event_loop_makes_nobody_late(kind: str) -> None:
-    """16 calls of 0.1 s with 0.4 s each, while something else blocks the loop for 1 s: none of them is late."""
+    """16 calls of 0.05 s with 0.5 s each, while something else blocks the loop for 1 s: none of them is late."""
 
-    @tool(name="work", timeout=0.4)
+    @tool(name="work", timeout=0.5)
     def in_thread() -> int:
-        time.sleep(0.1)
+        time.sleep(0.05)
         return 1
 
-    @tool(name="work", timeout=0.4)
+    @tool(name="work", timeout=0.5)
     async def on_loop() -> int:
-        for _ in range(10):
+        for _ in range(5):
             await asyncio.sleep(0.01)
         return 1
 
@@ -149,7 +149,7 @@ def test_a_deadline_ends_what_is_late_and_leaves_others_errors_alone() -> None:
         began = time.monotonic()
         with pytest.raises(LateError, match=r"thing: no end within 0\.1 s"):
             await within(0.1, forever(), "thing")
-        assert 0.09 < time.monotonic() - began < 1.0 and seen == ["cancelled"]
+        assert 0.09 < time.monotonic() - began < 30 and seen == ["cancelled"]
         with pytest.raises(TimeoutError, match="database") as caught:
             await within(0.1, own(), "thing")
         assert not isinstance(caught.value, LateError)
@@ -175,7 +175,7 @@ def test_work_that_swallows_its_cancellation_is_let_go(monkeypatch: pytest.Monke
     async def run() -> None:
         release = asyncio.Event()
         with pytest.raises(LateError):
-            await asyncio.wait_for(within(0.05, deaf(release), "the deaf one"), 5)
+            await asyncio.wait_for(within(0.05, deaf(release), "the deaf one"), 60)
         release.set()
 
     with caplog.at_level(logging.WARNING):
@@ -253,4 +253,4 @@ def test_a_fault_while_time_is_counted_is_raised_to_who_waits() -> None:
         with pytest.raises(EnvError, match="gone"):
             await in_time(asyncio.ensure_future(asyncio.sleep(60)), spend)
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), 60))

@@ -91,12 +91,14 @@ async def test_queues_and_publishes_of_a_real_engine_are_no_time_of_a_turn(chatt
 
 
 async def test_an_api_models_queue_is_told_from_its_calls(renderer):
-    class Slow(Scripted):
+    answers = asyncio.Semaphore(0)
+
+    class Held(Scripted):
         async def generate(self, *args):
-            await asyncio.sleep(0.4)
+            await answers.acquire()
             return await super().generate(*args)
 
-    async with OpenAiServer(Slow(renderer, [Message("assistant", "one"), Message("assistant", "two")]), renderer) as server:
+    async with OpenAiServer(Held(renderer, [Message("assistant", "one"), Message("assistant", "two")]), renderer) as server:
         engine = LiteLlmEngine(
             "openai/policy", retries=0, concurrency=1, options={"api_base": server.url("s"), "api_key": "unused"}
         )
@@ -107,10 +109,12 @@ async def test_an_api_models_queue_is_told_from_its_calls(renderer):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         assert engine.progress("a").active_s >= 0.1 and engine.progress("b") == Underway(0.0, 0)
+        answers.release()
         await calls[0]
         while not engine.progress("b").active_s:
             await asyncio.sleep(0.01)
         assert engine.progress("a") is None
+        answers.release()
         await calls[1]
         await engine.close()
 
@@ -155,8 +159,9 @@ async def test_the_driver_asks_only_while_there_are_requests(monkeypatch):
     assert paces.of("e") is None and not asked
     paces.begin("e", "r1")
     assert paces.of("e") == Underway(0.0, 0)
-    await asyncio.sleep(0.1)
-    assert paces.of("e") == Underway(1.5, 4)
+    async with asyncio.timeout(60):
+        while paces.of("e") != Underway(1.5, 4):
+            await asyncio.sleep(0.01)
     paces.begin("e", "r3")  # its replica died: the turn is sampled anew elsewhere
     paces.end("e", "r1")
     assert paces.of("e") == Underway(0.0, 0)

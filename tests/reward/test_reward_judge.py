@@ -162,11 +162,11 @@ def test_a_refused_key_is_not_retried(server):
 
 
 def test_a_slow_judge_is_cut_off(server):
-    server.script = [{"sleep": 3.0}]
+    server.script = [{"sleep": 30.0}]
     began = time.monotonic()
     result = scorer(judge(server, timeout=0.3, retries=0)).score(episode("done"))
     assert result.value is None
-    assert 0.3 <= time.monotonic() - began < 2.5
+    assert 0.3 <= time.monotonic() - began < 25
     assert "Timeout" in reason(result)
 
 

@@ -364,7 +364,7 @@ def test_a_group_lives_with_min_survivors_and_not_with_one_fewer(
 ) -> None:
     async def scenario() -> tuple[list[Group], dict[str, int]]:
         engine = FaultyEngine(renderer.stop_token_ids[0], stuck=stuck)
-        collect = collector(renderer, engine, turn_timeout=0.1, retries=0, groups=1, min_survivors=2)
+        collect = collector(renderer, engine, turn_timeout=0.6, retries=0, groups=1, min_survivors=2)
         groups = await collect.collect()
         await collect.close()
         return groups, collect.ledger.counts()
@@ -385,7 +385,7 @@ def test_groups_that_are_too_old_after_a_resume_are_replaced_at_once(renderer: R
         state = json.loads(json.dumps(first.to_json()))
         await first.close()
         # The config was changed between the two: what was sampled one version ago may not be trained any more.
-        again = collector(renderer, FaultyEngine(stop), max_staleness=0, stall_timeout=2.0)
+        again = collector(renderer, FaultyEngine(stop), max_staleness=0)
         again.load_json(state)
         await again.publish([])
         groups = await again.collect()

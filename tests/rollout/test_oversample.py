@@ -27,9 +27,10 @@ def played(renderer: Renderer, stuck: tuple[str, ...], updates: int = 2, **rollo
             batches.append(groups)
             collect.trained(groups)
             await collect.publish([])
-        await asyncio.sleep(0.1)
-        # Counted before the end: what was given up has let go of the engine already.
-        assert engine.running == 3 * collect.ledger.counts()["running"]
+        # Counted before the end: what was given up lets go of the engine.
+        async with asyncio.timeout(60):
+            while engine.running != 3 * collect.ledger.counts()["running"]:
+                await asyncio.sleep(0.01)
         await collect.close()
         assert engine.running == 0
         return batches, collect, engine
@@ -89,9 +90,9 @@ def test_a_member_that_hangs_is_cancelled_once_its_group_has_enough(renderer: Re
 
 
 def test_a_spare_member_takes_the_place_of_one_that_failed(renderer: Renderer) -> None:
-    batches, _, _ = played(renderer, ("g0.m1.",), updates=1, oversample_members=1.3, turn_timeout=0.1, retries=0)
+    batches, _, _ = played(renderer, ("g0.m1.",), updates=1, oversample_members=1.3, turn_timeout=0.6, retries=0)
     assert len(batches[0][0].scored()) == 3
-    without, _, _ = played(renderer, ("g0.m1.",), updates=1, turn_timeout=0.1, retries=0)
+    without, _, _ = played(renderer, ("g0.m1.",), updates=1, turn_timeout=0.6, retries=0)
     assert len(without[0][0].scored()) == 2
 
 

@@ -128,16 +128,20 @@ def test_a_publish_starts_what_the_bound_has_room_for(
         config = RolloutConfig(groups=1, group_size=2, max_staleness=staleness)
         collect = Collector(room(), Policy(engine, renderer), compile_spec(DONE), config, context=4000, seed=0)
 
-        async def asked() -> set[str]:
-            await asyncio.sleep(0.3)
+        async def asked(most: int) -> set[str]:
+            """The groups that asked, once so many did and others had time to."""
+            async with asyncio.timeout(60):
+                while len({key.split(".")[0] for key in engine.keys}) < most:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
             return {key.split(".")[0] for key in engine.keys}
 
         groups = await collect.collect()
-        before = await asked()
+        before = await asked(1 + staleness)
         collect.trained(groups)
-        trained = await asked()
+        trained = await asked(1 + staleness)
         await collect.publish([])
-        after = await asked()
+        after = await asked(1 + staleness + started)
         await collect.close()
         return before, trained, after
 

@@ -223,11 +223,11 @@ async def test_every_key_of_the_api_section_is_kept_at_the_server() -> None:
             with pytest.raises(EngineError, match=rf"\({retries + 1} attempts\)"):
                 await ask(asked_by(server, f"api.retries={retries}"))
             assert len(server.requests) == retries + 1
-    with Loopback(lambda body, number: {"status": 200, "sleep": 2.0}) as server:
+    with Loopback(lambda body, number: {"status": 200, "sleep": 30.0}) as server:
         began = time.monotonic()
         with pytest.raises(EngineError, match=r"^Timeout"):
             await ask(asked_by(server, "api.retries=0", "api.timeout=0.3"))
-        assert 0.3 <= time.monotonic() - began < 1.8
+        assert 0.3 <= time.monotonic() - began < 25
     busy = {"status": 429, "headers": {"Retry-After": "0.5"}}
     for longest, attempts in ((0.4, 1), (0.6, 3)):  # a wait that is longer than max_wait is not begun
         with Loopback(lambda body, number: busy) as server:
