@@ -14,6 +14,7 @@ from agentrl.errors import EngineError, EnvError
 from agentrl.rollout.clock import EpisodeClock, RequestClock, Watch
 from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.tool.tool import Blame
+from agentrl.tool.toolbox import Waiting
 from agentrl.trajectory import Message, StopReason
 
 Answer = TypeVar("Answer")
@@ -39,17 +40,21 @@ class Waits:
         self, env: ToolEnv, work: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = math.inf
     ) -> Answer:
         """What the environment answers. Raises EnvError after `limit`, and CutError where the episode's time is up. Time
-        in which all tool calls under way queue for a place does not count."""
+        in which all tool calls under way queue for a place does not count; whose the other time is, the calls that run say
+        (see `running`), and `blame` if there are none."""
         task = asyncio.ensure_future(contained(work, f"{what} of environment {env.id}"))
         calls, spent = list(env.toolbox.waiting), 0.0
 
         def spend(passed: float) -> float:
             nonlocal calls, spent
-            if calls != (now := list(env.toolbox.waiting)):
+            whose_it_was = running(now := list(env.toolbox.waiting)) or running(calls) or blame
+            if calls != now:
                 calls = now
                 self.watch.moved()
-            spent += passed if not calls or any(call.running for call in calls) else 0.0
-            return min(limit, self.clock.left) - spent
+            counted = passed if not calls or any(call.running for call in calls) else 0.0
+            spent += counted
+            self.clock.add(whose_it_was, counted)
+            return min(limit - spent, self.clock.left)
 
         def doing() -> str:
             return "; ".join(map(str, env.toolbox.waiting)) or f"{what} of environment {env.id}"
@@ -58,25 +63,23 @@ class Waits:
             with self.watch.waits(self._key, doing):
                 in_its_time = await in_time(task, spend, self.watch.look)
                 if not in_its_time:
-                    late = self._late(env, doing(), blame, spent, limit)
+                    late = self._late(env, doing(), spent, limit)
                     await end(task, f"episode {self._key}, {what} of environment {env.id}")
                     raise late
         except asyncio.CancelledError:
             await end(task, f"episode {self._key}, {what} of environment {env.id}")
             raise
-        finally:
-            self.clock.add(blame, spent)
         return task.result()
 
-    def _late(self, env: ToolEnv, doing: str, blame: Blame, spent: float, limit: float) -> Exception:
+    def _late(self, env: ToolEnv, doing: str, spent: float, limit: float) -> Exception:
         if spent >= limit:
             return EnvError(f"environment {env.id}: no end of {doing} within {limit:g} s (rollout.env_timeout)")
-        stop, message = self._over(doing, blame, spent)
+        stop, message = self._over(doing)
         env.cut(stop)
         return CutError(stop, message)
 
-    def _over(self, doing: str, blame: Blame, spent: float) -> tuple[StopReason, str]:
-        """Why an episode ends whose time is up."""
+    def _over(self, doing: str, blame: Blame = "infrastructure", spent: float = 0.0) -> tuple[StopReason, str]:
+        """Why an episode ends whose time is up, with `spent` seconds that are not on its clock yet."""
         policy = self.clock.blame(blame, spent) == "policy"
         stop = StopReason.MAX_EPISODE_TIME if policy else StopReason.EPISODE_TIMEOUT
         return stop, f"{self.clock.limit:g} s of active time are over (rollout.episode_timeout), last spent on {doing}"
@@ -148,7 +151,14 @@ class Partial(CutError):
         self.generation = generation
 
 
+def running(calls: Sequence[Waiting]) -> Blame | None:
+    """Whose time it is while these calls are under way: the policy's if all that run are of tools that say so, whatever else
+    the turn called; None if none runs."""
+    tools = [call.tool for call in calls if call.running]
+    return None if not tools else "policy" if all(tool.options.policy_late for tool in tools) else "infrastructure"
+
+
 def whose(env: ToolEnv, message: Message) -> Blame:
-    """Whose time a step of the environment is: the policy's where all called tools say so."""
+    """Whose time a step of the environment is in which no call is seen to run: the policy's where all called tools say so."""
     tools = [env.toolbox[call.name] for call in message.tool_calls if call.name in env.toolbox]
     return "policy" if tools and all(tool.options.policy_late for tool in tools) else "infrastructure"

@@ -117,8 +117,8 @@ class Actor(FaultyEngine):
     """Each member of a group plays its part, a step of the part a turn. It tells how far its requests are.
 
     Parts: "bye" ends the episode; "think" samples for ever; "silent" samples three tokens and then nothing; ("ponder", n)
-    samples n tokens; ("queue", s) waits s seconds for a place; ("call", name, arguments) calls a tool. A token takes
-    10 ms.
+    samples n tokens; ("queue", s) waits s seconds for a place; ("call", name, arguments, name, arguments, ...) calls tools. A
+    token takes 10 ms.
     """
 
     def __init__(self, renderer: Any, parts: dict[int, Sequence[Any]]) -> None:
@@ -163,7 +163,8 @@ class Actor(FaultyEngine):
                 if key in self.aborted:
                     return self._generation(ids, "abort", self.seen[key].active_s)
             return self._generation([*ids, self.stop], "stop", self.seen[key].active_s)
-        calls = (ToolCall(step[1], step[2], id="c"),) if step[0] == "call" else ()
+        named = zip(step[1::2], step[2::2], strict=True) if step[0] == "call" else ()
+        calls = tuple(ToolCall(name, arguments, id=f"c{at}" if at else "c") for at, (name, arguments) in enumerate(named))
         message = Message("assistant", "" if calls else "bye", calls)
         return self._generation(self.renderer.assistant(message), "stop", 0.0)
 
@@ -309,6 +310,25 @@ def test_who_used_an_episodes_time_decides(room: Any, renderer: Renderer) -> Non
         assert 0.7 <= cause[f"{who}_s"] <= 1.6 and cause[f"{who}_s"] > 2 * min(cause["policy_s"], cause["infrastructure_s"])
     assert members[2].state == {"ran": 1} and members[2].turns[0].end > 0
     assert members[1].state is None
+
+
+def test_a_harmless_call_in_the_same_turn_does_not_take_the_blame(room: Any, renderer: Renderer) -> None:
+    """A policy that puts a quick call beside its endless loop is late all the same; one whose tools of the infrastructure
+    take longer than its own is not."""
+    quick, slow = ("wait", {"seconds": 0.01}), ("wait", {"seconds": 0.4})
+    parts = {
+        0: [("call", *quick, "work", {"code": "loop"})],
+        1: [("call", "told", {}, *quick)],  # 0.2 s a turn, and it is told so
+        2: [("call", "told", {}, *slow)],
+        3: ["bye"],
+    }
+    members, _engine = play(room(), renderer, parts, episode_timeout=1.5, retries=0, max_turns=50)
+    assert [m.stop.value for m in members] == ["max_episode_time", "max_episode_time", "episode_timeout", "done"]
+    assert [m.reward for m in members] == [0.0, 0.0, None, 1.0]
+    for member, who in ((0, "policy"), (1, "policy"), (2, "infrastructure")):
+        cause = members[member].cause
+        assert cause is not None and cause["blame"] == who and 1.4 <= cause["policy_s"] + cause["infrastructure_s"] <= 2.0
+    assert members[2].cause is not None and members[2].cause["policy_s"] >= 0.2
 
 
 def test_waiting_for_a_place_is_no_time_of_an_episode(room: Any, renderer: Renderer) -> None:
