@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Frozen(BaseModel):
@@ -230,7 +231,7 @@ class OptimConfig(Frozen):
 
     lr: Positive = 1e-6
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)
     max_grad_norm: Positive = 1.0
     warmup: Annotated[int, Field(ge=0)] = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -42,8 +42,10 @@ def check_columns(advantage: Choice, scorer: Scorer) -> None:
         )
     if "terms" not in needs:
         return
-    known = scorer.ids
-    for name in advantage.args["terms"]:
+    known, terms, weights = scorer.ids, advantage.args["terms"], advantage.args.get("weights")
+    if weights is not None and len(weights) != len(terms):
+        raise ConfigError(f"algorithm.advantage.args.weights: {len(weights)} weights for {len(terms)} terms; expected one a term")
+    for name in terms:
         if name not in known:
             hint = did_you_mean(name, known, f"ids there: {', '.join(known) or 'none'}")
             raise ConfigError(f"algorithm.advantage.args.terms: reward spec {scorer.name!r} has no node of id {name!r}; {hint}")

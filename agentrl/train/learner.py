@@ -75,6 +75,11 @@ def check_learner(config: TrainConfig) -> None:
     if "values" not in needs and config.critic is not None:
         users = ADVANTAGES.that_need("values")
         raise ConfigError(f'[critic] is there, but algorithm.advantage "{name}" has no use for it; use {users}')
+    if config.critic is not None and config.critic.warmup >= config.steps:
+        raise ConfigError(
+            f"critic.warmup = {config.critic.warmup}: in so many steps only the critic learns, and the run has steps = "
+            f"{config.steps}, so the policy never would"
+        )
     if needs & {"baseline", "terms"} and config.reward_model is not None:
         raise ConfigError(f'algorithm.advantage "{name}" reads scores of the reward spec, which a [reward_model] is not part of')
     kl = config.algorithm.kl

@@ -31,6 +31,8 @@ def file(tmp_path: Path) -> Path:
         (GOOD, ["rollout.groups=0"], ["override 'rollout.groups=0'", "greater than or equal to 1", "got 0"]),
         (GOOD, ["engine=vlm"], ["override 'engine=vlm'", "'auto', 'embedded' or 'vllm'"]),
         (GOOD, ["optim.lr=fast"], ["optim.lr", "valid number", "'fast'"]),
+        (GOOD, ["optim.betas=[0.9, 1.0]"], ["optim.betas.1", "less than 1", "got 1.0"]),
+        (GOOD, ["optim.betas=[-0.1, 0.99]"], ["optim.betas.0", "greater than or equal to 0"]),
         (GOOD, ["rollout.groups=1.5"], ["rollout.groups", "valid integer"]),
         (GOOD, ["noequals"], ["KEY=VALUE"]),
         (GOOD, ["name.x=1"], ["'name' is a value, not a section"]),

@@ -138,6 +138,8 @@ KL = {"algorithm": {"advantage": {"name": "multi_reward", "args": {"terms": ["ea
     [
         ({"name": "multi_reward", "args": {"terms": ["earl"]}}, {}, "did you mean 'early'"),
         ({"name": "multi_reward"}, {}, "argument 'terms' is required"),
+        ({"name": "multi_reward", "args": {"terms": []}}, {}, r"terms = \[\]: .*at least 1 item"),
+        ({"name": "multi_reward", "args": {"terms": ["early", "late"], "weights": [1.0]}}, {}, "1 weights? for 2 terms"),
         ({"name": "remax"}, {"reward_model": {"path": "x"}}, "reward_model"),
         ({"name": "remax"}, {"spec": COMPARING}, "compares the members"),
         ({}, KL, 'use where = "loss"'),

@@ -20,7 +20,7 @@ from agentrl.errors import ConfigError
 def multi_reward(
     batch: AdvantageInput,
     *,
-    terms: list[str],
+    terms: Annotated[list[str], Field(min_length=1)],
     weights: list[float] | None = None,
     eps: Annotated[float, Field(ge=0)] = 1e-6,
     whitened: bool = True,
