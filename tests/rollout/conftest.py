@@ -11,8 +11,10 @@ import pytest
 from agentrl.errors import EngineError
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
+from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, WeightBuckets
 from agentrl.train.tokenizer import packaged_tokenizer
+from agentrl.trajectory import Group
 
 
 class FaultyEngine(Engine):
@@ -89,3 +91,14 @@ class FaultyEngine(Engine):
 @pytest.fixture(scope="session")
 def renderer() -> Renderer:
     return make_renderer(packaged_tokenizer(4096))
+
+
+async def steps(collect: Collector, updates: int) -> list[Group]:
+    """So many updates; the groups that they trained on, in order."""
+    found = []
+    for _ in range(updates):
+        groups = await collect.collect()
+        found += groups
+        collect.trained(groups)
+        await collect.publish([])
+    return found

@@ -24,7 +24,7 @@ from agentrl.rollout.sampler.source import TaskSource
 from agentrl.rollout.seeds import derive
 from agentrl.trajectory import Group
 
-from .conftest import FaultyEngine
+from .conftest import FaultyEngine, steps
 
 KEY_VALUE = EnvRef("key_value", {"calls": 2, "set_share": 0.0, "max_value": 1, "keys": 4})  # a few dozen tasks in all
 LENGTH = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.tokens", "id": "n", "args": {"max": 4}}}
@@ -164,16 +164,6 @@ def collector(renderer: Renderer, *, seed: int, pool: int, fail: float = 0.0, **
     config = RolloutConfig(**{"groups": 3, "group_size": 2, "max_turns": 1, "retries": 0, **rollout,
                               "sampler": Choice(name="uniform", args={"pool": pool})})  # fmt: skip
     return Collector(EnvRef("key_value"), Policy(engine, renderer), compile_spec(LENGTH), config, context=2048, seed=0)
-
-
-async def steps(collect: Collector, updates: int) -> list[Group]:
-    found = []
-    for _ in range(updates):
-        groups = await collect.collect()
-        found += groups
-        collect.trained(groups)
-        await collect.publish([])
-    return found
 
 
 @pytest.mark.parametrize("eta", [0, 2])

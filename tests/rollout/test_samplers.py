@@ -25,7 +25,7 @@ from agentrl.rollout.seeds import derive
 from agentrl.run.policy import check_rollout
 from agentrl.trajectory import Group
 
-from .conftest import FaultyEngine
+from .conftest import FaultyEngine, steps
 
 ENV = EnvRef("key_value")
 # Episodes of four tokens and more succeed: some members of most groups.
@@ -122,16 +122,6 @@ def collector(renderer: Renderer, sampler: Choice, *, delay: float = 0.0, seed: 
     engine = FaultyEngine(renderer.stop_token_ids[0], max_delay=delay, seed=seed)
     config = RolloutConfig(**{"groups": 3, "group_size": 2, "max_turns": 2, "sampler": sampler, **rollout})
     return Collector(ENV, Policy(engine, renderer), compile_spec(LENGTH), config, context=2048, seed=0)
-
-
-async def steps(collect: Collector, updates: int) -> list[Group]:
-    found = []
-    for _ in range(updates):
-        groups = await collect.collect()
-        found += groups
-        collect.trained(groups)
-        await collect.publish([])
-    return found
 
 
 def tasks(groups: list[Group]) -> list[Any]:

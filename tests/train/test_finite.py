@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from learners import config_of, opened, start
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from train_batches import make_batch, toy_critic, toy_optim, trajectories
 
@@ -22,13 +23,9 @@ from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
     Choice,
-    ClusterConfig,
-    CriticConfig,
-    EnvConfig,
     KlConfig,
     ModelConfig,
     SftConfig,
-    TrainConfig,
 )
 from agentrl.errors import NonFiniteError
 from agentrl.train.actor import Actor
@@ -43,21 +40,6 @@ from tests.config.test_keys_flip import made
 from tests.e2e.runs import rows, small, train
 
 GAE = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
-
-
-def start(tiny: str, **optim: Any) -> Any:
-    group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(**optim))
-    return group
-
-
-def opened(tiny: str, algorithm: AlgorithmConfig, critic: CriticConfig | None = None) -> Learner:
-    config = TrainConfig(
-        env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"), algorithm=algorithm, critic=critic, optim=toy_optim()
-    )
-    learner = Learner(config, start(tiny))
-    asyncio.run(learner.open(tiny))
-    return learner
 
 
 def flat(group: Any) -> torch.Tensor:
@@ -84,7 +66,7 @@ COLUMNS = ["reward", "rewards", "logprobs"]
 def test_a_step_with_a_number_that_is_not_finite_is_skipped_by_actor_and_critic(
     tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, column: str, value: float
 ) -> None:
-    learner = opened(tiny, GAE, toy_critic())
+    learner = opened(tiny, config_of(algorithm=GAE, critic=toy_critic()))
     asyncio.run(learner.step(collate(trajectories(8)), 0))
     before = state(learner, tmp_path / "before")
     batch = collate(trajectories(8, seed=1))
@@ -100,7 +82,7 @@ def test_a_step_with_a_number_that_is_not_finite_is_skipped_by_actor_and_critic(
 
 
 def test_skipped_steps_are_bounded_in_a_row_and_the_error_names_the_rows(tiny: str) -> None:
-    learner = opened(tiny, AlgorithmConfig(minibatch=8))
+    learner = opened(tiny, config_of(algorithm=AlgorithmConfig(minibatch=8)))
     broken = collate(trajectories(8))
     broken["reward"][2] = math.inf
     for _ in range(2):
@@ -117,7 +99,7 @@ def test_skipped_steps_are_bounded_in_a_row_and_the_error_names_the_rows(tiny: s
 
 def test_skipped_steps_leave_the_coefficient_of_the_kl(tiny: str) -> None:
     algorithm = AlgorithmConfig(minibatch=8, kl=KlConfig(coef=0.1, target=1e-6, horizon=10))
-    learner = opened(tiny, algorithm)
+    learner = opened(tiny, config_of(algorithm=algorithm))
     broken = collate(trajectories(8))
     broken["reward"][2] = math.inf
     asyncio.run(learner.step(broken, 0))

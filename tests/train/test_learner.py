@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMALL
+from learners import config_of, opened
 from train_batches import make_batch, toy_critic, toy_optim, trajectories
 
 from agentrl.algorithm.anchors import anchors_of
@@ -20,11 +21,8 @@ from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
     Choice,
-    ClusterConfig,
-    EnvConfig,
     KlConfig,
     ModelConfig,
-    TrainConfig,
 )
 from agentrl.errors import ConfigError
 from agentrl.train.actor import Actor
@@ -33,19 +31,6 @@ from agentrl.train.init_model import init_model
 from agentrl.train.kl import steered
 from agentrl.train.learner import Learner, check_learner, with_advantages
 from agentrl.train.minibatch import token_noise, with_picks
-
-
-def config_of(**sections: Any) -> TrainConfig:
-    base = {"env": EnvConfig(id="none"), "cluster": ClusterConfig(backend="inline"), "optim": toy_optim()}
-    return TrainConfig(**{**base, **sections})
-
-
-def opened(tiny: str, config: TrainConfig) -> Learner:
-    actors = launch(Actor, backend="inline", world_size=1)
-    actors.run(Actor.init_model, tiny, config.model, config.optim)
-    learner = Learner(config, actors)
-    asyncio.run(learner.open(tiny))
-    return learner
 
 
 def weights(learner: Learner) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from learners import config_of, opened, start
 from tensordict import TensorDict
 from train_batches import make_batch, toy_critic, toy_optim, trajectories
 from transformers import AutoModelForCausalLM
@@ -20,18 +21,15 @@ from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
     Choice,
-    ClusterConfig,
-    EnvConfig,
     KlConfig,
     ModelConfig,
     RolloutConfig,
-    TrainConfig,
 )
 from agentrl.errors import ConfigError
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
 from agentrl.train.kl import kl_kind
-from agentrl.train.learner import Learner, check_learner, policy_updates, settled_algorithm, with_advantages
+from agentrl.train.learner import check_learner, policy_updates, settled_algorithm, with_advantages
 from agentrl.train.reference import Reference
 from agentrl.train.reward_model import with_scores
 from agentrl.trajectory import Task, TokenLedger, Trajectory
@@ -39,26 +37,8 @@ from agentrl.trajectory import Task, TokenLedger, Trajectory
 MODES = ["token_mean", "seq_mean_token_mean"]
 
 
-def start(tiny: str, **optim: Any) -> Any:
-    group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(**optim))
-    return group
-
-
 def named(group: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for bucket in group.run(Actor.export_weights) for name, tensor in bucket.items()}
-
-
-def config_of(**sections: Any) -> TrainConfig:
-    return TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"), **{"optim": toy_optim(), **sections})
-
-
-def opened(tiny: str, config: TrainConfig) -> Learner:
-    actors = launch(Actor, backend="inline", world_size=1)
-    actors.run(Actor.init_model, tiny, config.model, config.optim, policy_updates(config))
-    learner = Learner(config, actors)
-    asyncio.run(learner.open(tiny))
-    return learner
 
 
 def tables(model: Any, batch: TensorDict, temperature: float) -> list[torch.Tensor]:

@@ -311,57 +311,28 @@ def check_value_loss(seed: int) -> None:
 # ---- the tests
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+CHECKS: list[tuple[Callable[..., None], list[tuple[Any, ...]]]] = [
+    (check_advantages, [(name,) for name in sorted(ADVANTAGES)]),
+    (check_whiten, [()]),
+    (check_anchors, [()]),
+    (check_losses_and_their_gradients, [(name,) for name in sorted(POLICY_LOSSES)]),
+    (check_metrics_of_the_losses, [()]),
+    (check_corrections, [(name,) for name in sorted(CORRECTIONS)]),
+    (check_kl, [(name, straight_through) for name in sorted(KL) for straight_through in (False, True)]),
+    (check_value_loss, [()]),
+]
+EVERY = [
+    pytest.param(check, names, id="-".join([check.__name__.removeprefix("check_"), *map(str, names)]))
+    for check, every in CHECKS
+    for names in every
+]
+
+
+@pytest.mark.parametrize(("check", "names"), EVERY)
 @ORACLE
 @given(block=BLOCKS)
-def test_advantages(name: str, block: range) -> None:
-    each(block, check_advantages, name)
-
-
-@ORACLE
-@given(block=BLOCKS)
-def test_whiten(block: range) -> None:
-    each(block, check_whiten)
-
-
-@ORACLE
-@given(block=BLOCKS)
-def test_anchors(block: range) -> None:
-    each(block, check_anchors)
-
-
-@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
-@ORACLE
-@given(block=BLOCKS)
-def test_losses_and_their_gradients(name: str, block: range) -> None:
-    each(block, check_losses_and_their_gradients, name)
-
-
-@ORACLE
-@given(block=BLOCKS)
-def test_metrics_of_the_losses(block: range) -> None:
-    each(block, check_metrics_of_the_losses)
-
-
-@pytest.mark.parametrize("name", sorted(CORRECTIONS))
-@ORACLE
-@given(block=BLOCKS)
-def test_corrections(name: str, block: range) -> None:
-    each(block, check_corrections, name)
-
-
-@pytest.mark.parametrize("straight_through", [False, True])
-@pytest.mark.parametrize("name", sorted(KL))
-@ORACLE
-@given(block=BLOCKS)
-def test_kl(name: str, straight_through: bool, block: range) -> None:
-    each(block, check_kl, name, straight_through)
-
-
-@ORACLE
-@given(block=BLOCKS)
-def test_value_loss(block: range) -> None:
-    each(block, check_value_loss)
+def test_it_is_what_the_paper_says(check: Callable[..., None], names: tuple[Any, ...], block: range) -> None:
+    each(block, check, *names)
 
 
 def test_every_function_has_an_oracle() -> None:
