@@ -43,7 +43,7 @@ async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt)
         batch = await in_thread("batch", make_batch, groups, config.algorithm.advantage)
         clock.lap("batch_s")
         if config.rollout.colocate:
-            await collector.rest()  # until the publish
+            await session.rest()  # until the publish
         update = await session.learner.step(batch, collector.ledger.version)
         del batch  # with what lies of it in the object store; the next episodes need the memory
         clock.lap("update_s")

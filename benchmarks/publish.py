@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.schema import WeightsConfig
-from agentrl.weights.parcel import Parcel, Stream
+from agentrl.weights.bucket import Bucket, Stream
 from agentrl.weights.route import Offer, Receiver, Sender
 from agentrl.weights.routes import ORDER, make_sender, open_receiver
 
@@ -40,8 +40,8 @@ def weights(mib: int, seed: float) -> dict[str, Tensor]:
     return {f"layer{i}": torch.full((count,), seed + i) for i in range(mib // TENSOR_MIB)}
 
 
-def load(receiver: Receiver, parcel: Parcel, own: dict[str, Tensor]) -> None:
-    for name, tensor in receiver.receive(parcel):
+def load(receiver: Receiver, bucket: Bucket, own: dict[str, Tensor]) -> None:
+    for name, tensor in receiver.receive(bucket):
         own[name].copy_(tensor)
 
 
@@ -66,10 +66,10 @@ def publish(sender: Sender, pipe: Connection, held: dict[str, Tensor]) -> float:
     """Seconds of one publish; the next bucket is filled while the other side loads the one before."""
     began = time.perf_counter()
     stream = Stream(iter(held.items()))
-    parcel = sender.send(stream)
-    while parcel is not None:
-        pipe.send(parcel)
-        parcel = sender.send(stream)
+    bucket = sender.send(stream)
+    while bucket is not None:
+        pipe.send(bucket)
+        bucket = sender.send(stream)
         pipe.recv()
     return time.perf_counter() - began
 
@@ -78,8 +78,8 @@ def publish_here(sender: Sender, receiver: Receiver, held: dict[str, Tensor], ow
     """The same in one process, one thread."""
     began = time.perf_counter()
     stream = Stream(iter(held.items()))
-    while (parcel := sender.send(stream)) is not None:
-        load(receiver, parcel, own)
+    while (bucket := sender.send(stream)) is not None:
+        load(receiver, bucket, own)
     return time.perf_counter() - began
 
 

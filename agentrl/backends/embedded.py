@@ -20,11 +20,11 @@ from agentrl.backends.embedded_model import EmbeddedModel
 from agentrl.backends.slots import Slots
 from agentrl.errors import EngineError, ResourceError
 from agentrl.executors import in_thread
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway, WakeStage, WeightBuckets
-from agentrl.weights.parcel import Parcel
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway
+from agentrl.weights.bucket import Bucket
 from agentrl.weights.route import Offer, Receiver
 from agentrl.weights.routes import open_receiver
-from agentrl.weights.target import Adapter, WeightTarget
+from agentrl.weights.target import Adapter, WakeStage, WeightTarget
 
 
 class EmbeddedEngine(Engine, WeightTarget):
@@ -114,18 +114,6 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._paused = False
         self._wake.set()
 
-    async def publish(self, version: int, weights: WeightBuckets) -> None:
-        batcher, model = self._awake()
-        self._unfit = f"weights version {version} were published in part"
-        batcher.reset()
-        try:
-            model.write(weights)
-        except EngineError as problem:
-            self._unfit = str(problem)
-            raise
-        batcher.version = version
-        self._unfit = None
-
     def members(self) -> tuple[str, ...]:
         return ("this process",)
 
@@ -136,7 +124,7 @@ class EmbeddedEngine(Engine, WeightTarget):
             self._receiver.close()
         self._receiver = receiver
 
-    async def receive(self, version: int, parcels: AsyncIterator[Parcel]) -> None:
+    async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
         batcher, model = self._awake()
         if self._receiver is None:
             raise EngineError("no route for weights is attached")
@@ -146,8 +134,8 @@ class EmbeddedEngine(Engine, WeightTarget):
         batcher.reset()
         try:
             writing = model.begin_write()
-            async for parcel in parcels:
-                writing.add(await in_thread("weights", self._receiver.receive, parcel))
+            async for bucket in buckets:
+                writing.add(await in_thread("weights", self._receiver.receive, bucket))
             writing.arrivals.complete()
         except EngineError as problem:
             self._unfit = str(problem)

@@ -16,7 +16,6 @@ from agentrl.backends.parameters import Arrivals, expected_parameters
 from agentrl.backends.slot_attention import Plan, Span
 from agentrl.backends.slots import KvShape, Slots
 from agentrl.errors import ModelError
-from agentrl.rollout.engine import WeightBuckets
 from agentrl.weights.target import Adapter
 
 # Largest log-probability difference between the model's own attention and ours on the probe tokens.
@@ -74,16 +73,8 @@ class EmbeddedModel:
         logits: Tensor = output.logits[0].float()
         return logits
 
-    def write(self, weights: WeightBuckets) -> None:
-        """Copy new weights in. Raises EngineError where a parameter is unknown, missing, of another shape or
-        sent twice; some may have been written by then."""
-        writing = self.begin_write()
-        for bucket in weights:
-            writing.add(bucket.items())
-        writing.arrivals.complete()
-
     def begin_write(self) -> Writing:
-        """`write`, a bucket at a time."""
+        """Take new weights, a bucket at a time."""
         self._base.clear()
         return Writing(dict(self.module.named_parameters(remove_duplicate=False)), Arrivals(self._expected))
 

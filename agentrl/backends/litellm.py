@@ -26,7 +26,7 @@ from agentrl.executors import in_thread
 from agentrl.render.base import Renderer
 from agentrl.render.toolcalls import call_from_json, malformed, strict_json
 from agentrl.reward.judge.load import load_litellm
-from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Underway, Usage, WeightBuckets
+from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Underway, Usage
 from agentrl.trajectory import Json, Message, ToolCall
 
 
@@ -100,6 +100,8 @@ class ApiRenderer(Renderer):
 class LiteLlmEngine(Engine):
     """Asks an API model; `renderer` is the one to run it with."""
 
+    untrainable = "an API model gives no token ids and takes no weights; it can be evaluated: agentrl eval ENV --model api:NAME"
+
     def __init__(
         self,
         model: str,
@@ -167,15 +169,6 @@ class LiteLlmEngine(Engine):
             return None
         began = self._begun[request_key]
         return Underway(0.0 if began is None else time.monotonic() - began, 0)
-
-    async def pause(self) -> None:
-        raise UserError("an API model has no weights to update, so it cannot be trained")
-
-    async def resume(self) -> None:
-        raise UserError("an API model has no weights to update, so it cannot be trained")
-
-    async def publish(self, version: int, weights: WeightBuckets) -> None:
-        raise UserError("an API model has no weights to update, so it cannot be trained")
 
     async def abort(self, request_key: str) -> None:
         for task in self._running.pop(request_key, set()):

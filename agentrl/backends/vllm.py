@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import ray
 import torch
 
@@ -17,18 +15,12 @@ from agentrl.backends.parameters import Arrivals, Expected, expected_parameters
 from agentrl.backends.vllm_actor import ReplicaDeadError
 from agentrl.backends.vllm_pace import Paces
 from agentrl.backends.vllm_replicas import Replica, Replicas
-from agentrl.backends.vllm_routes import VllmRoutes
+from agentrl.backends.vllm_routes import Kept, VllmRoutes
 from agentrl.errors import ConfigError, DependencyError, EngineError
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway, WeightBuckets
-from agentrl.weights.parcel import Parcel
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway
+from agentrl.weights.bucket import Bucket
 from agentrl.weights.route import Offer
 from agentrl.weights.target import Adapter, WeightTarget
-
-_BUCKET_BYTES = 256 << 20
-
-# One bucket as published: its bytes in Ray's object store, and what lies where in them.
-Bucket = tuple[Any, list[Any]]
-Loader = Callable[[Expected, Arrivals, list[Bucket]], Awaitable[None]]
 
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -96,7 +88,7 @@ class VllmEngine(Engine, WeightTarget):
         self._turnstile = asyncio.Lock()
         self._paused = False
         self._version = 0
-        self._newest: list[Bucket] = []
+        self._newest: list[Kept] = []
         self._routes = VllmRoutes(self._replicas, tensor_parallel, self._keep_weights)
         self._adapter: Adapter | None = None
 
@@ -142,17 +134,6 @@ class VllmEngine(Engine, WeightTarget):
             self._paused = False
             await self._replicas.all("resume")
 
-    async def publish(self, version: int, weights: WeightBuckets) -> None:
-        async def load(expected: Expected, arrivals: Arrivals, kept: list[Bucket]) -> None:
-            for data, entries in self._buckets(weights, arrivals):
-                stored = ray.put(data)
-                await self._replicas.all("load", stored, entries)
-                if self._keep_weights:
-                    kept.append((stored, entries))
-
-        async with self._turnstile:
-            await self._update(version, load)
-
     def members(self) -> tuple[str, ...]:
         return self._routes.members()
 
@@ -160,16 +141,10 @@ class VllmEngine(Engine, WeightTarget):
         async with self._turnstile:
             await self._routes.attach(offer)
 
-    async def receive(self, version: int, parcels: AsyncIterator[Parcel]) -> None:
-        async def load(expected: Expected, arrivals: Arrivals, kept: list[Bucket]) -> None:
-            async for parcel in parcels:
-                bucket = await self._routes.load(parcel, expected, arrivals)
-                if bucket is not None:
-                    kept.append(bucket)
-
+    async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
         async with self._turnstile:
             self._routes.check()
-            await self._update(version, load)
+            await self._update(version, buckets)
 
     async def adapt(self, version: int, adapter: Adapter) -> None:
         if self._lora_rank is None:
@@ -178,21 +153,22 @@ class VllmEngine(Engine, WeightTarget):
             await self._replicas.all("adapt", version, adapter)
             self._adapter, self._version = adapter, version
 
-    async def _update(self, version: int, load: Loader) -> None:
-        """Pause, let `load` bring all weights, resume. It adds to its list what a later replica would need."""
+    async def _update(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
+        """Load all buckets while nothing is sampled; keep what a later replica would need."""
         if self._expected is None:
             raise EngineError("the engine is not started or already closed")
         self._unfit = f"weights version {version} were published in part"
         self._newest = []
         arrivals = Arrivals(self._expected)
-        kept: list[Bucket] = []
+        kept: list[Kept] = []
         complete = False
         if not self._paused:
             # A scheduler step in the middle of an update would end the engine's process.
             await self._replicas.all("pause")
         await self._replicas.all("begin_update")
         try:
-            await load(self._expected, arrivals, kept)
+            async for bucket in buckets:
+                kept += await self._routes.load(bucket, self._expected, arrivals)
             arrivals.complete()
             complete = True
         except EngineError as problem:
@@ -205,13 +181,13 @@ class VllmEngine(Engine, WeightTarget):
         self._unfit, self._version, self._newest = None, version, kept
 
     async def _catch_up(self, replica: Replica) -> None:
-        """Give a new replica the weights of the day, then let it take requests."""
+        """Give a new replica the current weights, then let it take requests."""
         async with self._turnstile:
             await self._replicas.control(replica, "pause")
             if self._newest:
                 await self._replicas.control(replica, "begin_update")
-                for stored, entries in self._newest:
-                    await self._replicas.control(replica, "load", stored, entries)
+                for kept in self._newest:
+                    await self._replicas.control(replica, "load", kept.data, kept.bucket.to_wire())
                 await self._replicas.control(replica, "end_update", self._version)
             if self._adapter is not None:
                 await self._replicas.control(replica, "adapt", self._version, self._adapter)
@@ -264,37 +240,6 @@ class VllmEngine(Engine, WeightTarget):
             raise EngineError(f"the prompt has token ids outside [0, {self._expected.vocab})")
         if sampling.max_tokens < 1:
             raise EngineError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
-
-    def _buckets(self, weights: WeightBuckets, arrivals: Arrivals) -> Iterator[tuple[npt.NDArray[np.uint8], list[Any]]]:
-        """Flat bytes and what lies where, up to `_BUCKET_BYTES` at a time."""
-        pending: list[tuple[str, torch.Tensor]] = []
-        size = 0
-        for bucket in weights:
-            for name, tensor in bucket.items():
-                canonical = arrivals.check(name, tuple(tensor.shape))
-                pending.append((canonical, tensor))
-                size += tensor.nbytes
-                if size >= _BUCKET_BYTES:
-                    yield self._flatten(pending)
-                    pending, size = [], 0
-        if pending:
-            yield self._flatten(pending)
-
-    def _flatten(self, tensors: list[tuple[str, torch.Tensor]]) -> tuple[npt.NDArray[np.uint8], list[Any]]:
-        aliases: Mapping[str, str] = self._expected.tied if self._expected else {}
-        data = np.empty(sum(-(-tensor.nbytes // 16) * 16 for _, tensor in tensors), dtype=np.uint8)
-        entries: list[Any] = []
-        offset = 0
-        for name, tensor in tensors:
-            flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            data[offset : offset + flat.nbytes] = flat
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            # vLLM packs a tied output head of its own on a CPU: without its name in the update it would go
-            # on with the old weights.
-            for known in [name, *(alias for alias, target in aliases.items() if target == name)]:
-                entries.append((known, dtype, tuple(tensor.shape), offset))
-            offset += -(-flat.nbytes // 16) * 16
-        return data, entries
 
 
 def _lora_room(rank: int) -> int:

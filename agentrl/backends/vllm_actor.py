@@ -19,7 +19,7 @@ from agentrl.backends.vllm_outbox import Answers, Request, answered
 from agentrl.backends.vllm_pace import Pace, Told
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import EngineStats, Finish, Generation, Sampling
-from agentrl.weights.parcel import Wire
+from agentrl.weights.bucket import Wire
 from agentrl.weights.route import Offer
 from agentrl.weights.target import Adapter
 
@@ -131,13 +131,13 @@ class VllmActor:
     async def begin_update(self) -> None:
         await self._engine.collective_rpc("agentrl_begin")
 
-    async def load(self, data: npt.NDArray[np.uint8], entries: list[Any]) -> None:
-        """Hand one bucket to the worker processes through a file in shared memory."""
+    async def load(self, data: npt.NDArray[np.uint8], wire: Wire) -> None:
+        """Hand one kept bucket to the worker processes through a file in shared memory."""
         folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
         with tempfile.NamedTemporaryFile(prefix="agentrl-", dir=folder) as file:
             data.tofile(file)
             file.flush()
-            await self._engine.collective_rpc("agentrl_load", args=(file.name, data.nbytes, entries))
+            await self._engine.collective_rpc("agentrl_load", args=(file.name, wire))
 
     async def attach(self, offer: Offer, base: int) -> str:
         """Open a route's end in every worker process; why one cannot be served, or "". Indices count from `base`."""

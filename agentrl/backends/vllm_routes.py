@@ -4,19 +4,28 @@ for replicas that are started later."""
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from dataclasses import dataclass
 
 import ray
 import torch
 
 from agentrl.backends.parameters import Arrivals, Expected
+from agentrl.backends.vllm_actor import ReplicaDeadError
 from agentrl.backends.vllm_replicas import Replicas
 from agentrl.errors import ConfigError
 from agentrl.executors import in_thread
-from agentrl.weights.parcel import Parcel, view
+from agentrl.weights.bucket import Bucket, view
 from agentrl.weights.route import Offer, Receiver
 from agentrl.weights.routes import open_receiver
 from agentrl.weights.target import MembersChangedError
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A bucket as it was published, with its bytes, uint8 [nbytes], in Ray's object store."""
+
+    bucket: Bucket
+    data: ray.ObjectRef
 
 
 class VllmRoutes:
@@ -32,49 +41,60 @@ class VllmRoutes:
         return (*workers, "driver") if self._keep else tuple(workers)
 
     async def attach(self, offer: Offer) -> None:
-        """Raises ConfigError with the reason where one process cannot be served."""
+        """Raises ConfigError with the reason if one process cannot be served, MembersChangedError if one died meanwhile."""
         self._attached = ()
         members, alive = self.members(), self._replicas.alive()
         # All at once: an end of a group waits until all the others are there.
         ends = [self._replicas.ask(replica, "attach", offer, at * self._workers) for at, replica in enumerate(alive)]
         mine = in_thread("weights", open_receiver, offer, len(members) - 1) if self._keep else _nothing()
-        receiver, *reasons = await asyncio.gather(mine, *ends)
-        if why := next(filter(None, reasons), ""):
-            raise ConfigError(why)
+        receiver, *answers = await asyncio.gather(mine, *ends, return_exceptions=True)
         self.close()
-        self._mine, self._attached = receiver, members
+        self._mine = receiver if isinstance(receiver, Receiver) else None
+        _check_answers([receiver, *answers])
+        self._attached = members
 
     def check(self) -> None:
         """Raises MembersChangedError where a process has no end."""
         if not self._attached or self.members() != self._attached:
             raise MembersChangedError("a replica of the vLLM engine was replaced after the route for weights was attached")
 
-    async def load(self, parcel: Parcel, expected: Expected, arrivals: Arrivals) -> tuple[Any, list[Any]] | None:
-        """Load one bucket everywhere; where the driver keeps weights, the bucket in Ray's object store."""
-        for entry in parcel.entries:
+    async def load(self, bucket: Bucket, expected: Expected, arrivals: Arrivals) -> list[Kept]:
+        """Load one bucket everywhere; it, if the driver keeps weights. Raises EngineError for one that does not fit."""
+        for entry in bucket.entries:
             arrivals.check(entry.name, entry.shape)
         # vLLM packs a tied output head of its own on a CPU: without its name in the update it would go on with the
         # old weights.
-        whole = parcel.with_aliases(expected.tied)
+        whole = bucket.with_aliases(expected.tied)
         loading = self._replicas.all("receive", whole.to_wire())
         keeping = in_thread("weights", self._copy, whole)
-        kept: tuple[Any, list[Any]] | None
+        kept: list[Kept]
         kept, _ = await asyncio.gather(keeping, loading)
         return kept
 
-    def _copy(self, parcel: Parcel) -> tuple[Any, list[Any]] | None:
+    def _copy(self, bucket: Bucket) -> list[Kept]:
         if self._mine is None:
-            return None
-        data = torch.empty(parcel.nbytes, dtype=torch.uint8)
-        for entry, (_, tensor) in zip(parcel.entries, self._mine.receive(parcel), strict=True):
+            return []
+        data = torch.empty(bucket.nbytes, dtype=torch.uint8)
+        for entry, (_, tensor) in zip(bucket.entries, self._mine.receive(bucket), strict=True):
             view(data, entry).copy_(tensor)
-        return ray.put(data.numpy()), [(e.name, e.dtype, e.shape, e.offset) for e in parcel.entries]
+        return [Kept(bucket, ray.put(data.numpy()))]
 
     def close(self) -> None:
         """Close the driver's end; idempotent."""
         if self._mine is not None:
             self._mine.close()
             self._mine = None
+
+
+def _check_answers(answers: list[Receiver | BaseException | str | None]) -> None:
+    """Raise for the first process that has no end of the route; for one that died before any other."""
+    if any(isinstance(answer, ReplicaDeadError) for answer in answers):
+        raise MembersChangedError("a replica of the vLLM engine died while a route for weights was attached")
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+        if isinstance(answer, str) and answer:
+            raise ConfigError(answer)
 
 
 async def _nothing() -> None:

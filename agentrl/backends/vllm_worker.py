@@ -14,11 +14,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from agentrl.errors import ConfigError
-from agentrl.weights.parcel import Parcel, Wire
+from agentrl.weights.bucket import Bucket, Wire
 from agentrl.weights.route import Offer, Receiver
 from agentrl.weights.routes import open_receiver
-
-Entry = tuple[str, str, tuple[int, ...], int]  # name, torch dtype's name, shape, byte offset
 
 
 class WeightReceiver:
@@ -37,15 +35,11 @@ class WeightReceiver:
             finalize_layerwise_reload(model, self.model_config)
             initialize_layerwise_reload(model)
 
-    def agentrl_load(self, path: str, size: int, entries: list[Entry]) -> None:
-        """Load one bucket: `size` bytes at `path`, cut as `entries` say. The mapping lives on in the tensors
-        until the last layer that holds one of them is complete, so the file may be unlinked at once."""
-        flat = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        tensors = []
-        for name, dtype_name, shape, offset in entries:
-            dtype = getattr(torch, dtype_name)
-            count = torch.Size(shape).numel() * dtype.itemsize
-            tensors.append((name, flat[offset : offset + count].view(dtype).view(shape)))
+    def agentrl_load(self, path: str, wire: Wire) -> None:
+        """Load one bucket whose bytes are the file `path`. The mapping lives on in the tensors until the last layer that
+        holds one of them is complete, so the file may be unlinked at once."""
+        bucket = Bucket.from_wire(wire)
+        tensors = bucket.cut(torch.from_file(path, shared=True, size=bucket.nbytes, dtype=torch.uint8))
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(tensors)
 
@@ -65,7 +59,7 @@ class WeightReceiver:
         """Load one bucket that came over the attached route."""
         if self.agentrl_receiver is None:
             raise RuntimeError("no route for weights is attached")
-        tensors = self.agentrl_receiver.receive(Parcel.from_wire(wire))
+        tensors = self.agentrl_receiver.receive(Bucket.from_wire(wire))
         with set_current_vllm_config(self.vllm_config):
             model = self.model_runner.get_model()
             model.load_weights(tensors)

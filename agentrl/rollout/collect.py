@@ -21,7 +21,6 @@ from agentrl.deadline import LONGEST, in_time
 from agentrl.errors import StalledError
 from agentrl.reward import Scorer
 from agentrl.rollout.clock import Quiet, Watch
-from agentrl.rollout.engine import WeightBuckets
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode, score_group
 from agentrl.rollout.evaluate import success_rate
 from agentrl.rollout.ledger import GroupLedger, GroupState
@@ -106,33 +105,21 @@ class Collector:
         self.ledger.train(groups)
         self.tasks.update()
 
-    async def publish(self, weights: WeightBuckets) -> None:
-        """Give the engine the weights of the ledger's version: pause, transfer, resume; then admit."""
-        await self.exchange(lambda version: self.policy.engine.publish(version, weights))
-
     async def exchange(self, send: Callable[[int], Awaitable[None]]) -> None:
-        """The same, where `send(version)` is what brings the weights to the paused engine."""
-        engine = self.policy.engine
-        await engine.pause()
-        try:
-            await engine.wake("weights")
-            await send(self.ledger.version)
-            await engine.wake("cache")
-        finally:
-            await engine.resume()
+        """Have `send(version)` bring the engine the weights of the ledger's version; then admit."""
+        await send(self.ledger.version)
         if self.config.max_staleness > 0:
             self._admit()
 
     async def rest(self) -> None:
-        """Let the engine give its memory back until the next weights come; nothing of this collector may be running."""
+        """Wait until cancelled groups have ended; nothing of this collector is in the engine then, unless it admits more.
+        Raises StalledError if they do not end."""
         late = await self._torn_down(self._ending)
         if late:
             raise StalledError(
                 f"{late} did not end within {self.config.stall_timeout:g} s of being cancelled "
                 "(rollout.stall_timeout), so the engine cannot sleep"
             )
-        await self.policy.engine.pause()
-        await self.policy.engine.sleep()
 
     async def close(self) -> None:
         """Cancel what runs and wait until every environment is torn down, for `stall_timeout` at most."""

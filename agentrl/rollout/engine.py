@@ -1,26 +1,17 @@
 """The engine protocol: token ids in; token ids, logprobs and weight versions out.
 
-Every backend in `agentrl/backends` implements `Engine` and passes `tests/engines/contract.py`.
+Every backend in `agentrl/backends` implements `Engine`; one that can be trained is a `WeightTarget` too (weights/target.py)
+and passes `tests/engines/contract.py`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
-
-from agentrl.errors import EngineError
-
-if TYPE_CHECKING:
-    import torch
+from typing import ClassVar, Literal
 
 Finish = Literal["stop", "length", "abort"]
-WakeStage = Literal["weights", "cache"]
-
-WeightBuckets = Iterable[Mapping[str, "torch.Tensor"]]
-"""Full (unsharded) tensors by Hugging Face parameter name, a few at a time. A tied `lm_head.weight` is
-left out; an engine that needs it under that name adds it itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +78,12 @@ class EngineStats:
 
 
 class Engine(ABC):
-    """An inference engine that serves one policy whose weights change while it lives."""
+    """An inference engine that serves one policy. One that can be trained is a `WeightTarget` too.
+
+    `untrainable`: of any other, why it cannot be, as in "an API model takes no weights"; users read it.
+    """
+
+    untrainable: ClassVar[str] = "this engine takes no weights"
 
     @abstractmethod
     async def start(self) -> None:
@@ -105,32 +101,6 @@ class Engine(ABC):
     def progress(self, request_key: str) -> Underway | None:
         """How far the episode's running request is; None where none runs. An engine that never tells has all its
         callers' waiting counted against their deadlines, queues and pauses too."""
-        return None
-
-    @abstractmethod
-    async def pause(self) -> None:
-        """Stop sampling after the step under way; requests stay queued and keep what they sampled."""
-
-    @abstractmethod
-    async def resume(self) -> None:
-        """Go on after `pause`. What was running is recomputed under the weights of the day."""
-
-    @abstractmethod
-    async def publish(self, version: int, weights: WeightBuckets) -> None:
-        """Replace the weights. The caller pauses before and resumes after. No cache survives it.
-
-        Raises EngineError where a parameter is missing, unknown or of another shape; the engine then
-        refuses to generate until a publish succeeds.
-        """
-
-    async def sleep(self) -> None:
-        """Give back the memory of weights and caches while the trainer uses it. The caller has paused the engine, and
-        nothing runs. Raises EngineError where the engine cannot."""
-        raise EngineError(f"{type(self).__name__} cannot sleep")
-
-    async def wake(self, stage: WakeStage) -> None:
-        """Take memory again, in two stages: "weights" before a publish, "cache" after it, when what the trainer held for
-        the publish is free. Nothing happens where the engine is awake."""
         return None
 
     async def forget(self) -> None:

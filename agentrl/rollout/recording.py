@@ -15,7 +15,7 @@ from agentrl.env import Action, Message, Observation, StepResult, Task, ToolEnv
 from agentrl.env.wrapper import ToolWrapper
 from agentrl.errors import EngineError, EnvError, ReplayError, ToolTimeoutError
 from agentrl.reward.leaf import JudgeClient, Twin
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway, WeightBuckets
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway
 from agentrl.rollout.episode_io import Entries, EpisodeIO, TwinMaker
 from agentrl.rollout.record import RecordWriter, common, content_of, current_episode, digest
 from agentrl.trajectory import Json, StopReason, Trajectory, Turn
@@ -217,6 +217,8 @@ class Given:
 class RecordingEngine(Engine):
     """An engine whose generations are written down, with the seconds they took."""
 
+    untrainable = "a recorded engine keeps the weights that its record began with"
+
     def __init__(self, engine: Engine, writer: RecordWriter, cut: set[str]) -> None:
         self._engine, self._writer, self._cut = engine, writer, cut
 
@@ -243,15 +245,6 @@ class RecordingEngine(Engine):
 
     async def start(self) -> None:
         await self._engine.start()
-
-    async def pause(self) -> None:
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        await self._engine.resume()
-
-    async def publish(self, version: int, weights: WeightBuckets) -> None:
-        await self._engine.publish(version, weights)
 
     async def abort(self, request_key: str) -> None:
         await self._engine.abort(request_key)

@@ -14,7 +14,7 @@ from agentrl.env import Action, Message, Observation, StepResult, Task, ToolEnv
 from agentrl.errors import EngineError, EnvError, ReplayError, ToolTimeoutError, UserError
 from agentrl.reward.judge import Verdict
 from agentrl.reward.leaf import JudgeClient
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Usage, WeightBuckets
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Usage
 from agentrl.rollout.episode_io import Entries, EpisodeIO, TwinMaker
 from agentrl.rollout.record import Recorded, Row, content_of, current_episode, digest, diverged
 from agentrl.rollout.recording import Given, engine_ask, env_key, twin_task
@@ -152,6 +152,8 @@ class ReplayEnv(ToolEnv):
 class ReplayEngine(Engine):
     """An engine that samples what the recorded one did."""
 
+    untrainable = "a replay has no weights to update"
+
     def __init__(self, record: Recorded) -> None:
         self._tape = record
         self._numbers = _Counter()
@@ -175,15 +177,6 @@ class ReplayEngine(Engine):
         return {"prompt": prompt, "sampling": row.ask["sampling"]}
 
     async def start(self) -> None: ...
-
-    async def pause(self) -> None:
-        raise UserError("a replay has no weights to update, so it cannot be trained on")
-
-    async def resume(self) -> None:
-        raise UserError("a replay has no weights to update, so it cannot be trained on")
-
-    async def publish(self, version: int, weights: WeightBuckets) -> None:
-        raise UserError("a replay has no weights to update, so it cannot be trained on")
 
     async def abort(self, request_key: str) -> None: ...
 

@@ -10,6 +10,7 @@ from agentrl.config import TrainConfig
 from agentrl.errors import ConfigError, DependencyError
 from agentrl.rollout.engine import Engine
 from agentrl.train.pretrained import model_context
+from agentrl.train.publish import check_takes_weights
 
 if TYPE_CHECKING:
     from agentrl.backends.litellm import LiteLlmEngine, Transcript
@@ -34,6 +35,17 @@ def resolve_engine(name: str) -> str:
     import torch
 
     return "vllm" if installed and torch.cuda.is_available() else "embedded"
+
+
+def engine_class(name: str) -> type[Engine]:
+    """The class of the engine of that name, as `resolve_engine` gives it."""
+    if name == "vllm":
+        from agentrl.backends.vllm import VllmEngine
+
+        return VllmEngine
+    from agentrl.backends.embedded import EmbeddedEngine
+
+    return EmbeddedEngine
 
 
 def make_engine(name: str, model: str, config: TrainConfig, pools: Pools | None = None) -> Engine:
@@ -78,14 +90,14 @@ def api_name(model: str | None) -> str | None:
     return model.removeprefix(API) if model is not None and model.startswith(API) else None
 
 
-def refuse_api(model: str | None, what: str = "trained") -> None:
-    """Raises ConfigError for an API model: it gives no token ids and takes no weights."""
-    name = api_name(model)
-    if name is not None:
-        raise ConfigError(
-            f"model.path: {API}{name} is an API model: it gives no token ids and takes no weights, so it cannot be {what}. "
-            f"It can be evaluated: agentrl eval ENV --model {API}{name}"
-        )
+def check_engine(config: TrainConfig) -> None:
+    """Raise ConfigError if the engine that the config asks for cannot be trained."""
+    if api_name(config.model.path) is not None:
+        from agentrl.backends.litellm import LiteLlmEngine
+
+        check_takes_weights(LiteLlmEngine, f"model.path = {config.model.path}")
+        return
+    check_takes_weights(engine_class(name := resolve_engine(config.engine)), f"engine = {name}")
 
 
 def check_api(config: TrainConfig) -> None:

@@ -17,7 +17,7 @@ from agentrl.rollout.episode import Limits, Policy
 from agentrl.run.assembly import Assembly, assemble, check_assembly, read_inputs
 from agentrl.run.checkpoint import Saver
 from agentrl.run.display import Display
-from agentrl.run.engines import refuse_api, resolve_engine
+from agentrl.run.engines import check_engine, resolve_engine
 from agentrl.run.folder import RunFolder
 from agentrl.run.places import check_places, open_pools, start_actors
 from agentrl.run.policy import check_trainable, needs_greedy
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 def check(config: TrainConfig) -> None:
     """Everything that can be wrong before a folder is made or a process started, with a UserError each."""
-    refuse_api(config.model.path)
+    check_engine(config)
     if (config.model.path is None) == (config.model.init is None):
         raise ConfigError("model: set one of model.path (a folder or hub name) and [model.init] (build a tiny one)")
     env, scorer = check_assembly(config)
@@ -73,6 +73,11 @@ class Session:
     async def publish(self) -> None:
         """Weights of the actors to the engine, under the ledger's version."""
         await self.collector.exchange(self.publisher.send)
+
+    async def rest(self) -> None:
+        """Give the engine's memory back until the next `publish`; for the time of an update that nothing runs beside."""
+        await self.collector.rest()
+        await self.publisher.sleep()
 
     async def close(self) -> None:
         """Stop episodes, engine and workers, in this order. A checkpoint that is being written is lost."""

@@ -12,7 +12,6 @@ from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, SftConfig, WeightsConfig
 from agentrl.errors import AgentrlError, ConfigError
-from agentrl.train.engine import Bucket
 from agentrl.train.forward import compute_logprobs
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.minibatch import RowsShard, StepsShard, UpdateShard
@@ -22,11 +21,9 @@ from agentrl.train.sft import sft_steps
 from agentrl.train.source import WeightSource
 from agentrl.train.state import BackgroundSave, load_state, save_state
 from agentrl.train.update import UpdateSettings, check_algorithm, update_policy
-from agentrl.weights.parcel import Parcel
+from agentrl.weights.bucket import Bucket
 from agentrl.weights.route import Offer
 from agentrl.weights.target import Adapter
-
-BUCKET_BYTES = 64 << 20
 
 
 class Actor(Worker):
@@ -39,7 +36,6 @@ class Actor(Worker):
         "begin_sft": Broadcast(),
         "sft_steps": StepsShard(collect="metrics", balance="column"),
         "end_sft": Broadcast(),
-        "export_weights": Broadcast(),
         "open_route": Broadcast(),
         "route_attached": Broadcast(),
         "next_bucket": Broadcast(),
@@ -121,10 +117,6 @@ class Actor(Worker):
         self._sft = None
         engine.optimizers = adamw(engine.named(), self._optim)
 
-    def export_weights(self) -> list[Bucket]:
-        """All weights as full host tensors by Hugging Face name; a tied `lm_head.weight` is left out."""
-        return [bucket for bucket in self._ready().weights(BUCKET_BYTES) if bucket]
-
     def open_route(self, route: str, cfg: WeightsConfig, receivers: int) -> Offer:
         """Make a channel for weights towards so many processes. Raises ConfigError where it cannot be here."""
         if self._source is None:
@@ -136,7 +128,7 @@ class Actor(Worker):
         """All receivers have attached to what `open_route` offered."""
         self._sending().attached()
 
-    def next_bucket(self, first: bool) -> Parcel | None:
+    def next_bucket(self, first: bool) -> Bucket | None:
         """Send the next bucket of weights, or the `first` of a new publish; None after the last."""
         return self._sending().send(first)
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from agentrl.train.modules import Micro
 
-Bucket = dict[str, Tensor]
-
 
 class BaseEngine(ABC):
     """A sharded causal language model with its optimizer."""
@@ -51,14 +49,6 @@ class BaseEngine(ABC):
     @abstractmethod
     def reduce(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:
         """The element-wise sum or maximum over the data-parallel ranks, on the host."""
-
-    @abstractmethod
-    def weights(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """Full tensors on the host by Hugging Face name, about `bucket_bytes` at a time.
-
-        All ranks must exhaust it; ranks other than 0 get empty buckets. A tied output embedding is left
-        out.
-        """
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError, ModelError
 from agentrl.train.attention import PACKED, register
-from agentrl.train.engine import BaseEngine, Bucket, flat_state
+from agentrl.train.engine import BaseEngine, flat_state
 from agentrl.train.lora import inject, merged
 from agentrl.train.modules import Micro, PolicyModule, ScoreModule, ValueModule, shared
 from agentrl.train.optim import Optimizers
@@ -160,20 +160,6 @@ class FsdpEngine(BaseEngine):
         dist.all_reduce(moved, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, self.layout.data)
         return moved.cpu()
 
-    def weights(self, bucket_bytes: int) -> Iterator[Bucket]:
-        keep = not self.sharded or dist.get_rank() == 0
-        bucket: Bucket = {}
-        size = 0
-        for name, full in self.tensors():
-            if keep:
-                bucket[name] = full.to("cpu", copy=True)
-            size += full.nbytes
-            if size >= bucket_bytes:
-                yield bucket
-                bucket, size = {}, 0
-        if size:
-            yield bucket
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, full in self._adapted() if self.cfg.lora is not None else self._plain():
             dtype = self.compute_dtype if full.is_floating_point() else full.dtype
@@ -234,12 +220,13 @@ class FsdpEngine(BaseEngine):
         return flat_state({"model": model, "optimizer": optimizer})
 
     def export(self, folder: Path) -> None:
-        full: Bucket = {}
-        for bucket in self.weights(1 << 30):
-            full.update(bucket)
-        if self.sharded and dist.get_rank() != 0:
-            return
-        export_model(self.path, self.config, full, folder)
+        writes = not self.sharded or dist.get_rank() == 0
+        weights: dict[str, Tensor] = {}
+        for name, tensor in self.tensors():
+            if writes:
+                weights[name] = tensor.to("cpu", copy=True)
+        if writes:
+            export_model(self.path, self.config, weights, folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +272,7 @@ def layers_of(backbone: nn.Module) -> list[nn.Module]:
     return list(max(lists, key=lambda found: len(list(found))))
 
 
-def export_model(source: str, config: Any, weights: Bucket, folder: Path) -> None:
+def export_model(source: str, config: Any, weights: dict[str, Tensor], folder: Path) -> None:
     """Write config, weights and tokenizer to `folder` as plain transformers does."""
     from transformers import AutoModelForCausalLM
 

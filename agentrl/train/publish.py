@@ -11,7 +11,7 @@ from agentrl.config.schema import TrainConfig, WeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.rollout.engine import Engine
 from agentrl.train.actor import Actor
-from agentrl.weights.parcel import Parcel
+from agentrl.weights.bucket import Bucket
 from agentrl.weights.routes import ORDER
 from agentrl.weights.target import MembersChangedError, WeightTarget
 
@@ -33,27 +33,48 @@ def check_weights(config: TrainConfig) -> None:
         )
 
 
+def check_takes_weights(engine: type[Engine], name: str) -> None:
+    """Raise ConfigError if engines of this class cannot be trained. `name`: what the user asked for, or the class."""
+    if not issubclass(engine, WeightTarget):
+        raise ConfigError(f"{name} cannot be trained: {engine.untrainable}")
+
+
 class Publisher:
     """Gives an engine the actors' weights. `route` is the one in use, None before the first publish."""
 
     def __init__(self, actors: WorkerGroup[Actor], engine: Engine, cfg: WeightsConfig) -> None:
+        """Raises ConfigError for an engine that cannot be trained."""
         self._actors, self._cfg = actors, cfg
-        if not isinstance(engine, WeightTarget):
-            raise ConfigError(f"{type(engine).__name__} takes no weights")
+        check_takes_weights(type(engine), type(engine).__name__)
+        assert isinstance(engine, WeightTarget)
         self._target: WeightTarget = engine
         self._members: tuple[str, ...] = ()
         self.route: str | None = None
 
     async def send(self, version: int) -> None:
-        """Replace the engine's weights, which must be paused. Raises ConfigError where no route serves (or not the one that
-        the config names), EngineError where the engine refuses the weights."""
+        """Pause the engine, replace its weights and resume it. Raises ConfigError if no route serves (or not the one that the
+        config names), EngineError if the engine refuses the weights."""
+        await self._target.pause()
+        try:
+            await self._target.wake("weights")
+            await self._replace(version)
+            await self._target.wake("cache")
+        finally:
+            await self._target.resume()
+
+    async def sleep(self) -> None:
+        """Have the engine give its memory back until the next `send`; nothing may be running in it."""
+        await self._target.pause()
+        await self._target.sleep()
+
+    async def _replace(self, version: int) -> None:
         if self._cfg.lora == "adapter":
             await self._target.adapt(version, await self._actors.arun(Actor.export_adapter))
             return
         for attempt in range(ATTEMPTS):
-            await self._connect()
             try:
-                await self._target.receive(version, self._parcels())
+                await self._connect()
+                await self._target.receive(version, self._buckets())
                 return
             except MembersChangedError:
                 if attempt == ATTEMPTS - 1:
@@ -70,6 +91,7 @@ class Publisher:
         members = self._target.members()
         if self.route is not None and members == self._members:
             return
+        self.route = None
         reasons: list[str] = []
         for name in ORDER if self._cfg.route == "auto" else (self._cfg.route,):
             try:
@@ -88,13 +110,13 @@ class Publisher:
         await self._target.attach(offer)
         await self._actors.arun(Actor.route_attached)
 
-    async def _parcels(self) -> AsyncIterator[Parcel]:
+    async def _buckets(self) -> AsyncIterator[Bucket]:
         """The buckets in order. While the engine loads one, the actors fill the next."""
         coming = asyncio.ensure_future(self._actors.arun(Actor.next_bucket, True))
         try:
-            while (parcel := await coming) is not None:
+            while (bucket := await coming) is not None:
                 coming = asyncio.ensure_future(self._actors.arun(Actor.next_bucket, False))
-                yield parcel
+                yield bucket
         finally:
             if not coming.done():
                 await asyncio.wait([coming])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from agentrl.config.schema import WeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.train.engine import BaseEngine
-from agentrl.weights.parcel import Named, Parcel, Stream
+from agentrl.weights.bucket import Bucket, Named, Stream
 from agentrl.weights.route import Offer, Sender, Silent
 from agentrl.weights.routes import make_sender
 
@@ -35,7 +35,7 @@ class WeightSource:
         """All receivers are attached."""
         self._ready().attached()
 
-    def send(self, first: bool) -> Parcel | None:
+    def send(self, first: bool) -> Bucket | None:
         """The next bucket; None at the end. `first` starts anew, whatever became of the stream before."""
         if first:
             self._abandon()
@@ -43,11 +43,11 @@ class WeightSource:
             self._stream = Stream(self._tensors)
         if self._stream is None:
             return None
-        parcel = self._ready().send(self._stream)
+        bucket = self._ready().send(self._stream)
         # Without a bucket, other ranks are done one call earlier than rank 0: they must not begin anew by themselves.
-        if self._stream.done and parcel is None:
+        if self._stream.done and bucket is None:
             self._abandon()
-        return parcel
+        return bucket
 
     def close(self) -> None:
         """Free the channel; idempotent."""

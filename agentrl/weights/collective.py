@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from agentrl.errors import ConfigError, EngineError
-from agentrl.weights.parcel import Named, Parcel, view
+from agentrl.weights.bucket import Bucket, Named
 from agentrl.weights.route import SLOTS, Offer, Receiver, Sender
 
 TIMEOUT_S = 120.0
@@ -62,9 +62,9 @@ class CollectiveSender(Sender):
         self._wait(number)
         return self._slots[number]
 
-    def ship(self, parcel: Parcel) -> Parcel:
-        self._works[parcel.slot] = _broadcast(self._group, self._slots[parcel.slot][: parcel.nbytes])
-        return parcel
+    def ship(self, bucket: Bucket) -> Bucket:
+        self._works[bucket.slot] = _broadcast(self._group, self._slots[bucket.slot][: bucket.nbytes])
+        return bucket
 
     def close(self) -> None:
         self._works = [None] * SLOTS
@@ -95,10 +95,10 @@ class CollectiveReceiver(Receiver):
         self._keep = store
         self._slot = torch.empty(self.offer.slot_bytes, dtype=torch.uint8)
 
-    def receive(self, parcel: Parcel) -> list[Named]:
-        flat = self._slot[: parcel.nbytes]
+    def receive(self, bucket: Bucket) -> list[Named]:
+        flat = self._slot[: bucket.nbytes]
         _finish(_broadcast(self._group, flat), "the trainer is gone")
-        return [(entry.name, view(flat, entry)) for entry in parcel.entries]
+        return bucket.cut(flat)
 
     def close(self) -> None:
         self._group = self._keep = None

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.weights.parcel import Named, Parcel, view
+from agentrl.weights.bucket import Bucket, Named, view
 from agentrl.weights.route import Offer, Receiver, Sender
 
 TOKEN = "token"
@@ -41,11 +41,11 @@ class DiskSender(Sender):
     def slot(self, number: int) -> Tensor:
         return self._buffer  # a slot is free as soon as its file is written
 
-    def ship(self, parcel: Parcel) -> Parcel:
+    def ship(self, bucket: Bucket) -> Bucket:
         assert self._folder is not None
-        file = self._folder / f"bucket{parcel.slot}.safetensors"
-        save_file({entry.source: view(self._buffer, entry) for entry in parcel.entries}, file)
-        return Parcel(parcel.slot, parcel.nbytes, parcel.entries, str(file))
+        file = self._folder / f"bucket{bucket.slot}.safetensors"
+        save_file({entry.source: view(self._buffer, entry) for entry in bucket.entries}, file)
+        return Bucket(bucket.slot, bucket.nbytes, bucket.entries, str(file))
 
     def close(self) -> None:
         folder, self._folder = self._folder, None
@@ -65,9 +65,9 @@ class DiskReceiver(Receiver):
                 "set weights.folder to one that all machines share"
             )
 
-    def receive(self, parcel: Parcel) -> list[Named]:
-        with safe_open(parcel.file, framework="pt") as file:
-            return [(entry.name, file.get_tensor(entry.source)) for entry in parcel.entries]
+    def receive(self, bucket: Bucket) -> list[Named]:
+        with safe_open(bucket.file, framework="pt") as file:
+            return [(entry.name, file.get_tensor(entry.source)) for entry in bucket.entries]
 
     def close(self) -> None:
         return None

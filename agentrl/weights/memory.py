@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.weights.parcel import Named, Parcel, view
+from agentrl.weights.bucket import Bucket, Named
 from agentrl.weights.route import SLOTS, Offer, Receiver, Sender
 
 _numbers = itertools.count()
@@ -35,8 +35,8 @@ class MemorySender(Sender):
     def slot(self, number: int) -> Tensor:
         return self._slots[number]
 
-    def ship(self, parcel: Parcel) -> Parcel:
-        return parcel
+    def ship(self, bucket: Bucket) -> Bucket:
+        return bucket
 
     def close(self) -> None:
         _open.pop(self._key, None)
@@ -50,9 +50,9 @@ class MemoryReceiver(Receiver):
         if self.offer.where[0] not in _open:
             raise ConfigError("weights.route = memory: the engine's weights are in another process than the trainer")
 
-    def receive(self, parcel: Parcel) -> list[Named]:
-        flat = _open[self.offer.where[0]].slot(parcel.slot)
-        return [(entry.name, view(flat, entry)) for entry in parcel.entries]
+    def receive(self, bucket: Bucket) -> list[Named]:
+        flat = _open[self.offer.where[0]].slot(bucket.slot)
+        return bucket.cut(flat)
 
     def close(self) -> None:
         return None

@@ -3,11 +3,11 @@
     trainer, every rank       driver                      engine, every process
     sender.open()    ------>  Offer  ------------------>  receiver.open()      proves that it can serve
     sender.attached() <-----                              (or says why not: ConfigError)
-    sender.send(stream) --->  Parcel ------------------>  receiver.receive(parcel) -> tensors
+    sender.send(stream) --->  Bucket ------------------>  receiver.receive(bucket) -> tensors
                               ... until the stream ends
 
 A sender has two slots: while the engine loads the one, the trainer fills the other. The driver asks for
-parcel n + 2 only when parcel n is loaded, so that is all the memory a publish takes beside the weights.
+bucket n + 2 only when bucket n is loaded, so that is all the memory a publish takes beside the weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from agentrl.weights.parcel import Named, Parcel, Stream, fill
+from agentrl.weights.bucket import Bucket, Named, Stream, fill
 
 SLOTS = 2
 
@@ -48,20 +48,20 @@ class Sender(ABC):
         """All receivers are there. Raises ConfigError where they cannot be reached after all."""
         return None
 
-    def send(self, stream: Stream) -> Parcel | None:
+    def send(self, stream: Stream) -> Bucket | None:
         """Fill the next slot from the stream and send it; None at the stream's end."""
         if stream.done:
             return None
         slot, self._turn = self._turn, (self._turn + 1) % SLOTS
         entries, used = fill(stream, self.slot_bytes, self.slot(slot))
-        return self.ship(Parcel(slot, used, tuple(entries)))
+        return self.ship(Bucket(slot, used, tuple(entries)))
 
     @abstractmethod
     def slot(self, number: int) -> Tensor:
         """The slot's bytes, uint8 [slot_bytes], once nobody reads them any more."""
 
     @abstractmethod
-    def ship(self, parcel: Parcel) -> Parcel:
+    def ship(self, bucket: Bucket) -> Bucket:
         """Let the receivers have a filled slot; what they must be told."""
 
     @abstractmethod
@@ -75,7 +75,7 @@ class Silent(Sender):
     def open(self) -> Offer:
         return Offer("none", self.slot_bytes, self.receivers, ())
 
-    def send(self, stream: Stream) -> Parcel | None:
+    def send(self, stream: Stream) -> Bucket | None:
         if not stream.done:
             fill(stream, self.slot_bytes, None)
         return None
@@ -83,8 +83,8 @@ class Silent(Sender):
     def slot(self, number: int) -> Tensor:
         raise NotImplementedError
 
-    def ship(self, parcel: Parcel) -> Parcel:
-        return parcel
+    def ship(self, bucket: Bucket) -> Bucket:
+        return bucket
 
     def close(self) -> None:
         return None
@@ -101,8 +101,8 @@ class Receiver(ABC):
         """Attach. Raises ConfigError with the reason where this process cannot be served by the route."""
 
     @abstractmethod
-    def receive(self, parcel: Parcel) -> list[Named]:
-        """The tensors of a parcel. They are gone once the caller has answered: whoever keeps one clones it."""
+    def receive(self, bucket: Bucket) -> list[Named]:
+        """The tensors of a bucket. They are gone once the caller has answered: whoever keeps one clones it."""
 
     @abstractmethod
     def close(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.weights.parcel import Named, Parcel, view
+from agentrl.weights.bucket import Bucket, Named
 from agentrl.weights.route import SLOTS, Offer, Receiver, Sender
 
 FOLDER = Path("/dev/shm")
@@ -62,8 +62,8 @@ class SharedSender(Sender):
     def slot(self, number: int) -> Tensor:
         return self._slots[number]
 
-    def ship(self, parcel: Parcel) -> Parcel:
-        return parcel
+    def ship(self, bucket: Bucket) -> Bucket:
+        return bucket
 
     def close(self) -> None:
         self._unlink()
@@ -90,8 +90,8 @@ class SharedReceiver(Receiver):
                 raise ConfigError("weights.route = shared: the engine reads other memory than the trainer writes")
             self._slots.append(slot)
 
-    def receive(self, parcel: Parcel) -> list[Named]:
-        return [(entry.name, view(self._slots[parcel.slot], entry)) for entry in parcel.entries]
+    def receive(self, bucket: Bucket) -> list[Named]:
+        return bucket.cut(self._slots[bucket.slot])
 
     def close(self) -> None:
         self._slots = []

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from work import CONTEXT, Forced, collector
+from work import CONTEXT, Forced, collector, publisher
 
 from agentrl.backends.vllm import VllmEngine
 from agentrl.backends.vllm_actor import CPU_ENVIRONMENT, ENVIRONMENT
@@ -26,6 +26,7 @@ from agentrl.rollout.collect import Collector
 from agentrl.rollout.episode import Policy
 from agentrl.train.init_model import init_model
 from agentrl.train.pretrained import load_tokenizer
+from agentrl.train.publish import Publisher
 from agentrl.trajectory import Trajectory
 
 TURNS, TOKENS = 3, 42
@@ -101,9 +102,9 @@ def work_of(trajectory: Trajectory) -> dict[str, Any]:
     return {"opening": spans[0], "answers": spans[1:TURNS]}
 
 
-async def one_round(collector: Collector, weights: dict[str, Any]) -> tuple[float, list[Trajectory]]:
+async def one_round(collector: Collector, weights: Publisher) -> tuple[float, list[Trajectory]]:
     """Tokens a second of one update's groups; a publish before it empties the caches, as it does in training."""
-    await collector.publish([weights])
+    await collector.exchange(weights.send)
     began = time.perf_counter()
     groups = await collector.collect()
     seconds = time.perf_counter() - began
@@ -115,8 +116,6 @@ async def one_round(collector: Collector, weights: dict[str, Any]) -> tuple[floa
 
 async def compare(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str, Any]:
     """Both engines live from start to end; what is not measured waits."""
-    from transformers import AutoModelForCausalLM
-
     config = RolloutConfig(
         groups=at_once // 8,
         group_size=8,
@@ -127,12 +126,12 @@ async def compare(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str
     )
     with tempfile.TemporaryDirectory() as scratch:
         folder = str(init_model(sizes, Path(scratch) / "model", 0))
-        weights = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
         raw = RawVllm(folder)
         engine = VllmEngine(folder, max_model_len=CONTEXT)
         try:
             raw.wait("READY")
             await engine.start()
+            weights = publisher(folder, engine)
             driver = collector(Policy(engine, Forced(make_renderer(load_tokenizer(folder)))), config)
             through, bare = [], []
             for number in range(rounds + 1):

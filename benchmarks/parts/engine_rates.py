@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 from peers import ratio
+from work import publisher
 
 VOCAB = 400
 RAW_VLLM = """
@@ -62,17 +63,13 @@ def build(folder: str) -> None:
 
 async def through_agentrl(engine: Any, folder: str, prompts: list[list[int]], tokens: int) -> float:
     """Best of three; a publish between the rounds empties the caches, as it does in training."""
-    from transformers import AutoModelForCausalLM
-
     from agentrl.rollout.engine import Sampling
 
-    weights = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     await engine.start()
+    weights = publisher(folder, engine)
     best = 0.0
     for version in range(3):
-        await engine.pause()
-        await engine.publish(version + 1, [weights])
-        await engine.resume()
+        await weights.send(version + 1)
         begun = time.perf_counter()
         calls = [
             engine.generate(prompt, Sampling(max_tokens=tokens, seed=index), f"{version}-{index}")

@@ -34,6 +34,7 @@ from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.init_model import init_model
 from agentrl.train.learner import Learner
 from agentrl.train.pretrained import load_tokenizer
+from agentrl.train.publish import Publisher
 
 GROUPS, SIZE, TURNS, TOKENS = 8, 8, 3, 42
 
@@ -68,6 +69,7 @@ class Runner:
         self.learner = Learner(self.config, self.actors)
         policy = Policy(engine, Forced(make_renderer(load_tokenizer(folder))))
         self.collector: Collector = collector(policy, self.config.rollout, Ref())  # type: ignore[arg-type]
+        self.publisher = Publisher(self.actors, engine, self.config.weights)
         self.laps: list[dict[str, float]] = []
         self.cpu: list[float] = []
         self.tokens = 0
@@ -85,7 +87,7 @@ class Runner:
         await self.learner.step(batch, self.collector.ledger.version)
         clock.append(time.perf_counter())
         self.collector.trained(groups)
-        await self.collector.publish(await self.actors.arun(Actor.export_weights))
+        await self.collector.exchange(self.publisher.send)
         clock.append(time.perf_counter())
         self.cpu.append(time.process_time() - processor)
         self.tokens = sum(t.tokens for t in members)

@@ -29,6 +29,7 @@ from agentrl.train.actor import Actor
 from agentrl.train.init_model import init_model
 from agentrl.train.learner import Learner
 from agentrl.train.pretrained import load_tokenizer
+from agentrl.train.publish import Publisher
 from agentrl.trajectory import Group
 
 MEDIAN_S, SIGMA = 0.1, 1.0
@@ -75,6 +76,7 @@ async def train(staleness: int, updates: int, folder: str) -> tuple[float, Count
     await engine.start()
     policy = Policy(engine, Forced(make_renderer(load_tokenizer(folder))))
     driver = collector(policy, config.rollout, Slow(tasks(), staleness))  # type: ignore[arg-type]
+    publisher = Publisher(actors, engine, config.weights)
     ages: Counter[int] = Counter()
     began = time.perf_counter()
     for update in range(updates):
@@ -86,7 +88,7 @@ async def train(staleness: int, updates: int, folder: str) -> tuple[float, Count
         batch = collate(members, groups=[group.index for group in groups for _ in group.scored()])
         await learner.step(batch, update)
         driver.trained(groups)
-        await driver.publish(await actors.arun(Actor.export_weights))
+        await driver.exchange(publisher.send)
     seconds = time.perf_counter() - began
     await driver.close()
     await engine.close()

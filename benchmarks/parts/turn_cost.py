@@ -28,7 +28,8 @@ TURNS = [
 async def agentrl_turn(at_once: int, episodes: int, repeats: int) -> tuple[float, float]:
     """Wall and processor seconds a turn, the least of several rounds: other load only ever adds."""
     renderer = make_renderer(packaged_tokenizer(CONTEXT))
-    policy = Policy(Instant([renderer.assistant(turn) for turn in TURNS]), renderer)
+    engine = Instant([renderer.assistant(turn) for turn in TURNS])
+    policy = Policy(engine, renderer)
     config = RolloutConfig(
         groups=episodes // 8, group_size=8, max_episodes=at_once, max_turns=8, max_turn_tokens=64, max_episode_tokens=1024
     )
@@ -41,7 +42,7 @@ async def agentrl_turn(at_once: int, episodes: int, repeats: int) -> tuple[float
         members = [t for group in groups for t in group.trajectories]
         assert all(t.stop is StopReason.DONE and len(t.turns) == len(TURNS) for t in members)
         driver.trained(groups)
-        await driver.publish([])
+        await driver.exchange(engine.take)
     turns = episodes * len(TURNS)
     return min(wall for wall, _ in found[1:]) / turns, min(cpu for _, cpu in found[1:]) / turns
 

@@ -12,15 +12,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from agentrl.catalog import EnvRef, find_reward
+from agentrl.cluster.launch import launch
 from agentrl.config import RolloutConfig
-from agentrl.config.schema import InitModelConfig
+from agentrl.config.schema import InitModelConfig, ModelConfig, OptimConfig, WeightsConfig
 from agentrl.env import ToolEnv
 from agentrl.render.base import Renderer
 from agentrl.reward import Scorer, compile_spec, load_spec
 from agentrl.rollout.collect import Collector
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, WeightBuckets
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import Policy
 from agentrl.tool import tool
+from agentrl.train.actor import Actor
+from agentrl.train.publish import Publisher
 from agentrl.trajectory import Message, Task, ToolCall
 
 MILLION = InitModelConfig(layers=4, hidden=128, mlp=384, heads=8, kv_heads=2, head_dim=32, context=4096)
@@ -41,6 +44,13 @@ def collector(policy: Policy, config: RolloutConfig, env: EnvRef | None = None, 
     return Collector(env or tasks(), policy, scorer(), config, context=CONTEXT, seed=seed)
 
 
+def publisher(folder: str, engine: Engine) -> Publisher:
+    """What brings an engine the weights of a model folder, as in a run: an actor that holds them, and a route."""
+    actors = launch(Actor, backend="inline", world_size=1)
+    actors.run(Actor.init_model, folder, ModelConfig(), OptimConfig(), 1)
+    return Publisher(actors, engine, WeightsConfig())
+
+
 class Instant(Engine):
     """Answers at once with the given turns, in order, over and over for each episode."""
 
@@ -57,11 +67,8 @@ class Instant(Engine):
         ids = self._turns[turn % len(self._turns)]
         return Generation(list(ids), [-1.0] * len(ids), [self._version] * len(ids), "stop")
 
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def publish(self, version: int, weights: WeightBuckets) -> None:
+    async def take(self, version: int) -> None:
+        """What `Collector.exchange` needs: there are no weights, so an update is the new version."""
         self._version = version
 
     async def abort(self, request_key: str) -> None: ...

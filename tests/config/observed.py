@@ -268,9 +268,8 @@ class Course:
             engine=SimpleNamespace(forget=self.waited("forget", None)),
             scorer=SimpleNamespace(range=(0.0, 1.0)),
             display=SimpleNamespace(phase=self.quiet, step=self.quiet),
-            collector=SimpleNamespace(
-                ledger=ledger, collect=collect, trained=trained, metrics=dict, rest=self.waited("rest", None)
-            ),
+            collector=SimpleNamespace(ledger=ledger, collect=collect, trained=trained, metrics=dict),
+            rest=self.waited("rest", None),
             learner=SimpleNamespace(step=self.waited("update", {})),
             publish=self.waited("publish", None),
             saver=SimpleNamespace(

@@ -14,6 +14,7 @@ from engine_models import VOCAB, changed, forward_logprobs, kept, log_table, par
 
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import Sampling
+from tests.publishing import publish
 
 TRUNCATIONS = [(0, 1.0), (0, 0.6), (3, 1.0), (3, 0.6)]  # top_k, top_p
 
@@ -237,9 +238,7 @@ class EngineContract:
         prompt = prompt_of(70)
         await engine.generate(prompt, Sampling(max_tokens=8, seed=1), "episode")
         new = changed(model, seed=1)
-        await engine.pause()
-        await engine.publish(5, [new])
-        await engine.resume()
+        await publish(engine, 5, new)
         generation = await engine.generate(prompt, Sampling(max_tokens=8, seed=1), "episode")
         assert set(generation.versions) == {5}
         twin = copy.deepcopy(model)
@@ -249,7 +248,7 @@ class EngineContract:
 
     async def test_buckets_may_hold_any_share_of_the_weights(self, engine, model, tolerance):
         new = changed(model, seed=2)
-        await engine.publish(6, ({name: tensor} for name, tensor in reversed(new.items())))
+        await publish(engine, 6, dict(reversed(new.items())), bucket_mib=0.01)
         generation = await engine.generate(prompt_of(20), Sampling(max_tokens=8, seed=1), "a")
         assert off(copy.deepcopy(model), prompt_of(20), generation, weights=new) < tolerance
 
@@ -262,10 +261,8 @@ class EngineContract:
         weights = [parameters(model), *(changed(model, seed=seed) for seed in (3, 4, 5))]
         for update in range(1, 4):
             await sampled(engine, 12)
-            await engine.pause()
-            await engine.publish(first + update, [weights[update]])
+            await publish(engine, first + update, weights[update])
             assert not task.done()
-            await engine.resume()
         await sampled(engine, 12)
         await engine.abort("long")
         generation = await asyncio.wait_for(task, 60)
@@ -287,9 +284,7 @@ class EngineContract:
         ids = prompt_of(40)
         for version, tensors in enumerate(weights):
             if version:
-                await engine.pause()
-                await engine.publish(first + version, [tensors])
-                await engine.resume()
+                await publish(engine, first + version, tensors)
             generation = await engine.generate(ids, Sampling(max_tokens=20, seed=version), "episode")
             assert set(generation.versions) == {first + version}
             distances = [off(twin, ids, generation, weights=candidate) for candidate in weights]
@@ -309,7 +304,7 @@ class EngineContract:
     async def test_a_wrong_publish_is_refused_until_a_right_one_comes(self, engine, model, fault, tolerance):
         weights = parameters(model)
         name = "model.layers.1.mlp.up_proj.weight"
-        buckets = [weights]
+        parts = [weights]
         if fault == "shape":
             weights[name] = weights[name][:-1]
         elif fault == "missing":
@@ -318,13 +313,12 @@ class EngineContract:
             weights["model.layers.9.mlp.up_proj.weight"] = weights[name]
             name = "model.layers.9.mlp.up_proj.weight"
         else:
-            buckets = [weights, {name: weights[name]}]
+            parts = [weights, {name: weights[name]}]
         with pytest.raises(EngineError, match=name):
-            await engine.publish(9, buckets)
+            await publish(engine, 9, *parts)
         with pytest.raises(EngineError, match="until a publish succeeds"):
             await engine.generate(prompt_of(5), Sampling(max_tokens=2), "a")
-        await engine.publish(10, [parameters(model)])
-        await engine.resume()
+        await publish(engine, 10, parameters(model))
         generation = await engine.generate(prompt_of(5), Sampling(max_tokens=6, seed=1), "a")
         assert off(model, prompt_of(5), generation) < tolerance
         assert set(generation.versions) == {10}

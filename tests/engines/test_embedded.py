@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from agentrl.backends.embedded import EmbeddedEngine
 from agentrl.errors import EngineError, ModelError, ResourceError
 from agentrl.rollout.engine import Sampling
+from agentrl.weights.bucket import Stream
 from agentrl.weights.memory import MemorySender
-from agentrl.weights.parcel import Stream
+from tests.publishing import publish
 
 pytestmark = pytest.mark.asyncio
 
@@ -83,7 +84,7 @@ async def test_where_weights_lie_in_their_file_or_after_a_sleep_changes_no_digit
         found.append(await logprobs(engine))
         await engine.sleep()
         await engine.wake("weights")
-        await engine.publish(1, [parameters(model)])
+        await publish(engine, 1, parameters(model))
         found.append(await logprobs(engine))
         await engine.close()
     assert found[1] == found[0] and found[2] == found[0] and found[3] == found[0]
@@ -141,17 +142,20 @@ async def test_a_sleeping_engine_holds_no_memory_and_wakes_in_two_stages(model_f
     with pytest.raises(EngineError, match="the engine sleeps"):
         await engine.generate(prompt_of(40), Sampling(max_tokens=8), "a")
     with pytest.raises(EngineError, match="wake its weights"):
-        await engine.publish(1, [parameters(model)])
+        await engine.receive(1, nothing())
     await engine.wake("weights")
     with pytest.raises(EngineError, match="no weights yet"):
         await engine.generate(prompt_of(40), Sampling(max_tokens=8), "a")
-    await engine.publish(1, [parameters(model)])
-    await engine.wake("cache")
-    await engine.resume()
+    await publish(engine, 1, parameters(model))
     after = await engine.generate(prompt_of(40), Sampling(max_tokens=8, seed=1), "a")
     assert (after.token_ids, set(after.versions)) == (before.token_ids, {1})
     assert after.logprobs == before.logprobs
     await engine.close()
+
+
+async def nothing():
+    return
+    yield
 
 
 async def _held(engine):
@@ -201,10 +205,8 @@ async def test_unfinished_weights_fail_what_waits(engine, model):
     """A request that was running when a publish failed hears of it, and is not sampled from a mixture."""
     task = asyncio.ensure_future(engine.generate(prompt_of(9), Sampling(max_tokens=500), "a"))
     await asyncio.sleep(0.05)
-    await engine.pause()
-    with pytest.raises(EngineError):
-        await engine.publish(1, [{"model.norm.weight": parameters(model)["model.norm.weight"]}])
-    await engine.resume()
+    with pytest.raises(EngineError, match="not published"):
+        await publish(engine, 1, {"model.norm.weight": parameters(model)["model.norm.weight"]})
     with pytest.raises(EngineError, match="not published"):
         await task
 
@@ -218,15 +220,15 @@ async def test_a_request_that_comes_while_weights_arrive_waits_and_is_sampled_fr
     new = changed(model, 5)
     tasks = []
 
-    async def parcels():
+    async def buckets():
         stream = Stream(iter(new.items()))
-        while (parcel := sender.send(stream)) is not None:
+        while (bucket := sender.send(stream)) is not None:
             tasks.append(asyncio.ensure_future(engine.generate(prompt, Sampling(max_tokens=5, seed=1), f"a{len(tasks)}")))
             await asyncio.sleep(0)
-            yield parcel
+            yield bucket
 
     await engine.pause()
-    await engine.receive(1, parcels())
+    await engine.receive(1, buckets())
     await engine.resume()
     for generation in await asyncio.gather(*tasks):
         assert set(generation.versions) == {1}
@@ -236,10 +238,10 @@ async def test_a_request_that_comes_while_weights_arrive_waits_and_is_sampled_fr
 
 async def test_weights_that_are_not_finite_are_an_engine_error(engine, model):
     weights = {name: tensor * float("nan") for name, tensor in parameters(model).items()}
-    await engine.publish(1, [weights])
+    await publish(engine, 1, weights)
     with pytest.raises(EngineError, match="version 1 is not finite"):
         await engine.generate(prompt_of(9), Sampling(max_tokens=5), "a")
-    await engine.publish(2, [parameters(model)])
+    await publish(engine, 2, parameters(model))
     generation = await engine.generate(prompt_of(9), Sampling(max_tokens=5, seed=1), "a")
     assert off(model, prompt_of(9), generation) < 1e-5
 
@@ -337,7 +339,7 @@ async def test_an_untied_head_is_published_too(tmp_path):
     await engine.start()
     new = changed(model, seed=4)
     assert "lm_head.weight" in new
-    await engine.publish(3, [new])
+    await publish(engine, 3, new)
     generation = await engine.generate(prompt_of(9), Sampling(max_tokens=9, seed=1), "a")
     expected = forward_logprobs(model, prompt_of(9), generation.token_ids, weights=new)
     assert (expected - torch.tensor(generation.logprobs)).abs().max() < 1e-5

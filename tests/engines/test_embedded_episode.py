@@ -14,6 +14,7 @@ from agentrl.reward import compile_spec
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.train.init_model import init_model
 from agentrl.train.tokenizer import packaged_tokenizer
+from tests.publishing import publish
 
 pytestmark = pytest.mark.asyncio
 
@@ -40,8 +41,7 @@ async def test_an_episode_over_three_updates_says_which_weights_sampled_each_tok
     episode = asyncio.ensure_future(run_episode(Chat(), policy, spec, limits, compile_spec(CHAT_REWARD)))
     for version in (1, 2, 3):
         await until(partial(_held_amid_a_turn, engine, 30 * version))
-        await engine.publish(version, [weights[version]])
-        await engine.resume()
+        await publish(engine, version, weights[version])
     trajectory = await asyncio.wait_for(episode, 60)
     await engine.close()
     (ledger,) = trajectory.ledgers

@@ -16,6 +16,8 @@ from agentrl.backends.vllm import VllmEngine
 from agentrl.backends.vllm_replicas import Replica, Replicas
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import EngineStats, Generation, Sampling
+from agentrl.weights.bucket import Bucket
+from tests.publishing import publish
 
 pytestmark = pytest.mark.asyncio
 SHORT = Sampling(max_tokens=2)
@@ -48,9 +50,11 @@ class Actor:
             self.open.clear()
         elif name == "resume":
             self.open.set()
-        elif name == "load":
+        elif name in ("receive", "load"):
             assert not self.open.is_set(), "a step in the middle of an update"
-            self.loaded.append(args[1][0][0])
+            self.loaded += [entry.name for entry in Bucket.from_wire(args[-1]).entries]
+        elif name == "attach":
+            return ""
         elif name == "end_update" and args[0] is not None:
             self.version = args[0]
         elif name == "generate":
@@ -125,7 +129,7 @@ async def test_a_new_replica_has_the_newest_weights_before_it_takes_requests(mod
     caplog.set_level(logging.WARNING, logger="agentrl.backends")
     engine = await started(model_folder, replicas=2, max_respawns=1)
     for version in (1, 2):
-        await engine.publish(version, [parameters(model)])
+        await publish(engine, version, parameters(model))
     spawned[0].dead = True
     keys = [f"e{i}" for i in range(6)]
     generations = await asyncio.gather(*(engine.generate([5], SHORT, key) for key in keys))
@@ -162,9 +166,7 @@ async def test_while_all_are_dead_an_update_is_kept_for_the_one_that_comes(model
     engine = await started(model_folder, max_respawns=1)
     spawned.plan["hold"] = asyncio.Event()
     spawned[0].dead = True
-    await engine.pause()
-    await engine.publish(7, [parameters(model)])
-    await engine.resume()
+    await publish(engine, 7, parameters(model))
     spawned.plan["hold"].set()
     assert (await asyncio.wait_for(engine.generate([5], SHORT, "a"), 5)).versions == [7, 7]
     await engine.close()
@@ -185,13 +187,11 @@ async def test_a_replica_that_comes_back_during_a_pause_waits_like_the_others(mo
     await engine.close()
 
 
-@pytest.mark.parametrize("call", ["begin_update", "load", "end_update"])
+@pytest.mark.parametrize("call", ["pause", "attach", "begin_update", "receive", "end_update"])
 async def test_a_death_in_the_middle_of_an_update(model_folder, model, spawned, call):
     engine = await started(model_folder, replicas=2, max_respawns=1)
     spawned[1].die_at = call
-    await engine.pause()
-    await engine.publish(3, [{name: tensor} for name, tensor in parameters(model).items()])
-    await engine.resume()
+    await publish(engine, 3, parameters(model), bucket_mib=0.01)
     await settle(engine, 2)
     assert [actor.version for actor in (spawned[0], spawned[2])] == [3, 3]
     await engine.close()
@@ -212,16 +212,16 @@ async def test_a_replica_that_never_comes_up_counts_and_ends(model_folder, spawn
 
 async def test_a_failed_update_is_not_given_to_a_new_replica(model_folder, model, spawned):
     engine = await started(model_folder, replicas=2, max_respawns=1)
-    await engine.publish(1, [parameters(model)])
+    await publish(engine, 1, parameters(model))
     with pytest.raises(EngineError, match="not published"):
-        await engine.publish(2, [{"model.norm.weight": torch.ones(64)}])
+        await publish(engine, 2, {"model.norm.weight": torch.ones(64)})
     spawned[0].dead = True
     await engine.stats()
     await settle(engine, 2)
     assert spawned[2].loaded == []
     with pytest.raises(EngineError, match="until a publish succeeds"):
         await engine.generate([5], SHORT, "a")
-    await engine.publish(3, [parameters(model)])
+    await publish(engine, 3, parameters(model))
     assert (await engine.generate([5], SHORT, "a")).versions == [3, 3]
     assert spawned[2].version == 3
     await engine.close()
@@ -245,9 +245,7 @@ async def test_a_replica_that_hangs_is_replaced_and_its_requests_move(model_fold
     stuck = asyncio.ensure_future(engine.generate([5], SHORT, "a"))
     await asyncio.sleep(0.02)
     assert engine.homes["a"] == 0
-    await engine.pause()
-    await engine.publish(1, [parameters(model)])
-    await engine.resume()
+    await publish(engine, 1, parameters(model))
     assert (await asyncio.wait_for(stuck, 5)).versions == [1, 1]
     assert "no answer to pause within 0.1 s" in caplog.text
     await settle(engine, 2)

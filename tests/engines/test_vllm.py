@@ -9,6 +9,7 @@ from contract import EngineContract
 from engine_models import parameters
 
 from agentrl.backends.vllm import VllmEngine
+from tests.publishing import publish
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -32,9 +33,7 @@ async def running(model_folder):
 async def engine(running, model):
     """The one engine of this module with the model's own weights."""
     version = (await running.stats()).version
-    await running.pause()
-    await running.publish(version + 1, [parameters(model)])
-    await running.resume()
+    await publish(running, version + 1, parameters(model))
     return running
 
 

@@ -25,6 +25,7 @@ from agentrl.rollout.engine import Sampling
 from agentrl.rollout.episode import Policy
 from agentrl.train.init_model import init_model
 from agentrl.train.tokenizer import packaged_tokenizer
+from tests.publishing import exchange, publish
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -81,7 +82,7 @@ async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
             os.kill(victim, signal.SIGKILL)
         trained += (groups := await asyncio.wait_for(collecting, 120))
         collector.trained(groups)
-        await collector.publish([weights[update + 1]])
+        await exchange(collector, weights[update + 1])
     assert sum(collector.ledger.counts().values()) == collector.ledger.dispatched
     assert collector.ledger.counts()["failed"] == collector.ledger.counts()["stale"] == 0
     await collector.close()
@@ -144,7 +145,7 @@ async def test_load_is_shared_and_a_death_beyond_the_limit_is_final(engine, mode
     assert not orphans, "the killed replica left processes behind"
     # the survivor takes new weights alone
     version = stats.version + 1
-    await engine.publish(version, [changed(model, seed=77)])
+    await publish(engine, version, changed(model, seed=77))
     generation = await engine.generate(prompt_of(9), Sampling(max_tokens=8, seed=1), "e0")
     assert set(generation.versions) == {version} and off(model, prompt_of(9), generation) > 0.05
     # the death of the last one is an error that names it

@@ -9,7 +9,7 @@ from agentrl.env.wrappers import Compaction, keep_recent
 from agentrl.render import make_renderer
 from agentrl.render.toolcalls import render_tool_calls
 from agentrl.reward import compile_spec, load_spec
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, WeightBuckets
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import Message, StopReason
@@ -30,12 +30,6 @@ class ScriptedEngine(Engine):
         ids = self.turns[len(self.prompts)]
         self.prompts.append(list(token_ids))
         return Generation(ids, [-0.5] * len(ids), [0] * len(ids), "stop")
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def publish(self, version: int, weights: WeightBuckets) -> None: ...
 
     async def abort(self, request_key: str) -> None: ...
 

@@ -29,7 +29,7 @@ class Scripted(Engine):
     async def _nothing(self, *args):
         pass
 
-    start = pause = resume = publish = abort = close = _nothing
+    start = abort = close = _nothing
 
 
 def test_a_string_that_looks_like_a_number_reaches_its_tool_as_a_string():

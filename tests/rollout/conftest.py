@@ -12,12 +12,13 @@ from agentrl.errors import EngineError
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
 from agentrl.rollout.collect import Collector
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, WeightBuckets
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import Group
+from tests.publishing import VersionOnly, exchange
 
 
-class FaultyEngine(Engine):
+class FaultyEngine(Engine, VersionOnly):
     """Answers at once with short random text; waits, fails or hangs as told.
 
     `stuck`: episodes whose keys begin so never get an answer. `keys`: every episode that asked. A stand-in only
@@ -37,7 +38,6 @@ class FaultyEngine(Engine):
         self.stop, self.fail, self.hang, self.max_delay, self.stuck = stop, fail, hang, max_delay, stuck
         self.keys: list[str] = []
         self.random = random.Random(seed)
-        self.version = 0
         self.running = 0
         self.open = asyncio.Event()
         self.open.set()
@@ -69,14 +69,12 @@ class FaultyEngine(Engine):
             self.running -= 1
 
     async def pause(self) -> None:
+        await super().pause()
         self.open.clear()
 
     async def resume(self) -> None:
+        await super().resume()
         self.open.set()
-
-    async def publish(self, version: int, weights: WeightBuckets) -> None:
-        assert not self.open.is_set(), "weights may only change while the engine is paused"
-        self.version = version
 
     async def abort(self, request_key: str) -> None:
         pass
@@ -100,5 +98,5 @@ async def steps(collect: Collector, updates: int) -> list[Group]:
         groups = await collect.collect()
         found += groups
         collect.trained(groups)
-        await collect.publish([])
+        await exchange(collect)
     return found

@@ -21,6 +21,7 @@ from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import Policy
 from agentrl.rollout.ledger import GroupState
 from agentrl.trajectory import Group, StopReason
+from tests.publishing import exchange
 
 from .conftest import FaultyEngine
 
@@ -42,7 +43,7 @@ async def run(collect: Collector, updates: int) -> list[list[Group]]:
         groups = await collect.collect()
         batches.append(groups)
         collect.trained(groups)
-        await collect.publish([])
+        await exchange(collect)
     await collect.close()
     return batches
 
@@ -106,7 +107,7 @@ def test_invariants_under_failures_delays_oversampling_and_a_resume(
                 assert engine.running == 0
                 engine, collect = start()
                 collect.load_json(state)
-            await collect.publish([])
+            await exchange(collect)
             assert sum(collect.ledger.counts().values()) == collect.ledger.dispatched
         counts = collect.ledger.counts()
         assert counts["trained"] == len(seen) == 8
@@ -155,7 +156,7 @@ def test_an_episode_goes_on_over_three_updates_and_each_token_has_its_version(re
             collect.trained(groups)
             if version < 3:
                 await engine.advance()
-            await collect.publish([])
+            await exchange(collect)
         await collect.close()
         return next(group for group in groups if group.index == 0)
 
@@ -263,7 +264,7 @@ async def rows(collect: Collector, updates: int) -> list[tuple[list[int], float,
     for _ in range(updates):
         groups = await collect.collect()
         collect.trained(groups)
-        await collect.publish([])
+        await exchange(collect)
         numbers = collect.metrics()
         found.append(([group.index for group in groups], numbers["groups_filtered"], numbers["groups_zero_variance"]))
     return found
@@ -325,7 +326,7 @@ def test_the_bound_on_filtering_with_staleness_oversampling_and_a_resume(rendere
         assert state["filtered"] == waiting and sum(row[1] for row in found) + waiting == before
         again = start(1)
         again.load_json(state)
-        await again.publish([])
+        await exchange(again)
         resumed = await rows(again, 3)
         await again.close()
         assert all(row[1] <= 4.0 and row[2] == 2.0 for row in found + resumed)
@@ -387,7 +388,7 @@ def test_groups_that_are_too_old_after_a_resume_are_replaced_at_once(renderer: R
         # The config was changed between the two: what was sampled one version ago may not be trained any more.
         again = collector(renderer, FaultyEngine(stop), max_staleness=0)
         again.load_json(state)
-        await again.publish([])
+        await exchange(again)
         groups = await again.collect()
         await again.close()
         return [group.index for group in groups]
@@ -410,7 +411,7 @@ def test_complete_groups_survive_a_resume_and_none_is_skipped(renderer: Renderer
         engine = FaultyEngine(stop)
         again = collector(renderer, engine, max_staleness=1)
         again.load_json(state)
-        await again.publish([])
+        await exchange(again)
         batches = await run(again, 3)
         assert sorted(group.index for groups in batches for group in groups) == [2, 3, 4, 5, 6, 7]
         assert [row["index"] for row in waiting] == [3]

@@ -11,6 +11,7 @@ from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import Policy
 from agentrl.trajectory import Group, Message, ToolCall
+from tests.publishing import exchange
 
 from .conftest import FaultyEngine
 from .test_collect import ENV, scorer
@@ -97,7 +98,7 @@ def test_a_publish_admits_the_groups_that_it_made_room_for(renderer: Renderer) -
         collect = Collector(ENV, Policy(Listening(renderer), renderer), scorer(), config, context=2048, seed=0)
         collect.trained(await collect.collect())
         before = collect.ledger.slots_taken()
-        await collect.publish([])
+        await exchange(collect)
         after = collect.ledger.slots_taken()
         await collect.close()
         return before, after

@@ -23,6 +23,7 @@ from agentrl.rollout.pieces import make_sampler
 from agentrl.rollout.sampler.source import TaskSource
 from agentrl.rollout.seeds import derive
 from agentrl.trajectory import Group
+from tests.publishing import exchange
 
 from .conftest import FaultyEngine, steps
 
@@ -177,7 +178,7 @@ def test_a_killed_run_goes_on_in_the_epoch_without_a_repetition_or_a_gap(rendere
         await first.close()
         again = collector(renderer, seed=2, pool=12, max_staleness=eta)
         again.load_json(state)
-        await again.publish([])
+        await exchange(again)
         groups += await steps(again, 5)
         await again.close()
         return [group.task_seed for group in sorted(groups, key=lambda group: group.index)]

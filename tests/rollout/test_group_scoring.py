@@ -14,6 +14,7 @@ from agentrl.reward import compile_spec
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.episode import Policy
 from agentrl.trajectory import Group, StopReason, Trajectory
+from tests.publishing import exchange
 
 from .conftest import FaultyEngine
 
@@ -36,7 +37,7 @@ def collected(renderer: Renderer, reward: dict[str, Any], **engine: Any) -> list
         for _ in range(2):
             groups += await collect.collect()
             collect.trained(groups[-2:])
-            await collect.publish([])
+            await exchange(collect)
         await collect.close()
         return groups
 

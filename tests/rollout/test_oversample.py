@@ -12,6 +12,7 @@ from agentrl.errors import StalledError
 from agentrl.render.base import Renderer
 from agentrl.rollout.collect import Collector
 from agentrl.trajectory import Group
+from tests.publishing import exchange
 
 from .conftest import FaultyEngine
 from .test_collect import collector
@@ -26,7 +27,7 @@ def played(renderer: Renderer, stuck: tuple[str, ...], updates: int = 2, **rollo
             groups = await collect.collect()
             batches.append(groups)
             collect.trained(groups)
-            await collect.publish([])
+            await exchange(collect)
         # Counted before the end: what was given up lets go of the engine.
         async with asyncio.timeout(60):
             while engine.running != 3 * collect.ledger.counts()["running"]:

@@ -24,6 +24,7 @@ from agentrl.rollout.sampler.source import TaskSource
 from agentrl.rollout.seeds import derive
 from agentrl.run.policy import check_rollout
 from agentrl.trajectory import Group
+from tests.publishing import exchange, publish
 
 from .conftest import FaultyEngine, steps
 
@@ -145,7 +146,7 @@ def test_k_updates_a_resume_and_k_more_are_2k(renderer: Renderer, sampler: Choic
         await first.close()
         again = collector(renderer, sampler, delay=0.004, seed=2, filter_zero_variance=True)
         again.load_json(state)
-        await again.publish([])
+        await exchange(again)
         groups += await steps(again, 4)
         await again.close()
         return groups, again.metrics()
@@ -165,9 +166,7 @@ def test_a_group_that_ran_at_the_checkpoint_gets_its_task_again(renderer: Render
         await first.close()
         again = collector(renderer, STAGES, max_staleness=1)
         again.load_json(state)
-        await again.policy.engine.pause()
-        await again.policy.engine.publish(1, [])
-        await again.policy.engine.resume()
+        await publish(again.policy.engine, 1)
         again.tasks.sampler.observe(outcomes("0", 1.0, 1.0, 1.0))  # it would choose otherwise by now
         groups = await steps(again, 2)
         await again.close()

@@ -19,6 +19,7 @@ from agentrl.rollout.context.compact import Compact
 from agentrl.rollout.engine import Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.rollout.evaluate import run_tasks
+from tests.publishing import exchange
 
 from .test_blame import DONE, Actor
 from .test_blame import room as room  # the fixture
@@ -57,7 +58,7 @@ def collected(env: EnvRef, renderer: Renderer, seed: int, updates: int = 2, **co
         )
         for _ in range(updates):
             collect.trained(await collect.collect())
-            await collect.publish([])
+            await exchange(collect)
         await collect.close()
 
     asyncio.run(scenario())
@@ -140,7 +141,7 @@ def test_a_publish_starts_what_the_bound_has_room_for(
         before = await asked(1 + staleness)
         collect.trained(groups)
         trained = await asked(1 + staleness)
-        await collect.publish([])
+        await exchange(collect)
         after = await asked(1 + staleness + started)
         await collect.close()
         return before, trained, after

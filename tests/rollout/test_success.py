@@ -18,6 +18,7 @@ from agentrl.rollout.evaluate import evaluate, success_rate, summarize
 from agentrl.rollout.seeds import derive
 from agentrl.run.report import make_report
 from agentrl.trajectory import Task, Trajectory
+from tests.publishing import exchange
 
 from .conftest import FaultyEngine
 
@@ -40,7 +41,7 @@ def metrics(renderer: Renderer, root: dict[str, Any], sampler: Choice) -> dict[s
         collect = Collector(EnvRef("key_value"), Policy(engine, renderer), scorer, config, context=2048, seed=0)
         for _ in range(4):
             collect.trained(await collect.collect())
-            await collect.publish([])
+            await exchange(collect)
         await collect.close()
         return collect.metrics()
 

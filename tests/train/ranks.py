@@ -169,7 +169,12 @@ def after_broken(tiny: str, model: ModelConfig, optim: OptimConfig, context: Wor
     actor, algorithm = Actor(context), AlgorithmConfig(minibatch=7)
     actor.init_model(tiny, model, optim)
     metrics = actor.update(mine(Actor, "update", broken(), algorithm, context), algorithm, step=1)
-    return metrics, [{name: tensor for bucket in actor.export_weights() for name, tensor in bucket.items()}]
+    return metrics, [weights_on(actor)]
+
+
+def weights_on(actor: Actor) -> dict[str, torch.Tensor]:
+    """Copies of all weights, on every rank; a collective."""
+    return {name: tensor.cpu().clone() for name, tensor in actor._ready().tensors()}
 
 
 def noisy() -> Any:
@@ -224,7 +229,7 @@ def saving_for_ever(tiny: str, root: Path) -> Body:
             actor.update(mine(Actor, "update", batch, algorithm, context), algorithm, step=step)
             if context.rank == 0:
                 checkpoints.begin(step)
-            weights = {n: t for bucket in actor.export_weights() for n, t in bucket.items()}
+            weights = weights_on(actor)
             if context.rank == 0:
                 torch.save(weights, root.parent / f"weights_{step}.pt.new")
                 (root.parent / f"weights_{step}.pt.new").rename(root.parent / f"weights_{step}.pt")

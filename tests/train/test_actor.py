@@ -15,6 +15,7 @@ from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, Choice, ModelConfig
 from agentrl.errors import CheckpointError, ConfigError, ModelError, WorkerError
 from agentrl.train.actor import Actor
+from tests.publishing import weights_of as weights
 
 PLAIN = AlgorithmConfig(minibatch=8, loss=Choice(name="reinforce"))
 
@@ -23,10 +24,6 @@ def start(tiny: str, **optim: object) -> WorkerGroup[Actor]:
     group = launch(Actor, backend="inline", world_size=1)
     group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(**optim))
     return group
-
-
-def weights(group: WorkerGroup[Actor]) -> dict[str, torch.Tensor]:
-    return {name: tensor for bucket in group.run(Actor.export_weights) for name, tensor in bucket.items()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -13,12 +13,13 @@ from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.train.actor import Actor
 from agentrl.train.optim import muon
+from tests.publishing import weights_of
 
 # -- the warm start --------------------------------------------------------------------------------
 
 
 def named(group: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.double() for bucket in group.run(Actor.export_weights) for name, tensor in bucket.items()}
+    return {name: tensor.double() for name, tensor in weights_of(group).items()}
 
 
 def inner(name: str, tensor: torch.Tensor) -> bool:

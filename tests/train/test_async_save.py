@@ -28,6 +28,7 @@ from agentrl.run.folder import RunFolder
 from agentrl.train.actor import Actor
 from agentrl.train.checkpoint import MANIFEST
 from agentrl.train.learner import Learner
+from tests.publishing import weights_of
 
 ALGORITHM = AlgorithmConfig(minibatch=8)
 
@@ -39,7 +40,7 @@ def started(tiny: str) -> Any:
 
 
 def flat(group: Any) -> torch.Tensor:
-    return torch.cat([t.flatten() for bucket in group.run(Actor.export_weights) for t in bucket.values()])
+    return torch.cat([tensor.flatten() for tensor in weights_of(group).values()])
 
 
 def test_training_goes_on_and_the_save_holds_the_moment(tiny: str, tmp_path: Path) -> None:

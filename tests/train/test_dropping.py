@@ -24,6 +24,7 @@ from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
 from agentrl.train.minibatch import counted, counts_of, without_idle_rows
 from agentrl.trajectory import Task, TokenLedger, Trajectory
+from tests.publishing import weights_of
 
 MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 
@@ -35,7 +36,7 @@ def start(tiny: str, **optim: Any) -> Any:
 
 
 def weights(group: Any) -> torch.Tensor:
-    return torch.cat([t.flatten().double() for bucket in group.run(Actor.export_weights) for t in bucket.values()])
+    return torch.cat([tensor.flatten().double() for tensor in weights_of(group).values()])
 
 
 def ledgers(rng: np.random.Generator, prompt: list[int], count: int) -> list[TokenLedger]:

@@ -38,12 +38,13 @@ from agentrl.train.update import Pack, Steps
 from tests.config.observed import Course
 from tests.config.test_keys_flip import made
 from tests.e2e.runs import rows, small, train
+from tests.publishing import weights_of
 
 GAE = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
 
 
 def flat(group: Any) -> torch.Tensor:
-    return torch.cat([t.flatten() for bucket in group.run(Actor.export_weights) for t in bucket.values()])
+    return torch.cat([tensor.flatten() for tensor in weights_of(group).values()])
 
 
 def state(learner: Learner, folder: Path) -> dict[str, torch.Tensor]:

@@ -31,6 +31,7 @@ from agentrl.train.critic import Critic
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.learner import Learner
 from agentrl.train.optim import rate
+from tests.publishing import weights_of
 
 STEPS = 3
 TOTAL = 4  # of the run, for schedules
@@ -103,7 +104,7 @@ def settings(optim: dict[str, Any] | None = None, algorithm: dict[str, Any] | No
 
 
 def named(group: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.double() for bucket in group.run(Actor.export_weights) for name, tensor in bucket.items()}
+    return {name: tensor.double() for name, tensor in weights_of(group).items()}
 
 
 def learned(tiny: str, config: TrainConfig) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:

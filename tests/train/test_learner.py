@@ -31,11 +31,11 @@ from agentrl.train.init_model import init_model
 from agentrl.train.kl import steered
 from agentrl.train.learner import Learner, check_learner, with_advantages
 from agentrl.train.minibatch import token_noise, with_picks
+from tests.publishing import weights_of
 
 
 def weights(learner: Learner) -> torch.Tensor:
-    buckets = learner.actors.run(Actor.export_weights)
-    return torch.cat([tensor.flatten() for bucket in buckets for tensor in bucket.values()])
+    return torch.cat([tensor.flatten() for tensor in weights_of(learner.actors).values()])
 
 
 def own_logprobs(learner: Learner, count: int = 16, seed: int = 0) -> Any:

@@ -16,6 +16,7 @@ from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, LoraSection, ModelConfig
 from agentrl.errors import ConfigError, ModelError
 from agentrl.train.actor import Actor
+from tests.publishing import weights_of as weights
 
 ALGORITHM = AlgorithmConfig(minibatch=6)
 
@@ -25,10 +26,6 @@ def start(tiny: str, model: ModelConfig, ranks: int = 1, mesh: dict[str, int] | 
     group = launch(Actor, backend=backend, world_size=ranks, name=f"actor{ranks}", num_cpus=0.25, mesh=mesh)
     group.run(Actor.init_model, tiny, model, toy_optim(micro_tokens=150))
     return group
-
-
-def weights(group: WorkerGroup[Actor]) -> dict[str, torch.Tensor]:
-    return {name: tensor for bucket in group.run(Actor.export_weights) for name, tensor in bucket.items()}
 
 
 def agree(one: dict[str, float], other: dict[str, float]) -> None:

@@ -34,6 +34,7 @@ from agentrl.train.critic import Critic
 from agentrl.train.learner import Learner
 from agentrl.train.reference import Reference
 from agentrl.trajectory import Task, TokenLedger, Trajectory
+from tests.publishing import weights_of
 
 ALGORITHM = AlgorithmConfig(minibatch=64, groups="kept", epochs=2, entropy_bonus=0.01, kl=KlConfig(coef=0.1))
 
@@ -86,7 +87,7 @@ def start(
 
 
 def weights(group: WorkerGroup[Actor]) -> torch.Tensor:
-    return torch.cat([t.flatten() for bucket in group.run(Actor.export_weights) for t in bucket.values()])
+    return torch.cat([tensor.flatten() for tensor in weights_of(group).values()])
 
 
 def agree(one: dict[str, float], other: dict[str, float]) -> None:

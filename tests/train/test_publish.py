@@ -11,10 +11,13 @@ from agentrl.backends.embedded import EmbeddedEngine
 from agentrl.batch import collate
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
-from agentrl.config.schema import AlgorithmConfig, ModelConfig
+from agentrl.config.schema import AlgorithmConfig, ModelConfig, WeightsConfig
 from agentrl.rollout.engine import Sampling
 from agentrl.train.actor import Actor
+from agentrl.train.publish import Publisher
 from agentrl.trajectory import TokenLedger
+from agentrl.weights.routes import open_receiver
+from tests.publishing import weights_of
 
 PROMPT = list(range(20, 40))
 
@@ -33,9 +36,7 @@ async def sampled(tiny: str, actor: WorkerGroup[Actor] | None, temperature: floa
     await engine.start()
     try:
         if actor is not None:
-            await engine.pause()
-            await engine.publish(1, actor.run(Actor.export_weights))
-            await engine.resume()
+            await Publisher(actor, engine, WeightsConfig()).send(1)
         out = await engine.generate(PROMPT, Sampling(max_tokens=40, temperature=temperature, seed=5), "one")
     finally:
         await engine.close()
@@ -65,10 +66,15 @@ def test_published_weights_explain_the_samples_and_stale_ones_do_not(tiny: str) 
     assert gap(actor, published, 1.0) > 1e-2  # control: another temperature is noticed too
 
 
-def test_exported_weights_are_copies(tiny: str) -> None:
+def test_a_bucket_is_a_copy(tiny: str) -> None:
     """An engine that loads late must not see weights of a later update."""
     actor = trained_actor(tiny)
-    buckets = actor.run(Actor.export_weights)
-    before = {name: tensor.clone() for bucket in buckets for name, tensor in bucket.items()}
+    before = weights_of(actor)
+    receiver = open_receiver(actor.run(Actor.open_route, "memory", WeightsConfig(), 1), 0)
+    bucket = actor.run(Actor.next_bucket, True)
     actor.run(Actor.update, make_batch(8, seed=9), AlgorithmConfig(), step=9)
-    assert all(torch.equal(tensor, before[name]) for bucket in buckets for name, tensor in bucket.items())
+    assert bucket is not None
+    found = dict(receiver.receive(bucket))
+    assert found.keys() == before.keys() and all(torch.equal(found[name], before[name]) for name in found)
+    later = weights_of(actor)  # control: the update changed them
+    assert not any(torch.equal(found[name], later[name]) for name in found if name.endswith("proj.weight"))

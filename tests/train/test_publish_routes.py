@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from publish_parts import gap, ledger_of, trained
-from torch import Tensor
+from safetensors.torch import load_file
 
 from agentrl.backends.embedded import EmbeddedEngine
 from agentrl.config.schema import EnvConfig, LoraSection, ModelConfig, SftConfig, TrainConfig, WeightsConfig
@@ -21,9 +21,10 @@ from agentrl.train.actor import Actor
 from agentrl.train.publish import Publisher, check_weights
 from agentrl.train.source import WeightSource
 from agentrl.weights import memory, routes, shared
-from agentrl.weights.parcel import Named, Parcel, Stream, fill, view
+from agentrl.weights.bucket import Bucket, Named, Stream, fill, view
 from agentrl.weights.route import Offer, Silent
 from agentrl.weights.target import Adapter, MembersChangedError
+from tests.publishing import weights_of
 
 SMALL = 0.01
 SMALL_BUCKETS = WeightsConfig(bucket_mib=SMALL)
@@ -44,9 +45,7 @@ def test_each_route_brings_the_weights_and_only_it_does(tiny: str, tmp_path: Pat
             stale = await ledger_of(engine, 0)
             assert gap(actors, stale) > 1e-2  # control: the engine's first weights do not explain the trainer
             for version in (1, 2):
-                await engine.pause()
                 await publisher.send(version)
-                await engine.resume()
                 assert gap(actors, await ledger_of(engine, version)) < 1e-5
                 if version == 1:
                     trained(tiny, actors, steps=1)
@@ -68,9 +67,9 @@ def test_nothing_is_left_in_shared_memory(tiny: str) -> None:
     receiver = routes.open_receiver(offer, 0)
     sender.attached()
     assert not any(name.exists() for name in names)  # a kill from here on leaves nothing
-    parcel = sender.send(Stream(iter([("a", torch.arange(8.0))])))
-    assert parcel is not None
-    [(name, found)] = receiver.receive(parcel)
+    bucket = sender.send(Stream(iter([("a", torch.arange(8.0))])))
+    assert bucket is not None
+    [(name, found)] = receiver.receive(bucket)
     assert name == "a" and torch.equal(found, torch.arange(8.0))
 
 
@@ -126,10 +125,10 @@ def test_a_broken_publish_is_refused_and_the_next_one_heals(tiny: str) -> None:
         publisher = Publisher(actors, engine, SMALL_BUCKETS)
         await publisher.send(1)
 
-        async def part() -> AsyncIterator[Parcel]:
-            parcel = await actors.arun(Actor.next_bucket, True)
-            assert parcel is not None
-            yield replace(parcel, entries=parcel.entries[:-1])
+        async def part() -> AsyncIterator[Bucket]:
+            bucket = await actors.arun(Actor.next_bucket, True)
+            assert bucket is not None
+            yield replace(bucket, entries=bucket.entries[:-1])
 
         with pytest.raises(EngineError, match="were not published"):
             await engine.receive(2, part())
@@ -163,7 +162,7 @@ def test_ranks_start_a_stream_together_and_once() -> None:
         source = WeightSource(engine, rank, "127.0.0.1")  # type: ignore[arg-type]
         source.open("memory", WeightsConfig(bucket_mib=0.00001), 1)
         sent = [source.send(call == 0) for call in range(6)]  # the driver asks until rank 0 has no more
-        assert [parcel is not None for parcel in sent] == ([True] * 5 + [False] if rank == 0 else [False] * 6)
+        assert [bucket is not None for bucket in sent] == ([True] * 5 + [False] if rank == 0 else [False] * 6)
         started.append(engine.started)
     assert started == [1, 1]
 
@@ -180,12 +179,12 @@ class Replaceable(EmbeddedEngine):
         await super().attach(offer)
         self.attached = self.name
 
-    async def receive(self, version: int, parcels: AsyncIterator[Parcel]) -> None:
+    async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
         if self.name == "a" and version == 1:
             self.name = "b"  # just between attaching and the first bucket
         if self.attached != self.name:
             raise MembersChangedError("replaced")
-        await super().receive(version, parcels)
+        await super().receive(version, buckets)
 
 
 def test_a_replaced_process_is_attached_anew(tiny: str) -> None:
@@ -231,24 +230,28 @@ def test_buckets_hold_every_tensor_once_and_in_bounds(sizes: list[int], room: in
         entries, used = fill(stream, room, buffer)
         quiet.send(silent)  # ranks without a buffer stay in step
         assert used <= room and stream.done == silent.done
-        parcel = Parcel.from_wire(Parcel(0, used, tuple(entries)).to_wire())
-        found += [(entry.name, view(buffer, entry).clone()) for entry in parcel.entries]
+        bucket = Bucket.from_wire(Bucket(0, used, tuple(entries)).to_wire())
+        found += [(entry.name, view(buffer, entry).clone()) for entry in bucket.entries]
     assert [name for name, _ in found] == [name for name, _ in made]
     assert all(torch.equal(one, other) for (_, one), (_, other) in zip(found, made, strict=True))
 
 
-def test_the_stream_holds_what_export_writes(tiny: str) -> None:
+def test_the_stream_holds_what_export_writes(tiny: str, tmp_path: Path) -> None:
     actors = trained(tiny)
-    want: dict[str, Tensor] = {n: t for bucket in actors.run(Actor.export_weights) for n, t in bucket.items()}
+    actors.run(Actor.export_hf, str(tmp_path))
+    want = load_file(tmp_path / "model.safetensors")
     counts = []
     for size in (SMALL, 64.0):
-        actors.run(Actor.open_route, "memory", WeightsConfig(bucket_mib=size), 1)
+        receiver = routes.open_receiver(actors.run(Actor.open_route, "memory", WeightsConfig(bucket_mib=size), 1), 0)
         actors.run(Actor.next_bucket, True)  # one that is broken off
-        parcels: list[Parcel] = []
-        while (parcel := actors.run(Actor.next_bucket, not parcels)) is not None:
-            parcels.append(parcel)
-        assert [entry.name for parcel in parcels for entry in parcel.entries] == list(want)
-        counts.append(len(parcels))
+        buckets: list[Bucket] = []
+        found: list[Named] = []
+        while (bucket := actors.run(Actor.next_bucket, not buckets)) is not None:
+            buckets.append(bucket)
+            found += [(name, tensor.clone()) for name, tensor in receiver.receive(bucket)]
+        assert sorted(name for name, _ in found) == sorted(want)
+        assert all(torch.equal(tensor, want[name]) for name, tensor in found)
+        counts.append(len(buckets))
     assert counts[0] > 2 and counts[1] == 1
 
 
@@ -256,15 +259,15 @@ def test_the_stream_holds_what_export_writes(tiny: str) -> None:
 def test_bucket_mib_bounds_each_bucket_and_folder_is_where_it_lies(tiny: str, tmp_path: Path, mib: float) -> None:
     """The tiny model's largest tensor, its embeddings, is 51 KB; every bucket but the last is filled to within it."""
     actors = trained(tiny)
-    tensors = [tensor for bucket in actors.run(Actor.export_weights) for tensor in bucket.values()]
+    tensors = list(weights_of(actors).values())
     total, largest = sum(t.nbytes for t in tensors), max(t.nbytes for t in tensors)
     actors.run(Actor.open_route, "disk", WeightsConfig(bucket_mib=mib, folder=str(tmp_path)), 1)
-    parcels: list[Parcel] = []
-    while (parcel := actors.run(Actor.next_bucket, not parcels)) is not None:
-        parcels.append(parcel)
-        assert Path(parcel.file).is_relative_to(tmp_path) and Path(parcel.file).is_file() and parcel.nbytes <= mib * 2**20
-    assert largest <= mib * 2**20 and sum(parcel.nbytes for parcel in parcels) >= total
-    assert all(parcel.nbytes > mib * 2**20 - largest for parcel in parcels[:-1]) and len(parcels) >= total / (mib * 2**20)
+    buckets: list[Bucket] = []
+    while (bucket := actors.run(Actor.next_bucket, not buckets)) is not None:
+        buckets.append(bucket)
+        assert Path(bucket.file).is_relative_to(tmp_path) and Path(bucket.file).is_file() and bucket.nbytes <= mib * 2**20
+    assert largest <= mib * 2**20 and sum(bucket.nbytes for bucket in buckets) >= total
+    assert all(bucket.nbytes > mib * 2**20 - largest for bucket in buckets[:-1]) and len(buckets) >= total / (mib * 2**20)
     actors.run(Actor.close_route)
     assert not list(tmp_path.iterdir())
 
@@ -277,9 +280,7 @@ def test_an_adapter_alone_is_published_in_place_of_the_one_before(tiny: str) -> 
         publisher = Publisher(actors, engine, WeightsConfig(lora="adapter"))
         assert gap(actors, await ledger_of(engine, 0)) > 1e-3  # control: no adapter
         for version in (1, 2):
-            await engine.pause()
             await publisher.send(version)
-            await engine.resume()
             assert gap(actors, await ledger_of(engine, version)) < 1e-5
             trained(tiny, actors, steps=1)
             assert gap(actors, await ledger_of(engine, version)) > 1e-3  # control: the adapter of before

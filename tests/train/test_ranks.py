@@ -18,6 +18,7 @@ from agentrl.cluster.launch import launch
 from agentrl.config.schema import ModelConfig
 from agentrl.train.actor import Actor
 from agentrl.train.checkpoint import Checkpoints
+from tests.publishing import weights_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
 WHAT = [*LOSSES, "critic"]
@@ -96,5 +97,5 @@ def test_kill_in_the_middle_of_a_background_save(out: Path, tiny: str, world: in
     resumed.run(Actor.init_model, tiny, ModelConfig(), toy_optim())
     resumed.run(Actor.load, str(newest / "actor"))
     expected = torch.load(folder / f"weights_{step}.pt")
-    loaded = {n: t for bucket in resumed.run(Actor.export_weights) for n, t in bucket.items()}
+    loaded = weights_of(resumed)
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)

@@ -17,6 +17,7 @@ from agentrl.config.schema import AlgorithmConfig, Choice, ModelConfig
 from agentrl.train.actor import Actor
 from agentrl.train.engine import BaseEngine
 from agentrl.train.update import Meter
+from tests.publishing import weights_of as weights
 
 REINFORCE = AlgorithmConfig(minibatch=64, loss=Choice(name="reinforce"))
 
@@ -25,10 +26,6 @@ def start(tiny: str, total: int | None = None, **optim: object) -> WorkerGroup[A
     group = launch(Actor, backend="inline", world_size=1)
     group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(**optim), total)
     return group
-
-
-def weights(group: WorkerGroup[Actor]) -> dict[str, torch.Tensor]:
-    return {name: tensor for bucket in group.run(Actor.export_weights) for name, tensor in bucket.items()}
 
 
 def mean_of(group: WorkerGroup[Actor], name: str, batch: object) -> float:

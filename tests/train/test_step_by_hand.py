@@ -33,12 +33,11 @@ from agentrl.train.learner import check_learner, policy_updates, settled_algorit
 from agentrl.train.reference import Reference
 from agentrl.train.reward_model import with_scores
 from agentrl.trajectory import Task, TokenLedger, Trajectory
+from tests.publishing import weights_of as named
 
 MODES = ["token_mean", "seq_mean_token_mean"]
 
 
-def named(group: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for bucket in group.run(Actor.export_weights) for name, tensor in bucket.items()}
 
 
 def tables(model: Any, batch: TensorDict, temperature: float) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from agentrl.cluster.launch import launch
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, ModelConfig
 from agentrl.train.actor import Actor
+from tests.publishing import weights_of as weights
 
 pytestmark = pytest.mark.slow
 ALGORITHM = AlgorithmConfig(minibatch=6)
@@ -31,10 +32,6 @@ def start(tiny: str, ranks: int, backend: str, name: str, dtype: str = "float32"
     group = launch(Actor, backend=backend, world_size=ranks, name=name, num_cpus=0.5)
     group.run(Actor.init_model, tiny, ModelConfig(dtype=dtype), toy_optim(micro_tokens=150))
     return group
-
-
-def weights(group: WorkerGroup[Actor]) -> dict[str, torch.Tensor]:
-    return {name: tensor for bucket in group.run(Actor.export_weights) for name, tensor in bucket.items()}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What travels: entries that say which tensor lies where in a bucket of bytes."""
+"""What travels: buckets of bytes, and entries that say which tensor lies where in one."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """One bucket: `nbytes` bytes in slot `slot` (see Sender), cut as `entries` say. `file` is the disk route's."""
+class Bucket:
+    """What is told of one bucket: `nbytes` bytes in slot `slot` (see Sender), cut as `entries` say. `file` is the disk
+    route's."""
 
     slot: int
     nbytes: int
     entries: tuple[Entry, ...]
     file: str = ""
 
-    def with_aliases(self, tied: Mapping[str, str]) -> Parcel:
+    def with_aliases(self, tied: Mapping[str, str]) -> Bucket:
         """The same bytes, a tied parameter also under its further names. `tied`: further name -> name."""
         more = [replace(entry, name=alias) for entry in self.entries for alias, name in tied.items() if name == entry.name]
         return replace(self, entries=(*self.entries, *more))
@@ -49,8 +50,12 @@ class Parcel:
         entries = [[e.name, e.dtype, list(e.shape), e.offset, e.source] for e in self.entries]
         return (self.slot, self.nbytes, self.file, entries)
 
+    def cut(self, flat: Tensor) -> list[Named]:
+        """The tensors inside the bucket's bytes `flat`, uint8 [nbytes or more], without a copy."""
+        return [(entry.name, view(flat, entry)) for entry in self.entries]
+
     @classmethod
-    def from_wire(cls, wire: Wire) -> Parcel:
+    def from_wire(cls, wire: Wire) -> Bucket:
         slot, nbytes, file, entries = wire
         cut = tuple(Entry(name, dtype, tuple(shape), at, source) for name, dtype, shape, at, source in entries)
         return cls(slot, nbytes, cut, file)

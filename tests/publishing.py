@@ -1,0 +1,121 @@
+"""Weights that a test holds into an engine, and an actor's weights out of it, as a run does both: over a route.
+
+`publish` sends tensors with the Publisher of a run; only the trainer that holds them is a stand-in. `weights_of` is an
+engine's end of a route towards an actor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from agentrl.cluster.dispatch import Broadcast, Strategy
+from agentrl.cluster.group import WorkerGroup
+from agentrl.cluster.launch import launch
+from agentrl.config.schema import WeightsConfig
+from agentrl.errors import ConfigError
+from agentrl.rollout.collect import Collector
+from agentrl.rollout.engine import Engine
+from agentrl.train.actor import Actor
+from agentrl.train.publish import Publisher
+from agentrl.train.source import WeightSource
+from agentrl.weights.bucket import Bucket, Named
+from agentrl.weights.route import Offer
+from agentrl.weights.routes import open_receiver
+from agentrl.weights.target import Adapter, WeightTarget
+
+Tensors = Mapping[str, Tensor]
+
+
+class Held:
+    """What a weight source asks of a trained model: its tensors in order, and the bytes of the largest."""
+
+    def __init__(self, *parts: Tensors) -> None:
+        self._named: list[Named] = [pair for part in parts for pair in part.items()]
+
+    def tensors(self) -> Iterator[Named]:
+        return iter(self._named)
+
+    def largest(self) -> int:
+        return max((tensor.nbytes for _, tensor in self._named), default=0)
+
+
+class Holder(Actor):
+    """An actor that publishes what it was given, and nothing else."""
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {"hold": Broadcast()}
+
+    def hold(self, held: Held) -> None:
+        """What to publish from now on."""
+        self._source = WeightSource(held, self.rank, "127.0.0.1")  # type: ignore[arg-type]
+
+
+async def publish(engine: Engine, version: int, *parts: Tensors, bucket_mib: float = 1.0) -> None:
+    """The tensors of all parts, in order, as the weights of `version`: pause, bring, resume, as in a run.
+
+    Raises what `Publisher.send` raises.
+    """
+    actors = launch(Holder, backend="inline")
+    actors.run(Holder.hold, Held(*parts))
+    publisher = Publisher(actors, engine, WeightsConfig(bucket_mib=bucket_mib))
+    try:
+        await publisher.send(version)
+    finally:
+        await publisher.close()
+
+
+async def exchange(collector: Collector, *parts: Tensors) -> None:
+    """The tensors as the weights of the collector's version; then groups are admitted, as in a run."""
+    await collector.exchange(lambda version: publish(collector.policy.engine, version, *parts))
+
+
+def weights_of(actors: WorkerGroup[Any]) -> dict[str, Tensor]:
+    """Copies of all weights of an actor by Hugging Face name, in the order in which they come; a route that was open is
+    closed."""
+    for route in ("memory", "shared"):
+        offer = actors.run(Actor.open_route, route, WeightsConfig(bucket_mib=1.0), 1)
+        try:
+            receiver = open_receiver(offer, 0)
+            break
+        except ConfigError:
+            continue
+    else:
+        raise AssertionError("no route to the actor")
+    actors.run(Actor.route_attached)
+    found: dict[str, Tensor] = {}
+    bucket = actors.run(Actor.next_bucket, True)
+    while bucket is not None:
+        found |= {name: tensor.clone() for name, tensor in receiver.receive(bucket)}
+        bucket = actors.run(Actor.next_bucket, False)
+    receiver.close()
+    actors.run(Actor.close_route)
+    return found
+
+
+class VersionOnly(WeightTarget):
+    """Mixed into an engine without a model: of new weights it takes the version."""
+
+    version = 0
+    paused = False
+
+    async def pause(self) -> None:
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.paused = False
+
+    def members(self) -> tuple[str, ...]:
+        return ("this process",)
+
+    async def attach(self, offer: Offer) -> None: ...
+
+    async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
+        assert self.paused, "weights may only change while the engine is paused"
+        async for bucket in buckets:
+            raise AssertionError(f"no model for {bucket}")
+        self.version = version
+
+    async def adapt(self, version: int, adapter: Adapter) -> None:
+        raise AssertionError("no model for an adapter")
