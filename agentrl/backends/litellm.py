@@ -21,6 +21,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from agentrl.backends.openai_chat import unique_ids, write_message
+from agentrl.config.schema import ApiConfig
 from agentrl.errors import DependencyError, EngineError, RenderError, UserError
 from agentrl.executors import in_thread
 from agentrl.render.base import Renderer
@@ -105,26 +106,20 @@ class LiteLlmEngine(Engine):
     def __init__(
         self,
         model: str,
+        cfg: ApiConfig,
         *,
-        concurrency: int = 32,
-        timeout: float = 120.0,
-        retries: int = 3,
         backoff: float = 0.5,
-        max_wait: float = 60.0,
-        usd_per_million: tuple[float, float] | None = None,
         options: Mapping[str, Any] | None = None,
         transcript: Transcript | None = None,
     ) -> None:
-        """`model` in litellm's form, such as `openai/gpt-5-mini`. `options` go to litellm as they are (`api_base`,
-        `api_key`, ...). Times in seconds: `timeout` bounds one attempt; between attempts it waits what the server's
-        Retry-After says, else `backoff` doubled each time; where it is to wait longer than `max_wait`, it gives up.
-        `usd_per_million`: (prompt, sampled) prices instead of litellm's. Raises DependencyError without the extra."""
+        """`model` in litellm's form, such as `openai/gpt-5-mini`. `options` go to litellm as they are (`api_key`, ...).
+        Between attempts it waits what the server's Retry-After says, else `backoff` seconds doubled each time; if that is
+        longer than `cfg.max_wait`, it gives up. Raises DependencyError without the extra."""
         if importlib.util.find_spec("litellm") is None:
             raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
-        self._model, self._options = model, dict(options or {})
-        self._timeout, self._retries, self._backoff, self._max_wait = timeout, retries, backoff, max_wait
-        self._prices = usd_per_million
-        self._gate = asyncio.Semaphore(concurrency)
+        self._model, self._cfg, self._backoff = model, cfg, backoff
+        self._options = {**({"api_base": cfg.base} if cfg.base else {}), **(options or {})}
+        self._gate = asyncio.Semaphore(cfg.concurrency)
         self._transcript = transcript or Transcript()
         self._running: dict[str, set[asyncio.Task[Any]]] = {}
         self._begun: dict[str, float | None] = {}
@@ -192,7 +187,7 @@ class LiteLlmEngine(Engine):
         options = {**self._options, **({"tools": tools} if tools else {})}
         if sampling.top_p < 1:
             options["top_p"] = sampling.top_p
-        for attempt in range(self._retries + 1):
+        for attempt in range(self._cfg.retries + 1):
             try:
                 async with self._gate:
                     self._attempts += 1
@@ -202,7 +197,7 @@ class LiteLlmEngine(Engine):
                         messages=messages,
                         temperature=sampling.temperature,
                         max_tokens=sampling.max_tokens,
-                        timeout=self._timeout,
+                        timeout=self._cfg.timeout,
                         num_retries=0,
                         max_retries=0,
                         **options,
@@ -220,14 +215,14 @@ class LiteLlmEngine(Engine):
         import openai  # litellm's own dependency: its errors are openai's
 
         passing = (openai.RateLimitError, openai.APIConnectionError, openai.InternalServerError)
-        if attempt == self._retries or not isinstance(problem, passing):
+        if attempt == self._cfg.retries or not isinstance(problem, passing):
             return None
         wait = self._backoff * 2**attempt * random.uniform(0.75, 1.25)
         if isinstance(problem, openai.APIStatusError):
             # litellm makes a response of its own; the server's headers it keeps beside it, where there were any.
             headers = vars(problem).get("litellm_response_headers") or problem.response.headers
             wait = max(wait, retry_after(headers) or 0.0)
-        return wait if wait <= self._max_wait else None
+        return wait if wait <= self._cfg.max_wait else None
 
     def _read(self, answer: Any, turn: int) -> Generation:
         if not answer.choices:
@@ -247,8 +242,8 @@ class LiteLlmEngine(Engine):
         usage = answer.usage
         if not usage.prompt_tokens:
             return None
-        if self._prices is not None:
-            prompt, sampled = self._prices
+        if self._cfg.usd_per_million is not None:
+            prompt, sampled = self._cfg.usd_per_million
             return float(usage.prompt_tokens * prompt + usage.completion_tokens * sampled) / 1e6
         litellm = load_litellm()
         names = (self._model, self._model.partition("/")[2])

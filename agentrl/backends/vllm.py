@@ -16,6 +16,7 @@ from agentrl.backends.vllm_actor import ReplicaDeadError
 from agentrl.backends.vllm_pace import Paces
 from agentrl.backends.vllm_replicas import Replica, Replicas
 from agentrl.backends.vllm_routes import Kept, VllmRoutes
+from agentrl.config.schema import VllmConfig
 from agentrl.errors import ConfigError, DependencyError, EngineError
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway
 from agentrl.weights.bucket import Bucket
@@ -35,51 +36,21 @@ class VllmEngine(Engine, WeightTarget):
     def __init__(
         self,
         model_path: str,
+        cfg: VllmConfig,
         *,
-        replicas: int = 1,
-        tensor_parallel: int = 1,
-        kv_cache_mib: int = 256,
-        max_model_len: int = 4096,
-        enforce_eager: bool = True,
         dtype: str = "float32",
         startup_timeout: float = 300.0,
-        call_timeout: float = 300.0,
-        max_respawns: int = 0,
         lora_rank: int | None = None,
         places: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """`tensor_parallel`: GPUs (or CPU processes) a replica. `kv_cache_mib`: KV cache a worker process.
-        `startup_timeout`: seconds until a replica must be up. `call_timeout`: seconds until it
-        must answer a call that is not `generate`; else it counts as dead. `max_respawns`: dead replicas replaced in all;
-        above 0 the newest weights are kept in Ray's object store for them. `lora_rank`: room for adapters of
-        this rank (see `adapt`). `places`: Ray's options of each replica's actor, where a pool says where it runs."""
+        """`cfg.max_model_len` is at most the model's own limit. `startup_timeout`: seconds until a replica must be up.
+        `lora_rank`: room for adapters of this rank (see `adapt`). `places`: Ray's options of each replica's actor, if a pool
+        says where it runs."""
         self._path = model_path
-        options: dict[str, Any] = {
-            "model": model_path,
-            "tensor_parallel_size": tensor_parallel,
-            "kv_cache_memory_bytes": kv_cache_mib << 20,
-            "max_model_len": max_model_len,
-            "enforce_eager": enforce_eager,
-            "dtype": dtype,
-            # vLLM's own Ray executor does not run on CPU, and one process needs no executor.
-            "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
-        }
-        if not torch.cuda.is_available():
-            # A prompt computed in chunks rewinds its seeded generator after each, which generators of a CPU
-            # cannot; the engine's process ends on it.
-            options |= {
-                "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(max_model_len, 4096),
-            }
-        if lora_rank is not None:
-            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _lora_room(lora_rank)}
         self._lora_rank = lora_rank
-        self._context = max_model_len
-        self._keep_weights = max_respawns > 0
-        self._replicas = Replicas(
-            options, replicas, gpus=tensor_parallel, startup_timeout=startup_timeout,
-            call_timeout=call_timeout, max_respawns=max_respawns, places=places, catch_up=self._catch_up,
-        )  # fmt: skip
+        self._context = cfg.max_model_len
+        options = {"model": model_path, "dtype": dtype, **engine_options(cfg, lora_rank)}
+        self._replicas = Replicas(options, cfg, startup_timeout=startup_timeout, places=places, catch_up=self._catch_up)
         self._paces = Paces(self._replicas.progress)
         self._expected: Expected | None = None
         self._numbers = itertools.count()
@@ -89,7 +60,7 @@ class VllmEngine(Engine, WeightTarget):
         self._paused = False
         self._version = 0
         self._newest: list[Kept] = []
-        self._routes = VllmRoutes(self._replicas, tensor_parallel, self._keep_weights)
+        self._routes = VllmRoutes(self._replicas, cfg.tensor_parallel, keep=cfg.max_respawns > 0)
         self._adapter: Adapter | None = None
 
     async def start(self) -> None:
@@ -240,6 +211,25 @@ class VllmEngine(Engine, WeightTarget):
             raise EngineError(f"the prompt has token ids outside [0, {self._expected.vocab})")
         if sampling.max_tokens < 1:
             raise EngineError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
+
+
+def engine_options(cfg: VllmConfig, lora_rank: int | None) -> dict[str, Any]:
+    """What vLLM's AsyncEngineArgs are given of the section, on this machine."""
+    options: dict[str, Any] = {
+        "tensor_parallel_size": cfg.tensor_parallel,
+        "kv_cache_memory_bytes": cfg.kv_cache_mib << 20,
+        "max_model_len": cfg.max_model_len,
+        "enforce_eager": cfg.enforce_eager,
+        # vLLM's own Ray executor does not run on CPU, and one process needs no executor.
+        "distributed_executor_backend": "mp" if cfg.tensor_parallel > 1 else "uni",
+    }
+    if not torch.cuda.is_available():
+        # A prompt computed in chunks rewinds its seeded generator after each, which generators of a CPU cannot; the engine's
+        # process ends on it.
+        options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(cfg.max_model_len, 4096)}
+    if lora_rank is not None:
+        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _lora_room(lora_rank)}
+    return options
 
 
 def _lora_room(rank: int) -> int:

@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from agentrl.backends.vllm_actor import CPU_ENVIRONMENT, ENVIRONMENT, ReplicaDeadError, VllmActor
 from agentrl.backends.vllm_outbox import Outbox, Request
 from agentrl.backends.vllm_pace import Told
+from agentrl.config.schema import VllmConfig
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import EngineStats, Generation
 
@@ -47,27 +48,21 @@ class Replica:
 
 
 class Replicas:
-    """Starts `count` replicas, sends each episode where its prefix cache is, and replaces those that die."""
+    """Starts `cfg.replicas` replicas, sends each episode where its prefix cache is, and replaces those that die."""
 
     def __init__(
         self,
         options: dict[str, Any],
-        count: int,
+        cfg: VllmConfig,
         *,
-        gpus: int,
         startup_timeout: float,
-        call_timeout: float,
-        max_respawns: int,
         catch_up: Callable[[Replica], Awaitable[None]],
         places: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """`options`: for vLLM. `gpus`: of a replica, where there are any. `call_timeout`: seconds after which a
-        replica that does not answer a call (other than `start` and `generate`) counts as dead. `max_respawns`:
-        how many replicas are replaced in all. `catch_up` brings a new replica to the weights of the day and then
-        calls `join`. `places`: Ray's options of each replica, where a pool says where it runs."""
-        self._options, self._count, self._gpus = options, count, gpus
-        self._startup_timeout, self._call_timeout = startup_timeout, call_timeout
-        self._max_respawns, self._respawns = max_respawns, 0
+        """`options`: for vLLM. `catch_up` brings a new replica to the current weights and then calls `join`. `places`: Ray's
+        options of each replica, if a pool says where it runs."""
+        self._options, self._cfg = options, cfg
+        self._startup_timeout, self._respawns = startup_timeout, 0
         self._catch_up, self._places = catch_up, places
         self._replicas: list[Replica] = []
         self._started = False
@@ -77,7 +72,7 @@ class Replicas:
 
     async def start(self) -> None:
         """Raises EngineError where one does not come up; the others are then ended too."""
-        self._replicas = [self._spawn(number) for number in range(self._count)]
+        self._replicas = [self._spawn(number) for number in range(self._cfg.replicas)]
         try:
             await asyncio.gather(*(self._boot(replica) for replica in self._replicas))
         except EngineError:
@@ -174,14 +169,14 @@ class Replicas:
     async def control(self, replica: Replica, method: str, *args: Any) -> Any:
         """`ask` for a call that is answered soon: a replica that hangs is killed, so that its requests move."""
         try:
-            return await asyncio.wait_for(self.ask(replica, method, *args), self._call_timeout)
+            return await asyncio.wait_for(self.ask(replica, method, *args), self._cfg.call_timeout)
         except TimeoutError:
-            raise self._died(replica, f"no answer to {method} within {self._call_timeout:g} s") from None
+            raise self._died(replica, f"no answer to {method} within {self._cfg.call_timeout:g} s") from None
 
     async def progress(self) -> list[Told]:
         """What each live replica tells of its requests; nothing from one that does not answer."""
         answers = await asyncio.gather(
-            *(asyncio.wait_for(self.ask(replica, "progress"), self._call_timeout) for replica in self.alive()),
+            *(asyncio.wait_for(self.ask(replica, "progress"), self._cfg.call_timeout) for replica in self.alive()),
             return_exceptions=True,
         )
         return [answer for answer in answers if not isinstance(answer, BaseException)]
@@ -206,7 +201,7 @@ class Replicas:
     def _spawn(self, number: int) -> Replica:
         gpu = torch.cuda.is_available()
         environment = ENVIRONMENT if gpu else {**ENVIRONMENT, **CPU_ENVIRONMENT}
-        anywhere = {"num_cpus": 0, "num_gpus": self._gpus if gpu else 0}
+        anywhere = {"num_cpus": 0, "num_gpus": self._cfg.tensor_parallel if gpu else 0}
         place = self._places[number] if self._places else anywhere
         actor = ray.remote(VllmActor).options(max_concurrency=4096, runtime_env={"env_vars": environment}, **place)
         return Replica(number, actor.remote(self._options))
@@ -223,16 +218,16 @@ class Replicas:
             told = " ".join(cause.split())  # Ray writes a paragraph
             replica.cause = f"{replica.name} died: {told[:400]}"
             ray.kill(replica.actor)  # the process may outlive the engine inside it
-            if self._started and self._respawns < self._max_respawns:
+            if self._started and self._respawns < self._cfg.max_respawns:
                 self._respawns += 1
                 log.warning("%s; its %d requests move, and it is started again (%d of max_respawns = %d)",
-                            replica.cause, replica.in_flight, self._respawns, self._max_respawns)  # fmt: skip
+                            replica.cause, replica.in_flight, self._respawns, self._cfg.max_respawns)  # fmt: skip
                 task = asyncio.create_task(self._respawn(replica), name=f"respawn {replica.name}")
                 self._coming.add(task)
                 task.add_done_callback(self._coming.discard)
             elif self._started:
                 log.error("%s; %d of %d replicas live and no more are started (max_respawns = %d)", replica.cause,
-                          len(self.alive()), self._count, self._max_respawns)  # fmt: skip
+                          len(self.alive()), self._cfg.replicas, self._cfg.max_respawns)  # fmt: skip
         return ReplicaDeadError(replica.cause)
 
     async def _respawn(self, dead: Replica) -> None:

@@ -55,17 +55,11 @@ def make_engine(name: str, model: str, config: TrainConfig, pools: Pools | None 
     if name == "vllm":
         from agentrl.backends.vllm import VllmEngine
 
-        v = config.vllm
+        fits = min(config.vllm.max_model_len, model_context(model))
         return VllmEngine(
             model,
-            replicas=v.replicas,
-            tensor_parallel=v.tensor_parallel,
-            kv_cache_mib=v.kv_cache_mib,
-            max_model_len=min(v.max_model_len, model_context(model)),
-            enforce_eager=v.enforce_eager,
+            config.vllm.model_copy(update={"max_model_len": fits}),
             dtype=config.model.dtype,
-            max_respawns=v.max_respawns,
-            call_timeout=v.call_timeout,
             lora_rank=_adapter_rank(config),
             places=pools.beside("rollout") if pools is not None and "rollout" in pools else (),
         )
@@ -115,18 +109,9 @@ def make_api_engine(config: TrainConfig, transcript: Transcript) -> LiteLlmEngin
     """The engine of `api:NAME`, asked as the config's `api` section says; its `renderer` is the one to use."""
     from agentrl.backends.litellm import LiteLlmEngine
 
-    api, name = config.api, api_name(config.model.path)
+    name = api_name(config.model.path)
     assert name is not None
-    return LiteLlmEngine(
-        name,
-        concurrency=api.concurrency,
-        timeout=api.timeout,
-        retries=api.retries,
-        max_wait=api.max_wait,
-        usd_per_million=api.usd_per_million,
-        options={"api_base": api.base} if api.base else {},
-        transcript=transcript,
-    )
+    return LiteLlmEngine(name, config.api, transcript=transcript)
 
 
 def _adapter_rank(config: TrainConfig) -> int | None:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from work import CONTEXT, Forced, collector, publisher
+from work import CONTEXT, Forced, collector, publisher, vllm_section
 
 from agentrl.backends.vllm import VllmEngine
 from agentrl.backends.vllm_actor import CPU_ENVIRONMENT, ENVIRONMENT
@@ -127,7 +127,7 @@ async def compare(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str
     with tempfile.TemporaryDirectory() as scratch:
         folder = str(init_model(sizes, Path(scratch) / "model", 0))
         raw = RawVllm(folder)
-        engine = VllmEngine(folder, max_model_len=CONTEXT)
+        engine = VllmEngine(folder, vllm_section(CONTEXT))
         try:
             raw.wait("READY")
             await engine.start()

@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from peers import ratio
-from work import publisher
+from work import publisher, vllm_section
 
 VOCAB = 400
 RAW_VLLM = """
@@ -182,7 +182,7 @@ def run(requests: int, tokens: int) -> tuple[dict[str, float | None], dict[str, 
             from agentrl.backends.vllm import VllmEngine
 
             rates["raw_vllm"] = raw_vllm(folder, prompts, tokens)
-            rates["vllm"] = asyncio.run(through_agentrl(VllmEngine(folder), folder, prompts, tokens))
+            rates["vllm"] = asyncio.run(through_agentrl(VllmEngine(folder, vllm_section(4096)), folder, prompts, tokens))
     ratios = {
         "embedded_over_transformers_generate": ratio(rates["embedded"], rates["transformers_generate"]),
         "embedded_over_transformers_continuous": ratio(rates["embedded"], rates["transformers_continuous"]),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import ask, ratio
-from work import CONTEXT, MILLION, Forced, Lookup, Ref, collector
+from work import CONTEXT, MILLION, Forced, Lookup, Ref, collector, vllm_section
 
 from agentrl.backends.batcher import Batcher
 from agentrl.backends.embedded import EmbeddedEngine
@@ -154,7 +154,7 @@ def engines(folder: str) -> dict[str, Callable[[int], dict[str, Any]] | None]:
 
         ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=2)
         try:
-            return summary(asyncio.run(steps(folder, VllmEngine(folder, max_model_len=CONTEXT), count)))
+            return summary(asyncio.run(steps(folder, VllmEngine(folder, vllm_section(CONTEXT)), count)))
         finally:
             ray.shutdown()
 

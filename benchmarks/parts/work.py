@@ -14,7 +14,7 @@ from typing import Any
 from agentrl.catalog import EnvRef, find_reward
 from agentrl.cluster.launch import launch
 from agentrl.config import RolloutConfig
-from agentrl.config.schema import InitModelConfig, ModelConfig, OptimConfig, WeightsConfig
+from agentrl.config.schema import InitModelConfig, ModelConfig, OptimConfig, VllmConfig, WeightsConfig
 from agentrl.env import ToolEnv
 from agentrl.render.base import Renderer
 from agentrl.reward import Scorer, compile_spec, load_spec
@@ -49,6 +49,11 @@ def publisher(folder: str, engine: Engine) -> Publisher:
     actors = launch(Actor, backend="inline", world_size=1)
     actors.run(Actor.init_model, folder, ModelConfig(), OptimConfig(), 1)
     return Publisher(actors, engine, WeightsConfig())
+
+
+def vllm_section(context: int) -> VllmConfig:
+    """One small replica that is not replaced, of the KV cache that raw vLLM is given."""
+    return VllmConfig(kv_cache_mib=256, max_model_len=context, max_respawns=0)
 
 
 class Instant(Engine):

@@ -24,7 +24,7 @@ from agentrl.catalog import EnvRef
 from agentrl.cluster.placement import Pools, cluster_nodes
 from agentrl.cluster.roles import launch_roles
 from agentrl.cluster.runtime import start_ray, stop_ray
-from agentrl.config.schema import ClusterConfig, PoolConfig
+from agentrl.config.schema import ClusterConfig, PoolConfig, VllmConfig
 from agentrl.errors import ResourceError
 
 def config(**pool):
@@ -66,8 +66,8 @@ def split(sampling):
 
 async def replicas(places):
     vllm_replicas.VllmActor = Replica
-    started = vllm_replicas.Replicas({}, 2, gpus=0, startup_timeout=90.0, call_timeout=30.0, max_respawns=0,
-                                     catch_up=None, places=places)
+    cfg = VllmConfig(replicas=2, call_timeout=30.0, max_respawns=0)
+    started = vllm_replicas.Replicas({}, cfg, startup_timeout=90.0, catch_up=None, places=places)
     await started.start()
     return [await started.ask(one, "node") for one in started.alive()]
 

@@ -215,10 +215,10 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
     keeper = engine._replicas
     return {
         **seen,
-        "replicas": keeper._count,
-        "respawns": keeper._max_respawns,
-        "call_timeout": keeper._call_timeout,
-        "gpus": keeper._gpus,
+        "replicas": keeper._cfg.replicas,
+        "respawns": keeper._cfg.max_respawns,
+        "call_timeout": keeper._cfg.call_timeout,
+        "gpus": keeper._cfg.tensor_parallel,
     }
 
 

@@ -15,7 +15,7 @@ from agentrl.backends.embedded import EmbeddedEngine
 from agentrl.backends.litellm import LiteLlmEngine
 from agentrl.backends.openai_server import OpenAiServer
 from agentrl.backends.vllm_pace import Pace, Paces
-from agentrl.config.schema import InitModelConfig
+from agentrl.config.schema import ApiConfig, InitModelConfig
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec
 from agentrl.rollout.engine import Sampling, Underway
@@ -100,7 +100,7 @@ async def test_an_api_models_queue_is_told_from_its_calls(renderer):
 
     async with OpenAiServer(Held(renderer, [Message("assistant", "one"), Message("assistant", "two")]), renderer) as server:
         engine = LiteLlmEngine(
-            "openai/policy", retries=0, concurrency=1, options={"api_base": server.url("s"), "api_key": "unused"}
+            "openai/policy", ApiConfig(base=server.url("s"), retries=0, concurrency=1), options={"api_key": "unused"}
         )
         await engine.start()
         prompt = engine.renderer.start([Message("user", "q")], [])

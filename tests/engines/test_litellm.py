@@ -7,6 +7,7 @@ from test_openai_server import tokenizer as tokenizer
 
 from agentrl.backends.litellm import LiteLlmEngine
 from agentrl.backends.openai_server import OpenAiServer
+from agentrl.config.schema import ApiConfig
 from agentrl.errors import ConfigError, EngineError, UserError
 from agentrl.rollout.engine import Sampling
 from agentrl.trajectory import Message, TokenLedger
@@ -18,7 +19,7 @@ SAMPLING = Sampling(max_tokens=64)
 
 
 def api(server, **options):
-    return LiteLlmEngine("openai/policy", retries=0, options={"api_base": server.url("s"), "api_key": "unused"}, **options)
+    return LiteLlmEngine("openai/policy", ApiConfig(base=server.url("s"), retries=0, **options), options={"api_key": "unused"})
 
 
 async def test_an_episode_with_tools(renderer):
@@ -43,7 +44,7 @@ async def test_an_episode_with_tools(renderer):
 
 
 async def test_it_says_that_it_cannot_be_trained():
-    engine = LiteLlmEngine("openai/policy")
+    engine = LiteLlmEngine("openai/policy", ApiConfig())
     with pytest.raises(ConfigError, match=r"LiteLlmEngine cannot be trained: an API model .* takes no weights"):
         await publish(engine, 1)
     with pytest.raises(UserError, match="cannot be trained"):

@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError
 from agentrl.backends import vllm_replicas
 from agentrl.backends.vllm import VllmEngine
 from agentrl.backends.vllm_replicas import Replica, Replicas
+from agentrl.config.schema import VllmConfig
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import EngineStats, Generation, Sampling
 from agentrl.weights.bucket import Bucket
@@ -114,7 +115,7 @@ def spawned(monkeypatch):
 
 
 async def started(model_folder, **options):
-    engine = VllmEngine(model_folder, **options)
+    engine = VllmEngine(model_folder, VllmConfig(**{"max_respawns": 0, **options}))
     await engine.start()
     return engine
 

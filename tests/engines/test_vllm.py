@@ -9,6 +9,7 @@ from contract import EngineContract
 from engine_models import parameters
 
 from agentrl.backends.vllm import VllmEngine
+from agentrl.config.schema import VllmConfig
 from tests.publishing import publish
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -23,7 +24,7 @@ CONTEXT = 2048
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(model_folder):
-    engine = VllmEngine(model_folder, kv_cache_mib=64, max_model_len=CONTEXT)
+    engine = VllmEngine(model_folder, VllmConfig(kv_cache_mib=64, max_model_len=CONTEXT, max_respawns=0))
     await engine.start()
     yield engine
     await engine.close()

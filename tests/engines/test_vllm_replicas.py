@@ -16,7 +16,7 @@ from engine_models import CHAT_REWARD, Chat, changed, ledger_error, load, parame
 
 from agentrl.backends.vllm import VllmEngine
 from agentrl.config import RolloutConfig
-from agentrl.config.schema import InitModelConfig
+from agentrl.config.schema import InitModelConfig, VllmConfig
 from agentrl.errors import EngineError
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec
@@ -50,7 +50,7 @@ def model(folder):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(folder):
     """Two replicas, of which one may be replaced. The tests of this module use it up in their order."""
-    engine = VllmEngine(folder, replicas=2, kv_cache_mib=32, max_model_len=2048, max_respawns=1)
+    engine = VllmEngine(folder, VllmConfig(replicas=2, kv_cache_mib=32, max_model_len=2048, max_respawns=1))
     await engine.start()
     yield engine
     await engine.close()

@@ -19,7 +19,7 @@ from agentrl.backends.litellm import LiteLlmEngine, Transcript, retry_after
 from agentrl.backends.openai_server import OpenAiServer
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
-from agentrl.config.schema import InitModelConfig
+from agentrl.config.schema import ApiConfig, InitModelConfig
 from agentrl.errors import EngineError
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Sampling
@@ -149,7 +149,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(capsys: pytest.C
 
 
 def engine(server: Loopback, **options: Any) -> LiteLlmEngine:
-    return LiteLlmEngine("openai/test", options={"api_base": server.url, "api_key": "none"}, **{"backoff": 0.01, **options})
+    return LiteLlmEngine("openai/test", ApiConfig(base=server.url, **options), backoff=0.01, options={"api_key": "none"})
 
 
 async def ask(asked: LiteLlmEngine) -> str:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from agentrl.backends.vllm import VllmEngine
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.runtime import start_ray, stop_ray
-from agentrl.config.schema import ClusterConfig, InitModelConfig, LoraSection, ModelConfig, WeightsConfig
+from agentrl.config.schema import ClusterConfig, InitModelConfig, LoraSection, ModelConfig, VllmConfig, WeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.train.actor import Actor
 from agentrl.train.init_model import init_model
@@ -73,7 +73,8 @@ async def test_fsdp_ranks_into_tensor_parallel_workers(ray_up: None, tiny: str, 
     assert actors.run(Counting.most_whole) == (1, 3)  # of two layers and the rest
     actors.run(Actor.export_hf, str(tmp_path / "export"))
     # max_respawns: the driver keeps a copy of what comes, so it is a third receiver
-    engine = VllmEngine(str(tmp_path / "export"), tensor_parallel=2, kv_cache_mib=32, max_model_len=512, max_respawns=1)
+    cfg = VllmConfig(tensor_parallel=2, kv_cache_mib=32, max_model_len=512, max_respawns=1)
+    engine = VllmEngine(str(tmp_path / "export"), cfg)
     await engine.start()
     try:
         # the export, in vLLM and in plain transformers
@@ -108,7 +109,7 @@ async def test_fsdp_ranks_into_tensor_parallel_workers(ray_up: None, tiny: str, 
 
 async def test_adapters_alone_into_vllm(ray_up: None, tiny: str) -> None:
     actors = trained(tiny, model=ModelConfig(lora=LoraSection(rank=4, alpha=8.0)))
-    engine = VllmEngine(tiny, kv_cache_mib=32, max_model_len=512, lora_rank=4)
+    engine = VllmEngine(tiny, VllmConfig(kv_cache_mib=32, max_model_len=512, max_respawns=0), lora_rank=4)
     await engine.start()
     try:
         assert gap(actors, await ledger_of(engine, 0)) > 5e-3  # control: no adapter
