@@ -38,8 +38,6 @@ from tests.publishing import weights_of as named
 MODES = ["token_mean", "seq_mean_token_mean"]
 
 
-
-
 def tables(model: Any, batch: TensorDict, temperature: float) -> list[torch.Tensor]:
     """log softmax(z / T) before each sampled token, by a plain forward pass a row: [M_row, V] each."""
     found = []
