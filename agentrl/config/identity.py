@@ -104,6 +104,7 @@ CANNOT_MATTER: dict[Purpose, Mapping[str, str]] = {
 }
 """Keys, or sections with all their keys, by what is done; each with the reason why its value cannot matter there."""
 
+_DIGEST = "sha256:"
 _SECRET = ("command", "url", "env")
 """Keys of a tool server that may hold passwords: an identity, which is written to files, has digests of them."""
 
@@ -114,6 +115,11 @@ def identity_of(config: TrainConfig, purpose: Purpose) -> Identity:
     for server in table["tools"]["mcp"].values():
         server.update({key: _digests(server[key]) for key in _SECRET if key in server})
     return {key: value for key, value in _leaves("", table) if not cannot_matter(key, purpose)}
+
+
+def digest_of(value: Any) -> str:
+    """What an identity holds of a JSON value that it should not hold itself."""
+    return _DIGEST + hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def cannot_matter(key: str, purpose: Purpose) -> bool:
@@ -160,11 +166,10 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _digests(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _digests(inner) for key, inner in value.items()}
-    return f"sha256:{hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]}"
+    return digest_of(value)
 
 
 def _shown(value: Any) -> str:
     if value is None:
         return "unset"
-    hidden = isinstance(value, str) and value.startswith("sha256:")
-    return f"{value} (a digest, since it may hold a key)" if hidden else json.dumps(value)
+    return f"{value} (a digest)" if isinstance(value, str) and value.startswith(_DIGEST) else json.dumps(value)

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from agentrl.catalog import EnvRef
+from agentrl.catalog.scoring import find_spec
 from agentrl.config import TrainConfig
-from agentrl.config.identity import Identity, check_goes_on, identity_of
+from agentrl.config.identity import Identity, check_goes_on, digest_of, identity_of
 from agentrl.errors import ConfigError
 from agentrl.rollout.evaluate import run_tasks, success_rate
 from agentrl.run.display import Display
@@ -177,7 +179,10 @@ def _scored(trajectory: Trajectory) -> bool:
 
 def _identity(config: TrainConfig, request: RolloutRequest) -> Identity:
     """All that an episode depends on; `-n` and `-k` only say which episodes there are."""
-    return {**identity_of(config, request.purpose), "command": request.purpose, "--split": request.split}
+    identity = {**identity_of(config, request.purpose), "command": request.purpose, "--split": request.split}
+    if request.replay is None:  # a replay has the spec of its record
+        identity["the content of env.reward"] = digest_of(find_spec(EnvRef.of(config), config.env.reward))
+    return identity
 
 
 def _sort(request: RolloutRequest, outcome: Outcome) -> None:

@@ -77,7 +77,7 @@ def test_other_tools_of_a_server_are_another_evaluation_and_no_key_is_written_do
         assert evaluate(server, shop("b_"), *record, "--out", "other") == 2
         refused(capsys, "record of another run", 'tools.mcp.shop.prefix was "a_", is "b_"')
         assert evaluate(server, shop("a_", key="mustard")) == 2
-        refused(capsys, "tools.mcp.shop.env.SHOP_KEY was sha256:", "a digest, since it may hold a key")
+        refused(capsys, "tools.mcp.shop.env.SHOP_KEY was sha256:", "(a digest)")
         assert evaluate(server, shop("a_"), *record) == 0
     for file in (path for folder in ("out", "tape") for path in Path(folder).rglob("*") if path.is_file()):
         assert "sesame" not in file.read_text() and "shop.py" not in file.read_text(), file
@@ -90,6 +90,24 @@ def test_the_model_that_plays_is_the_one_of_the_identity(capsys: pytest.CaptureF
         assert {body["model"] for body in server.requests} == {"other"}
         assert evaluate(server) == 2
         refused(capsys, 'model.path was "api:openai/other", is "api:openai/test"')
+
+
+def test_a_spec_that_was_edited_scores_another_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
+    def write(least: float) -> None:
+        root = {"use": "calls.schema", "scale": [0, least]}
+        Path("mine.json").write_text(json.dumps({"agentrl_reward": 1, "name": "mine", "root": root}))
+
+    with Loopback(solve) as server:
+        write(1.0)
+        assert evaluate(server, "env.reward=mine.json", "--record", "tape") == 0
+        write(2.0)
+        assert evaluate(server, "env.reward=mine.json") == 2
+        refused(capsys, "evaluation of something else", "the content of env.reward was sha256:")
+        assert evaluate(server, "env.reward=mine.json", "--record", "tape", "--out", "other") == 2
+        refused(capsys, "record of another run", "the content of env.reward was sha256:")
+        write(1.0)
+        assert evaluate(server, "env.reward=mine.json") == 0
+    assert main(["eval", "--replay", "tape", "--out", "again"]) == 0
 
 
 def test_all_that_differs_is_named_and_what_cannot_matter_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
