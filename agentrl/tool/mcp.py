@@ -65,6 +65,7 @@ class McpSession:
             async with asyncio.timeout(self.server.timeout):
                 client, listed = await ready
         except TimeoutError:
+            self._holder.cancel()  # it does not listen to `close` before the session is open
             raise EnvError(f"MCP server {self.name!r}: no answer within {self.server.timeout:g} s") from None
         wanted = self.server.tools
         known = [item.name for item in listed]

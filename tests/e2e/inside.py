@@ -80,7 +80,8 @@ def killed_at_random(out: Path, name: str, overrides: list[str], kills: int, ste
     for _ in range(kills):
         process = forked(start_or_resume, str(out), name, overrides)
         process.start()
-        wanted, late = random.randint(min(_recorded(folder), steps - 1), steps - 1), random.uniform(0.0, 0.3)
+        last = steps - 1 if moments else steps // 2  # the first one surely before the run's end
+        wanted, late = random.randint(min(_recorded(folder), last), last), random.uniform(0.0, 0.3)
         deadline = time.monotonic() + 120
         while process.exitcode is None and _recorded(folder) < wanted and time.monotonic() < deadline:
             time.sleep(0.005)

@@ -218,7 +218,9 @@ def children() -> set[str]:
 
 
 @pytest.mark.slow
-async def test_servers_that_do_not_start_say_why(tmp_path: Path) -> None:
+async def test_servers_that_do_not_start_say_why_and_are_ended_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.tool.mcp._CLOSE_SECONDS", 60.0)
+    began = time.monotonic()
     cases = [
         (McpServerConfig(command=["no-such-program-here"]), "no-such-program-here"),
         (McpServerConfig(command=[sys.executable, "-c", "pass"]), "shop"),
@@ -230,6 +232,7 @@ async def test_servers_that_do_not_start_say_why(tmp_path: Path) -> None:
         with pytest.raises(EnvError, match=says):
             await env.areset(seed=0)
         assert env.log == ["teardown"] and env.trajectory.stop is StopReason.ENV_ERROR
+    assert time.monotonic() - began < 50, "a server that hangs at its start was waited for as for an open session's end"
     for config in (McpServerConfig(), McpServerConfig(command=["x"], url="http://y")):
         with pytest.raises(ConfigError, match="one of the two"):
             McpSource("shop", config)

@@ -67,7 +67,7 @@ def test_token_limit_counts_both_sides() -> None:
 
 
 def test_time_budget_cancels_and_leaves_the_episode_unscored() -> None:
-    env = TimeBudget(Notes(scorer=Half()), 0.1)
+    env = TimeBudget(Notes(scorer=Half()), 0.5)
     env.reset(seed=0)
     env.toolbox.replace(env.toolbox["hang"].with_options(timeout=30))
     _, reward, terminated, truncated, _ = env.step(call("hang"))
