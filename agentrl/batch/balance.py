@@ -66,6 +66,7 @@ class Plan:
 
 def partition(costs: np.ndarray, ranks: int) -> list[list[int]]:
     """Items of each rank such that the largest total is small: the better of greedy and Karmarkar-Karp."""
+    # Neither is always better: Karmarkar-Karp keeps item counts equal, which costs it where a few items are very long.
     candidates = [greedy(costs, ranks), karmarkar_karp(costs, ranks)]
     best = min(candidates, key=lambda where: _largest(where, costs, ranks))
     return [np.flatnonzero(best == rank).tolist() for rank in range(ranks)]
@@ -117,6 +118,7 @@ def group_units(tokens: np.ndarray, groups: np.ndarray, cap: float, prefix: np.n
     unit = np.empty(len(tokens), dtype=np.int64)
     once = np.zeros_like(tokens) if prefix is None else prefix
     last, room, number = -1, 0.0, -1
+    # Stable, so that a group's rows keep their order; row by row, as what fits depends on what was taken before.
     for row in np.argsort(groups, kind="stable").tolist():
         joins = groups[row] == last and last >= 0 and room >= tokens[row] - once[row]
         if not joins:
@@ -166,6 +168,7 @@ def portfolio(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int, overh
         best = _better(rowed, best, overhead)
     fewest = min(rowed.micros for rowed in found)
     for name, where in _improvements(tokens, costs, ranks, cap, fewest):
+        # More micro-batches than needed are only worth it for a lower cost: with `fewest` of them at the bound, stop.
         if best.cost <= bound * (1 + GOOD_ENOUGH) and best.micros == fewest:
             break
         best = _better(in_rows(name, where, costs, ranks), best, overhead)
@@ -189,6 +192,7 @@ def baselines(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int) -> It
 
 def _improvements(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int, fewest: int) -> Iterator[tuple[str, np.ndarray]]:
     """Packings over all ranks at once, for rising numbers of micro-batches."""
+    # How high a row of micro-batches would be if all were equal: shelves a little above and below it are tried too.
     mean = float(costs.sum()) / (ranks * fewest)
     for micros in _micro_counts(fewest, len(tokens)):
         where = capped_greedy(tokens, costs, micros * ranks, cap)
@@ -232,5 +236,7 @@ def lower_bound(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int) -> 
     cap, no two of which share a bin, cut into rows of `ranks`."""
     if len(costs) == 0:
         return 0.0
+    # Two items longer than half the cap never share a bin, so each needs one of its own, `ranks` of them in a row, and a
+    # row costs what its costliest bin does: sorted by cost, every ranks-th of them.
     large = -np.sort(-costs[2 * tokens > cap])
     return max(float(costs.sum()) / ranks, float(costs.max()), float(large[::ranks].sum()))

@@ -20,11 +20,14 @@ def karmarkar_karp(costs: np.ndarray, bins: int) -> np.ndarray:
     count = len(costs)
     if bins == 1 or count == 0:
         return np.zeros(count, dtype=np.int64)
+    # Every tuple begins with one item per bin, and merging keeps it so: that is what makes the item counts equal. Tuples
+    # are cut from the sorted costs, so that a tuple's entries are close and its spread is small from the start.
     tuples = -(-count // bins)
     order = np.argsort(-costs, kind="stable")
     padded = np.zeros(tuples * bins)
     padded[:count] = costs[order]
     merges = _merge(padded.reshape(tuples, bins))
+    # Merging works on sums alone; which item lies behind an entry is only known once the last tuple names the bins.
     slots = _resolve(merges, tuples, bins)
     where = np.empty(count, dtype=np.int64)
     where[order] = slots.reshape(-1)[:count]
@@ -34,12 +37,14 @@ def karmarkar_karp(costs: np.ndarray, bins: int) -> np.ndarray:
 def _merge(leaves: np.ndarray) -> list[tuple[int, int, np.ndarray]]:
     """Merge until one tuple is left: (left node, right node, sorting of left + reversed right)."""
     sums: dict[int, np.ndarray] = dict(enumerate(leaves))
+    # Entries fall within a tuple, so last less first is minus the spread: a min-heap gives the largest spread first.
     heap = [(float(leaf[-1] - leaf[0]), node) for node, leaf in enumerate(leaves)]
     heapq.heapify(heap)
     merges: list[tuple[int, int, np.ndarray]] = []
     while len(heap) > 1:
         _, left = heapq.heappop(heap)
         _, right = heap[0]
+        # The largest of one meets the smallest of the other: spreads cancel, which is what differencing means.
         total = sums.pop(left) + sums.pop(right)[::-1]
         sorting = np.argsort(-total)
         total = total[sorting]
@@ -57,6 +62,8 @@ def _resolve(merges: list[tuple[int, int, np.ndarray]], leaves: int, bins: int) 
     for number in range(len(merges) - 1, -1, -1):
         left, right, sorting = merges[number]
         mine = slots[leaves + number]
+        # Entry j of the merged tuple came from place sorting[j] of the sum: there lay entry sorting[j] of the left tuple
+        # and, as it was reversed, entry bins - 1 - sorting[j] of the right one.
         slots[left][sorting] = mine
         slots[right][bins - 1 - sorting] = mine
     return slots[:leaves]

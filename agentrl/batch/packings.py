@@ -94,6 +94,8 @@ def karmarkar_ranks(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int)
     owner = karmarkar_karp(costs, ranks)
     mine = [np.flatnonzero(owner == rank) for rank in range(ranks)]
     micros = max(1, max(-(-int(tokens[items].sum()) // cap) for items in mine))
+    # It grows by a factor, not by one: each try is a whole partition of every rank, and a cap that is nearly full can
+    # need many more micro-batches than the least number.
     while True:
         inner = _fill_ranks(tokens, costs, mine, micros, cap)
         if inner is not None:
@@ -131,6 +133,8 @@ def capped_greedy(tokens: np.ndarray, costs: np.ndarray, bins: int, cap: int, lo
     room = [cap] * bins
     size, price = tokens.tolist(), costs.tolist()
     for item in np.argsort(-costs, kind="stable").tolist():
+        # Bins without room for this item are set aside, and put back: a shorter item may fit them. After `look` of them
+        # it gives up, which keeps it near n log n: the caller has other packings, and takes more bins.
         full: list[tuple[float, int]] = []
         while heap and len(full) < look and room[heap[0][1]] < size[item]:
             full.append(heapq.heappop(heap))
@@ -168,6 +172,7 @@ def shelves(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int, height:
             by_size = room[slots] // max(size, 1.0)
             by_price = free[slots] // price if price > 0 else by_size
             amount = np.minimum(by_size, by_price).astype(np.int64)
+            # Equal items go in at once: bins in order take what fits, until none is left.
             amount = np.minimum(amount, np.maximum(0, end - at - (np.cumsum(amount) - amount)))
             placed = int(amount.sum())
             where[order[at : at + placed]] = np.repeat(slots, amount)

@@ -67,6 +67,7 @@ def find_trees(view: Ragged, rows: Rows, shortest: int = SHORTEST) -> list[Tree]
     group = view.numbers("group")
     buckets: dict[Any, list[int]] = {}
     for place, row in enumerate(index.tolist()):
+        # Rows that differ in their first `shortest` tokens never share a tree, so buckets by them are enough to look at.
         head = tokens[offsets[row] : offsets[row + 1]][:shortest]
         key = (int(group[row]), head.tobytes()) if len(head) == shortest else ("alone", place)
         buckets.setdefault(key, []).append(place)
@@ -86,8 +87,10 @@ def _parted(texts: Sequence[np.ndarray], shortest: int) -> list[tuple[range, int
     common = [_common(texts[i], texts[i + 1]) for i in range(len(texts) - 1)]
     best: list[tuple[int, int, int]] = [(0, 0, 0)]  # up to text j: tokens saved, start and prefix of its run
     for stop in range(1, len(texts) + 1):
+        # Dynamic programming over where the last run begins: alone, or with so many texts before it. Going back, the
+        # common prefix only shrinks, so the first start below `shortest` ends the search.
         found = (best[stop - 1][0], stop - 1, 0)
-        prefix = len(texts[stop - 1]) - 1
+        prefix = len(texts[stop - 1]) - 1  # a member keeps a token of its own: no rest is empty
         for start in range(stop - 2, -1, -1):
             prefix = min(prefix, common[start], len(texts[start]) - 1)
             if prefix < shortest:
@@ -125,6 +128,8 @@ def share(view: Ragged, rows: Rows, trees: Sequence[Tree] | None = None) -> Shar
     spans: list[tuple[int, int, int, int]] = []
     total = 0
 
+    # A tree is laid as its prefix and then each member's rest: positions go on from the prefix, so rotary embeddings are
+    # those of the plain rows, and `at` leads all members' prefix tokens to the one place where they are computed.
     def lay(row: int, first: int, last: int, prefix: tuple[int, int]) -> int:
         nonlocal total
         begin = total

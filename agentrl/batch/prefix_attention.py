@@ -47,6 +47,7 @@ def _branch(first: int, last: int, rests: Sequence[tuple[int, int]], device: tor
     places = starts[:, None] + torch.arange(width)
     gather = torch.minimum(places, stops[:, None] - 1).reshape(-1)
     cells = (places < stops[:, None]).reshape(-1).nonzero().squeeze(1)
+    # Row i sees the whole prefix and the first i + 1 tokens of its own rest; padding lies behind those, never before.
     mask = torch.ones(width, prefix + width, dtype=torch.bool).tril(prefix)
     parts = (gather, cells, gather[cells], mask)
     return Branch(first, last, len(rests), width, *(part.to(device) for part in parts))
@@ -77,6 +78,7 @@ def into(
 ) -> torch.Tensor:
     """`out` [U, H, D] with the attention of the tokens of these branches in their places."""
     parts = [_attend(query, key, value, branch, scaling) for branch in layout]
+    # Once for all branches: each index_copy makes a whole new `out`.
     tokens = torch.cat([branch.tokens for branch in layout])
     return out.index_copy(0, tokens, torch.cat(parts))
 

@@ -89,6 +89,7 @@ def _blocks(starts: Tensor, stops: Tensor, device: torch.device) -> tuple[Block,
 
 def _similar(lengths: list[int]) -> list[list[int]]:
     """Rows cut, in order of length, into blocks that waste little."""
+    # Longest first, so that a block is as wide as its first row, and what its other rows waste is known as they come.
     order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i))
     groups: list[list[int]] = []
     used = 0
@@ -137,6 +138,8 @@ def packed_attention(
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if packed.ulysses is not None:
         group = packed.ulysses
+        # Heads are what the group parts. Key heads that do not divide by its ranks are first repeated to as many as there
+        # are query heads.
         if k.shape[1] % group.size:
             repeat = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
@@ -147,6 +150,7 @@ def packed_attention(
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | None) -> Tensor:
     """[T, H, D] -> [T, H, D]."""
+    # The kernel for rows of any length is for half precision on a GPU, and knows no prefix that several rows share.
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and packed.spans is None:
         return _varlen(q, k, v, packed, scaling)
     return _blockwise(q, k, v, packed, scaling)
@@ -156,7 +160,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | No
     from torch.nn.attention.varlen import varlen_attn
 
     repeat = q.shape[1] // k.shape[1]
-    if repeat > 1:
+    if repeat > 1:  # the kernel wants as many key heads as query heads
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     cu, longest = packed.cu_seqlens, packed.longest
     out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=(-1, 0))
@@ -170,6 +174,7 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float |
         return _attend(q, k, v, packed.blocks[0], scaling)
     out = torch.zeros_like(q)
     for block in packed.blocks:
+        # Cells past a row's end repeat its last token: they need a value that is finite, and what they give is dropped.
         at = block.gather
         cells = _attend(q.index_select(0, at), k.index_select(0, at), v.index_select(0, at), block, scaling)
         out = out.index_copy(0, block.tokens, cells if block.exact else cells.index_select(0, block.cells))

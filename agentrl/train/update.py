@@ -224,10 +224,11 @@ class Pack:
         self.compact = sampled_offsets(self.mask, offsets)
         ids, positions = self.flat["token_ids"], self.flat["position_ids"]
         places, last = self.mask.nonzero().squeeze(1), offsets[1:] - 1
-        before, targets = places - 1, ids[places]
+        before, targets = places - 1, ids[places]  # a token is predicted by the one before it
         packed = packed_rows(offsets, device)
         trees = trees_of(view, rows)
         if trees:
+            # Fewer tokens are computed than the rows have: places in the plain rows become places among those.
             made = share(view, rows, trees)
             ids, positions = made.token_ids, made.position_ids
             before, last = made.at[before], made.at[last]
@@ -304,6 +305,7 @@ class Steps:
             if not bool(torch.isfinite(share.detach())):
                 broken.append(rows)
             self._engine.backward(share, last=index == len(micros) - 1)
+        # All ranks decide alike: one that stepped alone would hold other weights than the rest from here on.
         sound = not float(self._engine.reduce(torch.tensor([float(len(broken))]), "max"))
         norm = self._engine.step(sound)
         self.norms.append(norm)
