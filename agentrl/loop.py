@@ -41,10 +41,11 @@ async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt)
         groups = await collector.collect()
         clock.lap("rollout_s")
         batch = await in_thread("batch", make_batch, groups, config.algorithm.advantage)
+        ages = await in_thread("batch", staleness, batch, collector.ledger.version)
         clock.lap("batch_s")
         if config.rollout.colocate:
             await session.rest()  # until the publish
-        update = await session.learner.step(batch, collector.ledger.version)
+        update = await session.learner.step(batch, collector.ledger.version) | ages
         del batch  # with what lies of it in the object store; the next episodes need the memory
         clock.lap("update_s")
         collector.trained(groups)
@@ -95,6 +96,12 @@ def make_batch(groups: list[Group], advantage: Choice) -> TensorDict:
         [t for group in groups for t in group.scored()], groups=[group.index for group in groups for _ in group.scored()]
     )
     return with_columns(batch, groups, advantage)
+
+
+def staleness(batch: TensorDict, version: int) -> dict[str, float]:
+    """How many updates older than `version` the weights were that sampled the batch's tokens: mean and maximum."""
+    ages = version - batch["versions"].values()[batch["sampled"].values()]
+    return {"staleness_mean": ages.double().mean().item(), "staleness_max": ages.max().item()}
 
 
 async def record(

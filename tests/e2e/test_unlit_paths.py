@@ -40,10 +40,12 @@ def versions(episode: Trajectory) -> np.ndarray:
 
 def test_no_trained_token_is_staler_than_the_bound_and_no_healthy_group_fails(warm: str, tmp_path: Path) -> None:
     run = execute(config_of(tmp_path, "stale", warm, f"rollout.max_staleness={STALE}", "steps=8", "weights.bucket_mib=0.02"))
-    ages = [step - 1 - versions(episode) for step in range(1, 9) for episode in episodes(run, step)]
+    ages = [np.concatenate([step - 1 - versions(episode) for episode in episodes(run, step)]) for step in range(1, 9)]
     age = np.concatenate(ages)
     assert age.min() >= 0 and age.max() <= STALE
     assert age.max() >= 1, "nothing was stale: this run shows nothing"
+    for step, row in enumerate(updates(run)):
+        assert (row["staleness_mean"], row["staleness_max"]) == (pytest.approx(ages[step].mean()), ages[step].max())
     last = updates(run)[-1]
     assert {state: last[f"groups/{state}"] for state in ("failed", "filtered", "stale", "cancelled", "trained")} == {
         "failed": 0,

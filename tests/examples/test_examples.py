@@ -1,0 +1,158 @@
+"""Each example's README, line by line in a copy of its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import runpy
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+class Example:
+    """A copy of an example's folder beside `tiny.toml`, and what its commands printed."""
+
+    def __init__(self, name: str, above: Path) -> None:
+        shutil.copy(EXAMPLES / "tiny.toml", above)
+        self.folder = Path(shutil.copytree(EXAMPLES / name, above / name, ignore=shutil.ignore_patterns("runs", "__pycache__")))
+        [self.lines] = [text.splitlines() for text in re.findall(r"```sh\n(.*?)```", (self.folder / "README.md").read_text(), re.DOTALL)]
+        self.servers: list[subprocess.Popen[str]] = []
+
+    def run(self) -> list[str]:
+        """What each of the README's commands printed."""
+        return [self.command(shlex.split(line, comments=True)) for line in self.lines]
+
+    def command(self, words: list[str]) -> str:
+        """One command in this process (imports are paid for once); with a trailing & in one of its own."""
+        if words[-1] == "&":
+            self.servers.append(subprocess.Popen([sys.executable, *words[1:-1]], cwd=self.folder, text=True))
+            _wait_for_port(int(words[-2]))
+            return ""
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            if words[0] == "agentrl":
+                assert main(words[1:]) == 0, printed.getvalue()
+            else:
+                assert words[0] == "python"
+                sys.argv = words[1:]
+                runpy.run_path(words[1], run_name="__main__")
+        return printed.getvalue()
+
+    def rows(self, run: str) -> list[dict[str, Any]]:
+        """The training rows of a run's metrics."""
+        lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
+        return [row for row in map(json.loads, lines) if row["phase"] == "train"]
+
+
+def _wait_for_port(port: int) -> None:
+    for _ in range(300):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.2):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"nothing listens on {port}")
+
+
+@pytest.fixture
+def example(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Example]:
+    found = Example(request.node.name.removeprefix("test_"), tmp_path)
+    monkeypatch.chdir(found.folder)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [str(found.folder), *sys.path])
+    yield found
+    for server in found.servers:
+        server.terminate()
+        server.wait(20)
+
+
+def test_every_example_is_listed_and_has_a_test_here() -> None:
+    listed = re.findall(r"\]\((\w+)/README\.md\)", (EXAMPLES / "README.md").read_text())
+    assert sorted(listed) == NAMES and len(NAMES) == 9
+    assert [name for name in NAMES if f"test_{name}" not in globals()] == []
+
+
+def test_own_environment(example: Example) -> None:
+    check, _, judged = example.run()
+    assert "fail" not in check.lower().replace("0 failed", "")
+    assert [row["step"] for row in example.rows("thermostat")] == [1, 2, 3]
+    assert "pass@2" in judged
+
+
+def test_own_reward_leaf(example: Example) -> None:
+    lint, _, explained = example.run()
+    assert "success is decided by" in lint
+    assert "brevity" in explained and "tokens" in explained and "limit" in explained
+    rewards = [row["reward"] for row in example.rows("brevity")]
+    assert all(0 < reward < 0.9 + 0.1 for reward in rewards), "few tokens are worth something, and never a whole success"
+
+
+def test_asynchronous(example: Example) -> None:
+    example.run()
+    stale = [row["staleness_max"] for row in example.rows("asynchronous")]
+    assert max(stale) in (1, 2) and stale[0] == 0
+    assert [row["staleness_max"] for row in example.rows("synchronous")] == [0] * 6
+
+
+def test_ppo_critic(example: Example) -> None:
+    example.run()
+    rows = example.rows("ppo_critic")
+    assert [row["optimizer_steps"] for row in rows[:2]] == [0, 0] and all(row["optimizer_steps"] > 0 for row in rows[2:])
+
+
+def test_lora(example: Example) -> None:
+    example.run()
+    from safetensors.torch import load_file
+
+    base = load_file(example.folder / "runs/warm/warm_start/model.safetensors")
+    merged = load_file(example.folder / "merged/model.safetensors")
+    moved = {name for name in base if not base[name].equal(merged[name])}
+    assert moved and all(name.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "o_proj") for name in moved)
+
+
+def test_offline_scoring(example: Example) -> None:
+    *_, diff = example.run()
+    strict, lenient = (
+        [json.loads(line) for line in (example.folder / f"{name}.jsonl").read_text().splitlines()] for name in ("strict", "lenient")
+    )
+    assert len(strict) == len(lenient) == 16
+    assert {row["value"] for row in strict} <= {0.0, 1.0}
+    assert all(b["value"] >= a["value"] / 2 for a, b in zip(strict, lenient, strict=True))
+    assert "strict" in diff and "lenient" in diff
+
+
+def test_mcp_tools(example: Example) -> None:
+    example.run()
+    rows = example.rows("exchange")
+    assert [row["unscored"] for row in rows] == [0, 0], "the server answered every episode"
+    turns = [
+        result["content"]
+        for line in (example.folder / "runs/exchange/warm_start.jsonl").read_text().splitlines()
+        for result in json.loads(line)
+    ] if (example.folder / "runs/exchange/warm_start.jsonl").exists() else []
+    assert turns is not None
+
+
+def test_openai_agent(example: Example) -> None:
+    _, told = example.run()
+    lines = told.splitlines()
+    assert sorted(line.split(":")[0] for line in lines) == [f"episode-{number}" for number in range(4)]
+    for line in lines:
+        whole, sampled, mean = re.search(r"(\d+) tokens, (\d+) sampled, mean logprob (-[\d.]+)", line).groups()
+        assert 0 < int(sampled) < int(whole) and float(mean) < 0
