@@ -9,7 +9,7 @@ from agentrl.errors import ConfigError
 EPILOG = """examples:
   agentrl sft configs/quickstart.toml name=warm                  writes runs/warm/warm_start
   agentrl sft configs/quickstart.toml name=warm sft.gate=0.9 sft.teacher.wrong=0.1
-  agentrl train configs/quickstart.toml model.path=runs/warm/warm_start    train on from there
+  agentrl train configs/quickstart.toml model.init=false sft=false model.path=runs/warm/warm_start    train from there
 
 The folder it writes is a Hugging Face model folder: any tool that loads those loads it.
 """

@@ -43,7 +43,7 @@ def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()
             raise ConfigError(f"override {text!r}: base stands in a config file; name the other config instead")
         _assign(table, keys, value, text)
     try:
-        return TrainConfig.model_validate(table)
+        return TrainConfig.model_validate(_without(table, TrainConfig))
     except ValidationError as error:
         raise ConfigError(_explain(error, layers, overrides)) from None
 
@@ -91,6 +91,18 @@ def _joined(below: Table, table: Table, model: type[BaseModel]) -> Table:
         else:
             joined[key] = _joined(old, value, section)
     return joined
+
+
+def _without(table: Table, model: type[BaseModel]) -> Table:
+    """`table` less the sections that are false. TOML has no null; this is how a section of the base is taken away."""
+    kept: Table = {}
+    for key, value in table.items():
+        field = model.model_fields.get(key)
+        section = _section(field.annotation) if field is not None else None
+        if section is not None and field is not None and value is False and field.default is None:
+            continue
+        kept[key] = _without(value, section) if section is not None and isinstance(value, dict) else value
+    return kept
 
 
 def read_toml(file: Path) -> Table:

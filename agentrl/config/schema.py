@@ -388,7 +388,8 @@ class TrainConfig(Frozen):
     """A whole run: `agentrl train CONFIG.toml [a.b=c ...]`.
 
     A file may start with `base = "quickstart"`: it then holds what differs from that config, which is looked for beside it
-    and on the shelves. Sections are joined key by key; the value of a key replaces that of the base.
+    and on the shelves. Sections are joined key by key; the value of a key replaces that of the base. A section that may be
+    missing is taken away by `false`: `sft = false`, or `model.init=false` on the command line.
     """
 
     name: str = "run"

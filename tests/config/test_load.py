@@ -152,3 +152,13 @@ def test_a_config_in_an_empty_folder_builds_on_one_of_the_shelf(tmp_path: Path, 
     Path("mine.toml").write_text('base = "quickstart"\nname = "mine"\n')
     whole = load_config(ROOT / "configs" / "quickstart.toml", ["name=mine"])
     assert load_config("mine.toml", find=find_config_file) == whole
+
+
+def test_false_takes_a_section_of_the_base_away(tmp_path: Path) -> None:
+    (tmp_path / "low.toml").write_text(GOOD + "[model.init]\nlayers = 1\n[sft]\nbatch = 2\n[critic]\nclip = 0.1\n")
+    (tmp_path / "top.toml").write_text('base = "low"\nsft = false\n[model]\npath = "x"\ninit = false\n')
+    config = load_config(tmp_path / "top.toml")
+    assert config.model.path == "x" and config.model.init is None and config.sft is None
+    assert config.critic is not None and load_config(tmp_path / "top.toml", ["critic=false"]).critic is None
+    with pytest.raises(ConfigError, match="rollout"):
+        load_config(tmp_path / "top.toml", ["rollout=false"])

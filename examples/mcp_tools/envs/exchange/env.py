@@ -19,7 +19,9 @@ class Exchange(ToolEnv):
 
         amount, currency = draw(task_rng(self.id, split, rng_seed), split, propose, str)
         gold = amount * {"dollar": 2, "pound": 3, "franc": 4}[currency]
-        return Task(f"exchange/{split}/{rng_seed}", rng_seed, split, {"amount": amount, "currency": currency}, {"answer": str(gold)})
+        return Task(
+            f"exchange/{split}/{rng_seed}", rng_seed, split, {"amount": amount, "currency": currency}, {"answer": str(gold)}
+        )
 
     def prompt(self, task):
         return [Message("user", f"How many euros are {task.data['amount']} {task.data['currency']}?")]

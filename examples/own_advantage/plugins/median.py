@@ -1,0 +1,21 @@
+"""An estimator: the reward against the median of the group, which one lucky episode does not move."""
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from agentrl.algorithm import ADVANTAGES, AdvantageInput, AdvantageOutput
+from agentrl.algorithm.groups import Episodes, row_advantages
+from agentrl.algorithm.ragged import on_mask
+
+
+@ADVANTAGES.register("median_baseline", needs={"group"})
+def median_baseline(batch: AdvantageInput, *, scale: Annotated[float, Field(gt=0)] = 1.0) -> AdvantageOutput:
+    """scale * (R - median of the group's rewards) on every sampled token; `scale` is an argument of the config."""
+
+    def against_median(episodes: Episodes) -> torch.Tensor:
+        medians = [episodes.reward[episodes.group == group].quantile(0.5) for group in range(episodes.groups)]
+        return scale * (episodes.reward - torch.stack(medians)[episodes.group])
+
+    return AdvantageOutput(on_mask(row_advantages(batch, against_median), batch.mask, batch.offsets))
