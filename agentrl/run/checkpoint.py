@@ -16,7 +16,7 @@ from agentrl.errors import CheckpointError
 from agentrl.executors import in_thread
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.evaluate import Evaluation
-from agentrl.run.folder import RunFolder
+from agentrl.run.folder import RunFolder, lines
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.learner import Learner
 from agentrl.trajectory import Group
@@ -145,10 +145,9 @@ class Saver:
 
 
 def _write_driver(folder: Path, state: dict[str, Any], groups: Iterable[Group]) -> None:
-    """The driver's state, and its groups one a line, so that one at a time is held as text."""
+    """The driver's state, and its groups one a line, of which never more than a column is held as text."""
     with (folder / GROUPS).open("w") as file:
-        for group in groups:
-            file.write(group.to_text() + "\n")
+        file.writelines(lines(groups))
     (folder / DRIVER).write_text(json.dumps(state))
 
 

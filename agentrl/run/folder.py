@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from agentrl.config import TrainConfig, to_toml
 from agentrl.errors import ConfigError, ResourceError
-from agentrl.trajectory import Trajectory
+from agentrl.trajectory import Group, Trajectory
 
 
 class RunFolder:
@@ -81,11 +81,18 @@ class RunFolder:
 
     def write_trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> None:
         """Write `trajectories/<name>.jsonl`, row by row; an older file of that name is replaced at the end."""
-        atomic_write_all(self.trajectories / f"{name}.jsonl", (t.to_text() + "\n" for t in trajectories))
+        atomic_write_all(self.trajectories / f"{name}.jsonl", lines(trajectories))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
         atomic_write(self.summary, json.dumps(summary, indent=2) + "\n")
+
+
+def lines(rows: Iterable[Trajectory | Group]) -> Iterator[str]:
+    """One JSON object a line, in the pieces that the rows come in."""
+    for row in rows:
+        yield from row.pieces()
+        yield "\n"
 
 
 def atomic_write(path: Path, text: str) -> None:

@@ -234,7 +234,8 @@ class Pack:
             before, last = made.at[before], made.at[last]
             packed = packed_trees(made.spans, packed.longest, device)
         self.tokens, self.computed = len(self.mask) if rows else 0, len(ids) if rows else 0
-        self.micro = Micro(ids.to(device), positions.to(device), packed, before.to(device), targets.to(device), last.to(device))
+        ids, targets = ids.to(device).long(), targets.to(device).long()  # int32 in the batch; gathering takes int64
+        self.micro = Micro(ids, positions.to(device), packed, before.to(device), targets, last.to(device))
 
     def column(self, name: str) -> Tensor:
         values: Tensor = self.flat[name]

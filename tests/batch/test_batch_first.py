@@ -34,7 +34,21 @@ def test_collate_columns_and_rewards():
     assert first.nonzero().flatten().tolist() == [4, 7] and first[4] == 0.25 and first[7] == 0.75
     sums = torch.stack([row.sum() for row in batch["rewards"].unbind()])
     assert torch.allclose(sums, batch["reward"])
-    assert batch["token_ids"].dtype == torch.int64 and batch["sampled"].values().sum() == 9
+    assert batch["sampled"].values().sum() == 9
+
+
+def test_collate_keeps_the_ledgers_own_types_and_takes_19_bytes_a_token():
+    """`token_ids` int64 and `turns` int32 made 25."""
+    batch = collate([trajectory(1.0), trajectory(0.0, member=1)])
+    columns = {name: value.values() for name, value in batch.items() if value.is_nested}
+    assert {name: values.dtype for name, values in columns.items()} == {
+        "token_ids": torch.int32, "sampled": torch.bool, "logprobs": torch.float32,
+        "versions": torch.int32, "turns": torch.int16, "rewards": torch.float32,
+    }  # fmt: skip
+    assert sum(values.nbytes for values in columns.values()) == 19 * 20
+    one = trajectory(1.0).ledgers[0]
+    for name in ("token_ids", "sampled", "logprobs", "versions", "turns"):
+        assert columns[name].tolist() == 2 * getattr(one, name).tolist(), name
 
 
 def test_collate_refuses_unscored_and_can_keep_it_as_nan():

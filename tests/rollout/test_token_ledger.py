@@ -22,7 +22,7 @@ from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec, load_spec
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
-from agentrl.trajectory import MAX_TURN, Group, StopReason, Task, TokenLedger, Trajectory
+from agentrl.trajectory import MAX_TURN, Group, Message, StopReason, Task, TokenLedger, ToolCall, ToolResult, Trajectory, Turn
 
 from .conftest import FaultyEngine
 
@@ -78,13 +78,41 @@ def test_columns_files_and_forks_are_those_of_plain_lists(parts: list[Any], data
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(part, max_size=3), max_size=3), st.text())
 def test_the_text_of_episodes_and_groups_is_that_of_their_json(ledgers: list[list[Any]], text: str) -> None:
+    said = Message("assistant", text, (ToolCall("f", {text: [1, {"a": None}]}, "c0"), ToolCall("g", None, raw=text, error="cut")))
+    answers = [ToolResult("c0", "f", text, value={"rows": [text, 2.5]}), ToolResult("c1", "g", "", error="malformed")]
     episode = Trajectory(
-        "x", Task(text, 0), ledgers=[built(parts)[0] for parts in ledgers], state={text: [text, None, 1.5]}, reward=0.25
-    )
-    assert episode.to_text() == json.dumps(episode.to_json())
-    assert Trajectory.from_json(json.loads(episode.to_text())) == episode
+        "x", Task(text, 0, data={text: [text]}, gold={"answer": {"is": text}}), messages=[Message("user", text), said],
+        turns=[Turn(0, said, answers, reward=0.5), Turn(1, Message("assistant", reasoning=text))], stop=StopReason.MAX_TURNS,
+        ledgers=[built(parts)[0] for parts in ledgers], state={text: [text, None, 1.5]}, reward=0.25,
+    )  # fmt: skip
+    assert "".join(episode.pieces()) == json.dumps(episode.to_json())
+    assert Trajectory.from_json(json.loads("".join(episode.pieces()))) == episode
     for group in (Group(3, 4, [episode, episode]), Group(0, 0, [], episode)):
-        assert group.to_text() == json.dumps(group.to_json()) and Group.from_json(json.loads(group.to_text())) == group
+        assert "".join(group.pieces()) == json.dumps(group.to_json())
+        assert Group.from_json(json.loads("".join(group.pieces()))) == group
+
+
+def test_the_text_of_an_episode_comes_in_pieces_no_longer_than_a_column() -> None:
+    """As one string it was joined three times over before a byte was written: 0.65 GiB of pages a GiB of file."""
+    ledger = built([("context", list(range(6000)), 0), ("sampled", [(7, -0.5, 1)] * 3000, 0)])[0]
+    member = Trajectory("x", Task("t", 0), ledgers=[ledger, ledger])
+    pieces = list(Group(0, 0, [member] * 5, member).pieces())
+    assert max(len(piece) for piece in pieces) == 4 * 4 * 9000 // 3  # base64 of the ids
+    assert sum(len(piece) > 10_000 for piece in pieces) == 2 * 2 * 6
+
+
+def test_what_is_no_json_in_an_episode_is_named() -> None:
+    for kind, state in (("set", {1}), ("Group", Group(0, 0))):
+        with pytest.raises(TypeError, match=f"Object of type {kind} is not JSON serializable"):
+            list(Trajectory("x", Task("t", 0), state={"a": state}).pieces())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(-3.4e38, 3.4e38, width=64), min_size=1, max_size=20))
+def test_log_probabilities_are_rounded_to_float32_as_numpy_does(values: list[float]) -> None:
+    ledger = TokenLedger()
+    ledger.append_sampled([1] * len(values), values, [0] * len(values), 0)
+    assert ledger.logprobs.tobytes() == np.array(values, dtype=np.float32).tobytes()
 
 
 def test_a_column_that_was_given_out_neither_changes_nor_can_be_changed() -> None:
@@ -139,7 +167,18 @@ def test_what_does_not_fit_is_refused() -> None:
         ledger.append_sampled([1], [0.0], [-1], 0)
     with pytest.raises(ValueError, match="first 2 tokens of a ledger of 1"):
         ledger.fork(2)
-    assert len(ledger) == 1
+    for bad in (2**31, -(2**31) - 1, 2**70, 0.5, None):
+        with pytest.raises(ValueError, match="column of int32"):
+            ledger.append_context([1, bad], 0)  # type: ignore[list-item]
+        with pytest.raises(ValueError, match="column of int32"):
+            ledger.append_sampled([1, bad], [0.0, 0.0], [0, 0], 0)  # type: ignore[list-item]
+        with pytest.raises(ValueError, match="column of int32"):
+            ledger.append_sampled([1, 1], [0.0, 0.0], [0, bad], 0)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="column of float32"):
+        ledger.append_sampled([1], [None], [0], 0)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="is -inf"):
+        ledger.append_sampled([1], [-1e39], [0], 0)
+    assert len(ledger) == 1 and ledger.oldest is None
     plain, packed = ledger.to_json(), ledger.packed()
     with pytest.raises(ValueError, match="differ in length"):
         TokenLedger.from_json({**plain, "turns": []})
