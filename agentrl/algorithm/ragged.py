@@ -43,11 +43,13 @@ def spread(rows: Tensor, offsets: Tensor) -> Tensor:
 def on_mask(rows: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
     """A row's value on its masked tokens, 0 elsewhere: [N] -> [T], without a gradient, on the host."""
     values, flags, bounds = rows.detach().numpy(), mask.numpy(), offsets.tolist()
-    tokens = np.empty(len(flags), dtype=values.dtype)
+    # Not np.empty: that asks for huge pages, and a virtual machine may have to get each back from its host first.
+    out = torch.empty(len(flags), dtype=rows.dtype)
+    tokens = out.numpy()
     for value, (start, stop) in zip(values, itertools.pairwise(bounds), strict=True):
         # Row by row: one np.repeat over all would hold the interpreter's lock, and with it the event loop.
         np.multiply(flags[start:stop], value, out=tokens[start:stop])
-    return torch.from_numpy(tokens)
+    return out
 
 
 def zscores(values: Tensor, eps: float = 1e-8) -> Tensor:

@@ -103,12 +103,13 @@ def _batch(
     torch.cumsum(torch.tensor([len(ledger) for ledger in ledgers], dtype=torch.int64), 0, out=offsets[1:])
     starts, total = offsets[:-1].tolist(), int(offsets[-1])
 
-    def column(name: str, kind: type[np.generic]) -> torch.Tensor:
+    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
         """A column of all ledgers, written where it stays: nothing of its size is made beside it."""
-        flat = np.empty(total, dtype=kind)  # numpy asks the system for huge pages, torch.empty does not: half the time
+        values = torch.empty(total, dtype=dtype)
+        flat = values.numpy()
         for start, ledger in zip(starts, ledgers, strict=True):
             flat[start : start + len(ledger)] = getattr(ledger, name)
-        return jagged(torch.from_numpy(flat), offsets)
+        return jagged(values, offsets)
 
     placed = torch.zeros(total)
     flat_rewards = placed.numpy()
@@ -118,11 +119,11 @@ def _batch(
                 flat_rewards[start + token] = np.float64(amount)
     return build(
         {
-            "token_ids": column("token_ids", np.int32),
-            "sampled": column("sampled", np.bool_),
-            "logprobs": column("logprobs", np.float32),
-            "versions": column("versions", np.int32),
-            "turns": column("turns", np.int16),
+            "token_ids": column("token_ids", torch.int32),
+            "sampled": column("sampled", torch.bool),
+            "logprobs": column("logprobs", torch.float32),
+            "versions": column("versions", torch.int32),
+            "turns": column("turns", torch.int16),
             "rewards": jagged(placed, offsets),
             "group": torch.tensor([row[0] for row in rows], dtype=torch.int64),
             "member": torch.tensor([row[1] for row in rows], dtype=torch.int64),
