@@ -36,7 +36,7 @@ class Tree:
 class SharedPack:
     """A micro-batch with shared prefixes: U computed tokens stand for T plain ones.
 
-    - `token_ids`, `position_ids` int64 [U]: what the model takes (positions as in the plain rows).
+    - `token_ids` (in the type of the batch), `position_ids` int64 [U]: what the model takes (positions as in the plain rows).
     - `spans` int64 [S, 4]: (prefix start, prefix stop, start, stop); the tokens [start, stop) see the
       prefix and, causally, themselves. All spans together cover [0, U) in order.
     - `at` int64 [T]: where the plain token t (rows end to end, as `pack` lays them) is computed. So
