@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.curves.report import picture, table, unexpected
+from tests.curves.report import about_control, picture, table, unexpected
 from tests.curves.variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +57,9 @@ def main() -> int:
     (args.out / "table.md").write_text(text + "\n")
     picture(found, args.out / "curves.png")
     print(text)
-    wrong = unexpected([row for row in found if row["variant"] in names and row["seed"] in seeds])
+    asked = [row for row in found if row["variant"] in names and row["seed"] in seeds]
+    wrong = unexpected(asked)
+    print(about_control(asked))
     print("\n".join(wrong) if wrong else "every curve does what it must")
     return 1 if wrong else 0
 
@@ -156,7 +158,7 @@ def one(out: Path, name: str, seed: int, updates: int) -> int:
         overrides.append("stop_at_success=0.95")
     if variant.reward is not None:
         file = out / f"{name}_reward.json"
-        file.write_text(json.dumps(spec(variant.reward)))
+        file.write_text(json.dumps(spec(variant.reward, variant.coin)))
         overrides += [f"env.reward={file}", *(f"reward.python.{key}={value}" for key, value in FUNCTIONS.items())]
     table = read_toml(CONFIG)
     del table["sft"], table["model"]["init"]

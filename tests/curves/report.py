@@ -13,7 +13,9 @@ GOOD = 0.9
 KEPT = 0.8
 """A curve that climbs must reach GOOD and not fall below this again."""
 SLACK = 0.15
-"""How far from its start a curve that must not climb may end: three standard errors of 100 tasks, about."""
+"""How far above its start a curve that must fall may come on its way."""
+FALSE_ALARM = 0.01
+"""How often the control with a random reward may be found to climb while nothing teaches it."""
 
 
 def tokens_to(curve: list[list[float]], success: float) -> float | None:
@@ -22,22 +24,58 @@ def tokens_to(curve: list[list[float]], success: float) -> float | None:
 
 
 def verdict(row: dict[str, Any]) -> str | None:
-    """What is wrong with a curve, or None."""
+    """What is wrong with a curve, or None. One that must stay is judged with the others only (`control`)."""
     expected = VARIANTS[row["variant"]].expected
     first, last, best = row["curve"][0][2], row["curve"][-1][2], max(point[2] for point in row["curve"])
     if expected == "climbs" and (best < GOOD or last < KEPT):
         return f"must reach {GOOD} and end above {KEPT}: {first:.2f} -> {last:.2f} (best {best:.2f})"
-    if expected == "stays" and best > first + SLACK:
-        return f"must not climb: {first:.2f} -> {best:.2f}"
+    if expected == "rises" and drift(row) <= 0:
+        return f"must rise: {drift(row):+.2f} on average"
     if expected == "falls" and (last > first / 2 or best > first + SLACK):
         return f"must fall: {first:.2f} -> {last:.2f}"
     return None
 
 
+def drift(row: dict[str, Any]) -> float:
+    """Held-out success less that before training, the mean over all evaluations of a run."""
+    (_, _, first), *later = row["curve"]
+    return sum(success - first for _, _, success in later) / len(later)
+
+
+def control(rows: list[dict[str, Any]]) -> tuple[int, int, float]:
+    """Of the runs that must stay: how many, in how many success was above its start on average, and the chance of so many.
+
+    An update by a coin's advantages is as likely as its opposite, so to first order success goes up with probability 1/2 at
+    most (it may also stay, and far from the start what is random only destroys). Given a seed's warm start, runs with coins
+    of their own are independent. So the number that goes up is at most Binomial(runs, 1/2), whatever a single run's walk is.
+    """
+    found = [drift(row) for row in rows if VARIANTS[row["variant"]].expected == "stays"]
+    up = sum(moved > 0 for moved in found)
+    return len(found), up, chance(len(found), up)
+
+
+def chance(runs: int, up: int) -> float:
+    """That a fair coin shows heads `up` times or more in `runs`."""
+    return sum(math.comb(runs, k) for k in range(up, runs + 1)) / 2**runs
+
+
 def unexpected(rows: list[dict[str, Any]]) -> list[str]:
-    """One line for each curve that does not do what it must."""
+    """One line for each curve that does not do what it must, and one for the control if it climbs as a whole."""
     found = [(row, verdict(row)) for row in rows]
-    return [f"{row['variant']} seed {row['seed']}: {problem}" for row, problem in found if problem]
+    lines = [f"{row['variant']} seed {row['seed']}: {problem}" for row, problem in found if problem]
+    runs, up, likely = control(rows)
+    if likely < FALSE_ALARM:
+        lines.append(f"random reward: must not climb: above its start in {up} of {runs} runs, by chance {likely:.4f}")
+    return lines
+
+
+def about_control(rows: list[dict[str, Any]]) -> str:
+    """The control with a random reward in words."""
+    runs, up, likely = control(rows)
+    alarm = next((k for k in range(runs + 1) if chance(runs, k) < FALSE_ALARM), None)
+    if alarm is None:
+        return f"random reward: {runs} runs are too few to judge it"
+    return f"random reward: success above its start in {up} of {runs} runs, by chance {likely:.4f}; {alarm} would be an alarm"
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -71,7 +109,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
             _join(f"{run['ledgers']:.1f}" for run in runs),
             _join(run["failed_groups"] for run in runs),
             _join(f"{run['cpu_s']:.0f}" for run in runs),
-            "yes" if not unexpected(runs) else "**no**",
+            _judged(name, runs, rows),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -108,6 +146,16 @@ def picture(rows: list[dict[str, Any]], file: Path) -> None:
         panel.axis("off")
     figure.savefig(file, dpi=130)
     pyplot.close(figure)
+
+
+def _judged(name: str, runs: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
+    """Whether a variant does what it must; the runs of all coins have one answer."""
+    if VARIANTS[name].expected != "stays":
+        return "yes" if not unexpected(runs) else "**no**"
+    count, _, likely = control(rows)
+    if chance(count, count) >= FALSE_ALARM:
+        return "too few runs"
+    return "yes" if likely >= FALSE_ALARM else "**no**"
 
 
 def _join(values: Any) -> str:

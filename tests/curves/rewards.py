@@ -1,22 +1,27 @@
-"""Rewards that must not teach the task: one that ignores the episode, and one with the wrong sign."""
+"""Rewards of the controls: one that ignores the episode, one that tells a little of it, and one with the wrong sign."""
 
 from __future__ import annotations
 
 import copy
 import json
-import zlib
 from pathlib import Path
 from typing import Any
 
 from agentrl.reward.view import View
+from agentrl.rollout.seeds import derive
 
 TASK = Path(__file__).resolve().parents[2] / "rewards" / "key_value_exact.json"
+LEAK = 0.2
 FUNCTIONS = {"coin": "tests.curves.rewards:coin", "nothing": "tests.curves.rewards:nothing"}
 
 
 def coin(view: View, args: Any) -> float:
-    """0 or 1 by what was said in the episode: as good as random, and the same again when it is scored again."""
-    return float(zlib.crc32(repr([(m.role, m.content) for m in view.trajectory.messages]).encode()) & 1)
+    """0 or 1 by the seed of the episode, which nothing that the policy says can change; coin number `args` of many.
+
+    A coin that is read off what was said would be the same for all members of a group that say the same: the whole group is
+    then pushed to or from an answer, and success wanders much further than by a coin for each member.
+    """
+    return float(derive(args, "coin", view.trajectory.seed, view.trajectory.member) & 1)
 
 
 def nothing(view: View, args: Any) -> float:
@@ -24,14 +29,19 @@ def nothing(view: View, args: Any) -> float:
     return 0.0
 
 
-def spec(kind: str) -> dict[str, Any]:
-    """The quickstart's spec with another root; success stays what it was."""
+def spec(kind: str, number: int = 0) -> dict[str, Any]:
+    """The quickstart's spec with another root; success stays what it was. `number`: which coin.
+
+    random: a coin. leaky: the mean of a coin and the task's own reward, which weighs `LEAK`. wrong: 1 for a failure.
+    """
     true = json.loads(TASK.read_text())
     task = {**copy.deepcopy(true["root"]), "id": "task"}
     for number, leaf in enumerate(task["of"]):
         leaf["id"] = f"task_{number}"
+    toss = {"use": "python", "args": {"name": "coin", "args": number}}
     root = {
-        "random": {"use": "python", "args": {"name": "coin"}},
+        "random": toss,
+        "leaky": {"op": "mean", "of": [{**toss, "weight": 1 - LEAK}, {**true["root"], "weight": LEAK}]},
         "wrong": {"op": "gate", "if": true["root"], "gte": 1, "then": {"use": "python", "args": {"name": "nothing"}}, "else": 1},
     }[kind]
     return {"agentrl_reward": 1, "name": f"{kind}_reward", "root": root, "success": task}

@@ -7,15 +7,19 @@ from typing import Literal
 
 from agentrl.algorithm import ADVANTAGES, POLICY_LOSSES
 
-Expected = Literal["climbs", "stays", "falls"]
+Expected = Literal["climbs", "rises", "stays", "falls"]
+COINS = range(4)
+"""Coins of the random reward, for each seed: what a control of chance finds is judged over many runs only (`report.py`)."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """`overrides` of the base; `reward`: a spec of its own (`rewards.py`); `expected`: of held-out success."""
+    """`overrides` of the base; `reward`: a spec of its own (`rewards.py`), `coin`: the number of its coin; `expected`: of
+    held-out success."""
 
     overrides: list[str] = field(default_factory=list)
     reward: str | None = None
+    coin: int = 0
     expected: Expected = "climbs"
 
 
@@ -66,6 +70,7 @@ VARIANTS: dict[str, Variant] = {
     "kl_in_reward": Variant(["algorithm.kl.coef=0.01", 'algorithm.kl.where="reward"']),
     "entropy_bonus": Variant(["algorithm.entropy_bonus=0.001"]),
     "filter_zero_variance": Variant(["rollout.filter_zero_variance=true"]),
-    "random_reward": Variant(reward="random", expected="stays"),
+    **{f"random_reward_{coin}": Variant(reward="random", coin=coin, expected="stays") for coin in COINS},
+    "leaky_reward": Variant(reward="leaky", expected="rises"),
     "wrong_sign": Variant(reward="wrong", expected="falls"),
 }
