@@ -72,6 +72,8 @@ def unexpected(rows: list[dict[str, Any]]) -> list[str]:
 def about_control(rows: list[dict[str, Any]]) -> str:
     """The control with a random reward in words."""
     runs, up, likely = control(rows)
+    if runs == 0:
+        return "random reward: not run"
     alarm = next((k for k in range(runs + 1) if chance(runs, k) < FALSE_ALARM), None)
     if alarm is None:
         return f"random reward: {runs} runs are too few to judge it"

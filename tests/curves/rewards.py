@@ -18,8 +18,8 @@ FUNCTIONS = {"coin": "tests.curves.rewards:coin", "nothing": "tests.curves.rewar
 def coin(view: View, args: Any) -> float:
     """0 or 1 by the seed of the episode, which nothing that the policy says can change; coin number `args` of many.
 
-    A coin that is read off what was said would be the same for all members of a group that say the same: the whole group is
-    then pushed to or from an answer, and success wanders much further than by a coin for each member.
+    A coin that is read off what was said would be the same for all members of a group that say the same: one coin for the
+    whole group and its answer, not one for each member.
     """
     return float(derive(args, "coin", view.trajectory.seed, view.trajectory.member) & 1)
 
@@ -36,8 +36,8 @@ def spec(kind: str, number: int = 0) -> dict[str, Any]:
     """
     true = json.loads(TASK.read_text())
     task = {**copy.deepcopy(true["root"]), "id": "task"}
-    for number, leaf in enumerate(task["of"]):
-        leaf["id"] = f"task_{number}"
+    for place, leaf in enumerate(task["of"]):
+        leaf["id"] = f"task_{place}"
     toss = {"use": "python", "args": {"name": "coin", "args": number}}
     root = {
         "random": toss,

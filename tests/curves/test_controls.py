@@ -9,8 +9,8 @@ import pytest
 from agentrl.reward.view import episode_view
 from agentrl.trajectory import Message, Task, Trajectory
 from tests.curves.report import about_control, drift, table, unexpected
-from tests.curves.rewards import coin
-from tests.curves.variants import COINS
+from tests.curves.rewards import coin, spec
+from tests.curves.variants import COINS, VARIANTS
 
 MANY = 4000
 
@@ -43,6 +43,12 @@ def test_members_that_say_the_same_toss_a_coin_each(other: dict[str, int]) -> No
     agree = [a == b for a, b in zip(ones, others, strict=True)]
     for found in (ones, others, agree):
         assert sum(found) / MANY == pytest.approx(0.5, abs=0.032)
+
+
+def test_each_control_has_a_coin_of_its_own() -> None:
+    variants = [VARIANTS[f"random_reward_{number}"] for number in COINS]
+    specs = [spec(variant.reward or "", variant.coin) for variant in variants]
+    assert [found["root"]["args"] for found in specs] == [{"name": "coin", "args": number} for number in COINS]
 
 
 def test_a_run_is_judged_by_its_whole_curve() -> None:
