@@ -138,6 +138,7 @@ def one(out: Path, name: str, seed: int, updates: int) -> int:
     from agentrl.config.load import config_from, read_toml
     from agentrl.run.main import execute
     from agentrl.run.session import check
+    from tests.curves.leak import episodes, z_score
     from tests.curves.rewards import FUNCTIONS, spec
 
     variant = VARIANTS[name]
@@ -178,6 +179,7 @@ def one(out: Path, name: str, seed: int, updates: int) -> int:
         "updates": sum(row["phase"] == "train" for row in rows),
         "failed_groups": max((row.get("groups/failed", 0) for row in rows), default=0),
         "ledgers": sum(row.get("rewrites", 0.0) for row in rows) / max(sum(row["phase"] == "train" for row in rows), 1),
+        "z": z_score(episodes(folder.path / "trajectories")) if variant.expected in ("stays", "rises") else None,
         "cpu_s": round(used.ru_utime + used.ru_stime, 1),
     }
     (folder.path / "result.json").write_text(json.dumps(row))

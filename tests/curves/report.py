@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.curves.variants import VARIANTS
 
@@ -14,8 +14,8 @@ KEPT = 0.8
 """A curve that climbs must reach GOOD and not fall below this again."""
 SLACK = 0.15
 """How far above its start a curve that must fall may come on its way."""
-FALSE_ALARM = 0.01
-"""How often the control with a random reward may be found to climb while nothing teaches it."""
+FALSE_ALARM = 0.005
+"""How often each of the two rules on the random reward may give an alarm while nothing teaches."""
 
 
 def tokens_to(curve: list[list[float]], success: float) -> float | None:
@@ -29,29 +29,44 @@ def verdict(row: dict[str, Any]) -> str | None:
     first, last, best = row["curve"][0][2], row["curve"][-1][2], max(point[2] for point in row["curve"])
     if expected == "climbs" and (best < GOOD or last < KEPT):
         return f"must reach {GOOD} and end above {KEPT}: {first:.2f} -> {last:.2f} (best {best:.2f})"
-    if expected == "rises" and drift(row) <= 0:
-        return f"must rise: {drift(row):+.2f} on average"
+    if expected == "rises" and last <= first:
+        return f"must rise: {first:.2f} -> {last:.2f}"
     if expected == "falls" and (last > first / 2 or best > first + SLACK):
         return f"must fall: {first:.2f} -> {last:.2f}"
     return None
 
 
-def drift(row: dict[str, Any]) -> float:
-    """Held-out success less that before training, the mean over all evaluations of a run."""
-    (_, _, first), *later = row["curve"]
-    return sum(success - first for _, _, success in later) / len(later)
+class Control(NamedTuple):
+    """The runs with a random reward, together: in how many success ended above its start, and the chance of so many; and the
+    correlation of reward and success within groups in standard errors, with the chance of one as large."""
+
+    runs: int
+    up: int
+    up_chance: float
+    z: float
+    z_chance: float
+
+    @property
+    def alarm(self) -> bool:
+        return min(self.up_chance, self.z_chance) < FALSE_ALARM
+
+    @property
+    def enough(self) -> bool:
+        return chance(self.runs, self.runs) < FALSE_ALARM
 
 
-def control(rows: list[dict[str, Any]]) -> tuple[int, int, float]:
-    """Of the runs that must stay: how many, in how many success was above its start on average, and the chance of so many.
+def control(rows: list[dict[str, Any]]) -> Control:
+    """Judge the runs that must stay.
 
-    An update by a coin's advantages is as likely as its opposite, so to first order success goes up with probability 1/2 at
-    most (it may also stay, and far from the start what is random only destroys). Given a seed's warm start, runs with coins
-    of their own are independent. So the number that goes up is at most Binomial(runs, 1/2), whatever a single run's walk is.
+    An update by a coin's advantages is as likely as its opposite, so to first order sampled success ends above its start with
+    probability 1/2 at most (far from the start what is random only destroys). Given a seed's warm start, runs with coins of
+    their own are independent: at most Binomial(runs, 1/2) are up, however far a single run walks. The runs' z (`leak.py`)
+    are standard normal, so their sum over sqrt(runs) is.
     """
-    found = [drift(row) for row in rows if VARIANTS[row["variant"]].expected == "stays"]
-    up = sum(moved > 0 for moved in found)
-    return len(found), up, chance(len(found), up)
+    found = [row for row in rows if VARIANTS[row["variant"]].expected == "stays"]
+    up = sum(row["curve"][-1][2] > row["curve"][0][2] for row in found)
+    z = sum(row["z"] for row in found) / math.sqrt(max(len(found), 1))
+    return Control(len(found), up, chance(len(found), up), z, math.erfc(abs(z) / math.sqrt(2)))
 
 
 def chance(runs: int, up: int) -> float:
@@ -60,24 +75,20 @@ def chance(runs: int, up: int) -> float:
 
 
 def unexpected(rows: list[dict[str, Any]]) -> list[str]:
-    """One line for each curve that does not do what it must, and one for the control if it climbs as a whole."""
+    """One line for each curve that does not do what it must, and one if the random reward teaches."""
     found = [(row, verdict(row)) for row in rows]
     lines = [f"{row['variant']} seed {row['seed']}: {problem}" for row, problem in found if problem]
-    runs, up, likely = control(rows)
-    if likely < FALSE_ALARM:
-        lines.append(f"random reward: must not climb: above its start in {up} of {runs} runs, by chance {likely:.4f}")
-    return lines
+    return [*lines, f"alarm: {about_control(rows)}"] if control(rows).alarm else lines
 
 
 def about_control(rows: list[dict[str, Any]]) -> str:
-    """The control with a random reward in words."""
-    runs, up, likely = control(rows)
-    if runs == 0:
-        return "random reward: not run"
-    alarm = next((k for k in range(runs + 1) if chance(runs, k) < FALSE_ALARM), None)
-    if alarm is None:
-        return f"random reward: {runs} runs are too few to judge it"
-    return f"random reward: success above its start in {up} of {runs} runs, by chance {likely:.4f}; {alarm} would be an alarm"
+    """The random reward in words."""
+    found = control(rows)
+    few = "" if found.enough else "; too few runs to judge"
+    return (
+        f"random reward: success ended above its start in {found.up} of {found.runs} runs (chance {found.up_chance:.4f}), "
+        f"reward and success correlate by {found.z:+.2f} standard errors (chance {found.z_chance:.4f}){few}"
+    )
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -154,10 +165,8 @@ def _judged(name: str, runs: list[dict[str, Any]], rows: list[dict[str, Any]]) -
     """Whether a variant does what it must; the runs of all coins have one answer."""
     if VARIANTS[name].expected != "stays":
         return "yes" if not unexpected(runs) else "**no**"
-    count, _, likely = control(rows)
-    if chance(count, count) >= FALSE_ALARM:
-        return "too few runs"
-    return "yes" if likely >= FALSE_ALARM else "**no**"
+    found = control(rows)
+    return "**no**" if found.alarm else "yes" if found.enough else "too few runs"
 
 
 def _join(values: Any) -> str:

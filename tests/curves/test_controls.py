@@ -8,7 +8,8 @@ import pytest
 
 from agentrl.reward.view import episode_view
 from agentrl.trajectory import Message, Task, Trajectory
-from tests.curves.report import about_control, drift, table, unexpected
+from tests.curves.leak import z_score
+from tests.curves.report import about_control, control, table, unexpected
 from tests.curves.rewards import coin, spec
 from tests.curves.variants import COINS, VARIANTS
 
@@ -20,15 +21,24 @@ def tossed(seed: int, member: int = 0, number: int = 0, said: str = "7") -> floa
     return coin(episode_view(Trajectory("env", Task("id", 0), seed=seed, member=member, messages=messages)), number)
 
 
-def run(variant: str, seed: int, *later: float) -> dict[str, Any]:
-    curve = [[3 * n, 1000 * n, success] for n, success in enumerate([0.25, *later])]
-    return {"variant": variant, "seed": seed, "curve": curve, "updates": 3, "ledgers": 0.0, "failed_groups": 0, "cpu_s": 1.0}
+def run(variant: str, seed: int, last: float, z: float = 0.0) -> dict[str, Any]:
+    curve = [[3 * n, 1000 * n, success] for n, success in enumerate([0.25, 0.46, last])]
+    return {
+        "variant": variant,
+        "seed": seed,
+        "curve": curve,
+        "z": z,
+        "updates": 3,
+        "ledgers": 0.0,
+        "failed_groups": 0,
+        "cpu_s": 1.0,
+    }
 
 
-def twelve(up: int) -> list[dict[str, Any]]:
-    """Runs of four coins on three seeds; the first `up` go up by 0.21 and later lose half of that, the others stay."""
+def twelve(up: int, z: float = 0.0) -> list[dict[str, Any]]:
+    """Runs of four coins on three seeds; all wander up by 0.21, the first `up` end above their start."""
     places = [(coin, seed) for coin in COINS for seed in range(3)]
-    return [run(f"random_reward_{c}", s, *((0.46, 0.355) if n < up else (0.25, 0.25))) for n, (c, s) in enumerate(places)]
+    return [run(f"random_reward_{c}", s, 0.3 if n < up else 0.25, z) for n, (c, s) in enumerate(places)]
 
 
 def test_the_coin_is_not_read_off_what_was_said() -> None:
@@ -51,27 +61,39 @@ def test_each_control_has_a_coin_of_its_own() -> None:
     assert [found["root"]["args"] for found in specs] == [{"name": "coin", "args": number} for number in COINS]
 
 
-def test_a_run_is_judged_by_its_whole_curve() -> None:
-    assert drift(run("random_reward_0", 0, 0.46, 0.0, 0.0)) == pytest.approx((0.21 - 0.25 - 0.25) / 3)
-
-
-def test_one_curve_that_wanders_is_no_alarm_and_eleven_of_twelve_are() -> None:
+def test_one_curve_that_wanders_is_no_alarm_and_eleven_of_twelve_that_end_above_are() -> None:
     """P(at least 10 of 12) = 79 / 4096 = 0.0193; of 11: 13 / 4096 = 0.0032."""
     assert unexpected(twelve(1)) == unexpected(twelve(10)) == []
-    assert unexpected(twelve(11)) == ["random reward: must not climb: above its start in 11 of 12 runs, by chance 0.0032"]
-    assert about_control(twelve(10)).endswith("in 10 of 12 runs, by chance 0.0193; 11 would be an alarm")
+    assert control(twelve(10)).up_chance == 79 / 4096
+    (alarm,) = unexpected(twelve(11))
+    assert alarm.startswith("alarm: random reward: success ended above its start in 11 of 12 runs (chance 0.0032)")
     assert [line.split(" | ")[-1] for line in table(twelve(11))[2:]] == ["**no** |"] * 4
     assert [line.split(" | ")[-1] for line in table(twelve(10))[2:]] == ["yes |"] * 4
 
 
-def test_six_runs_cannot_tell() -> None:
-    """1 / 64 = 0.016."""
-    six = [row for row in twelve(12) if row["seed"] < 2 and row["variant"] != "random_reward_3"]
-    assert unexpected(six) == []
-    assert about_control(six) == "random reward: 6 runs are too few to judge it"
-    assert [line.split(" | ")[-1] for line in table(six)[2:]] == ["too few runs |"] * 3
+def test_a_small_correlation_in_every_run_is_an_alarm() -> None:
+    """12 runs of 0.8 standard errors: 0.8 * sqrt(12) = 2.77, two sides 0.0056; of 0.82: 2.84, 0.0045."""
+    assert unexpected(twelve(6, 0.8)) == []
+    assert control(twelve(6, 0.8)).z_chance == pytest.approx(0.0056, abs=5e-5)
+    assert unexpected(twelve(6, 0.82)) and unexpected(twelve(6, -0.82))
+
+
+def test_seven_runs_cannot_tell() -> None:
+    """1 / 128 = 0.008."""
+    seven = twelve(12)[:7]
+    assert unexpected(seven) == []
+    assert about_control(seven).endswith("; too few runs to judge")
+    assert {line.split(" | ")[-1] for line in table(seven)[2:]} == {"too few runs |"}
+
+
+def test_the_correlation_is_within_groups() -> None:
+    """Group a: s - mean = 1/2, -1/2, r - 1/2 the same: 1/2, variance (1/4 + 1/4) / 4 = 1/8. Group b has no contrast."""
+    a = [("a", 1.0, 1.0), ("a", 0.0, 0.0)]
+    b = [("b", 1.0, 1.0), ("b", 1.0, 1.0)]
+    assert z_score([*a, *b]) == pytest.approx(0.5 / (1 / 8) ** 0.5)
+    assert z_score(b) == 0.0
 
 
 def test_a_reward_that_tells_a_little_must_lift_the_curve() -> None:
-    assert unexpected([run("leaky_reward", 0, 0.2, 0.31)]) == []
-    assert unexpected([run("leaky_reward", 0, 0.2, 0.29)]) == ["leaky_reward seed 0: must rise: -0.01 on average"]
+    assert unexpected([run("leaky_reward", 0, 0.26)]) == []
+    assert unexpected([run("leaky_reward", 0, 0.24)]) == ["leaky_reward seed 0: must rise: 0.25 -> 0.24"]

@@ -33,6 +33,8 @@ LOSS_EXTRA = {
     # Nothing holds the ratio near 1: exact for the weights that sampled, which a second minibatch no longer is.
     "reinforce": ["algorithm.minibatch=128"],
 }
+# Controls of chance: sampled as in training, because greedy success starts at a floor that chance can only leave upwards.
+CHANCE = ["steps=12", "eval.temperature=1.0", "eval.tasks=200", "trajectories_every=1"]
 BASE_ARGS = {"ppo_clip": "{clip_low=0.2, clip_high=0.28}"}
 
 
@@ -70,7 +72,7 @@ VARIANTS: dict[str, Variant] = {
     "kl_in_reward": Variant(["algorithm.kl.coef=0.01", 'algorithm.kl.where="reward"']),
     "entropy_bonus": Variant(["algorithm.entropy_bonus=0.001"]),
     "filter_zero_variance": Variant(["rollout.filter_zero_variance=true"]),
-    **{f"random_reward_{coin}": Variant(reward="random", coin=coin, expected="stays") for coin in COINS},
-    "leaky_reward": Variant(reward="leaky", expected="rises"),
+    **{f"random_reward_{coin}": Variant(CHANCE, reward="random", coin=coin, expected="stays") for coin in COINS},
+    "leaky_reward": Variant(CHANCE, reward="leaky", expected="rises"),
     "wrong_sign": Variant(reward="wrong", expected="falls"),
 }
