@@ -41,7 +41,7 @@ _GAVE_BACK = (GroupState.FILTERED, GroupState.STALE, GroupState.FAILED, GroupSta
 
 
 @dataclass(slots=True)
-class Entry:
+class GroupEntry:
     """One dispatched group. `born` is the version of the weights when it was admitted: a lower bound for
     the version of each of its tokens. `oldest`: the oldest weights that sampled one of its tokens, set once when
     the group completes (`born` while it still runs), so that selecting groups never reads a token."""
@@ -76,7 +76,7 @@ class GroupLedger:
         self.max_staleness = max_staleness
         self.spare = spare
         self.version = 0
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, GroupEntry] = {}
         self._again: list[int] = []
         self._next = 0
         self._past: Counter[GroupState] = Counter()
@@ -91,7 +91,7 @@ class GroupLedger:
             index = self._again.pop(0)
         else:
             index, self._next = self._next, self._next + 1
-        self._entries[index] = Entry(index, born=self.version)
+        self._entries[index] = GroupEntry(index, born=self.version)
         return index
 
     def slots_taken(self) -> int:
@@ -113,7 +113,7 @@ class GroupLedger:
         del self._entries[index]
         self._past[state] += 1
 
-    def _running(self, index: int) -> Entry:
+    def _running(self, index: int) -> GroupEntry:
         entry = self._entries.get(index)
         if entry is None or entry.state is not GroupState.RUNNING:
             raise ValueError(f"group {index} is not running")
@@ -217,4 +217,4 @@ class GroupLedger:
         found = {group.index: group for group in (whole or groups)}
         if set(found) != {row["index"] for row in rows}:
             raise ValueError(f"complete groups {sorted(row['index'] for row in rows)}, there are {sorted(found)}")
-        self._entries = {row["index"]: Entry(row["index"], row["born"], GroupState.COMPLETE, found[row["index"]]) for row in rows}
+        self._entries = {row["index"]: GroupEntry(row["index"], row["born"], GroupState.COMPLETE, found[row["index"]]) for row in rows}
