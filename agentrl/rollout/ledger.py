@@ -217,4 +217,6 @@ class GroupLedger:
         found = {group.index: group for group in (whole or groups)}
         if set(found) != {row["index"] for row in rows}:
             raise ValueError(f"complete groups {sorted(row['index'] for row in rows)}, there are {sorted(found)}")
-        self._entries = {row["index"]: GroupEntry(row["index"], row["born"], GroupState.COMPLETE, found[row["index"]]) for row in rows}
+        self._entries = {
+            row["index"]: GroupEntry(row["index"], row["born"], GroupState.COMPLETE, found[row["index"]]) for row in rows
+        }
