@@ -29,7 +29,7 @@ from torch import Tensor
 from agentrl.config.schema import WeightsConfig
 from agentrl.weights.bucket import Bucket, Stream
 from agentrl.weights.route import Offer, Receiver, Sender
-from agentrl.weights.routes import ORDER, make_sender, open_receiver
+from agentrl.weights.routes import make_sender, open_receiver, order
 
 TENSOR_MIB = 8
 
@@ -131,11 +131,11 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--bucket-mib", type=float, default=WeightsConfig().bucket_mib)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--route", choices=ORDER, action="append")
+    parser.add_argument("--route", choices=order(), action="append")
     args = parser.parse_args()
     torch.set_num_threads(1)
     ratios, rates = {}, {}
-    for route in args.route or ORDER:
+    for route in args.route or order():
         copy, sent = measure(route, args)
         ratios[f"{route}_over_memcpy"] = round(copy / sent, 4)
         rates[route] = {"memcpy_gib_s": round(args.mib / 1024 / copy, 3), "publish_gib_s": round(args.mib / 1024 / sent, 3)}

@@ -35,6 +35,7 @@ _ANYWHERE = {
     "stop_at_success": "says how long a run goes on",
     "trajectories_every": _KEPT,
     "checkpoint": _KEPT,
+    "trackers": _KEPT,
     "cluster": "says where processes run",
     "model.activation_checkpointing": "computes the same numbers in less memory",
     "model.replicas": "spreads the same computation over ranks",

@@ -312,12 +312,12 @@ class WeightsConfig(Frozen):
     """How new weights reach the engine, a bucket of `bucket_mib` MiB at a time (two are in memory at once).
 
     `route`: "memory" (engine and trainer in one process), "shared" (on one machine), "collective" (a broadcast
-    to other machines), "disk" (files in `folder`, which all machines must see), or "auto": the first of these
-    that works. `lora`: what a model with adapters publishes, its weights with the adapter "merged" into them,
-    or the "adapter" only, which the engine applies to the weights that it started with.
+    to other machines), "disk" (files in `folder`, which all machines must see), the name of one in `plugins/` of a shelf,
+    or "auto": the first of those four that works. `lora`: what a model with adapters publishes, its weights with the
+    adapter "merged" into them, or the "adapter" only, which the engine applies to the weights that it started with.
     """
 
-    route: Literal["auto", "memory", "shared", "collective", "disk"] = "auto"
+    route: str = "auto"
     bucket_mib: Positive = 64.0
     folder: str | None = None
     lora: Literal["merged", "adapter"] = "merged"
@@ -390,6 +390,10 @@ class TrainConfig(Frozen):
     A file may start with `base = "quickstart"`: it then holds what differs from that config, which is looked for beside it
     and on the shelves. Sections are joined key by key; the value of a key replaces that of the base. A section that may be
     missing is taken away by `false`: `sft = false`, or `model.init=false` on the command line.
+
+    `engine`: "embedded", "vllm", the name of one in `plugins/` of a shelf, or "auto": the one that suits the machine.
+    `engine_args`: arguments of an engine that has no section here. `trackers`: where metrics are written beside
+    metrics.jsonl: "tensorboard", or one in `plugins/`.
     """
 
     name: str = "run"
@@ -398,7 +402,8 @@ class TrainConfig(Frozen):
     steps: PositiveInt = 50
     stop_at_success: Fraction | None = None
     trajectories_every: PositiveInt = 1
-    engine: Literal["auto", "embedded", "vllm"] = "auto"
+    engine: str = "auto"
+    engine_args: dict[str, Any] = Field(default_factory=dict)
     env: EnvConfig
     tools: ToolsConfig = ToolsConfig()
     model: ModelConfig = ModelConfig()
@@ -415,3 +420,4 @@ class TrainConfig(Frozen):
     eval: EvalConfig = EvalConfig()
     api: ApiConfig = ApiConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    trackers: list[Choice] = Field(default_factory=lambda: [Choice(name="tensorboard")])

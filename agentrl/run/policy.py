@@ -8,10 +8,11 @@ from agentrl.config import TrainConfig
 from agentrl.env.wrapper import WRAPPERS
 from agentrl.errors import AgentrlError, ConfigError
 from agentrl.rollout.context.base import CONTEXTS
+from agentrl.rollout.maker import ENGINES
 from agentrl.rollout.pieces import make_context, make_sampler
 from agentrl.rollout.sampler.base import TaskChoice
 from agentrl.rollout.sampler.source import TaskSource
-from agentrl.run.engines import resolve_engine
+from agentrl.run.engines import engine_of
 
 LEAST_TEMPERATURE = 0.01
 
@@ -80,9 +81,9 @@ def _check_temperatures(config: TrainConfig) -> None:
 def _check_colocated(config: TrainConfig) -> None:
     if config.rollout.max_staleness > 0:
         raise ConfigError("rollout.colocate: an engine that sleeps during updates needs rollout.max_staleness = 0")
-    if resolve_engine(config.engine) != "embedded":
+    if "sleeps" not in engine_of(config).traits:
         raise ConfigError(
-            'rollout.colocate: only engine = "embedded" can sleep; vLLM\'s sleep mode needs a GPU, on which '
+            f"rollout.colocate: only engine = {ENGINES.that_are('sleeps')} can sleep; vLLM's sleep mode needs a GPU, on which "
             "agentrl has not been tested"
         )
     if config.weights.lora == "adapter":

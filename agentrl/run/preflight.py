@@ -10,10 +10,12 @@ import psutil
 
 from agentrl.config import TrainConfig
 from agentrl.errors import ResourceError
+from agentrl.rollout.maker import PROCESS_MIB, Processes
+from agentrl.run.engines import engine_name, maker_of
 
 MIN_DISK_MIB = 200
 MIN_MEMORY_MIB = 1500
-MEMORY_PER_PROCESS_MIB = 700
+MEMORY_PER_PROCESS_MIB = PROCESS_MIB
 
 
 def preflight(config: TrainConfig) -> None:
@@ -38,13 +40,14 @@ def _check_memory(config: TrainConfig) -> None:
     need = MIN_MEMORY_MIB
     if config.cluster.backend == "ray":
         need += MEMORY_PER_PROCESS_MIB * config.cluster.actors
-    if config.engine == "vllm":
-        need += config.vllm.replicas * (config.vllm.kv_cache_mib + 2 * MEMORY_PER_PROCESS_MIB)
+    engine = _engine(config)
+    if engine is not None:
+        need += engine.count * engine.mib
     free = psutil.virtual_memory().available >> 20
     if free < need:
         raise ResourceError(
             f"{free} MiB of memory are free, about {need} MiB are needed for {config.cluster.actors} actor(s) and the "
-            f"{config.engine} engine; lower cluster.actors, vllm.replicas or vllm.kv_cache_mib = {config.vllm.kv_cache_mib}, "
+            f"{config.engine} engine; lower {' or '.join(['cluster.actors', *(engine.lower if engine is not None else ())])}, "
             "or use cluster.backend=inline"
         )
 
@@ -53,10 +56,15 @@ def _check_cores(config: TrainConfig) -> None:
     if config.cluster.backend != "ray" or config.cluster.address is not None:
         return
     cores = os.cpu_count() or 1
-    need = config.cluster.actors + (config.vllm.replicas if config.engine == "vllm" else 0)
+    engine = _engine(config)
+    need = config.cluster.actors + (engine.count if engine is not None else 0)
     # The driver sleeps while actors work, so as many workers as cores still make progress; twice as many do not.
     if need > 2 * cores:
         raise ResourceError(
             f"{cores} cores cannot carry {need} worker processes (cluster.actors={config.cluster.actors}"
-            f"{f', vllm.replicas={config.vllm.replicas}' if config.engine == 'vllm' else ''}); at most {2 * cores} fit"
+            f"{f', {engine.count_key}={engine.count}' if engine is not None else ''}); at most {2 * cores} fit"
         )
+
+
+def _engine(config: TrainConfig) -> Processes | None:
+    return maker_of(engine_name(config), config).processes()

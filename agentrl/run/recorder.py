@@ -1,14 +1,16 @@
-"""Metrics of a run: one row to metrics.jsonl, TensorBoard and the display."""
+"""Metrics of a run: one row to metrics.jsonl, the trackers and the display."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from agentrl.config import Choice
 from agentrl.rollout.evaluate import Evaluation
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
+from agentrl.run.trackers import open_trackers
 from agentrl.run.writes import Writes
 from agentrl.trajectory import Trajectory
 
@@ -16,26 +18,24 @@ from agentrl.trajectory import Trajectory
 class Recorder:
     """Writes rows `{"step": updates done, "phase": ..., ...}`; keys under `time/` are wall-clock seconds."""
 
-    def __init__(self, folder: RunFolder, display: Display) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter
-
+    def __init__(self, folder: RunFolder, display: Display, trackers: Sequence[Choice]) -> None:
         self.folder, self.display = folder, display
         self.writes = Writes()
-        self._events = SummaryWriter(str(folder.tensorboard))
+        self.trackers = open_trackers(trackers, folder)
 
     def __enter__(self) -> Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._events.close()
+        for tracker in self.trackers:
+            tracker.close()
 
     def row(self, phase: str, step: int, values: Mapping[str, Any]) -> None:
         """Record one row."""
         self.folder.append_metrics({"step": step, "phase": phase, **values})
-        for key, value in values.items():
-            if isinstance(value, (int, float)):
-                self._events.add_scalar(f"{phase}/{key}", value, step)
-        self._events.flush()
+        numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+        for tracker in self.trackers:
+            tracker.row(phase, step, numbers)
 
     async def trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> None:
         """Begin to write `trajectories/<name>.jsonl`, after the file before it; see `writes` for when it is there."""

@@ -17,12 +17,13 @@ from agentrl.rollout.episode import Limits, Policy
 from agentrl.run.assembly import Assembly, assemble, check_assembly, read_inputs
 from agentrl.run.checkpoint import Saver
 from agentrl.run.display import Display
-from agentrl.run.engines import check_engine, resolve_engine
+from agentrl.run.engines import check_engine, needs_ray, resolve_engine
 from agentrl.run.folder import RunFolder
 from agentrl.run.places import check_places, open_pools, start_actors
 from agentrl.run.policy import check_trainable, needs_greedy
 from agentrl.run.reward_checks import check_judge, check_success
 from agentrl.run.sizes import check_sizes
+from agentrl.run.trackers import check_trackers
 from agentrl.run.warm_start_checks import check_warm_start
 from agentrl.train.actor import Actor
 from agentrl.train.columns import check_columns
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 def check(config: TrainConfig) -> None:
     """Everything that can be wrong before a folder is made or a process started, with a UserError each."""
     check_engine(config)
+    check_trackers(config.trackers)
     if (config.model.path is None) == (config.model.init is None):
         raise ConfigError("model: set one of model.path (a folder or hub name) and [model.init] (build a tiny one)")
     env, scorer = check_assembly(config)
@@ -90,7 +92,7 @@ class Session:
         self.actors.close()
         if self.learner.pools is not None:
             self.learner.pools.close()
-        if self.config.cluster.backend == "ray" or self.engine_name == "vllm":
+        if needs_ray(self.config):
             stop_ray()
 
 
@@ -111,7 +113,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
     path = model_folder(config, folder)
     engine_name = resolve_engine(config.engine)
     display.phase("start", 1)
-    if config.cluster.backend == "ray" or engine_name == "vllm":
+    if needs_ray(config):
         start_ray(config.cluster)
     inputs = read_inputs(config, path)
     pools = open_pools(config, engine_name)

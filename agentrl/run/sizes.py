@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-
 from agentrl.algorithm import ADVANTAGES
 from agentrl.config import Choice, TrainConfig
 from agentrl.errors import ConfigError
+from agentrl.rollout.maker import ENGINES
 from agentrl.run.assembly import context_length
+from agentrl.run.engines import maker_of
 from agentrl.train.pretrained import count_parameters, head_dim
-
-VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of an attention head that the CPU build of vLLM has kernels for; with another it dies at the first request."""
 
 LARGE = 100_000_000
 """Parameters from which on a learning rate of a toy is warned of."""
@@ -56,16 +53,19 @@ def _check_groups(size: int, advantage: Choice) -> None:
 
 
 def check_heads(config: TrainConfig, engine_name: str) -> None:
-    """Raise ConfigError where vLLM would run on a CPU, and has no attention there for heads of the model's size."""
-    if engine_name != "vllm" or torch.cuda.is_available():
+    """Raise ConfigError if the engine has no attention on this machine for heads of the model's size."""
+    sizes = maker_of(engine_name, config).heads()
+    if sizes is None:
         return
     init = config.model.init
     key, size = ("model.path", head_dim(str(config.model.path))) if init is None else ("model.init.head_dim", init.head_dim)
-    if size is not None and size not in VLLM_CPU_HEADS:
+    if size is not None and size not in sizes:
         what = f"{key} = {size}" if init is not None else f"{key} = {config.model.path}: its attention heads have {size} numbers"
+        fine = [e.name for e in ENGINES.own() if "messages" not in e.traits and e.make(config).heads() is None]
+        others = " or ".join(f"engine={name}" for name in fine)
         raise ConfigError(
-            f"{what}: on a CPU vLLM takes heads of {', '.join(map(str, VLLM_CPU_HEADS))}, and dies at the first request "
-            "with others; use engine=embedded, or a model with such heads"
+            f"{what}: on this machine engine={engine_name} takes heads of {', '.join(map(str, sizes))}, and dies at the first "
+            f"request with others; use {others}, or a model with such heads"
         )
 
 

@@ -12,16 +12,20 @@ from agentrl.errors import ConfigError
 from agentrl.rollout.engine import Engine
 from agentrl.train.actor import Actor
 from agentrl.weights.bucket import Bucket
-from agentrl.weights.routes import ORDER
+from agentrl.weights.route import ROUTES
+from agentrl.weights.routes import order
 from agentrl.weights.target import MembersChangedError, WeightTarget
 
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
+AUTO = "auto"
 
 
 def check_weights(config: TrainConfig) -> None:
     """Raise ConfigError where `[weights]` does not fit the rest."""
+    if config.weights.route != AUTO:
+        ROUTES.entry(config.weights.route)
     if config.weights.lora == "merged":
         return
     if config.model.lora is None:
@@ -93,7 +97,7 @@ class Publisher:
             return
         self.route = None
         reasons: list[str] = []
-        for name in ORDER if self._cfg.route == "auto" else (self._cfg.route,):
+        for name in order() if self._cfg.route == AUTO else (self._cfg.route,):
             try:
                 await self._open(name, len(members))
             except ConfigError as problem:

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from agentrl.config.schema import WeightsConfig
 from agentrl.errors import ConfigError, EngineError
 from agentrl.weights.bucket import Bucket, Named
-from agentrl.weights.route import SLOTS, Offer, Receiver, Sender
+from agentrl.weights.route import ROUTES, SLOTS, Offer, Receiver, Route, Sender
 
 TIMEOUT_S = 120.0
 """For joining and for one bucket. A receiver is told of a bucket when it is full, so nothing waits for the trainer to gather."""
@@ -131,3 +132,14 @@ def _address_towards(host: str, port: int) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
+
+
+@ROUTES.register("collective")
+class CollectiveRoute(Route):
+    """See the module."""
+
+    cost = 3
+    receiver = CollectiveReceiver
+
+    def sender(self, cfg: WeightsConfig, slot_bytes: int, receivers: int, host: str) -> Sender:
+        return CollectiveSender(slot_bytes, receivers, host)

@@ -12,9 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from agentrl.config.schema import WeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.weights.bucket import Bucket, Named, view
-from agentrl.weights.route import Offer, Receiver, Sender
+from agentrl.weights.route import ROUTES, Offer, Receiver, Route, Sender
 
 TOKEN = "token"
 
@@ -71,3 +72,14 @@ class DiskReceiver(Receiver):
 
     def close(self) -> None:
         return None
+
+
+@ROUTES.register("disk")
+class DiskRoute(Route):
+    """See the module."""
+
+    cost = 4
+    receiver = DiskReceiver
+
+    def sender(self, cfg: WeightsConfig, slot_bytes: int, receivers: int, host: str) -> Sender:
+        return DiskSender(slot_bytes, receivers, Path(cfg.folder or tempfile.gettempdir()))

@@ -10,9 +10,10 @@ import weakref
 import torch
 from torch import Tensor
 
+from agentrl.config.schema import WeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.weights.bucket import Bucket, Named
-from agentrl.weights.route import SLOTS, Offer, Receiver, Sender
+from agentrl.weights.route import ROUTES, SLOTS, Offer, Receiver, Route, Sender
 
 _numbers = itertools.count()
 _open: weakref.WeakValueDictionary[str, MemorySender] = weakref.WeakValueDictionary()
@@ -56,3 +57,14 @@ class MemoryReceiver(Receiver):
 
     def close(self) -> None:
         return None
+
+
+@ROUTES.register("memory")
+class MemoryRoute(Route):
+    """See the module."""
+
+    cost = 1
+    receiver = MemoryReceiver
+
+    def sender(self, cfg: WeightsConfig, slot_bytes: int, receivers: int, host: str) -> Sender:
+        return MemorySender(slot_bytes, receivers)

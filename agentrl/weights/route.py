@@ -12,11 +12,15 @@ bucket n + 2 only when bucket n is loaded, so that is all the memory a publish t
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
+from agentrl.config.schema import WeightsConfig
+from agentrl.registry import Registry
 from agentrl.weights.bucket import Bucket, Named, Stream, fill
 
 SLOTS = 2
@@ -107,3 +111,18 @@ class Receiver(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free everything; idempotent."""
+
+
+class Route(ABC):
+    """Both ends of a route by name: one file in agentrl/weights, or in `plugins/` of a shelf, brings a route."""
+
+    cost: ClassVar[float] = math.inf
+    """Its place in what `weights.route = "auto"` tries, the cheapest first; infinite: only where it is named."""
+    receiver: ClassVar[type[Receiver]]
+
+    @abstractmethod
+    def sender(self, cfg: WeightsConfig, slot_bytes: int, receivers: int, host: str) -> Sender:
+        """The trainer's end; `host` is this machine as the engine's machines see it."""
+
+
+ROUTES: Registry[type[Route]] = Registry("weights.route", "ROUTES", "agentrl.weights")

@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from agentrl.config.schema import WeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.weights.bucket import Bucket, Named
-from agentrl.weights.route import SLOTS, Offer, Receiver, Sender
+from agentrl.weights.route import ROUTES, SLOTS, Offer, Receiver, Route, Sender
 
 FOLDER = Path("/dev/shm")
 TOKEN_BYTES = 16
@@ -95,3 +96,14 @@ class SharedReceiver(Receiver):
 
     def close(self) -> None:
         self._slots = []
+
+
+@ROUTES.register("shared")
+class SharedRoute(Route):
+    """See the module."""
+
+    cost = 2
+    receiver = SharedReceiver
+
+    def sender(self, cfg: WeightsConfig, slot_bytes: int, receivers: int, host: str) -> Sender:
+        return SharedSender(slot_bytes, receivers)

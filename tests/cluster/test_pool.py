@@ -143,7 +143,7 @@ def test_each_role_of_a_run_may_have_a_pool_of_its_own():
         ({"rollout": "p"}, PoolConfig(per_node=2), "vllm", r"p has 2 processes .* vllm.replicas = 1.*set vllm.replicas = 2"),
         ({"actor": "p"}, PoolConfig(nodes=3), "embedded", r"p has 3 processes .* cluster.actors = 1.*set cluster.actors = 3"),
         ({"actor": "p", "rollout": "p"}, PoolConfig(gpus=1.0), "vllm", "cannot share the GPUs of actor"),
-        ({"rollout": "p"}, PoolConfig(gpus=2.0), "vllm", "gpus = 2, but a replica uses vllm.tensor_parallel = 1"),
+        ({"rollout": "p"}, PoolConfig(gpus=2.0), "vllm", "gpus = 2, but a vLLM replica uses vllm.tensor_parallel = 1"),
         ({"critic": "q"}, PoolConfig(), "embedded", "names the pool 'q'"),
     ],
 )  # fmt: skip

@@ -229,7 +229,7 @@ def chosen_engine(config: TrainConfig, out: Path) -> Any:
     model = "model"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "model_context", lambda model: 4096)
-        patch.setattr(engines.importlib.util, "find_spec", lambda name: object())
+        patch.setattr("agentrl.backends.make_vllm.importlib.util.find_spec", lambda name: object())
         import agentrl.backends.embedded as embedded
 
         patch.setattr(embedded, "EmbeddedEngine", lambda *args, **options: SimpleNamespace(**options))

@@ -249,6 +249,8 @@ ELSEWHERE: dict[str, str] = {
         for key in ("rank", "alpha", "modules")
     },
     "TrainConfig.seed": ACTOR,
+    "TrainConfig.engine_args": "test_plugins.py::test_a_run_of_plugins_alone",
+    "TrainConfig.trackers": "test_plugins.py::test_a_run_of_plugins_alone",
     **{f"OptimConfig.{key}": ACTOR for key in ("lr", "weight_decay", "betas", "max_grad_norm", "warmup", "schedule")},
     "OptimConfig.micro_tokens": f"{KEYS}::test_micro_tokens_bounds_every_micro_batch_and_changes_no_weight",
     "OptimConfig.prefix_sharing": "train/test_prefix_training.py::test_prefix_sharing_by_the_config_gives_the_same_step",
@@ -335,7 +337,7 @@ def leaves() -> list[str]:
     for section in SECTIONS:
         for key, field in section.model_fields.items():
             inside = re.findall(r"\b(\w+Config|\w+Section|Choice)\b", str(field.annotation))
-            if section.__name__ not in ("Choice", "Frozen") and (not inside or key in ("mcp", "pools", "wrappers")):
+            if section.__name__ not in ("Choice", "Frozen") and (not inside or key in ("mcp", "pools", "wrappers", "trackers")):
                 found.append(f"{section.__name__}.{key}")
     return found
 

@@ -29,7 +29,7 @@ def file(tmp_path: Path) -> Path:
         (GOOD + "[rollout]\ngroup_sise = 3\n", [], ["run.toml", "rollout.group_sise", "unknown key", "rollout.group_size"]),
         (GOOD + "[rolout]\ngroups = 3\n", [], ["rolout", "did you mean 'rollout'"]),
         (GOOD, ["rollout.groups=0"], ["override 'rollout.groups=0'", "greater than or equal to 1", "got 0"]),
-        (GOOD, ["engine=vlm"], ["override 'engine=vlm'", "'auto', 'embedded' or 'vllm'"]),
+        (GOOD, ["engine=3"], ["override 'engine=3'", "valid string"]),
         (GOOD, ["optim.lr=fast"], ["optim.lr", "valid number", "'fast'"]),
         (GOOD, ["optim.betas=[0.9, 1.0]"], ["optim.betas.1", "less than 1", "got 1.0"]),
         (GOOD, ["optim.betas=[-0.1, 0.99]"], ["optim.betas.0", "greater than or equal to 0"]),

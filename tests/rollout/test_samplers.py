@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.backends.make_vllm import VllmMaker
 from agentrl.catalog import EnvRef
 from agentrl.config import Choice, RolloutConfig, TrainConfig
 from agentrl.errors import ConfigError
@@ -194,7 +195,7 @@ def test_another_sampler_does_not_take_up_a_checkpoint(renderer: Renderer) -> No
 def test_what_does_not_go_together_is_said_before_the_run(
     more: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.run.policy.resolve_engine", str)  # whether vLLM is installed is not the question here
+    monkeypatch.setattr(VllmMaker, "check_installed", lambda: None)  # whether vLLM is installed is not the question here
     config = TrainConfig.model_validate({"env": {"id": "key_value"}, **more})
     with pytest.raises(ConfigError) as caught:
         check_rollout(config, EnvRef.of(config))

@@ -135,7 +135,7 @@ def train(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(loop, "EngineMeter", NoMeter)
     interrupt: Any = SimpleNamespace(requested=False, in_step=False)
-    with Recorder(stage.folder, stage.display) as recorder:
+    with Recorder(stage.folder, stage.display, []) as recorder:
 
         async def body() -> None:
             await loop.train_loop(stage, recorder, interrupt)

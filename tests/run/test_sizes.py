@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.backends import make_vllm
 from agentrl.catalog import EnvRef
 from agentrl.config.load import config_from
 from agentrl.config.schema import CriticConfig, SftConfig
@@ -57,10 +58,10 @@ def test_the_cap_must_hold_the_longest_row_that_can_come(
 def test_heads_without_a_kernel_in_vllms_cpu_build_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its attention answers 16 with "Unsupported CPU attention configuration: head_dim=16" at the first request."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    good = set(sizes.VLLM_CPU_HEADS)
+    good = set(make_vllm.CPU_HEADS)
     for size in (16, 32, 33, 48, 64, 128, 512):
         init = {**BASE, "model": {"init": {"head_dim": size}}}
-        refused = pytest.raises(ConfigError, match=rf"model.init.head_dim = {size}: .*vLLM takes heads of 32, 64, 80")
+        refused = pytest.raises(ConfigError, match=rf"model.init.head_dim = {size}: .*engine=vllm takes heads of 32, 64, 80")
         with nullcontext() if size in good else refused:
             sizes.check_sizes(config_from({**init, "rollout": {"max_episode_tokens": 512}}, []), "vllm")
         sizes.check_sizes(config_from({**init, "rollout": {"max_episode_tokens": 512}}, []), "embedded")
@@ -83,7 +84,7 @@ def test_the_sizes_of_heads_are_those_of_vllms_cpu_build() -> None:
         pytest.skip("vLLM is not installed here")
     source = (Path(found.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py").read_text()
     listed = re.search(r"def get_supported_head_sizes\(cls\)[^\[]*\[int\]:\s*return \[([\d, ]+)\]", source)
-    assert listed is not None and tuple(map(int, listed[1].split(","))) == sizes.VLLM_CPU_HEADS
+    assert listed is not None and tuple(map(int, listed[1].split(","))) == make_vllm.CPU_HEADS
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "dr_grpo", "gigpo", "turn_returns", "pass_at_k", "multi_reward"])

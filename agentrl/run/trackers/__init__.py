@@ -1,0 +1,47 @@
+"""Where the numbers of a run go beside metrics.jsonl: the contract, and the registry of trackers by name.
+
+One file here, or in `plugins/` of a shelf, brings a tracker; the config's `trackers` names those that a run has.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+from agentrl.config import Choice
+from agentrl.registry import Registry
+from agentrl.run.folder import RunFolder
+
+
+class Tracker(ABC):
+    """Opened for one run; its arguments after `folder` are the config's."""
+
+    @abstractmethod
+    def __init__(self, folder: RunFolder) -> None:
+        """Begin, or go on after a resume."""
+
+    @abstractmethod
+    def row(self, phase: str, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of one row, after `step` updates; `phase` is "train", "eval", "before", ..."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """All rows are there."""
+
+    def look(self) -> str | None:
+        """The command that shows them, if there is one."""
+        return None
+
+
+TRACKERS: Registry[Callable[..., Tracker]] = Registry("trackers", "TRACKERS", "agentrl.run.trackers", given=1)
+
+
+def check_trackers(choices: Sequence[Choice]) -> None:
+    """Raise ConfigError for an unknown tracker or argument."""
+    for choice in choices:
+        TRACKERS.bind(choice.name, choice.args)
+
+
+def open_trackers(choices: Sequence[Choice], folder: RunFolder) -> list[Tracker]:
+    """The trackers of a run, in order."""
+    return [TRACKERS.bind(choice.name, choice.args)(folder) for choice in choices]

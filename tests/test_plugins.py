@@ -1,0 +1,304 @@
+"""One file brings an estimator, a loss, a sampler, a context policy, a wrapper, a route, a tracker or an engine, by name;
+what it needs and what it is are honoured by the checks before a run, and by the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.algorithm import ADVANTAGES, POLICY_LOSSES
+from agentrl.config import TrainConfig
+from agentrl.config.load import config_from
+from agentrl.errors import ConfigError, ResourceError
+from agentrl.registry import Registry
+from agentrl.rollout.maker import ENGINES
+from agentrl.run.folder import RunFolder
+from agentrl.run.main import execute
+from agentrl.run.places import roles_of
+from agentrl.run.preflight import preflight
+from agentrl.run.session import check
+from agentrl.trajectory import Trajectory
+from agentrl.weights.target import WeightTarget
+
+FILES = {
+    "less_greedy": """
+from agentrl.algorithm.advantage import ADVANTAGES
+from agentrl.algorithm.groups import row_advantages
+from agentrl.algorithm.ragged import on_mask
+from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
+
+@ADVANTAGES.register("less_greedy", needs={"baseline"})
+def less_greedy(batch: AdvantageInput, *, plus: float = 0.0) -> AdvantageOutput:
+    rows = row_advantages(batch, lambda e: e.reward - batch.baseline[e.first].double() + plus)
+    return AdvantageOutput(on_mask(rows, batch.mask, batch.offsets))
+
+@ADVANTAGES.register("valued", needs={"values"})
+def valued(batch: AdvantageInput) -> AdvantageOutput:
+    return AdvantageOutput(batch.values * batch.mask)
+""",
+    "half": """
+import torch
+from agentrl.algorithm.loss import POLICY_LOSSES
+from agentrl.algorithm.types import LossInput, LossOutput
+
+@POLICY_LOSSES.register("half", needs={"proximal"})
+def half(batch: LossInput, *, share: float = 0.5) -> LossOutput:
+    ratio = torch.exp(batch.logprobs - batch.old_logprobs)
+    seen = {"advantage_seen": batch.advantages, "share": 0 * ratio.detach() + share}
+    return LossOutput(-share * batch.advantages * ratio, seen)
+""",
+    "hundreds": """
+from dataclasses import dataclass
+from agentrl.rollout.sampler.base import SAMPLERS, TaskChoice, TaskSampler
+
+@SAMPLERS.register("hundreds")
+@dataclass(kw_only=True)
+class Hundreds(TaskSampler):
+    first: int = 100
+
+    def choose(self, run_seed: int, index: int) -> TaskChoice:
+        return TaskChoice(self.first + index)
+""",
+    "noted": """
+from dataclasses import dataclass
+from pathlib import Path
+from agentrl.rollout.context.base import CONTEXTS, ContextPolicy
+
+@CONTEXTS.register("noted", traits={"rewrites"})
+@dataclass(frozen=True, kw_only=True)
+class Noted(ContextPolicy):
+    into: str
+
+    def __post_init__(self):
+        Path(self.into).write_text("made")
+
+    async def rewrite(self, moment):
+        return None
+""",
+    "slow": """
+from agentrl.env.base import ToolEnv
+from agentrl.env.budgets import TurnLimit
+from agentrl.env.wrapper import WRAPPERS
+
+@WRAPPERS.register("one_turn", traits={"chance_faults"})  # so the gold solution is played without it
+class OneTurn(TurnLimit):
+    def __init__(self, env: ToolEnv, *, note: str) -> None:
+        super().__init__(env, 1)
+        open(note, "w").write("wrapped")
+
+@WRAPPERS.register("by_the_clock", traits={"wall_clock"})
+class ByTheClock(TurnLimit):
+    def __init__(self, env: ToolEnv) -> None:
+        super().__init__(env, 99)
+""",
+    "told": """
+from dataclasses import replace
+from pathlib import Path
+from agentrl.weights.route import ROUTES, Route
+from agentrl.weights.shared import SharedReceiver, SharedSender
+
+class Sender(SharedSender):
+    def open(self):
+        return replace(super().open(), route="told")
+
+@ROUTES.register("told")
+class Told(Route):
+    receiver = SharedReceiver
+
+    def sender(self, cfg, slot_bytes, receivers, host):
+        Path(cfg.folder, "told.txt").write_text(str(receivers))
+        return Sender(slot_bytes, receivers)
+""",
+    "lines": """
+from agentrl.run.folder import RunFolder
+from agentrl.run.trackers import TRACKERS, Tracker
+
+@TRACKERS.register("lines")
+class Lines(Tracker):
+    def __init__(self, folder: RunFolder, *, file: str) -> None:
+        self._file = (folder.path / file).open("a")
+
+    def row(self, phase, step, values):
+        print(phase, step, sorted(values)[0], file=self._file)
+
+    def close(self):
+        self._file.close()
+
+    def look(self):
+        return "cat the lines"
+""",
+    "engines": """
+from agentrl.backends.embedded import EmbeddedEngine
+from agentrl.rollout.engine import Engine
+from agentrl.rollout.maker import ENGINES, EngineMaker, Processes
+
+class FarEngine(Engine):
+    untrainable = "it is too far"
+
+@ENGINES.register("mine")
+class Mine(EngineMaker):
+    @classmethod
+    def engine(cls):
+        return EmbeddedEngine
+
+    def __init__(self, config, *, note: str = "", slots: int = 4) -> None:
+        super().__init__(config)
+        self.note, self.slots = note, slots
+
+    def context(self, positions):
+        return min(positions, 300)
+
+    def make(self, model, positions, places=()):
+        if self.note:
+            open(self.note, "w").write(f"{self.slots} slots")
+        return EmbeddedEngine(model, max_slots=self.slots, max_context=positions)
+
+@ENGINES.register("far", needs={"ray"})
+class Far(EngineMaker):
+    @classmethod
+    def engine(cls):
+        return FarEngine
+
+    def processes(self):
+        return Processes(99, 1, 7, "far.count", "far.gpus", ("far.count",), "a far one")
+
+    def make(self, model, positions, places=()):
+        raise NotImplementedError
+""",
+}
+SMALL = {"layers": 1, "hidden": 16, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 512}
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "plugins").mkdir()
+    for name, source in FILES.items():
+        (tmp_path / "plugins" / f"{name}.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_of(*overrides: str, **sections: Any) -> TrainConfig:
+    base = {"env": {"id": "key_value"}, "cluster": {"backend": "inline"}, "engine": "embedded", "model": {"init": SMALL}}
+    return config_from({**base, "rollout": {"group_size": 2, "groups": 2}, **sections}, overrides)
+
+
+@pytest.mark.timeout(240)
+def test_a_run_of_plugins_alone(shelf: Path) -> None:
+    """Its actor is a Ray worker, which loads the loss and the route's sender from the shelf too. (engine_args, trackers)"""
+    config = run_of(
+        f"out={shelf}", "engine=mine", f"engine_args={{note='{shelf}/engine.txt',slots=3}}", "steps=1", "eval.tasks=2",
+        "algorithm.advantage={name='less_greedy',args={plus=2.0}}", "algorithm.loss={name='half',args={share=0.25}}",
+        "algorithm.proximal=recompute", "rollout.sampler={name='hundreds',args={first=500}}",
+        f"rollout.context={{name='noted',args={{into='{shelf}/context.txt'}}}}", 
+        f"env.wrappers=[{{name='one_turn',args={{note='{shelf}/wrapper.txt'}}}}]",
+        f"weights={{route='told',folder='{shelf}'}}", "trackers=[{name='lines',args={file='lines.txt'}}]",
+        "rollout.max_turn_tokens=12", "rollout.max_turns=9", "cluster.backend=ray",
+    )  # fmt: skip
+    preflight(config)
+    check(config)
+    folder = RunFolder.create(config)
+    assert execute(config, folder, resumed=False) == 0
+    assert json.loads((folder.path / "summary.json").read_text())["engine"] == "mine"
+    assert (shelf / "engine.txt").read_text() == "3 slots" and (shelf / "told.txt").read_text() == "1"
+    rows = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    assert [line.split()[:2] for line in (folder.path / "lines.txt").read_text().splitlines()] == [
+        [row["phase"], str(row["step"])] for row in rows
+    ]
+    assert not folder.tensorboard.exists()
+    episodes = [
+        Trajectory.from_json(json.loads(line))
+        for line in (folder.path / "trajectories/step_000001.jsonl").read_text().splitlines()
+    ]
+    assert sorted(episode.task.seed for episode in episodes) == [500, 500, 501, 501]
+    assert ((shelf / "context.txt").read_text(), (shelf / "wrapper.txt").read_text()) == ("made", "wrapped")
+    # The tiny model's greedy episode and its samples all score alike, so an advantage is what the argument adds.
+    [update] = [row for row in rows if row["phase"] == "train"]
+    assert {episode.reward for episode in episodes} == {0.0}
+    assert update["share"] == pytest.approx(0.25) and update["advantage_seen"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.advantage.name=valued"], 'algorithm.advantage "valued" needs a critic'),
+        (["algorithm.advantage.name=less_greedy", "reward_model.path=x"], '"less_greedy" reads scores of the reward spec'),
+        (["algorithm.loss.name=half"], 'algorithm.loss "half" needs algorithm.proximal = "recompute"'),
+        (["algorithm.loss.name=haf"], "did you mean 'half'"),
+        (["rollout.sampler={name='hundreds',args={fist=1}}"], "did you mean 'first'"),
+        (["rollout.sampler={name='hundreds',args={first='x'}}"], "argument first = 'x': .*valid integer"),
+        (["rollout.context={name='noted'}"], "argument 'into' is required"),
+        (
+            ["rollout.context={name='noted',args={into='x'}}", "env.wrappers=[{name='keep_recent',args={tokens=9,turns=1}}]"],
+            "'noted' and the wrapper keep_recent .* both rewrite",
+        ),
+        (["env.wrappers=[{name='by_the_clock'}]"], "by_the_clock counts the wall clock"),
+        (["rollout.group_size=1"], 'use one of "gae", "reinforce_pp", "remax"'),
+        (["weights.route=tolt"], "did you mean 'told'"),
+        (["trackers=[{name='line'}]"], "did you mean 'lines'"),
+        (["trackers=[{name='lines'}]"], "argument 'file' is required"),
+        (["engine=far"], "engine = far cannot be trained: it is too far"),
+        (["engine=mine", "rollout.colocate=true"], 'only engine = "embedded" can sleep'),
+        (["engine=mine", "engine_args={slot=1}"], "did you mean 'slots'"),
+        (["engine=mine", "optim.micro_tokens=299"], "optim.micro_tokens = 299: an episode may have 300 tokens"),
+        (["engine=embeded"], "did you mean 'embedded'"),
+        (["engine=embedded", "engine_args={x=1}"], "unknown argument 'x'; known: none"),
+        (["model={path='api:openai/x'}"], "api:openai/x cannot be trained: .*can be evaluated"),
+    ],
+)  # fmt: skip
+def test_what_a_plugin_needs_is_asked_for_before_the_run(shelf: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(run_of(*overrides))
+
+
+def test_an_engine_says_which_processes_it_has(shelf: Path) -> None:
+    config = run_of("engine=far", "cluster.backend=ray")
+    assert roles_of(config, "far") == ["actor", "rollout"] and roles_of(config, "mine") == ["actor"]
+    with pytest.raises(ResourceError, match=r"cannot carry 100 worker processes \(cluster.actors=1, far.count=99\)"):
+        preflight(config)
+
+
+def test_agentrls_own_engines_are_what_they_say() -> None:
+    """ "sleeps" is a promise of the maker; the class that it makes must keep it, and only an API is no target of weights."""
+    found = {entry.name: entry.make.engine() for entry in ENGINES.own()}
+    assert set(found) == {"api", "embedded", "vllm"}
+    assert {name for name, cls in found.items() if not issubclass(cls, WeightTarget)} == {"api"}
+    own = {name: vars(cls).get("sleep", WeightTarget.sleep) is not WeightTarget.sleep for name, cls in found.items()}
+    assert own == {name: "sleeps" in ENGINES.entry(name).traits for name in found}
+
+
+def test_a_name_is_registered_once_and_with_words_that_are_known(shelf: Path) -> None:
+    assert "half" in POLICY_LOSSES and "half" in set(POLICY_LOSSES) and len(POLICY_LOSSES) == 10
+    assert "half" not in {entry.name for entry in POLICY_LOSSES.own()}
+    (shelf / "plugins/other.py").write_text(FILES["half"].replace("register(", "register(  "))
+    with pytest.raises(ConfigError, match=r"two files register 'half': .*half.py and .*other.py"):
+        POLICY_LOSSES.entry("half")
+    with pytest.raises(ValueError, match="needs='baselin'; did you mean 'baseline'"):
+        ADVANTAGES.register("x", needs={"baselin"})
+    registry: Registry[Any] = Registry("kind", "NONE", "agentrl.deadline", traits={"fast": "is fast"})
+    with pytest.raises(ValueError, match="traits='slow'; known: fast"):
+        registry.register("x", traits={"slow"})
+    (shelf / "plugins/other.py").write_text("from agentrl.algorithm.loss import POLICY_LOSSES\nPOLICY_LOSSES.register(")
+    with pytest.raises(ConfigError, match=r"other.py: not a Python file"):
+        POLICY_LOSSES.entry("half")
+
+
+def test_only_the_file_that_is_asked_for_is_loaded(shelf: Path) -> None:
+    (shelf / "plugins/broken.py").write_text('POLICY_LOSSES.register("broken")\nraise RuntimeError("loaded")')
+    assert POLICY_LOSSES.entry("half").needs == {"proximal"} and "broken" in POLICY_LOSSES
+    with pytest.raises(Exception, match=r"broken.py does not load: (RuntimeError|NameError)"):
+        POLICY_LOSSES.entry("broken")
+
+
+def test_a_plugin_of_another_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shelf: Path) -> None:
+    assert POLICY_LOSSES.entry("half").name == "half"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert "half" not in POLICY_LOSSES
+    with pytest.raises(ConfigError, match="unknown name 'half'"):
+        POLICY_LOSSES.entry("half")
+    monkeypatch.setenv("AGENTRL_PATH", str(tmp_path))
+    assert POLICY_LOSSES.entry("half").name == "half"
