@@ -171,7 +171,7 @@ def test_vllm_is_asked_for_no_longer_sequences_than_the_model_takes(
     from agentrl.run.engines import make_engine
 
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(backend, "VllmEngine", lambda model, **options: seen.update(options))
+    monkeypatch.setattr(backend, "VllmEngine", lambda model, cfg, **options: seen.update(cfg))
     make_engine("vllm", model(tmp_path, 1), config_of(f"vllm.max_model_len={asked}"))
     assert seen["max_model_len"] == given
 
