@@ -102,7 +102,11 @@ def _base(args: argparse.Namespace, purpose: str) -> tuple[dict[str, Any], dict[
 
 def check_request(config: TrainConfig, request: RolloutRequest) -> None:
     """Raise a UserError for what is wrong before a folder is made. A replay is checked call by call instead."""
-    if request.replay is None:
+    if request.replay is not None:
+        for key, given in (("tools.sets", config.tools.sets), ("tools.mcp", config.tools.mcp)):
+            if given:
+                raise ConfigError(f"{key}: a replay has the answers of the recorded run's tools and asks no others; leave it out")
+    else:
         from agentrl.run.eval_session import check_eval
 
         check_eval(config)

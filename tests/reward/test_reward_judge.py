@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -19,6 +19,7 @@ from agentrl.errors import JudgeBudgetError, RewardSpecError
 from agentrl.reward import Context, compile_spec
 from agentrl.reward.context import judge_settings
 from agentrl.reward.judge import Judge, load
+from agentrl.reward.judge.client import VerdictRequest
 
 MODEL = "openai/test-judge-2026-01-01"
 
@@ -185,6 +186,23 @@ def test_the_cache_on_disk_is_keyed_by_content(server, tmp_path):
     scorer(judge(server, cache=tmp_path)).score(episode("done!"))
     scorer(judge(server, cache=tmp_path), prompt="Mark: {answer}").score(episode("done"))
     assert len(server.requests) == 3
+
+
+def test_every_field_of_a_question_is_in_its_key_and_old_caches_stay_good():
+    schema = {"type": "object", "properties": {"score": {"type": "number"}}}
+    messages = ({"role": "system", "content": "s"}, {"role": "user", "content": "ü"})
+    asked = VerdictRequest("openai/m-2024-01-01", messages, schema, 512)
+    assert asked.key() == "c56cbe261f361db9ffbb4999840628a5ae5e4b2c549c4823ae2a0ac573bf9825"  # of a cache that was written
+    others = {"model": "openai/n", "messages": messages[:1], "schema": {}, "max_tokens": 513}
+    assert set(others) == {field.name for field in fields(VerdictRequest)}
+    assert len({asked.key(), *(replace(asked, **{name: value}).key() for name, value in others.items())}) == 5
+
+    @dataclass(frozen=True)
+    class Deeper(VerdictRequest):
+        effort: str = "low"
+
+    keys = {Deeper(asked.model, messages, schema, 512, effort).key() for effort in ("low", "high")}
+    assert len(keys) == 2, "a field that is added is in the key without a word about it"
 
 
 def test_a_failure_is_not_cached_and_a_broken_file_is_asked_again(server, tmp_path):

@@ -153,6 +153,13 @@ def test_a_replay_of_something_else_names_episode_call_expected_and_got(
     assert "Traceback" not in message
 
 
+def test_a_replay_with_tools_of_its_own_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing would ask them: the record has the answers of the tools of then."""
+    assert main(["rollout", "--replay", "tape", "--out", str(tmp_path / "out"), "tools.sets=['calculator']"]) == 2
+    assert "tools.sets: a replay has the answers of the recorded run's tools" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("change", ["edit", "drop", "swap"])
 def test_a_changed_record_is_refused(change: str, recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tape = tmp_path / "tape"

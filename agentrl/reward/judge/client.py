@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,9 +56,8 @@ class VerdictRequest:
     max_tokens: int
 
     def key(self) -> str:
-        """SHA-256 of the request's canonical JSON."""
-        content = [1, self.model, [dict(m) for m in self.messages], self.schema, self.max_tokens]
-        text = json.dumps(content, sort_keys=True, ensure_ascii=True)
+        """SHA-256 of the canonical JSON of all fields, in their order."""
+        text = json.dumps([1, *asdict(self).values()], sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
