@@ -7,6 +7,7 @@ import sys
 from typing import ClassVar
 
 import pytest
+import torch
 from cluster_workers import Plain, Summing
 from tensordict import TensorDict
 
@@ -162,6 +163,11 @@ def test_inline_holds_one_rank_of_a_collective_class():
     with pytest.raises(ResourceError, match=r"cluster\.actors = 1"):
         launch(Summing, backend="inline", world_size=2)
     assert launch(Summing, backend="inline").run(Summing.total, 2.0) == 2.0
+
+
+def test_the_process_group_of_the_test_before_is_gone():
+    """With one left, every later engine of this process shards itself (tests/conftest.py)."""
+    assert not torch.distributed.is_initialized()
 
 
 def test_mesh():
