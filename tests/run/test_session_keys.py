@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
+from agentrl.errors import ConfigError
 from agentrl.rollout.episode import Limits
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
+from agentrl.run.policy import check_rollout
 from agentrl.run.session import model_folder, open_session
 from agentrl.train.init_model import init_model
 
@@ -98,3 +102,12 @@ def test_the_model_is_the_warmed_up_one_the_given_one_or_one_built_by_the_seed(c
     assert model_folder(given, folder) == "a/model"
     init_model(config.model.init, folder.warm_start, 1)
     assert model_folder(config, folder) == model_folder(given, folder) == str(folder.warm_start)
+
+
+@pytest.mark.parametrize("section", ["rollout", "eval"])
+@pytest.mark.parametrize(("value", "refused"), [(0.0, False), (1e-6, True), (0.0099, True), (0.01, False), (0.7, False)])
+def test_a_temperature_is_0_or_at_least_the_least_that_vllm_samples_at(section: str, value: float, refused: bool) -> None:
+    """Below 0.01 vLLM samples at 0.01, and the trainer would compute another policy."""
+    config = config_from({"env": {"id": "key_value"}}, [f"{section}.temperature={value:f}"])
+    with pytest.raises(ConfigError, match=rf"{section}.temperature = .*at least 0\.01") if refused else nullcontext():
+        check_rollout(config, EnvRef.of(config))
