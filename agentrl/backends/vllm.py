@@ -55,6 +55,8 @@ class VllmEngine(Engine, WeightTarget):
         self._expected: Expected | None = None
         self._numbers = itertools.count()
         self._unfit: str | None = None
+        self._settled = asyncio.Event()
+        self._settled.set()
         # A new replica joins between two of pause, publish and resume, never within one.
         self._turnstile = asyncio.Lock()
         self._paused = False
@@ -73,7 +75,9 @@ class VllmEngine(Engine, WeightTarget):
         await self._replicas.start()
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        """Where a replica dies meanwhile, the turn is sampled anew on another, from the same ids."""
+        """Where a replica dies meanwhile, the turn is sampled anew on another, from the same ids. While weights arrive it
+        waits for them: an episode whose tool answers in that moment has no fault."""
+        await self._settled_for(request_key)
         self._check(token_ids, sampling)
         while True:
             replica = await self._replicas.route(request_key)
@@ -90,6 +94,16 @@ class VllmEngine(Engine, WeightTarget):
             finally:
                 replica.in_flight -= 1
                 self._paces.end(request_key, request_id)
+
+    async def _settled_for(self, request_key: str) -> None:
+        """Wait until no weights arrive; that is no time of the request's."""
+        while not self._settled.is_set():
+            waiting = f"{request_key}#{next(self._numbers)}"
+            self._paces.begin(request_key, waiting)
+            try:
+                await self._settled.wait()
+            finally:
+                self._paces.end(request_key, waiting)
 
     def progress(self, request_key: str) -> Underway | None:
         """Active from the first token on, but while the engine is paused."""
@@ -115,7 +129,11 @@ class VllmEngine(Engine, WeightTarget):
     async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
         async with self._turnstile:
             self._routes.check()
-            await self._update(version, buckets)
+            self._settled.clear()
+            try:
+                await self._update(version, buckets)
+            finally:
+                self._settled.set()
 
     async def adapt(self, version: int, adapter: Adapter) -> None:
         if self._lora_rank is None:

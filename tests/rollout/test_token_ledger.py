@@ -145,6 +145,16 @@ def test_a_token_takes_15_bytes_and_at_most_a_quarter_more() -> None:
     assert sys.getsizeof(ledger) < 100
 
 
+def test_a_ledger_that_grows_token_by_token_is_copied_a_few_times_only() -> None:
+    """By a quarter each time: log(20,000 / 64) / log(1.25) = 26 times."""
+    ledger, copies = TokenLedger(), 0
+    for token in range(20_000):
+        before = ledger._room["token_ids"]
+        ledger.append_context([token], 0)
+        copies += ledger._room["token_ids"] is not before
+    assert copies <= 40 and ledger.ids() == list(range(20_000))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_log_probability_that_is_not_finite_is_refused_and_changes_nothing(bad: float) -> None:
     ledger = TokenLedger()
