@@ -105,7 +105,7 @@ async def test_a_request_hears_of_weights_that_did_not_arrive_whole(engine: Any)
     with pytest.raises(EngineError, match="'v' is not a parameter"):
         await publish
     for late in (request, ask(engine, "b")):
-        with pytest.raises(EngineError, match="no generation until a publish succeeds: .*'v' is not a parameter"):
+        with pytest.raises(EngineError, match=r"no generation until a publish succeeds: .*'v' is not a parameter"):
             await late
     assert engine._replicas.sampled == []
     engine._paces.close()

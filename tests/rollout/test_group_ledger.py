@@ -103,6 +103,20 @@ def test_a_group_that_would_go_stale_is_waited_for() -> None:
     assert ledger.ready() is None
 
 
+def test_the_oldest_tokens_go_first_not_the_group_that_was_admitted_first() -> None:
+    """Group 0 waited for its first token until the weights were of version 1; group 2 has tokens of version 0."""
+    ledger = GroupLedger(1, 2)
+    assert [ledger.admit() for _ in range(3)] == [0, 1, 2]
+    ledger.complete(group_of(1, [0]))
+    ledger.train(ledger.ready() or [])
+    ledger.complete(group_of(0, [1, 1]))
+    ledger.complete(group_of(2, [1, 0]))
+    for index in (2, 0):
+        groups = ledger.ready()
+        assert groups is not None and [group.index for group in groups] == [index]
+        ledger.train(groups)
+
+
 def test_with_spare_slots_the_last_groups_of_an_update_are_given_up() -> None:
     ledger = GroupLedger(2, 0, spare=1)
     assert [ledger.admit() for _ in range(4)] == [0, 1, 2, None]
