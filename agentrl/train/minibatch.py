@@ -73,7 +73,7 @@ class RowsShard(Shard):
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
         name = call.names[0]
         batch, rest = call.take(name)
-        if not isinstance(batch, TensorDict) or "tree" not in set(batch.keys()):
+        if not isinstance(batch, TensorDict):  # a future's rows: they lie where they were made
             return Shard.scatter(self, call, mesh)
         view = assign_ranks(Ragged.of(batch), [np.arange(len(batch))], mesh.size(self.mesh))
         by_column = Shard(mesh=self.mesh, collect=self.collect, balance="column", argument=name, stays=self.stays)

@@ -1,0 +1,119 @@
+"""The view through which a batch is read, and the plan of where its rows are computed, against counts by hand."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl.batch.rows import Ragged, build, jagged
+from agentrl.batch.schedule import assign_ranks, cut_minibatches, plan_micro_batches, trees_of, with_trees
+from agentrl.config.schema import AlgorithmConfig
+from agentrl.errors import ConfigError
+
+PACKAGE = Path(__file__).resolve().parents[2] / "agentrl"
+
+
+def view_of(lengths: list[int], group: list[int] | None = None, member: list[int] | None = None, prompt: int = 0) -> Ragged:
+    """Rows of so many tokens, numbered from 100 on, behind a common prompt of `prompt` tokens."""
+    offsets = torch.tensor([0, *np.cumsum(lengths).tolist()])
+    flat = torch.arange(100, 100 + sum(lengths))
+    for start in offsets[:-1].tolist():
+        flat[start : start + prompt] = torch.arange(prompt)
+    rows = len(lengths)
+    columns = {
+        "token_ids": jagged(flat, offsets),
+        "group": torch.tensor(group or [0] * rows),
+        "member": torch.tensor(member or list(range(rows))),
+    }
+    return Ragged.of(build(columns, rows))
+
+
+class Ranks:
+    """Ranks of which the others answer what they are told to."""
+
+    def __init__(self, *others: list[int]) -> None:
+        self.others, self.asked = others, 0
+
+    def reduce(self, values: torch.Tensor, how: Literal["sum", "max"]) -> torch.Tensor:
+        assert how == "max"
+        other = torch.tensor(self.others[self.asked]) if self.asked < len(self.others) else values
+        self.asked += 1
+        return torch.maximum(values, other)
+
+
+def test_the_view_says_where_rows_lie_and_adds_columns_over_the_same_offsets() -> None:
+    view = view_of([3, 1, 2], group=[7, 7, 5], member=[1, 0, 1])
+    assert view.offsets.tolist() == [0, 3, 4, 6] and view.lengths.tolist() == [3, 1, 2] and len(view) == 3
+    assert view.tokens("token_ids").tolist() == [100, 101, 102, 103, 104, 105]
+    assert view.numbers("group").tolist() == [7, 7, 5] and "rewards" not in view
+    more = view.with_tokens(rewards=torch.arange(6.0)).with_rows(reward=torch.ones(3)).with_wide(counts=(1, 2))
+    assert more.row("rewards")[1].tolist() == [3.0] and more.row("rewards")[2].tolist() == [4.0, 5.0]
+    assert more.batch["counts"] == (1, 2) and more.offsets is view.offsets
+    assert "rewards" not in view, "the view that was there stays as it is"
+    assert torch.equal((more.row("rewards") * more.row("token_ids")).values(), torch.arange(6.0) * torch.arange(100, 106))
+    assert "reward" not in more.without("reward") and "reward" in more
+
+
+def test_episodes_are_numbered_by_first_appearance() -> None:
+    view = view_of([1] * 5, group=[9, 2, 9, 2, 9], member=[0, 0, 1, 0, 0])
+    assert view.episode.tolist() == [0, 1, 2, 1, 0]
+
+
+def test_a_batch_without_token_columns_has_rows_of_one() -> None:
+    view = Ragged.of(build({"group": torch.zeros(3, dtype=torch.int64)}, 3))
+    assert view.lengths.tolist() == [1, 1, 1] and view.offsets.tolist() == [0, 1, 2, 3]
+
+
+def test_a_rank_with_fewer_micro_batches_gets_dummies_and_the_longest_row_of_all_ranks_counts() -> None:
+    """Rows of 4, 3 and 2 tokens under a cap of 5 make two micro-batches; another rank has 4 of them in part 0, 1 in part 1."""
+    view = view_of([4, 3, 2, 1])
+    parts = [np.array([0, 1, 2]), np.array([3])]
+    first, second = plan_micro_batches(view, parts, 5, Ranks([5], [4, 1]))
+    assert sorted(sorted(rows) for rows in first if rows) == [[0], [1, 2]] and len(first) == 4 and first[2:] == [[], []]
+    assert second == [[3]]
+    with pytest.raises(ConfigError, match="has 6 tokens"):
+        plan_micro_batches(view, parts, 5, Ranks([6]))
+
+
+def test_rows_of_a_tree_meet_on_a_rank_and_in_a_micro_batch_with_their_prefix_counted_once() -> None:
+    """Two groups of three rows of 22 tokens, 20 of them shared within a group: 20 + 3 x 2 = 26 tokens are computed for each,
+    so under a cap of 26 each group is one micro-batch of 66 plain tokens; without sharing each row is one."""
+    view = view_of([22] * 6, group=[0, 1, 0, 1, 0, 1], prompt=20)
+    for mode, expected in (("on", [[0, 2, 4], [1, 3, 5]]), ("off", [[0], [1], [2], [3], [4], [5]])):
+        placed = assign_ranks(with_trees(view, mode), [np.arange(6)], 2)  # type: ignore[arg-type]
+        rank, found = placed.numbers("dp_rank"), []
+        for owner in (0, 1):
+            mine = np.flatnonzero(rank == owner)
+            [micros] = plan_micro_batches(placed, [mine], 26, Ranks())
+            found += [sorted(rows) for rows in micros]
+            assert len(mine) == 3 and (mode == "off" or [tree.prefix for tree in trees_of(placed, mine)] == [20])
+        assert sorted(found) == expected
+
+
+def test_minibatches_hold_whole_episodes_and_do_not_know_the_ranks() -> None:
+    """Six episodes, the first of two rows, in minibatches of four: two of three episodes each, as numpy's generator cuts."""
+    view = view_of([2] * 7, member=[0, 0, 1, 2, 3, 4, 5])
+    parts = cut_minibatches(view, AlgorithmConfig(minibatch=4), seed=5, step=3)
+    episodes = np.array_split(np.random.default_rng([5, 3]).permutation(6), 2)
+    rows = [[row for number in part for row in np.flatnonzero(view.episode == number)] for part in episodes]
+    assert [part.tolist() for part in parts] == rows
+    for ranks in (1, 3):
+        placed = assign_ranks(view, parts, ranks)
+        assert [np.flatnonzero(placed.numbers("minibatch") == n).tolist() for n in (0, 1)] == [sorted(part) for part in rows]
+        loads = [[int((placed.numbers("dp_rank")[part] == rank).sum()) for rank in range(ranks)] for part in parts]
+        assert all(max(load) - min(load) <= 1 for load in loads)
+
+
+def test_rows_are_placed_in_one_file() -> None:
+    """Who puts numbers into bins: the schedule, and dispatch for workers of any kind (which knows no minibatches)."""
+    users = set()
+    for file in PACKAGE.rglob("*.py"):
+        names = {node.module for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)}
+        if "agentrl.batch.balance" in names:
+            users.add(file.relative_to(PACKAGE).as_posix())
+    assert users == {"batch/__init__.py", "batch/schedule.py", "cluster/shard.py"}
