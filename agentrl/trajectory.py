@@ -388,7 +388,7 @@ class Trajectory:
     state-based reward leaves.
     `cause`: of an end by a fault or a clock, who is to blame ("policy" or "infrastructure") and, for a clock, the
     seconds that each of the two had used. `tools` are the function schemas the policy was offered, for schema-based
-    leaves. `rewrites`: where a context policy (or the environment's `history`) rewrote the conversation: before which
+    leaves. `rewrites`: where a context policy rewrote the conversation: before which
     turn, the ledger that begins with it, its tokens, and the messages that were put in.
     """
 

@@ -19,7 +19,6 @@ WRAPPERS: Registry[Callable[..., ToolEnv]] = Registry(
     "agentrl.env",
     given=1,
     traits={
-        "rewrites": "may change the conversation, so nothing else may",
         "wall_clock": "cuts episodes by the wall clock and leaves them unscored",
         "chance_faults": "makes sound calls fail by chance, so that a scripted solution may fail",
     },

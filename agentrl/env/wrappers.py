@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -12,7 +11,7 @@ from typing import Any
 
 from agentrl.env.base import StepResult, ToolEnv
 from agentrl.env.spaces import Action, Observation
-from agentrl.env.wrapper import WRAPPERS, ToolWrapper, text_size
+from agentrl.env.wrapper import WRAPPERS, ToolWrapper
 from agentrl.errors import ConfigError, ToolError
 from agentrl.tool import CountTokens, Tool, estimate_tokens
 from agentrl.tool.output import fit
@@ -127,58 +126,6 @@ class ObservationLimit(ToolWrapper):
         turn = record.turns[-1]
         turn.results = [replace(r, content=fit(r.content, self.tokens, self.count)) for r in turn.results]
         return cut, *rest  # type: ignore[return-value]
-
-
-_NOTE = re.compile(r"\[(\d+) earlier turns were left out\]")
-Compact = Callable[[Sequence[Message]], Sequence[Message]]
-
-
-class Compaction(ToolWrapper):
-    """Rewrites the conversation when it grows over `tokens`.
-
-    `compact` gets the conversation so far and returns the one to go on with, for example `keep_recent(6)`.
-    It then stands in `info["history"]` (whole, the newest observation included): whoever drives the episode
-    shows the policy that instead, and a rollout begins a new token ledger with it. The record keeps every
-    message.
-    """
-
-    def __init__(self, env: ToolEnv, tokens: int, compact: Compact, count: CountTokens = estimate_tokens) -> None:
-        super().__init__(env)
-        self.tokens, self.compact, self.count = tokens, compact, count
-        self.history: list[Message] = []
-
-    async def areset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
-        observation, info = await self.env.areset(seed=seed, options=options)
-        self.history = list(observation)
-        return observation, info
-
-    async def astep(self, action: Action) -> StepResult:
-        observation, reward, terminated, truncated, info = await self.env.astep(action)
-        self.history += [self.trajectory.turns[-1].message, *observation]
-        size = sum(text_size(message, self.count) for message in self.history)
-        if size > self.tokens and not (terminated or truncated):
-            self.history = list(self.compact(self.history))
-            info = {**info, "history": list(self.history)}
-        return observation, reward, terminated, truncated, info
-
-
-def keep_recent(turns: int) -> Compact:
-    """A compaction: the opening messages, a note of what was left out, and the last `turns` exchanges."""
-
-    def compact(history: Sequence[Message]) -> list[Message]:
-        starts = [i for i, message in enumerate(history) if message.role == "assistant"]
-        if len(starts) <= turns:
-            return list(history)
-        opening, kept = history[: starts[0]], history[starts[-turns] :]
-        # A conversation that was compacted before already has a note: its count goes into the new one.
-        notes = [_NOTE.fullmatch(message.content) for message in opening]
-        before = sum(int(note[1]) for note in notes if note)
-        note = Message("user", f"[{before + len(starts) - turns} earlier turns were left out]")
-        return [*(m for m, old in zip(opening, notes, strict=True) if old is None), note, *kept]
-
-    return compact
 
 
 class ToolSchedule(ToolWrapper):

@@ -7,14 +7,7 @@ from typing import Any
 
 from agentrl.env.base import ToolEnv
 from agentrl.env.wrapper import WRAPPERS
-from agentrl.env.wrappers import Compaction, keep_recent
 from agentrl.errors import ConfigError
-
-
-@WRAPPERS.register("keep_recent", traits={"rewrites"})
-def keep_recent_turns(env: ToolEnv, tokens: int, turns: int) -> ToolEnv:
-    """`Compaction` by `keep_recent(turns)` when the conversation grows over `tokens`."""
-    return Compaction(env, tokens, keep_recent(turns))
 
 
 def wrap(env: ToolEnv, name: str, args: Mapping[str, Any]) -> ToolEnv:

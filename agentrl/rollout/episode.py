@@ -235,7 +235,7 @@ class _Episode:
             if truncated:
                 self.error = info.get("error")
                 return StopReason(info.get("stop", StopReason.MAX_TURNS))
-            await self._go_on(generation, message, observation, info.get("history"))
+            await self._go_on(generation, message, observation)
         return StopReason.MAX_TURNS
 
     def _unanswered(self, generation: Generation, prompt_tokens: int) -> None:
@@ -252,19 +252,16 @@ class _Episode:
         generation: Generation,
         message: Message,
         observation: Sequence[Message],
-        history: Sequence[Message] | None,
     ) -> None:
         """Make the next prompt of what the environment answered; it goes into the ledger when the model sees it.
 
-        Where the conversation is rewritten (by the environment's `history`, by the context policy, or by a chat
-        template that drops old reasoning), another ledger begins with it as context. What was sampled before
-        stays, and is trained, in the old one.
+        If the conversation is rewritten (by the context policy, or by a chat template that drops old reasoning), another
+        ledger begins with it as context. What was sampled before stays, and is trained, in the old one.
         """
         assert self.record is not None
         renderer, limits, turn = self.renderer, self.limits, len(self.record.turns)
-        fork = history is not None or not renderer.keeps(message, observation)
-        before = [*self.shown, self.record.turns[-1].message, *observation]
-        self.shown = before if history is None else list(history)
+        fork = not renderer.keeps(message, observation)
+        before = self.shown = [*self.shown, self.record.turns[-1].message, *observation]
         ids = self._start(self.shown) if fork else renderer.extend(generation.finish, observation)
         tokens = len(ids) if fork else len(self.ledger) + len(ids)
         moment = Moment(
@@ -279,7 +276,6 @@ class _Episode:
         rewritten = await self.policy.context.rewrite(moment) if turn < limits.max_turns else None
         if rewritten is not None:
             fork, self.shown, ids = True, rewritten, self._start(rewritten)
-        if rewritten is not None or history is not None:
             known = {id(message) for message in before}
             added = [{"role": m.role, "content": m.content} for m in self.shown if id(m) not in known]
             self.rewrites.append({"turn": turn, "ledger": len(self.ledgers), "tokens": len(ids), "added": added})

@@ -80,7 +80,6 @@ class RecordingEnv(ToolWrapper):
         super().__init__(env)
         self._writer, self._episode, self._key, self._cut = writer, episode, key, cut
         self._messages: list[Message] = []
-        self._given = Given()
         self._schemas: list[dict[str, Json]] = []
         self._tools: list[dict[str, Json]] = []
 
@@ -90,7 +89,6 @@ class RecordingEnv(ToolWrapper):
         self._writer.begin(self._episode)
         self._cut.discard(self._episode)
         self._messages, self._schemas, self._tools = [], [], []
-        self._given = Given()
         ask = {**self._key, "seed": seed, "split": (options or {}).get("split")}
         try:
             observation, info = await self.env.areset(seed=seed, options=options)
@@ -98,7 +96,6 @@ class RecordingEnv(ToolWrapper):
             self._fault("reset", ask, fault, {"env_id": self.env.id})
             raise
         record = self.trajectory
-        self._given.extend(observation)
         answer = {
             "env_id": record.env_id,
             "task": asdict(record.task),
@@ -118,7 +115,6 @@ class RecordingEnv(ToolWrapper):
             self._fault("step", ask, fault, {"turn": self._turn(turns), **self._changes()})
             raise
         observation, _, terminated, truncated, info = result
-        self._given.extend([self.trajectory.turns[-1].message, *observation])
         answer = {
             "observation": _rows(observation),
             "terminated": terminated,
@@ -137,14 +133,12 @@ class RecordingEnv(ToolWrapper):
 
     def _plain(self, info: Mapping[str, Any]) -> Json:
         """`info` as JSON. Raises ReplayError for what JSON cannot hold."""
-        plain = {key: value for key, value in info.items() if key != "history"}
-        for key, value in plain.items():
+        for key, value in info.items():
             try:
                 json.dumps(value)
             except (TypeError, ValueError) as problem:
                 raise ReplayError(f"{self.id}: info[{key!r}] cannot be recorded: {problem}") from None
-        history = info.get("history")
-        return plain if history is None else {**plain, "history": self._given.write(history)}
+        return dict(info)
 
     def _turn(self, before: int) -> Json:
         turns: list[Turn] = self.trajectory.turns

@@ -17,7 +17,7 @@ from agentrl.reward.leaf import JudgeClient
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Usage
 from agentrl.rollout.episode_io import Entries, EpisodeIO, TwinMaker
 from agentrl.rollout.record import Recorded, Row, content_of, current_episode, digest, diverged
-from agentrl.rollout.recording import Given, engine_ask, env_key, twin_task
+from agentrl.rollout.recording import engine_ask, env_key, twin_task
 from agentrl.tool import Tool, Toolbox
 from agentrl.trajectory import Json, StopReason, ToolCall, ToolResult, Trajectory, Turn
 
@@ -88,7 +88,6 @@ class ReplayEnv(ToolEnv):
         self.id = str(key["env"])  # type: ignore[misc]
         self._tape, self._episode, self._key = record, episode, key
         self._numbers = _Counter()
-        self._given = Given()
 
     def make_task(self, rng_seed: int, split: str) -> Task:
         raise UserError("a replay has only the recorded tasks")
@@ -113,8 +112,7 @@ class ReplayEnv(ToolEnv):
         self._open = True
         self._change(answer)
         observation = _messages(answer["observation"])
-        self._given.extend(observation)
-        return observation, self._read_info(answer["info"])
+        return observation, answer["info"]
 
     async def astep(self, action: Action) -> StepResult:
         answer = self._take("step", {"action": asdict(action) if isinstance(action, Message) else action})
@@ -125,17 +123,13 @@ class ReplayEnv(ToolEnv):
         self._change(answer)
         _raise(answer)
         observation = _messages(answer["observation"])
-        self._given.extend([self.trajectory.turns[-1].message, *observation])
-        return observation, 0.0, answer["terminated"], answer["truncated"], self._read_info(answer["info"])
+        return observation, 0.0, answer["terminated"], answer["truncated"], answer["info"]
 
     async def aend(self, stop: StopReason, error: str | None = None) -> float:
         answer = self._take("end", {"stop": stop.value, "error": error})
         await super().aend(stop, error)
         self.trajectory.state = answer["state"]
         return 0.0
-
-    def _read_info(self, info: Mapping[str, Json]) -> dict[str, Any]:
-        return {key: self._given.read(value, _message) if key == "history" else value for key, value in info.items()}
 
     def _take(self, kind: str, ask: Json) -> Json:
         return self._tape.take(self._episode, kind, self._numbers.number(self._episode, kind), ask).answer

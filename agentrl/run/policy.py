@@ -39,12 +39,6 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
     if rollout.summary_model is not None and "summarizes" not in traits:
         those = CONTEXTS.that_are("summarizes")
         raise ConfigError(f"rollout.summary_model: only rollout.context.name = {those} has summaries written")
-    rewriters = [choice.name for choice in config.env.wrappers if "rewrites" in WRAPPERS.entry(choice.name).traits]
-    if "rewrites" in traits and rewriters:
-        raise ConfigError(
-            f"rollout.context: {rollout.context.name!r} and the wrapper {rewriters[0]} (env.wrappers) both rewrite the "
-            "conversation; keep one of them"
-        )
 
 
 def check_trainable(config: TrainConfig) -> None:

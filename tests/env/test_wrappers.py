@@ -19,12 +19,10 @@ from agentrl.env.budgets import TimeBudget, TokenLimit, TurnLimit
 from agentrl.env.check import Subject, check_all
 from agentrl.env.wrapper import ToolWrapper
 from agentrl.env.wrappers import (
-    Compaction,
     ObservationLimit,
     ToolFaults,
     ToolSchedule,
     ToolSubset,
-    keep_recent,
 )
 from agentrl.errors import ConfigError
 from agentrl.reward import compile_spec, load_spec
@@ -152,21 +150,6 @@ def test_observation_limit_cuts_what_is_seen_and_what_is_kept() -> None:
     assert record.messages[-1].content == content == record.turns[0].results[0].content
 
 
-def test_compaction_hands_over_the_new_history() -> None:
-    env = Compaction(Notes(), 200, keep_recent(1), count=len)
-    opening = env.reset(seed=0)[0]
-    infos = []
-    for n in range(8):
-        _, _, _, _, info = env.step(call("write", text=f"{n}" * 60))
-        infos.append(info)
-    rewritten = [info["history"] for info in infos if "history" in info]
-    assert rewritten and "history" not in infos[0]
-    last = rewritten[-1]
-    assert last[0] == opening[0] and last[1].content == f"[{len(infos) - 1} earlier turns were left out]"
-    assert [m.role for m in last[2:]] == ["assistant", "tool"]
-    assert len(env.trajectory.messages) == 17, "the record keeps everything"
-
-
 def test_tools_come_and_go_and_the_policy_is_told() -> None:
     @tool
     async def shout(text: str) -> str:
@@ -191,10 +174,9 @@ WRAPPERS: dict[str, Any] = {
     "subset": lambda env: ToolSubset(env, ["get", "add", "set", "list"]),
     "faults": lambda env: ToolFaults(env, 0.0),
     "lengths": lambda env: ObservationLimit(env, 500),
-    "history": lambda env: Compaction(env, 100_000, keep_recent(3)),
     "schedule": lambda env: ToolSchedule(env, {}),
     "plain": ToolWrapper,
-    "stack": lambda env: Compaction(ToolFaults(TurnLimit(TokenLimit(env, 10**5), 50), 0.0), 10**5, keep_recent(2)),
+    "stack": lambda env: ObservationLimit(ToolFaults(TurnLimit(TokenLimit(env, 10**5), 50), 0.0), 500),
 }
 
 
@@ -257,7 +239,6 @@ def test_wrappers_of_a_config(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {
         "turn_limit": {"turns": 2}, "token_limit": {"tokens": 9}, "time_budget": {"seconds": 1.0},
         "tool_subset": {"names": ["get"]}, "tool_faults": {"rate": 0.5}, "observation_limit": {"tokens": 9},
-        "keep_recent": {"tokens": 9, "turns": 1},
     }  # fmt: skip
     assert set(arguments) == set(WRAPPERS)
     for name, args in arguments.items():

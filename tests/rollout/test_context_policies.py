@@ -17,13 +17,13 @@ from agentrl.batch import collate
 from agentrl.catalog import EnvRef
 from agentrl.config import Choice, TrainConfig
 from agentrl.env import Message, Task, ToolCall, ToolEnv
-from agentrl.env.wrappers import Compaction, keep_recent
 from agentrl.errors import ConfigError
 from agentrl.render.base import Renderer
 from agentrl.render.chatml import ChatML
 from agentrl.reward import compile_spec
 from agentrl.rollout.context.base import Moment, Stop
 from agentrl.rollout.context.compact import ASK, HEAD, Compact
+from agentrl.rollout.context.keep_recent import KeepRecent
 from agentrl.rollout.context.truncate import Truncate
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
@@ -120,6 +120,7 @@ def replayed(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
 POLICIES = st.one_of(
     st.just(Stop()),
     st.builds(Truncate, tokens=st.one_of(st.none(), st.integers(60, 400)), keep=st.integers(0, 3)),
+    st.builds(KeepRecent, tokens=st.one_of(st.none(), st.integers(60, 400)), turns=st.integers(1, 3)),
     st.builds(Compact, tokens=st.one_of(st.none(), st.integers(60, 600)), keep=st.integers(0, 3),
               summary_tokens=st.integers(1, 40), prompt=st.sampled_from(["sum up", ASK])),
 )  # fmt: skip
@@ -207,14 +208,30 @@ def test_a_writer_that_fails_is_an_outage_and_no_reward(renderer: Renderer) -> N
     assert trajectory.stop is StopReason.ENGINE_ERROR and trajectory.reward is None
 
 
-def test_a_forgetful_template_does_not_undo_the_compaction_of_a_wrapper() -> None:
+def test_a_forgetful_template_does_not_undo_a_rewrite() -> None:
     """It starts again from what was shown last, not from the whole record."""
     renderer = Forgetful(TOKENIZER)
-    env = Compaction(Endless(), 120, keep_recent(2), count=lambda text: len(text) // 3)
-    trajectory, engine = play(renderer, Stop(), env=env, turns=30, room=2000)
+    trajectory, engine = play(renderer, KeepRecent(turns=2, tokens=150), turns=30, room=2000)
     assert trajectory.stop is StopReason.MAX_TURNS
     noted = [i for i, (prompt, _) in enumerate(engine.calls) if "earlier turns were left out" in TOKENIZER.decode(prompt)]
     assert noted and noted == list(range(noted[0], 30)), "a turn after the compaction saw everything again"
+
+
+async def test_keep_recent_keeps_the_opening_a_note_and_the_last_turns() -> None:
+    async def ask(instruction: Message, tokens: int) -> str:
+        raise AssertionError("asked")
+
+    async def cut(messages: list[Message], tokens: int = 101) -> list[Message] | None:
+        return await KeepRecent(turns=1).rewrite(Moment(messages, 1, tokens, turn_tokens=20, context=120, ask=ask))
+
+    opening = [Message("system", "s"), Message("user", "q")]
+    exchanges = [[Message("assistant", f"a{n}"), Message("tool", f"t{n}")] for n in range(5)]
+    first = await cut([*opening, *exchanges[0], *exchanges[1], *exchanges[2]])
+    assert first == [*opening, Message("user", "[2 earlier turns were left out]"), *exchanges[2]]
+    again = await cut([*first, *exchanges[3], *exchanges[4]])
+    assert again == [*opening, Message("user", "[4 earlier turns were left out]"), *exchanges[4]], "one note, its count goes on"
+    assert await cut([*opening, *exchanges[0]]) is None, "there is nothing older than the last turn"
+    assert await cut([*opening, *exchanges[0], *exchanges[1]], tokens=100) is None, "100 + 20 fit into 120"
 
 
 def test_the_last_turn_is_not_followed_by_a_summary(renderer: Renderer) -> None:
@@ -261,8 +278,7 @@ def config(**rollout: Any) -> TrainConfig:
         ({"context": {"name": "truncate", "args": {"kep": 1}}}, "did you mean 'keep'"),
         ({"context": {"name": "compact", "args": {"summary_tokens": 0}}}, "greater than or equal to 1"),
         ({"summary_model": "openai/x"}, 'only rollout.context.name = "compact"'),
-        ({"context": {"name": "truncate"}, "wrappers": [{"name": "keep_recent", "args": {"tokens": 9, "turns": 1}}]},
-         "keep one of them"),
+        ({"context": {"name": "keep_recent"}}, "argument 'turns' is required"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_before_the_run(rollout: dict[str, Any], said: str) -> None:

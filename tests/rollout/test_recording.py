@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from agentrl.catalog import EnvRef
-from agentrl.config import Choice
 from agentrl.errors import ReplayError
 from agentrl.render.base import Renderer
 from agentrl.reward import Context, Scorer, compile_spec
+from agentrl.rollout.context.keep_recent import KeepRecent
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.episode_io import EpisodeIO
 from agentrl.rollout.evaluate import run_tasks
@@ -92,13 +92,13 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvRef:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "envs" / "rough").mkdir(parents=True)
     (tmp_path / "envs" / "rough" / "env.py").write_text(ENV)
-    return EnvRef("rough", wrappers=(Choice(name="keep_recent", args={"tokens": 12, "turns": 1}),))
+    return EnvRef("rough")
 
 
 async def test_faults_clocks_and_rewritten_histories_replay_equal(env: EnvRef, renderer: Renderer, tmp_path: Path) -> None:
     engine = FaultyEngine(renderer.stop_token_ids[0], fail=0.1, seed=3)
     recorder = Recorder(tmp_path / "calls.jsonl")
-    policy = Policy(recorder.engine(lambda: engine), renderer)
+    policy = Policy(recorder.engine(lambda: engine), renderer, context=KeepRecent(turns=1, tokens=12))
     live = await run_tasks(env, policy, scorer(env, recorder), LIMITS, PAIRS, seed=1, max_episodes=4, io=recorder)
     recorder.close()
     stops = {trajectory.stop.value for trajectory in live}
@@ -109,8 +109,8 @@ async def test_faults_clocks_and_rewritten_histories_replay_equal(env: EnvRef, r
     shutil.rmtree(tmp_path / "envs")
     record = Recorded.read(tmp_path / "calls.jsonl")
     io = Replayer(record)
-    gone = EnvRef("rough", wrappers=env.wrappers)
-    policy = Policy(io.engine(), renderer)
+    gone = EnvRef("rough")
+    policy = replace(policy, engine=io.engine())
 
     async def replay(changed: Policy = policy, limits: Limits = LIMITS, seed: int = 1) -> list[Any]:
         fresh = Replayer(record)

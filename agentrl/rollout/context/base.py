@@ -18,7 +18,6 @@ CONTEXTS: Registry[Callable[..., ContextPolicy]] = Registry(
     "CONTEXTS",
     "agentrl.rollout.context",
     traits={
-        "rewrites": "may change the conversation, so nothing else may",
         "summarizes": "has summaries written, by `rollout.summary_model` where that is set",
     },
 )

@@ -18,7 +18,7 @@ ASK = (
 )
 
 
-@CONTEXTS.register("compact", traits={"rewrites", "summarizes"})
+@CONTEXTS.register("compact", traits={"summarizes"})
 @dataclass(frozen=True, kw_only=True)
 class Compact(ContextPolicy):
     """Where a whole next turn and a summary would no longer fit into `tokens` (by default the context), a

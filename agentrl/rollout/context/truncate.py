@@ -12,7 +12,7 @@ from agentrl.rollout.context.base import CONTEXTS, ContextPolicy, Moment, turns_
 from agentrl.trajectory import Message
 
 
-@CONTEXTS.register("truncate", traits={"rewrites"})
+@CONTEXTS.register("truncate")
 @dataclass(frozen=True, kw_only=True)
 class Truncate(ContextPolicy):
     """Where a whole next turn would no longer fit into `tokens` (by default the context), the tool output before

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentrl.catalog import EnvRef
-from agentrl.env.wrappers import Compaction, keep_recent
 from agentrl.render import make_renderer
 from agentrl.render.toolcalls import render_tool_calls
 from agentrl.reward import compile_spec, load_spec
+from agentrl.rollout.context.keep_recent import KeepRecent
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.train.tokenizer import packaged_tokenizer
@@ -39,15 +39,16 @@ class ScriptedEngine(Engine):
     async def close(self) -> None: ...
 
 
-async def test_compaction_in_a_rollout() -> None:
+async def test_every_sampled_token_of_a_rewritten_episode_lies_where_its_turn_says() -> None:
     ref = EnvRef("key_value", {"calls": 10, "set_share": 0.0})
-    env = Compaction(ref.build(), 160, keep_recent(2), count=len)
+    env = ref.build()
     renderer = make_renderer(packaged_tokenizer(4096))
     gold = env.gold_turns(env.make_task(5, "train"))
     engine = ScriptedEngine(gold, renderer.stop_token_ids[0])
     limits = Limits(20, 64, 4000, 10.0, 60.0, 4000)
+    policy = Policy(engine, renderer, context=KeepRecent(turns=2, tokens=200))
     scorer = compile_spec(load_spec(ref.default_reward() or ""))
-    trajectory = await run_episode(env, Policy(engine, renderer), EpisodeSpec(5, "train", 0, 0, "k"), limits, scorer)
+    trajectory = await run_episode(env, policy, EpisodeSpec(5, "train", 0, 0, "k"), limits, scorer)
     assert trajectory.stop is StopReason.DONE and trajectory.reward == 1.0
     assert len(trajectory.ledgers) > 2
     # Every turn's tokens are marked as sampled once, in the ledger and at the place the turn names.
@@ -61,7 +62,7 @@ async def test_compaction_in_a_rollout() -> None:
     assert not trajectory.ledgers[1].sampled[: len(engine.prompts[0])].any()
 
 
-async def test_an_unwrapped_rollout_keeps_one_ledger() -> None:
+async def test_without_it_there_is_one_ledger() -> None:
     ref = EnvRef("key_value", {"calls": 4, "set_share": 0.0})
     env = ref.build()
     renderer = make_renderer(packaged_tokenizer(4096))

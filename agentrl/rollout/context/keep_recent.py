@@ -1,0 +1,42 @@
+"""`keep_recent`: the last turns stay, and a note says how many were left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from agentrl.rollout.context.base import CONTEXTS, ContextPolicy, Moment, turns_of
+from agentrl.trajectory import Message
+
+_NOTE = re.compile(r"\[(\d+) earlier turns were left out\]")
+
+
+@CONTEXTS.register("keep_recent")
+@dataclass(frozen=True, kw_only=True)
+class KeepRecent(ContextPolicy):
+    """Where a whole next turn would no longer fit into `tokens` (by default the context), the episode goes on with its opening
+    messages, a note of how many turns were left out, and the last `turns` turns with their answers.
+    """
+
+    turns: Annotated[int, Field(ge=1)]
+    tokens: Annotated[int, Field(ge=1)] | None = None
+
+    async def rewrite(self, moment: Moment) -> list[Message] | None:
+        if not moment.over(self.tokens) or len(turns_of(moment.messages)) <= self.turns:
+            return None
+        return recent(moment.messages, self.turns)
+
+
+def recent(messages: Sequence[Message], turns: int) -> list[Message]:
+    """The opening, the note, and the last `turns` turns of a conversation that has more of them."""
+    starts = turns_of(messages)
+    opening, kept = messages[: starts[0]], messages[starts[-turns] :]
+    # A conversation that was cut before already has a note: its count goes into the new one.
+    notes = [_NOTE.fullmatch(message.content) for message in opening]
+    before = sum(int(note[1]) for note in notes if note)
+    note = Message("user", f"[{before + len(starts) - turns} earlier turns were left out]")
+    return [*(m for m, old in zip(opening, notes, strict=True) if old is None), note, *kept]
