@@ -15,10 +15,14 @@ from publish_parts import gap, ledger_of, trained
 from safetensors.torch import load_file
 
 from agentrl.backends.embedded import EmbeddedEngine
+from agentrl.backends.litellm import LiteLlmEngine
 from agentrl.config.schema import EnvConfig, LoraSection, ModelConfig, SftConfig, TrainConfig, WeightsConfig
 from agentrl.errors import ConfigError, EngineError
+from agentrl.rollout.engine import Engine
+from agentrl.rollout.recording import RecordingEngine
+from agentrl.rollout.replay import ReplayEngine
 from agentrl.train.actor import Actor
-from agentrl.train.publish import Publisher, check_weights
+from agentrl.train.publish import Publisher, check_takes_weights, check_weights
 from agentrl.train.source import WeightSource
 from agentrl.weights import memory, routes, shared
 from agentrl.weights.bucket import Bucket, Named, Stream, fill, view
@@ -202,6 +206,15 @@ def test_a_replaced_process_is_attached_anew(tiny: str) -> None:
         await engine.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("engine", "why"), [(LiteLlmEngine, "an API model"), (ReplayEngine, "a replay"), (RecordingEngine, "a recorded engine")]
+)
+def test_an_engine_that_takes_no_weights_says_why_it_cannot_be_trained(engine: type[Engine], why: str) -> None:
+    with pytest.raises(ConfigError, match=f"^this one cannot be trained: {why} "):
+        check_takes_weights(engine, "this one")
+    check_takes_weights(EmbeddedEngine, "this one")  # control: one that does
 
 
 def test_what_weights_lora_cannot_be(tiny: str) -> None:
