@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from agentrl.backends.litellm import ApiRenderer, Transcript
 from agentrl.catalog import EnvRef
 from agentrl.catalog.scoring import find_spec, make_scorer
 from agentrl.config import ModelConfig, TrainConfig
@@ -175,6 +174,8 @@ def make_policy(
 
 def _api_model(config: TrainConfig, io: EpisodeIO, owner: str, path: str) -> tuple[Engine, Renderer]:
     """An API model: its engine and its renderer share a transcript."""
+    from agentrl.backends.litellm import ApiRenderer, Transcript
+
     asked = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
     transcript = Transcript(*io.transcript(owner))
     return io.engine(lambda: make_api_engine(asked, transcript)), ApiRenderer(transcript)
