@@ -13,6 +13,7 @@ import torch
 
 from agentrl.backends.parameters import Arrivals, Expected, expected_parameters
 from agentrl.backends.vllm_actor import ReplicaDeadError
+from agentrl.backends.vllm_outbox import Request
 from agentrl.backends.vllm_pace import Paces
 from agentrl.backends.vllm_replicas import Replica, Replicas
 from agentrl.backends.vllm_routes import Kept, VllmRoutes
@@ -77,33 +78,28 @@ class VllmEngine(Engine, WeightTarget):
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
         """Where a replica dies meanwhile, the turn is sampled anew on another, from the same ids. While weights arrive it
         waits for them: an episode whose tool answers in that moment has no fault."""
-        await self._settled_for(request_key)
-        self._check(token_ids, sampling)
         while True:
-            replica = await self._replicas.route(request_key)
             request_id = f"{request_key}#{next(self._numbers)}"
-            replica.in_flight += 1
-            self._paces.begin(request_key, request_id)
-            try:
-                return await self._replicas.generate(replica, (list(token_ids), sampling, request_key, request_id))
-            except ReplicaDeadError:
-                continue
-            except asyncio.CancelledError:
-                replica.actor.cancel.remote(request_id)
-                raise
-            finally:
-                replica.in_flight -= 1
-                self._paces.end(request_key, request_id)
-
-    async def _settled_for(self, request_key: str) -> None:
-        """Wait until no weights arrive; that is no time of the request's."""
-        while not self._settled.is_set():
-            waiting = f"{request_key}#{next(self._numbers)}"
-            self._paces.begin(request_key, waiting)
+            self._paces.begin(request_key, request_id)  # waiting for weights or a replica is no time of the request's
             try:
                 await self._settled.wait()
+                self._check(token_ids, sampling)
+                replica = await self._replicas.route(request_key)
+                return await self._asked(replica, (list(token_ids), sampling, request_key, request_id))
+            except ReplicaDeadError:
+                continue
             finally:
-                self._paces.end(request_key, waiting)
+                self._paces.end(request_key, request_id)
+
+    async def _asked(self, replica: Replica, request: Request) -> Generation:
+        replica.in_flight += 1
+        try:
+            return await self._replicas.generate(replica, request)
+        except asyncio.CancelledError:
+            replica.actor.cancel.remote(request[-1])
+            raise
+        finally:
+            replica.in_flight -= 1
 
     def progress(self, request_key: str) -> Underway | None:
         """Active from the first token on, but while the engine is paused."""

@@ -1,4 +1,5 @@
-"""Requests that come while weights arrive at vLLM's replicas: no fault of the episode's, and never sampled from a part of them.
+"""Requests that come while weights arrive at vLLM's replicas, or while none lives: no fault of the episode's, and never sampled
+from a part of the weights.
 
 The driver's side alone, over replicas that are made up; the real ones are in test_vllm.py.
 """
@@ -17,7 +18,9 @@ from agentrl.backends.vllm import VllmEngine
 from agentrl.backends.vllm_pace import Paces
 from agentrl.config.schema import VllmConfig
 from agentrl.errors import EngineError
+from agentrl.rollout.clock import Watch
 from agentrl.rollout.engine import Generation, Sampling, Underway
+from agentrl.rollout.waits import Waits
 
 
 class Replicas:
@@ -27,6 +30,8 @@ class Replicas:
         self.version: int | None = 0
         self.sampled: list[str] = []
         self.told: list[str] = []
+        self.lives = asyncio.Event()
+        self.lives.set()
 
     async def all(self, method: str, *args: Any) -> None:
         self.told.append(method)
@@ -36,6 +41,7 @@ class Replicas:
             self.version = args[0]
 
     async def route(self, key: str) -> Any:
+        await self.lives.wait()
         return SimpleNamespace(in_flight=0, actor=None)
 
     async def generate(self, replica: Any, request: Any) -> Generation:
@@ -108,4 +114,16 @@ async def test_a_request_hears_of_weights_that_did_not_arrive_whole(engine: Any)
         with pytest.raises(EngineError, match=r"no generation until a publish succeeds: .*'v' is not a parameter"):
             await late
     assert engine._replicas.sampled == []
+    engine._paces.close()
+
+
+async def test_waiting_for_a_replica_is_no_time_of_the_turn(engine: Any) -> None:
+    """All are dead and one is being started, which takes three times as long as a turn may."""
+    engine._replicas.lives.clear()
+    waits = Waits("a", turn=0.2, episode=60.0, stall=60.0, watch=Watch(0.05))
+    asked = asyncio.ensure_future(waits.engine(engine, [1, 2], Sampling(max_tokens=4), "a", "turn 0"))
+    await asyncio.sleep(0.6)
+    assert not asked.done()
+    engine._replicas.lives.set()
+    assert (await asked).token_ids == [7] and waits.clock.left > 59.5
     engine._paces.close()
