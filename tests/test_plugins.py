@@ -67,7 +67,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from agentrl.rollout.context.base import CONTEXTS, ContextPolicy
 
-@CONTEXTS.register("noted", traits={"rewrites"})
+@CONTEXTS.register("noted", traits={"summarizes"})
 @dataclass(frozen=True, kw_only=True)
 class Noted(ContextPolicy):
     into: str
@@ -231,10 +231,7 @@ def test_a_run_of_plugins_alone(shelf: Path) -> None:
         (["rollout.sampler={name='hundreds',args={fist=1}}"], "did you mean 'first'"),
         (["rollout.sampler={name='hundreds',args={first='x'}}"], "argument first = 'x': .*valid integer"),
         (["rollout.context={name='noted'}"], "argument 'into' is required"),
-        (
-            ["rollout.context={name='noted',args={into='x'}}", "env.wrappers=[{name='keep_recent',args={tokens=9,turns=1}}]"],
-            "'noted' and the wrapper keep_recent .* both rewrite",
-        ),
+        (["rollout.context={name='truncate'}", "rollout.summary_model=x"], 'only rollout.context.name = "compact" has summaries'),
         (["env.wrappers=[{name='by_the_clock'}]"], "by_the_clock counts the wall clock"),
         (["rollout.group_size=1"], 'use one of "gae", "reinforce_pp", "remax"'),
         (["weights.route=tolt"], "did you mean 'told'"),
@@ -252,6 +249,10 @@ def test_a_run_of_plugins_alone(shelf: Path) -> None:
 def test_what_a_plugin_needs_is_asked_for_before_the_run(shelf: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(run_of(*overrides))
+
+
+def test_a_context_policy_that_has_summaries_written_may_have_a_model_for_it(shelf: Path) -> None:
+    check(run_of(f"rollout.context={{name='noted',args={{into='{shelf}/made'}}}}", "rollout.summary_model=openai/x"))
 
 
 def test_an_engine_says_which_processes_it_has(shelf: Path) -> None:
