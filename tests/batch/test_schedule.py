@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from agentrl.batch.prefix import Tree
 from agentrl.batch.rows import Ragged, build, jagged
 from agentrl.batch.schedule import assign_ranks, cut_minibatches, plan_micro_batches, trees_of, with_trees
 from agentrl.config.schema import AlgorithmConfig
@@ -19,11 +20,12 @@ PACKAGE = Path(__file__).resolve().parents[2] / "agentrl"
 
 
 def view_of(lengths: list[int], group: list[int] | None = None, member: list[int] | None = None, prompt: int = 0) -> Ragged:
-    """Rows of so many tokens, numbered from 100 on, behind a common prompt of `prompt` tokens."""
+    """Rows of so many tokens, numbered from 100 on, those longer than `prompt` behind a common prompt."""
     offsets = torch.tensor([0, *np.cumsum(lengths).tolist()])
     flat = torch.arange(100, 100 + sum(lengths))
-    for start in offsets[:-1].tolist():
-        flat[start : start + prompt] = torch.arange(prompt)
+    for start, length in zip(offsets[:-1].tolist(), lengths, strict=True):
+        if length > prompt:
+            flat[start : start + prompt] = torch.arange(prompt)
     rows = len(lengths)
     columns = {
         "token_ids": jagged(flat, offsets),
@@ -93,6 +95,35 @@ def test_rows_of_a_tree_meet_on_a_rank_and_in_a_micro_batch_with_their_prefix_co
             found += [sorted(rows) for rows in micros]
             assert len(mine) == 3 and (mode == "off" or [tree.prefix for tree in trees_of(placed, mine)] == [20])
         assert sorted(found) == expected
+
+
+def test_a_tree_of_more_than_a_ranks_share_is_cut_and_each_part_computes_the_prefix() -> None:
+    """Eight rows of 16 + 16 tokens in one tree: 144 are computed, 72 a rank; so at most three rows (16 + 3 x 16 = 64) stay
+    together. Parts of 64, 64 and 48 tokens over two ranks make 112 on the slower one, less than the 128 of eight plain rows;
+    the whole tree on one rank would be more."""
+    placed = assign_ranks(with_trees(view_of([32] * 8, prompt=16), "on"), [np.arange(8)], 2)
+    assert sorted(np.bincount(placed.numbers("dp_rank")).tolist()) == [3, 5]
+    assert placed.numbers("prefix").tolist() == [16] * 8
+
+
+def test_a_kept_group_stays_together_with_its_rows_that_share_nothing() -> None:
+    """Group 0: a tree of three rows and a row of another beginning; group 1: two such rows."""
+    view = view_of([22, 22, 22, 5, 5, 5], group=[0, 0, 0, 0, 1, 1], prompt=20)
+    placed = assign_ranks(with_trees(view, "on"), [np.arange(6)], 2, kept=True)
+    rank, together = placed.numbers("dp_rank").tolist(), placed.numbers("together").tolist()
+    assert len({*rank[:4]}) == 1 and len({*rank[4:]}) == 1
+    tree, alone, other = together[0], together[3], together[4]
+    assert together == [tree, tree, tree, alone, other, other] and len({tree, alone, other}) == 3 and min(together) >= 0
+    assert placed.numbers("prefix").tolist() == [20, 20, 20, 0, 0, 0]
+    assert trees_of(placed, [0, 1, 2, 4, 5]) == [Tree((0, 1, 2), 20), Tree((3,), 0), Tree((4,), 0)]
+
+
+def test_of_a_tree_cut_over_minibatches_a_row_alone_shares_nothing() -> None:
+    """Rows 0 to 2 are in the first minibatch with row 5, whose tree has its other rows in the second."""
+    view = with_trees(view_of([22] * 6, group=[0, 0, 0, 1, 1, 1], prompt=20), "on")
+    placed = assign_ranks(view, [np.array([0, 1, 2, 5]), np.array([3, 4])], 1)
+    assert placed.numbers("prefix").tolist() == [20, 20, 20, 20, 20, 0]
+    assert placed.numbers("together").tolist()[5] == -1
 
 
 def test_minibatches_hold_whole_episodes_and_do_not_know_the_ranks() -> None:
