@@ -32,13 +32,13 @@ from scratch import ROOT, copy_tree, environment
 WORK = ROOT / "build" / "mutate"
 # Which tests may kill a mutant of a room: folders and files; what they do not call costs nothing.
 TESTS = {
-    "agentrl/algorithm": ["tests/algorithm", "tests/train/test_learner.py", "tests/run/test_estimator_columns.py"],
+    "agentrl/algorithm": ["tests/algorithm", "tests/train/test_learner.py", "tests/run/test_estimator_inputs.py"],
     "agentrl/batch": ["tests/batch", "tests/train"],
     "agentrl/reward": ["tests/reward", "tests/rollout"],
-    "agentrl/rollout": ["tests/rollout", "tests/run", "tests/env/test_compaction_rollout.py", "tests/engines/test_meter.py"],
+    "agentrl/rollout": ["tests/rollout", "tests/run", "tests/env/test_compaction_rollout.py", "tests/backends/test_meter.py"],
     "agentrl/train": ["tests/train", "tests/run"],
     "agentrl/trajectory.py": ["tests/rollout", "tests/batch", "tests/env/test_tool_env.py", "tests/reward"],
-    "agentrl/loop.py": ["tests/e2e/test_unlit_paths.py", "tests/run"],
+    "agentrl/run/loop.py": ["tests/e2e/test_unlit_paths.py", "tests/run"],
 }
 # Other processes than the one that is forked are not seen calling anything, and cost half a minute each.
 LEFT_OUT = [

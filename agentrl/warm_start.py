@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.catalog import EnvRef
-from agentrl.env import Policy, ToolEnv
+from agentrl.env import Teacher, ToolEnv
 from agentrl.errors import ConfigError
 from agentrl.render.base import Renderer
 from agentrl.rollout.seeds import derive
@@ -52,7 +52,7 @@ async def transcript(env: ToolEnv, renderer: Renderer, seed: int, teacher: dict[
     return trajectory
 
 
-def _policy(env: ToolEnv, seed: int, params: dict[str, Any]) -> Policy:
+def _policy(env: ToolEnv, seed: int, params: dict[str, Any]) -> Teacher:
     try:
         return env.teacher(env.trajectory.task, random.Random(seed), **params)
     except (TypeError, ValueError) as problem:

@@ -32,7 +32,7 @@ AIMED = ("exact_calls", "bfcl_ast", "bfcl_ast_parity", "toolrl", "toolrl_parity"
 
 
 class Tally:
-    """A twin environment that costs next to nothing, so that replays measure the reward code."""
+    """A replay environment that costs next to nothing, so that replays measure the reward code."""
 
     def __init__(self, task: Task) -> None:
         self.total = 0
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="processor seconds a profile")
     parser.add_argument("--calls", type=int, default=20, help="calls a trajectory")
     args = parser.parse_args()
-    context = Context(twin=Tally)
+    context = Context(replay_env=Tally)
     rates = {}
     for path in sorted(SHELF.glob("*.json")):
         if path.stem in ("schema", "judge"):

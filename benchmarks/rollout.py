@@ -4,7 +4,7 @@ are slow, and the embedded engine against transformers.
     python benchmarks/rollout.py [--only vllm|turn|staleness|engines] [--quick]
 
 Every figure is a ratio of two things measured in this run; a peer that cannot be had gives null, and the
-reason is printed. Peers live in virtual environments of their own (.ci/neighbours.py makes them, which takes minutes
+reason is printed. Peers live in virtual environments of their own (.ci/integrations.py makes them, which takes minutes
 the first time). The last line is one JSON object.
 """
 
@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")
 sys.path.insert(0, str(Path(__file__).parent / "parts"))
 
-from agentrl.run.garbage import collect_rarely
+from agentrl.run.gc_threshold import raise_gc_threshold
 
 Found = tuple[dict[str, Any], dict[str, Any]]
 
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     args = parser.parse_args()
-    collect_rarely()  # as in every run
+    raise_gc_threshold()  # as in every run
 
     import torch
 

@@ -29,15 +29,15 @@ import numpy as np
 from tensordict import TensorDict
 
 from agentrl.batch.rows import Ragged
-from agentrl.cluster.columns import COLUMNS
+from agentrl.cluster.column_store import COLUMNS
 from agentrl.cluster.dispatch import Call
 from agentrl.cluster.mesh import Mesh
 from agentrl.config.schema import AlgorithmConfig, Choice
 from agentrl.executors import in_thread
-from agentrl.loop import make_batch
 from agentrl.rollout.ledger import GroupLedger
 from agentrl.run.checkpoint import _write_driver
 from agentrl.run.folder import RunFolder
+from agentrl.run.loop import make_batch
 from agentrl.train.actor import Actor
 from agentrl.train.finite import broken_rows
 from agentrl.train.learner import with_advantages

@@ -4,7 +4,7 @@ against full logits, and what a step spends outside the model.
     python benchmarks/train.py [--only trl|forms|logprobs|overhead] [--quick]
 
 Every figure is a ratio of two things measured in this run; a peer that cannot be had gives null, and the
-reason is printed. TRL lives in a virtual environment of its own (.ci/neighbours.py makes it). Times are processor
+reason is printed. TRL lives in a virtual environment of its own (.ci/integrations.py makes it). Times are processor
 seconds where one thread computes, so that other load shows less; the GRPO step is wall time. One JSON object last.
 """
 
@@ -40,7 +40,7 @@ from agentrl.batch import collate
 from agentrl.batch.rows import Ragged, jagged, offsets_of
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, EnvConfig, ModelConfig, OptimConfig, TrainConfig
-from agentrl.run.garbage import collect_rarely
+from agentrl.run.gc_threshold import raise_gc_threshold
 from agentrl.train.actor import Actor
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.init_model import init_model
@@ -244,7 +244,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="fewer repeats, smaller vocabulary")
     args = parser.parse_args()
-    collect_rarely()  # as in every run
+    raise_gc_threshold()  # as in every run
     torch.set_num_threads(args.threads)
     ratios: dict[str, Any] = {}
     details: dict[str, Any] = {}

@@ -14,10 +14,10 @@ from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
 from agentrl.errors import ConfigError, ResourceError
 from agentrl.registry import Registry
-from agentrl.rollout.maker import ENGINES
+from agentrl.rollout.engine_maker import ENGINES
 from agentrl.run.folder import RunFolder
 from agentrl.run.main import execute
-from agentrl.run.places import roles_of
+from agentrl.run.placement import roles_of
 from agentrl.run.preflight import preflight
 from agentrl.run.session import check
 from agentrl.trajectory import Trajectory
@@ -131,9 +131,9 @@ class Lines(Tracker):
         return "cat the lines"
 """,
     "engines": """
-from agentrl.backends.embedded import EmbeddedEngine
+from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.rollout.engine import Engine
-from agentrl.rollout.maker import ENGINES, EngineMaker, Processes
+from agentrl.rollout.engine_maker import ENGINES, EngineMaker, Processes
 
 class FarEngine(Engine):
     untrainable = "it is too far"
@@ -151,7 +151,7 @@ class Mine(EngineMaker):
     def context(self, positions):
         return min(positions, 300)
 
-    def make(self, model, positions, places=()):
+    def make(self, model, positions, ray_options=()):
         if self.note:
             open(self.note, "w").write(f"{self.slots} slots")
         return EmbeddedEngine(model, max_slots=self.slots, max_context=positions)
@@ -165,7 +165,7 @@ class Far(EngineMaker):
     def processes(self):
         return Processes(99, 1, 7, "far.count", "far.gpus", ("far.count",), "a far one")
 
-    def make(self, model, positions, places=()):
+    def make(self, model, positions, ray_options=()):
         raise NotImplementedError
 """,
 }

@@ -44,7 +44,6 @@ LEVELS = {
     "train": 7,
     "warm_start": 7,
     "run": 8,
-    "loop": 8,
     "cli": 9,
     "viewer": 9,
     "testing": 9,
@@ -60,8 +59,6 @@ SAME = {
     ("reward", "render"),
     ("backends", "rollout"),
     ("warm_start", "train"),
-    ("run", "loop"),
-    ("loop", "run"),
 }
 
 
@@ -151,8 +148,8 @@ def test_pyproject_is_the_only_place_that_names_a_version() -> None:
 def registries() -> list[Registry[Any]]:
     """Every registry of agentrl, loaded."""
     homes = ["agentrl.algorithm", "agentrl.algorithm.correction", "agentrl.algorithm.kl", "agentrl.env.wrapper",
-             "agentrl.rollout.context.base", "agentrl.rollout.maker", "agentrl.rollout.sampler.base", "agentrl.run.trackers",
-             "agentrl.weights.route"]  # fmt: skip
+             "agentrl.rollout.context.base", "agentrl.rollout.engine_maker", "agentrl.rollout.sampler.base",
+             "agentrl.run.trackers", "agentrl.weights.route"]  # fmt: skip
     found = {id(v): v for home in homes for v in vars(importlib.import_module(home)).values() if isinstance(v, Registry)}
     declared = sum(
         text.count("] = Registry(") for text in (f.read_text() for f in PACKAGE.rglob("*.py") if f.name != "registry.py")

@@ -45,7 +45,7 @@ class Rowed:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BalancePlan:
     """`rows[rank][micro]` are row numbers; every rank has the same number of micro-batches (an empty
     list is a dummy). `cost` = sum over micro-batches of the slowest rank's cost, never below `bound`."""
 
@@ -86,7 +86,7 @@ def plan(
     overhead: float = 0.0,
     groups: Sequence[int] | np.ndarray | torch.Tensor | None = None,
     prefix: Sequence[int] | np.ndarray | torch.Tensor | None = None,
-) -> Plan:
+) -> BalancePlan:
     """Place every sequence exactly once, at most `cap` tokens a micro-batch, with a small total cost.
 
     A sequence of n tokens costs a n + b n^2 (`b` = 0: linear layers only; attention adds the square)
@@ -109,7 +109,7 @@ def plan(
     price = unit_sums(unit, costs, a * once + b * once.astype(np.float64) ** 2)
     best = portfolio(size, price, ranks, cap, overhead)
     table = _table(best.where[unit], ranks, best.micros)
-    return Plan(table, best.cost, lower_bound(size, price, ranks, cap), best.name)
+    return BalancePlan(table, best.cost, lower_bound(size, price, ranks, cap), best.name)
 
 
 def group_units(tokens: np.ndarray, groups: np.ndarray, cap: float, prefix: np.ndarray | None = None) -> np.ndarray:

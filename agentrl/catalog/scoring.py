@@ -32,5 +32,5 @@ def make_scorer(
     `timeout` (seconds) bounds the scoring of an episode; `through` may stand between the spec and whom it asks.
     Raises RewardSpecError for a bad spec, and for one that replays if `env` is None.
     """
-    context = make_context(config, twin=None if env is None else lambda task: env.build())
+    context = make_context(config, replay_env=None if env is None else lambda task: env.build())
     return compile_spec(spec, context=through(context), timeout=timeout)

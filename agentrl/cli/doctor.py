@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agentrl.cluster.checks import Finding
+    from agentrl.cluster.checks import MachineFinding
 
 EPILOG = """examples:
   agentrl doctor                                     this machine, and a local Ray
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         from agentrl.config.load import load_config
 
         cluster = load_config(find_config_file(args.config), args.overrides, find_config_file).cluster
-    found: list[Finding] = []
+    found: list[MachineFinding] = []
     for finding in all_checks(cluster, with_ray=not args.no_ray and cluster.backend == "ray"):
         found.append(finding)
         if not args.json:
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return 2 if failed else 0
 
 
-def line(finding: Finding) -> str:
+def line(finding: MachineFinding) -> str:
     """One finding as a line of text, its advice below it."""
     advice = f"\n       -> {finding.advice}" if finding.advice else ""
     return f"{MARKS[finding.level]} {finding.check:<20} {finding.found}{advice}"

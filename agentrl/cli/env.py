@@ -10,7 +10,7 @@ from agentrl.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from agentrl.catalog import EnvRef
-    from agentrl.env.check import Finding
+    from agentrl.env.check import CheckFinding
 
 EPILOG = """examples:
   agentrl env list                           which environments there are, and where they come from
@@ -169,7 +169,7 @@ def run_check(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _check(ref: EnvRef, args: argparse.Namespace) -> list[Finding]:
+def _check(ref: EnvRef, args: argparse.Namespace) -> list[CheckFinding]:
     import pickle
 
     from agentrl.catalog.scoring import find_spec, make_scorer
@@ -185,7 +185,7 @@ def _check(ref: EnvRef, args: argparse.Namespace) -> list[Finding]:
 _WORDS = {True: "ok", False: "FAIL", None: "-"}
 
 
-def _row(finding: Finding) -> dict[str, Any]:
+def _row(finding: CheckFinding) -> dict[str, Any]:
     return {
         "check": finding.check,
         "ok": finding.ok,
@@ -194,7 +194,7 @@ def _row(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _print_table(env: str, findings: list[Finding]) -> None:
+def _print_table(env: str, findings: list[CheckFinding]) -> None:
     failed = sum(finding.ok is False for finding in findings)
     print(f"{env}: {f'{failed} of {len(findings)} checks failed' if failed else 'all checks passed'}")
     width = max(len(finding.check) for finding in findings)

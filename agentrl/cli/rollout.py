@@ -88,7 +88,7 @@ def _base(args: argparse.Namespace, purpose: str) -> tuple[dict[str, Any], dict[
         return ({"name": purpose, "env": {"id": args.env}, "model": {"path": args.model}}, {**args.defaults, "model": args.model})
     if args.record is not None:
         raise ConfigError("--record and --replay: a replay is a record already; give one of them")
-    from agentrl.run.recordings import RecordFolder
+    from agentrl.run.record_folder import RecordFolder
 
     manifest = RecordFolder(Path(args.replay)).manifest()
     table = manifest["config"]

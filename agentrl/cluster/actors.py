@@ -11,13 +11,13 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from tensordict import TensorDict
 
-from agentrl.batch.wire import to_wire
-from agentrl.cluster.columns import COLUMNS
+from agentrl.batch.serialization import serialize
+from agentrl.cluster.column_store import COLUMNS
 from agentrl.cluster.future import Pending
 from agentrl.cluster.group import Backend
-from agentrl.cluster.host import Packed, RemoteFailure, unwire, wire
+from agentrl.cluster.host import PackedCall, RemoteFailure, deserialized, serialized
 from agentrl.cluster.hosts import Hosts, first_line
-from agentrl.cluster.shipment import Recipe, Shipment, Stored, Take
+from agentrl.cluster.shipment import GatherPlan, RowsOfPart, Shipment, Stored
 from agentrl.cluster.worker import Worker
 from agentrl.errors import StalledError, WorkerDiedError, WorkerError
 from agentrl.executors import in_thread
@@ -54,7 +54,7 @@ class RayPending(Pending):
         return await in_thread("batch", self._unwired, values)
 
     def _unwired(self, values: list[Any]) -> dict[int, Any]:
-        return {rank: unwire(value) for rank, value in zip(self.refs, values, strict=True)}
+        return {rank: deserialized(value) for rank, value in zip(self.refs, values, strict=True)}
 
 
 class RayBackend(Backend):
@@ -77,19 +77,19 @@ class RayBackend(Backend):
 
     def _send(self, method: str, common: Any, shipment: Shipment, rank: int, pieces: list[list[Any]]) -> Any:
         mine = shipment.own.get(rank)
-        own = {key: wire(value) for key, value in mine.items()} if mine else None
-        recipes: dict[str, Recipe] | None = None
+        own = {key: serialized(value) for key, value in mine.items()} if mine else None
+        gather_plans: dict[str, GatherPlan] | None = None
         if shipment.parameter is not None:
-            recipe = shipment.recipes.get(rank) or Recipe((Take(0, shipment.rows[rank]),))
-            used = [take.piece for take in recipe.takes]
-            takes = tuple(Take(at, take.rows) for at, take in enumerate(recipe.takes))
-            recipes = {shipment.parameter: Recipe(takes, recipe.order)}
+            gather_plan = shipment.gather_plans.get(rank) or GatherPlan((RowsOfPart(0, shipment.rows[rank]),))
+            used = [take.piece for take in gather_plan.takes]
+            takes = tuple(RowsOfPart(at, take.rows) for at, take in enumerate(gather_plan.takes))
+            gather_plans = {shipment.parameter: GatherPlan(takes, gather_plan.order)}
             pieces = [pieces[piece] for piece in used]  # only what this rank reads travels to its node
         parts = [part for piece in pieces for part in piece]
-        return self.hosts.handles[rank].call.remote(self.role, method, common, own, recipes, *parts)
+        return self.hosts.handles[rank].call.remote(self.role, method, common, own, gather_plans, *parts)
 
     def put(self, batch: TensorDict) -> Any:
-        return ray.put(to_wire(batch))
+        return ray.put(serialize(batch))
 
     def restart(self) -> None:
         self.hosts.restart()
@@ -122,9 +122,9 @@ class RayBackend(Backend):
 def pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Arguments pickled once: by value where small, else a reference into the object store."""
     buffers: list[pickle.PickleBuffer] = []
-    shipped = (tuple(wire(x) for x in args), {key: wire(x) for key, x in kwargs.items()})
+    shipped = (tuple(serialized(x) for x in args), {key: serialized(x) for key, x in kwargs.items()})
     data = ray.cloudpickle.dumps(shipped, protocol=5, buffer_callback=buffers.append)
     size = len(data) + sum(buffer.raw().nbytes for buffer in buffers)
     if size > BY_VALUE_BYTES:
-        return ray.put(Packed(data, list(buffers)))
-    return Packed(data, list(buffers)) if buffers else data  # Ray ships plain bytes without pickling
+        return ray.put(PackedCall(data, list(buffers)))
+    return PackedCall(data, list(buffers)) if buffers else data  # Ray ships plain bytes without pickling

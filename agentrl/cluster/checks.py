@@ -38,7 +38,7 @@ LEAST_MEMORY = 2 * GIB
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class MachineFinding:
     """One result: `advice` says what to do where the level is not "ok"."""
 
     check: str
@@ -47,18 +47,18 @@ class Finding:
     advice: str = ""
 
 
-def check_versions() -> Iterator[Finding]:
+def check_versions() -> Iterator[MachineFinding]:
     """Python and the packages that a run imports."""
     level: Level = "ok" if sys.version_info >= (3, 11) else "fail"
-    yield Finding("python", level, platform.python_version(), "" if level == "ok" else "install Python 3.11 or newer")
+    yield MachineFinding("python", level, platform.python_version(), "" if level == "ok" else "install Python 3.11 or newer")
     for name in CORE:
         version = _version(name)
         if version is None:
-            yield Finding(name, "fail", "not installed", "install agentrl with its dependencies (make install)")
+            yield MachineFinding(name, "fail", "not installed", "install agentrl with its dependencies (make install)")
         else:
-            yield Finding(name, "ok", version)
+            yield MachineFinding(name, "ok", version)
     found = [f"{name} {version}" for name in OPTIONAL if (version := _version(name)) is not None]
-    yield Finding("optional", "ok", ", ".join(found) or "none of " + ", ".join(OPTIONAL))
+    yield MachineFinding("optional", "ok", ", ".join(found) or "none of " + ", ".join(OPTIONAL))
 
 
 def _version(name: str) -> str | None:
@@ -68,9 +68,9 @@ def _version(name: str) -> str | None:
         return None
 
 
-def check_machine() -> Iterator[Finding]:
+def check_machine() -> Iterator[MachineFinding]:
     """Cores, memory, shared memory, disk, limits, and where Ray would put its files."""
-    yield Finding("cores", "ok", str(usable_cpus()))
+    yield MachineFinding("cores", "ok", str(usable_cpus()))
     yield _at_least("memory", memory_available(), LEAST_MEMORY, "a small run needs 2 GiB")
     shared = Path("/dev/shm")
     if shared.is_dir():
@@ -78,40 +78,40 @@ def check_machine() -> Iterator[Finding]:
         advice = "Ray's object store lives here: start the container with a larger --shm-size"
         yield _at_least("shared memory", free, LEAST_SHARED_MEMORY, advice)
     else:
-        yield Finding("shared memory", "fail", "no /dev/shm", "Ray's object store needs it: mount a tmpfs there")
+        yield MachineFinding("shared memory", "fail", "no /dev/shm", "Ray's object store needs it: mount a tmpfs there")
     yield _at_least("disk", shutil.disk_usage(Path.cwd()).free, LEAST_DISK, "runs and checkpoints are written here")
     yield check_temporary_folder()
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     level: Level = "ok" if files >= FEWEST_FILES else "warn"
-    yield Finding("open files", level, str(files), "" if level == "ok" else f"raise it: ulimit -n {FEWEST_FILES}")
+    yield MachineFinding("open files", level, str(files), "" if level == "ok" else f"raise it: ulimit -n {FEWEST_FILES}")
 
 
-def _at_least(name: str, have: int, least: int, advice: str) -> Finding:
+def _at_least(name: str, have: int, least: int, advice: str) -> MachineFinding:
     level: Level = "ok" if have >= least else "warn"
-    return Finding(name, level, f"{have / GIB:.1f} GiB free", "" if level == "ok" else advice)
+    return MachineFinding(name, level, f"{have / GIB:.1f} GiB free", "" if level == "ok" else advice)
 
 
-def check_temporary_folder() -> Finding:
+def check_temporary_folder() -> MachineFinding:
     """Ray's session folder: not on a network file system, not too deep."""
     folder = Path(tempfile.gettempdir())
     kind = file_system(folder)
     if kind in NETWORK_FILE_SYSTEMS:
-        return Finding("temporary folder", "warn", f"{folder} ({kind})", "Ray can hang there: set TMPDIR to a local disk")
+        return MachineFinding("temporary folder", "warn", f"{folder} ({kind})", "Ray can hang there: set TMPDIR to a local disk")
     if ray_folder() is not None:
-        return Finding("temporary folder", "warn", str(folder), "too deep for Ray's sockets; /tmp/ray is used")
-    return Finding("temporary folder", "ok", f"{folder} ({kind or 'unknown file system'})")
+        return MachineFinding("temporary folder", "warn", str(folder), "too deep for Ray's sockets; /tmp/ray is used")
+    return MachineFinding("temporary folder", "ok", f"{folder} ({kind or 'unknown file system'})")
 
 
-def check_network() -> Iterator[Finding]:
+def check_network() -> Iterator[MachineFinding]:
     """Whether this node reaches itself under its own address, and which interface NCCL and Gloo would use."""
     pinned = {key: os.environ[key] for key in LOOPBACK if os.environ.get(key)}
     fault = network_fault()
     if fault is None:
-        yield Finding("own address", "ok", f"{own_address()} routes back")
+        yield MachineFinding("own address", "ok", f"{own_address()} routes back")
     elif pinned:
-        yield Finding("own address", "ok", f"{fault}; pinned by {pinned}")
+        yield MachineFinding("own address", "ok", f"{fault}; pinned by {pinned}")
     else:
-        yield Finding(
+        yield MachineFinding(
             "own address",
             "warn",
             fault,
@@ -121,26 +121,26 @@ def check_network() -> Iterator[Finding]:
     for key in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         wanted = os.environ.get(key)
         if wanted and not any(name.startswith(wanted.lstrip("=^")) for name in present):
-            yield Finding(key, "fail", f"{wanted} is no interface", f"this node has {', '.join(present)}")
+            yield MachineFinding(key, "fail", f"{wanted} is no interface", f"this node has {', '.join(present)}")
         else:
-            yield Finding(key, "ok", wanted or f"not set ({', '.join(present)})")
+            yield MachineFinding(key, "ok", wanted or f"not set ({', '.join(present)})")
     if os.environ.get("RAY_ADDRESS") == "":
-        yield Finding("RAY_ADDRESS", "warn", "set but empty", "to Ray that is an address; a run removes it")
+        yield MachineFinding("RAY_ADDRESS", "warn", "set but empty", "to Ray that is an address; a run removes it")
 
 
-def check_gpus() -> Iterator[Finding]:
+def check_gpus() -> Iterator[MachineFinding]:
     """GPUs that torch sees."""
     import torch
 
     if not torch.cuda.is_available():
-        yield Finding("gpus", "ok", f"none (torch {torch.__version__}); runs use the CPU")
+        yield MachineFinding("gpus", "ok", f"none (torch {torch.__version__}); runs use the CPU")
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         level: Level = "ok" if free > 0.9 * total else "warn"
         text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
-        yield Finding(f"gpu {index}", level, text, "" if level == "ok" else "another process uses it")
-    yield Finding("nccl", "ok" if torch.distributed.is_nccl_available() else "fail", _nccl())
+        yield MachineFinding(f"gpu {index}", level, text, "" if level == "ok" else "another process uses it")
+    yield MachineFinding("nccl", "ok" if torch.distributed.is_nccl_available() else "fail", _nccl())
 
 
 def _nccl() -> str:
@@ -152,7 +152,7 @@ def _nccl() -> str:
     return ".".join(str(part) for part in version)
 
 
-def check_ray(cluster: ClusterConfig) -> Iterator[Finding]:
+def check_ray(cluster: ClusterConfig) -> Iterator[MachineFinding]:
     """Start or join Ray, see what it has, and whether the config's pools fit."""
     from agentrl.cluster.runtime import start_ray, stop_ray
 
@@ -160,7 +160,7 @@ def check_ray(cluster: ClusterConfig) -> Iterator[Finding]:
     try:
         start_ray(cluster)
     except AgentrlError as error:
-        yield Finding("ray", "fail", str(error), "see the newest folder below /tmp/ray for its logs")
+        yield MachineFinding("ray", "fail", str(error), "see the newest folder below /tmp/ray for its logs")
         return
     try:
         from agentrl.cluster.placement import cluster_nodes
@@ -168,20 +168,20 @@ def check_ray(cluster: ClusterConfig) -> Iterator[Finding]:
 
         nodes = cluster_nodes()
         what = ", ".join(f"{node.name}: {node.cpus:g} CPU slots, {node.gpus:g} GPUs" for node in nodes)
-        yield Finding("ray", "ok", f"up in {time.monotonic() - begun:.1f} s; {what}")
+        yield MachineFinding("ray", "ok", f"up in {time.monotonic() - begun:.1f} s; {what}")
         if cluster.pools:
             try:
                 place(cluster.pools, nodes)
-                yield Finding("pools", "ok", f"{', '.join(sorted(cluster.pools))} fit")
+                yield MachineFinding("pools", "ok", f"{', '.join(sorted(cluster.pools))} fit")
             except AgentrlError as error:
-                yield Finding("pools", "fail", str(error), "make the pools smaller or add nodes")
+                yield MachineFinding("pools", "fail", str(error), "make the pools smaller or add nodes")
     finally:
         stop_ray()
 
 
-def all_checks(cluster: ClusterConfig, with_ray: bool) -> Iterator[Finding]:
+def all_checks(cluster: ClusterConfig, with_ray: bool) -> Iterator[MachineFinding]:
     """Every check, quick ones first."""
-    quick: list[Callable[[], Iterator[Finding]]] = [check_versions, check_machine, check_network, check_gpus]
+    quick: list[Callable[[], Iterator[MachineFinding]]] = [check_versions, check_machine, check_network, check_gpus]
     for check in quick:
         yield from check()
     if with_ray:

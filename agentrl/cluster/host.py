@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.cluster.rendezvous import Rendezvous, listen
-from agentrl.cluster.shipment import Recipe
+from agentrl.cluster.shipment import GatherPlan
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.errors import UserError, WorkerError
 
@@ -41,7 +41,7 @@ class RemoteFailure(Exception):
 
 
 @dataclass(slots=True)
-class Packed:
+class PackedCall:
     """Arguments pickled once for all ranks; large buffers lie beside the pickle, uncopied."""
 
     data: bytes
@@ -85,25 +85,27 @@ class Host:
         self,
         role: str,
         method: str,
-        common: bytes | Packed,
+        common: bytes | PackedCall,
         own: dict[str, Any] | None,
-        recipes: dict[str, Recipe] | None,
+        gather_plans: dict[str, GatherPlan] | None,
         *parts: Any,
     ) -> Any:
-        """Run one method: `common` holds what all ranks get, `own` this rank's values, and `recipes`
+        """Run one method: `common` holds what all ranks get, `own` this rank's values, and `gather_plans`
         says by parameter which rows of the pieces in `parts` to build it from."""
         worker = self._roles[role]
         try:
             args, kwargs = unpack_arguments(common)
-            kwargs = {key: unwire(value) for key, value in {**kwargs, **(own or {})}.items()}
-            kwargs.update({name: cook(recipe, pieces_of(parts)) for name, recipe in (recipes or {}).items()})
-            return wire(getattr(worker, method)(*[unwire(value) for value in args], **kwargs))
+            kwargs = {key: deserialized(value) for key, value in {**kwargs, **(own or {})}.items()}
+            kwargs.update(
+                {name: gather_argument(gather_plan, pieces_of(parts)) for name, gather_plan in (gather_plans or {}).items()}
+            )
+            return serialized(getattr(worker, method)(*[deserialized(value) for value in args], **kwargs))
         except Exception as error:
             where = f"group {role!r}: {type(worker).__name__}.{method}, rank {worker.rank}"
             raise failure(where, error) from None
 
 
-def unpack_arguments(common: bytes | Packed) -> Any:
+def unpack_arguments(common: bytes | PackedCall) -> Any:
     """(args, kwargs) that the driver pickled."""
     if isinstance(common, bytes):
         return pickle.loads(common)
@@ -111,22 +113,22 @@ def unpack_arguments(common: bytes | Packed) -> Any:
 
 
 def pieces_of(parts: Sequence[Any]) -> Sequence[Any]:
-    """The pieces of a call's batch as the driver's recipes number them; see cluster/columns.py."""
-    from agentrl.cluster.columns import whole
+    """The pieces of a call's batch as the driver's gather_plans number them; see cluster/column_store.py."""
+    from agentrl.cluster.column_store import whole
 
     return whole(parts)
 
 
-def cook(recipe: Recipe, pieces: Sequence[Any]) -> Any:
-    """The argument that a recipe describes, in storage of its own."""
+def gather_argument(gather_plan: GatherPlan, pieces: Sequence[Any]) -> Any:
+    """The argument that a gather_plan describes, in storage of its own."""
     from agentrl.batch.rows import concat, select
 
-    first = recipe.takes[0]
-    if len(recipe.takes) == 1:
+    first = gather_plan.takes[0]
+    if len(gather_plan.takes) == 1:
         value = pick_rows(pieces[first.piece], first.rows)
     else:
-        value = concat([pick_rows(pieces[take.piece], take.rows) for take in recipe.takes])
-    return value if recipe.order is None else select(value, recipe.order)
+        value = concat([pick_rows(pieces[take.piece], take.rows) for take in gather_plan.takes])
+    return value if gather_plan.order is None else select(value, gather_plan.order)
 
 
 def pick_rows(piece: Any, rows: np.ndarray | None) -> Any:
@@ -134,28 +136,28 @@ def pick_rows(piece: Any, rows: np.ndarray | None) -> Any:
     from tensordict import TensorDict
 
     from agentrl.batch.rows import select
-    from agentrl.batch.wire import Wire, from_wire
+    from agentrl.batch.serialization import SerializedBatch, deserialize
 
     if isinstance(piece, TensorDict):
         return select(piece, np.arange(len(piece)) if rows is None else rows)
-    return from_wire(piece, rows) if isinstance(piece, Wire) else piece
+    return deserialize(piece, rows) if isinstance(piece, SerializedBatch) else piece
 
 
-def wire(value: Any) -> Any:
+def serialized(value: Any) -> Any:
     """Batches in wire form; everything else as it is."""
     if "tensordict" not in sys.modules:
         return value
     from tensordict import TensorDict
 
-    from agentrl.batch.wire import to_wire
+    from agentrl.batch.serialization import serialize
 
-    return to_wire(value) if isinstance(value, TensorDict) else value
+    return serialize(value) if isinstance(value, TensorDict) else value
 
 
-def unwire(value: Any) -> Any:
+def deserialized(value: Any) -> Any:
     """Inverse of `wire`; what arrives in shared memory is copied."""
-    if "agentrl.batch.wire" not in sys.modules:
+    if "agentrl.batch.serialization" not in sys.modules:
         return value
-    from agentrl.batch.wire import Wire, from_wire
+    from agentrl.batch.serialization import SerializedBatch, deserialize
 
-    return from_wire(value) if isinstance(value, Wire) else value
+    return deserialize(value) if isinstance(value, SerializedBatch) else value

@@ -10,9 +10,9 @@ from tensordict import TensorDict
 from agentrl.batch.rows import select
 from agentrl.cluster.future import Pending
 from agentrl.cluster.group import Backend
-from agentrl.cluster.host import cook
+from agentrl.cluster.host import gather_argument
 from agentrl.cluster.mesh import Mesh
-from agentrl.cluster.shipment import Recipe, Shipment, Stored, Take
+from agentrl.cluster.shipment import GatherPlan, RowsOfPart, Shipment, Stored
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.errors import ResourceError, UserError, WorkerError
 from agentrl.executors import in_thread
@@ -95,5 +95,5 @@ class InlineBackend(Backend):
         batch = shipment.batch
         if isinstance(batch, Stored):
             pieces = [piece.get() if isinstance(piece, _Later) else piece for piece in batch.pieces]
-            return cook(shipment.recipes[rank], pieces)
-        return cook(Recipe((Take(0, shipment.rows[rank]),)), [batch])
+            return gather_argument(shipment.gather_plans[rank], pieces)
+        return gather_argument(GatherPlan((RowsOfPart(0, shipment.rows[rank]),)), [batch])

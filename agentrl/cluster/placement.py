@@ -16,7 +16,7 @@ from agentrl.cluster.actors import RayBackend
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.hosts import Hosts
 from agentrl.cluster.mesh import Mesh
-from agentrl.cluster.pool import Node, need, place, pools_of_roles, table
+from agentrl.cluster.pool import ClusterNode, need, place, pools_of_roles, table
 from agentrl.cluster.worker import Worker
 from agentrl.config.schema import ClusterConfig, PoolConfig
 from agentrl.errors import AgentrlError, ResourceError
@@ -57,19 +57,19 @@ class Reserved:
         remove_placement_group(self.group)
 
 
-def cluster_nodes() -> list[Node]:
+def cluster_nodes() -> list[ClusterNode]:
     """The living nodes of the connected cluster, with all that they have."""
     return list(_nodes({}))
 
 
-def _nodes(left: Mapping[str, Mapping[str, float]]) -> dict[Node, str]:
+def _nodes(left: Mapping[str, Mapping[str, float]]) -> dict[ClusterNode, str]:
     """The living nodes and their ids: with what `left` says of a node by its id, else with all that it has."""
-    found: dict[Node, str] = {}
+    found: dict[ClusterNode, str] = {}
     for node in ray.nodes():
         if node["Alive"]:
             has = left.get(node["NodeID"], node["Resources"])
             name = f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
-            found[Node(name, float(has.get("CPU", 0.0)), float(has.get("GPU", 0.0)))] = node["NodeID"]
+            found[ClusterNode(name, float(has.get("CPU", 0.0)), float(has.get("GPU", 0.0)))] = node["NodeID"]
     return found
 
 

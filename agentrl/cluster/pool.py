@@ -10,7 +10,7 @@ from agentrl.errors import ConfigError, ResourceError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ClusterNode:
     """What one node offers."""
 
     name: str
@@ -33,8 +33,8 @@ def pools_of_roles(cluster: ClusterConfig, roles: Sequence[str]) -> dict[str, tu
     return {role: (placed[role], cluster.pools[placed[role]]) for role in roles if role in placed}
 
 
-def place(pools: Mapping[str, PoolConfig], nodes: Sequence[Node]) -> dict[str, list[str]]:
-    """Node names for each pool, one a pool node; the nodes of one pool differ.
+def place(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode]) -> dict[str, list[str]]:
+    """ClusterNode names for each pool, one a pool node; the nodes of one pool differ.
 
     Searches all placements (largest share first), so it fails only where none exists: then it raises
     ResourceError with a table of demand against supply.
@@ -78,7 +78,7 @@ def _search(
     return False
 
 
-def table(pools: Mapping[str, PoolConfig], nodes: Sequence[Node]) -> str:
+def table(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode]) -> str:
     """Demand of every pool's nodes against what each node of the cluster has."""
     rows = [("demand", "nodes", "processes a node", "CPU slots a node", "GPUs a node")]
     for name, pool in pools.items():

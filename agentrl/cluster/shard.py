@@ -14,7 +14,7 @@ from agentrl.batch.balance import partition
 from agentrl.batch.rows import lengths
 from agentrl.cluster.collect import METRIC_REDUCTIONS, joined, reduced_metrics, reordered
 from agentrl.cluster.mesh import Mesh
-from agentrl.cluster.shipment import Recipe, Shipment, Stored, Take
+from agentrl.cluster.shipment import GatherPlan, RowsOfPart, Shipment, Stored
 from agentrl.cluster.strategy import Call, Strategy, positional
 from agentrl.errors import DispatchError
 
@@ -87,7 +87,7 @@ class Shard(Strategy):
             shipment.rows = {rank: shards[axis[rank]] for rank in shipment.ranks}
         elif isinstance(batch, Stored):
             shares = self._stored(where, batch, count)
-            shipment.recipes = {rank: shares[axis[rank]][0] for rank in shipment.ranks}
+            shipment.gather_plans = {rank: shares[axis[rank]][0] for rank in shipment.ranks}
             known = {rank: shares[axis[rank]][1] for rank in shipment.ranks}
             shipment.rows = {rank: rows for rank, rows in known.items() if rows is not None}
         else:
@@ -108,20 +108,20 @@ class Shard(Strategy):
             return [np.sort(np.asarray(part, dtype=np.int64)) for part in partition(costs, count)]
         return list(np.array_split(np.arange(len(batch), dtype=np.int64), count))
 
-    def _stored(self, where: str, stored: Stored, count: int) -> list[tuple[Recipe, Any]]:
-        """Recipe and row numbers (None where unknown) of each coordinate."""
+    def _stored(self, where: str, stored: Stored, count: int) -> list[tuple[GatherPlan, Any]]:
+        """GatherPlan and row numbers (None where unknown) of each coordinate."""
         if stored.known is not None:
-            return [(stored.recipe(rows), rows) for rows in self._shards(where, stored.known, count)]
+            return [(stored.gather_plan(rows), rows) for rows in self._shards(where, stored.known, count)]
         if len(stored.pieces) == count:
             held: list[Any] = [None] * count if stored.rows is None else list(stored.rows)
-            return [(Recipe((Take(piece),)), held[piece]) for piece in range(count)]
+            return [(GatherPlan((RowsOfPart(piece),)), held[piece]) for piece in range(count)]
         if stored.rows is None or self.balance is not None:
             raise DispatchError(
                 f"{where}: a future of {len(stored.pieces)} pieces for {count} ranks: "
                 "splitting it anew needs collect='source' where it was made and balance=None here"
             )
         every = np.arange(sum(len(part) for part in stored.rows), dtype=np.int64)
-        return [(stored.recipe(part), part) for part in np.array_split(every, count)]
+        return [(stored.gather_plan(part), part) for part in np.array_split(every, count)]
 
     def gather(self, where: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
         sources = mesh.sources(self.mesh)

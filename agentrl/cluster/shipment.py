@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class RowsOfPart:
     """Rows of one stored piece; `rows` None takes the piece as it is."""
 
     piece: int
@@ -20,11 +20,11 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class GatherPlan:
     """How a worker builds one argument from stored pieces: the rows taken, one after the other, then
     put in `order` (None: as they come)."""
 
-    takes: tuple[Take, ...]
+    takes: tuple[RowsOfPart, ...]
     order: np.ndarray | None = None
 
 
@@ -41,7 +41,7 @@ class Stored:
     rows: list[np.ndarray] | None
     known: TensorDict | None = None
 
-    def recipe(self, rows: np.ndarray) -> Recipe:
+    def gather_plan(self, rows: np.ndarray) -> GatherPlan:
         """How to build `rows` of the whole, in this order. Needs `self.rows`."""
         assert self.rows is not None
         total = sum(len(part) for part in self.rows)
@@ -51,16 +51,16 @@ class Stored:
             piece_of[part] = piece
             place_of[part] = np.arange(len(part))
         owners = piece_of[rows]
-        takes: list[Take] = []
+        takes: list[RowsOfPart] = []
         came: list[np.ndarray] = []
         for piece in np.unique(owners).tolist():
             wanted = np.flatnonzero(owners == piece)
-            takes.append(Take(piece, place_of[rows[wanted]]))
+            takes.append(RowsOfPart(piece, place_of[rows[wanted]]))
             came.append(wanted)
         if not takes:  # no rows: any piece tells the columns
-            return Recipe((Take(0, np.empty(0, dtype=np.int64)),))
+            return GatherPlan((RowsOfPart(0, np.empty(0, dtype=np.int64)),))
         order = np.argsort(np.concatenate(came), kind="stable")
-        return Recipe(tuple(takes), None if np.array_equal(order, np.arange(len(order))) else order)
+        return GatherPlan(tuple(takes), None if np.array_equal(order, np.arange(len(order))) else order)
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Shipment:
 
     `args` and `kwargs` are the same for all. `own[rank]` are keyword arguments of that rank alone.
     `batch`, where a batch is dispatched by rows, is the parameter `parameter`: rank r gets `rows[r]`
-    of a TensorDict, or what `recipes[r]` says of a Stored batch.
+    of a TensorDict, or what `gather_plans[r]` says of a Stored batch.
     """
 
     args: tuple[Any, ...]
@@ -79,4 +79,4 @@ class Shipment:
     parameter: str | None = None
     batch: TensorDict | Stored | None = None
     rows: dict[int, np.ndarray] = field(default_factory=dict)
-    recipes: dict[int, Recipe] = field(default_factory=dict)
+    gather_plans: dict[int, GatherPlan] = field(default_factory=dict)

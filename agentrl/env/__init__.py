@@ -1,6 +1,6 @@
 """The environment contract: `ToolEnv`, its spaces, tasks from seeds, and wrappers."""
 
-from agentrl.env.base import Policy, StepResult, ToolEnv
+from agentrl.env.base import StepResult, Teacher, ToolEnv
 from agentrl.env.copying import Snapshot
 from agentrl.env.seeds import SPLITS, content_split, draw, task_rng
 from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace
@@ -12,10 +12,10 @@ __all__ = [
     "Message",
     "MessagesSpace",
     "Observation",
-    "Policy",
     "Snapshot",
     "StepResult",
     "Task",
+    "Teacher",
     "ToolCall",
     "ToolCallSpace",
     "ToolEnv",

@@ -48,7 +48,7 @@ class ScorerLike(Protocol):
     async def ascore(self, trajectory: Trajectory, /) -> ScoreLike: ...
 
 
-class Policy(Protocol):
+class Teacher(Protocol):
     """A scripted policy: sees each observation, answers with an assistant turn, None to stop."""
 
     def act(self, observation: Observation) -> Message | None: ...
@@ -158,7 +158,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         """Assistant turns that score the maximum. Raises NotImplementedError where there are none."""
         raise NotImplementedError(f"{self.id} has no scripted gold policy")
 
-    def teacher(self, task: Task, rng: Any, **params: Any) -> Policy:
+    def teacher(self, task: Task, rng: Any, **params: Any) -> Teacher:
         """An imperfect scripted policy for a warm start; `rng.random()` is its only source of chance.
 
         By default the gold turns, given up before each further one with probability `stop` (see
@@ -346,10 +346,10 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
 
         An environment that holds what cannot be copied (a connection, a process) overrides this.
         """
-        twin = type(self).__new__(type(self))
-        twin.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _SPACES})
-        twin.__dict__.update(copy_parts(self, twin, self._unshared()))
-        return twin
+        replay_env = type(self).__new__(type(self))
+        replay_env.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _SPACES})
+        replay_env.__dict__.update(copy_parts(self, replay_env, self._unshared()))
+        return replay_env
 
     # -- inside ------------------------------------------------------------------------------------
 

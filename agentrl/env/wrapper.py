@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from agentrl.env.base import Policy, StepResult, ToolEnv
+from agentrl.env.base import StepResult, Teacher, ToolEnv
 from agentrl.env.copying import Snapshot
 from agentrl.env.spaces import Action, Observation
 from agentrl.registry import Registry
@@ -113,7 +113,7 @@ class ToolWrapper(ToolEnv):
     def gold_turns(self, task: Task) -> list[Message]:
         return self.env.gold_turns(task)
 
-    def teacher(self, task: Task, rng: Any, **params: Any) -> Policy:
+    def teacher(self, task: Task, rng: Any, **params: Any) -> Teacher:
         return self.env.teacher(task, rng, **params)
 
     def finish(self) -> None:
@@ -158,12 +158,12 @@ class ToolWrapper(ToolEnv):
         self.__dict__.update(copy.deepcopy(snapshot.parts["own"]))
 
     def fork(self) -> ToolEnv:
-        twin = type(self).__new__(type(self))
+        replay_env = type(self).__new__(type(self))
         kept = {name: value for name, value in self.__dict__.items() if name in _THROUGH - {"env"} - _SPACES}
-        twin.__dict__.update(kept)
-        twin.__dict__.update(copy.deepcopy(self._own()))
-        twin.env = self.env.fork()
-        return twin
+        replay_env.__dict__.update(kept)
+        replay_env.__dict__.update(copy.deepcopy(self._own()))
+        replay_env.env = self.env.fork()
+        return replay_env
 
     # -- for subclasses ----------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ModelError, RenderError
 from agentrl.render.base import Renderer
-from agentrl.render.pieces import Place
+from agentrl.render.fragments import Place
 from agentrl.render.text import Codec, Markup
 from agentrl.render.toolcalls import parse_tool_calls, render_tool_calls
 from agentrl.trajectory import Message

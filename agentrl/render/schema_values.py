@@ -1,7 +1,7 @@
 """Values of a tool-call syntax that writes everything as text, read as the types that the tool declares.
 
 The order of the attempts is that of vLLM's Qwen3-coder parser, so that a model served there and trained
-here gets the same arguments (`tests/engines/test_vllm_parsers.py` compares the two).
+here gets the same arguments (`tests/backends/test_vllm_parsers.py` compares the two).
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from jinja2 import TemplateError
 from agentrl.errors import ModelError, RenderError
 from agentrl.render.base import Renderer
 from agentrl.render.chatml import split_reasoning
+from agentrl.render.fragments import Place
 from agentrl.render.parsers import PARSERS, ForTools, Parser, parser_for
-from agentrl.render.pieces import Place
 from agentrl.render.text import Codec, Markup
 from agentrl.trajectory import Json, Message, ToolCall
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer
 
 from agentrl.errors import ModelError, RenderError
-from agentrl.render.pieces import Place, plain_tokenizers
+from agentrl.render.fragments import Place, plain_tokenizers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -26,7 +26,7 @@ def compile_spec(spec: str | Path | Mapping[str, Any], *, context: Context | Non
     """A Scorer for a spec (a dict, or a path to a JSON file).
 
     Raises RewardSpecError with the JSON Pointer of what is wrong, or of what this run does not provide
-    (`context`: a twin environment for replays, functions for the `python` leaf). `timeout`: seconds that one episode's
+    (`context`: a replay environment for replays, functions for the `python` leaf). `timeout`: seconds that one episode's
     replays and functions may take (judges keep their own time); scoring that is late raises LateError.
     """
     valid = load_spec(spec)

@@ -1,4 +1,4 @@
-"""What a run's config lets its reward spec use: allowed functions, a judge, a twin environment."""
+"""What a run's config lets its reward spec use: allowed functions, a judge, a replay environment."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from agentrl.config.schema import JudgeConfig, RewardConfig
 from agentrl.errors import ConfigError
 from agentrl.reward.judge.client import Judge, JudgeSettings
-from agentrl.reward.leaf import Context, PythonLeaf, Twin
+from agentrl.reward.leaf import Context, PythonLeaf, ReplayEnv
 from agentrl.trajectory import Task
 
 
-def make_context(config: RewardConfig, *, twin: Callable[[Task], Twin] | None = None) -> Context:
+def make_context(config: RewardConfig, *, replay_env: Callable[[Task], ReplayEnv] | None = None) -> Context:
     """The Context for `compile_spec`.
 
     Functions are imported here, because the run's own config names them, and never because a spec does.
     Raises ConfigError for a name that does not lead to a function.
     """
     python = {name: _function(name, target) for name, target in config.python.items()}
-    return Context(twin=twin, python=python, judge=Judge(judge_settings(config.judge)))
+    return Context(replay_env=replay_env, python=python, judge=Judge(judge_settings(config.judge)))
 
 
 def judge_settings(config: JudgeConfig) -> JudgeSettings:

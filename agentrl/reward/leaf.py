@@ -36,7 +36,7 @@ class PendingError(Exception):
         self.request = request
 
 
-class Twin(Protocol):
+class ReplayEnv(Protocol):
     """What a replay needs of an environment; `agentrl.env.ToolEnv` has it."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any: ...
@@ -57,7 +57,7 @@ class JudgeClient(Protocol):
 
 
 class Replayed(NamedTuple):
-    """Where calls led on a twin: its state, and what its tools answered, in order."""
+    """Where calls led on a replay environment: its state, and what its tools answered, in order."""
 
     state: Json
     answers: list[str]
@@ -70,12 +70,12 @@ PythonLeaf = Callable[[View, Json], "float | tuple[float | None, Json] | None"]
 class Context:
     """What a spec may use beside the trajectory; a run's config decides, a spec cannot.
 
-    `twin` builds a fresh environment of a task's kind for gold replays; `python` are the functions that
+    `replay_env` builds a fresh environment of a task's kind for gold replays; `python` are the functions that
     the `python` leaf may call, by name; `judge` asks the judge model. `replays` keeps the gold replays of
     the last 256 tasks or so: the members of a group share their task's.
     """
 
-    twin: Callable[[Task], Twin] | None = None
+    replay_env: Callable[[Task], ReplayEnv] | None = None
     python: Mapping[str, PythonLeaf] = field(default_factory=dict)
     judge: JudgeClient | None = None
     replays: Once[Replayed] = field(default_factory=Once, repr=False, compare=False)
@@ -107,11 +107,11 @@ class Leaf(ABC):
         """
 
 
-def need_twin(args: Args, context: Context) -> None:
+def need_replay_env(args: Args, context: Context) -> None:
     """Raises ValueError where a leaf replays and the run gives no environment for it."""
-    if "replay" in args and context.twin is None:
+    if "replay" in args and context.replay_env is None:
         raise ValueError(
-            "replay: needs an environment to replay the gold calls on; name it with --env ID (in Python: Context(twin=...))"
+            "replay: needs an environment to replay the gold calls on; name it with --env ID (in Python: Context(replay_env=...))"
         )
 
 

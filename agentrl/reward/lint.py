@@ -19,7 +19,7 @@ _PINNED = re.compile(r"\d{4}[-.]?\d{2}|\d{6}|@[0-9a-f]{7,}|:[0-9a-f]{7,}|[0-9]b\
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class LintFinding:
     """One thing that is wrong (`error`: the spec cannot do its work) or odd (`warning`)."""
 
     level: Literal["error", "warning"]
@@ -31,7 +31,7 @@ class Finding:
         return asdict(self)
 
 
-def lint_spec(scorer: Scorer) -> list[Finding]:
+def lint_spec(scorer: Scorer) -> list[LintFinding]:
     """Findings that need no episode: dead weights, unreachable gates, constants, mods without effect."""
     findings = [*_constant(scorer), *_undecided(scorer)]
     stated = [scorer.success] if scorer.success is not None and scorer.rule is not None and not scorer.rule.derived else []
@@ -45,102 +45,102 @@ def lint_spec(scorer: Scorer) -> list[Finding]:
     return findings
 
 
-def _constant(scorer: Scorer) -> Iterator[Finding]:
+def _constant(scorer: Scorer) -> Iterator[LintFinding]:
     low, high = scorer.range
     if high - low <= _EPS:
-        yield Finding("error", "constant-output", "/root", f"the reward is {low:g} whatever happens")
+        yield LintFinding("error", "constant-output", "/root", f"the reward is {low:g} whatever happens")
 
 
-def _undecided(scorer: Scorer) -> Iterator[Finding]:
+def _undecided(scorer: Scorer) -> Iterator[LintFinding]:
     if scorer.success is None:
         message = 'nothing says whether an episode did its task (costs and sums over turns have no best); write a "success"'
-        yield Finding("error", "no-success", "/root", message)
+        yield LintFinding("error", "no-success", "/root", message)
     elif scorer.success.range()[1] < TRUE:
         message = f"reaches at most {scorer.success.range()[1]:g}, so no episode ever succeeds"
-        yield Finding("error", "never-true", "/success", message)
+        yield LintFinding("error", "never-true", "/success", message)
 
 
-def _top(node: Node, root: bool) -> Iterator[Finding]:
+def _top(node: Node, root: bool) -> Iterator[LintFinding]:
     if node.mods.weight != 1.0:
         where = "the root" if root else "a top-level node"
-        yield Finding("error", "dead-weight", node.pointer, f"{where} has no parent that its weight could matter to")
+        yield LintFinding("error", "dead-weight", node.pointer, f"{where} has no parent that its weight could matter to")
     if root and node.mods.missing == "skip":
-        yield Finding("warning", "dead-missing", node.pointer, "the root cannot be skipped; it stays unscored")
+        yield LintFinding("warning", "dead-missing", node.pointer, "the root cannot be skipped; it stays unscored")
 
 
-def _weights(node: Node) -> Iterator[Finding]:
+def _weights(node: Node) -> Iterator[LintFinding]:
     if isinstance(node, OpNode) and node.label in LINEAR:
         for child in node.children():
             if child.mods.weight == 0.0:
-                yield Finding("error", "dead-weight", child.pointer, f"a weight of 0 takes it out of the {node.label}")
+                yield LintFinding("error", "dead-weight", child.pointer, f"a weight of 0 takes it out of the {node.label}")
     elif node.children():
         for child in node.children():
             if child.mods.weight != 1.0:
                 message = f"{node.label!r} does not use weights (sum and mean do)"
-                yield Finding("error", "dead-weight", child.pointer, message)
+                yield LintFinding("error", "dead-weight", child.pointer, message)
 
 
-def _reach(node: Node) -> Iterator[Finding]:
+def _reach(node: Node) -> Iterator[LintFinding]:
     if isinstance(node, GateNode):
         low, high = node.test.range()
         if high < node.gte - _EPS:
             message = f"`if` reaches at most {high:g}, below gte {node.gte:g}: `then` is never taken"
-            yield Finding("error", "unreachable-gate", node.pointer, message)
+            yield LintFinding("error", "unreachable-gate", node.pointer, message)
         elif low >= node.gte - _EPS:
             message = f"`if` is at least {low:g}, gte is {node.gte:g}: `else` is never taken"
-            yield Finding("error", "unreachable-gate", node.pointer, message)
+            yield LintFinding("error", "unreachable-gate", node.pointer, message)
     if not isinstance(node, OpNode):
         return
     ranges = [(child, *child.range()) for child in node.children()]
     for child, low, high in ranges:
         if node.label in ("all", "any") and high < TRUE:
             message = f"reaches at most {high:g}, so it never counts as true in {node.label!r}"
-            yield Finding("error", "never-true", child.pointer, message)
+            yield LintFinding("error", "never-true", child.pointer, message)
         others = [(a, b) for other, a, b in ranges if other is not child]
         if node.label == "max" and any(high <= a + _EPS for a, _ in others):
-            yield Finding(
+            yield LintFinding(
                 "error",
                 "never-decides",
                 child.pointer,
                 "another part is never below it, so it never is the max",
             )
         if node.label == "min" and any(low >= b - _EPS for _, b in others):
-            yield Finding(
+            yield LintFinding(
                 "error",
                 "never-decides",
                 child.pointer,
                 "another part is never above it, so it never is the min",
             )
         if node.label == "product" and high - low <= _EPS and abs(low) <= _EPS:
-            yield Finding("error", "constant-output", child.pointer, "is always 0, and so is the product")
+            yield LintFinding("error", "constant-output", child.pointer, "is always 0, and so is the product")
 
 
-def _mods(node: Node) -> Iterator[Finding]:
+def _mods(node: Node) -> Iterator[LintFinding]:
     scale, clip = node.mods.scale, node.mods.clip
     if scale is not None and scale[0] == scale[1]:
-        yield Finding("error", "constant-output", node.pointer, f"scale maps every value to {scale[0]:g}")
+        yield LintFinding("error", "constant-output", node.pointer, f"scale maps every value to {scale[0]:g}")
     if clip is not None:
         low, high = node.raw_range()
         if scale is not None:
             ends = [scale[0] + end * (scale[1] - scale[0]) for end in (low, high)]
             low, high = min(ends), max(ends)
         if clip[0] <= low + _EPS and clip[1] >= high - _EPS:
-            yield Finding("warning", "dead-clip", node.pointer, f"the value is within [{low:g}, {high:g}] anyway")
+            yield LintFinding("warning", "dead-clip", node.pointer, f"the value is within [{low:g}, {high:g}] anyway")
         elif clip[0] >= high - _EPS or clip[1] <= low + _EPS:
             message = f"the value is within [{low:g}, {high:g}], so the clip {list(clip)} makes it a constant"
-            yield Finding("error", "constant-output", node.pointer, message)
+            yield LintFinding("error", "constant-output", node.pointer, message)
 
 
-def _judge(node: Node) -> Iterator[Finding]:
+def _judge(node: Node) -> Iterator[LintFinding]:
     if isinstance(node, LeafNode) and node.leaf.kind == "judge" and not _PINNED.search(str(node.leaf.args["model"])):
         message = f"the model {node.leaf.args['model']!r} names no version; its verdicts may change under you"
-        yield Finding("warning", "unpinned-judge", node.pointer, message)
+        yield LintFinding("warning", "unpinned-judge", node.pointer, message)
 
 
 Probes = Mapping[str, Sequence[Trajectory]]
 
 
-def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None) -> list[Finding]:
+def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None) -> list[LintFinding]:
     """Findings from probe episodes: lists by kind, one episode a task, tasks in the same order.
 
     Kinds: `gold` (the scripted solution), `empty` (an empty answer) and `silent` (no turn at all), `spam`
@@ -150,7 +150,7 @@ def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None) 
     scores = {kind: [scorer.score(trajectory) for trajectory in episodes] for kind, episodes in probes.items()}
     if scorer.compares:
         message = "the spec compares the members of a group; what single probe episodes score tells nothing"
-        return [Finding("warning", "not-probed", "/root", message), *_succeeding(scorer, probes, scores)]
+        return [LintFinding("warning", "not-probed", "/root", message), *_succeeding(scorer, probes, scores)]
     ceiling = list(_ceiling(scorer, scores))
     if any(item.code == "gold-unscored" for item in ceiling):
         return ceiling  # nothing else can be told of a spec that does not fit the environment
@@ -159,32 +159,32 @@ def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None) 
     return [*findings, *_shuffled(scores, order_free), *_never_varies(scorer, scores)]
 
 
-def _floor(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[Finding]:
+def _floor(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
     low = scorer.range[0]
     for kind, what in (("empty", "an empty answer"), ("silent", "doing nothing"), ("spam", "spam")):
         values = [score.value for score in scores.get(kind, ())]
         known = [value for value in values if value is not None]
         floor = max(known, default=-math.inf)
         if kind != "spam" and floor > max(low, 0.0) + _EPS:
-            yield Finding("error", "do-nothing-floor", "/root", f"{what} earns {floor:g}; it should earn nothing")
+            yield LintFinding("error", "do-nothing-floor", "/root", f"{what} earns {floor:g}; it should earn nothing")
         if len(known) < len(values):
             share = f"{len(values) - len(known)} of {len(values)} tasks"
             message = f"{what} is unscored in {share}: a policy could escape a low reward that way"
-            yield Finding("warning", "escapes-scoring", "/root", message)
+            yield LintFinding("warning", "escapes-scoring", "/root", message)
 
 
-def _ceiling(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[Finding]:
+def _ceiling(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
     high = scorer.range[1]
     values = [score.value for score in scores.get("gold", ())]
     unscored = [score for score in scores.get("gold", ()) if score.value is None]
     if unscored:
         why = next(reasons(unscored[0].evidence), "no reason given")
-        yield Finding("error", "gold-unscored", "/root", f"the gold solution could not be scored: {why}")
+        yield LintFinding("error", "gold-unscored", "/root", f"the gold solution could not be scored: {why}")
         return
     worst = min((value for value in values if value is not None), default=high)
     if math.isfinite(high) and worst < high - 1e-6:
         succeeds = all(score.success for score in scores.get("gold", ()))
-        yield Finding(
+        yield LintFinding(
             "warning" if succeeds else "error",  # what it cost may well be taken off
             "gold-below-maximum",
             "/root",
@@ -192,18 +192,18 @@ def _ceiling(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[
         )
 
 
-def _succeeding(scorer: Scorer, probes: Probes, scores: Mapping[str, Sequence[Score]]) -> Iterator[Finding]:
+def _succeeding(scorer: Scorer, probes: Probes, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
     if scorer.rule is None:
         return
     for trajectory, score in zip(probes.get("gold", ()), scores.get("gold", ()), strict=True):
         if score.success is not True:
-            yield Finding("error", "gold-no-success", "/success", gold_fault(scorer, trajectory, score))
+            yield LintFinding("error", "gold-no-success", "/success", gold_fault(scorer, trajectory, score))
             break
     for kind, what in (("empty", "an empty answer"), ("silent", "doing nothing"), ("spam", "spam")):
         lucky = sum(score.success is True for score in scores.get(kind, ()))
         if lucky:
             message = f"{what} is a success by {scorer.rule} in {lucky} of {len(scores[kind])} tasks"
-            yield Finding("error", "cheap-success", "/success", message)
+            yield LintFinding("error", "cheap-success", "/success", message)
 
 
 def gold_fault(scorer: Scorer, trajectory: Trajectory, score: Score) -> str:
@@ -219,7 +219,7 @@ def gold_fault(scorer: Scorer, trajectory: Trajectory, score: Score) -> str:
     )
 
 
-def _spam(scores: Mapping[str, Sequence[Score]]) -> Iterator[Finding]:
+def _spam(scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
     passed = 0
     pairs = list(zip(scores.get("spam", ()), scores.get("gold", ()), strict=False))
     for spam, gold in pairs:
@@ -227,10 +227,10 @@ def _spam(scores: Mapping[str, Sequence[Score]]) -> Iterator[Finding]:
             passed += 1
     if passed:
         message = f"spam earns as much as the gold solution in {passed} of {len(pairs)} tasks"
-        yield Finding("error", "spam-passes", "/root", message)
+        yield LintFinding("error", "spam-passes", "/root", message)
 
 
-def _padded(probes: Probes, scores: Mapping[str, Sequence[Score]]) -> Iterator[Finding]:
+def _padded(probes: Probes, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
     """Call matching that does not mind every call being made three times."""
     matched: dict[str, list[bool]] = {}
     for row, (right, more) in enumerate(zip(scores.get("gold", ()), scores.get("padded", ()), strict=False)):
@@ -243,10 +243,10 @@ def _padded(probes: Probes, scores: Mapping[str, Sequence[Score]]) -> Iterator[F
     for at, same in matched.items():
         if all(same):
             message = "making every call three times costs nothing here (compare: exact would count them)"
-            yield Finding("warning", "permissive-match", at, message)
+            yield LintFinding("warning", "permissive-match", at, message)
 
 
-def _shuffled(scores: Mapping[str, Sequence[Score]], order_free: bool | None) -> Iterator[Finding]:
+def _shuffled(scores: Mapping[str, Sequence[Score]], order_free: bool | None) -> Iterator[LintFinding]:
     pairs = [
         (gold.value, other.value)
         for gold, other in zip(scores.get("gold", ()), scores.get("shuffled", ()), strict=False)
@@ -254,10 +254,10 @@ def _shuffled(scores: Mapping[str, Sequence[Score]], order_free: bool | None) ->
     ]
     if order_free and any(other < gold - _EPS for gold, other in pairs):
         message = "the environment says that the order of calls is free, and the gold calls reordered earn less"
-        yield Finding("warning", "order-matters", "/root", message)
+        yield LintFinding("warning", "order-matters", "/root", message)
 
 
-def _never_varies(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[Finding]:
+def _never_varies(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
     """Nodes that every probe reaches and that say the same of all; gates that none of them opens."""
     trees = [_values(score.evidence.get("root")) for row in scores.values() for score in row]
     reached = set[str]().union(*trees)
@@ -266,10 +266,10 @@ def _never_varies(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iter
         if len(values) == 1 and len(trees) > 1 and all(at in tree for tree in trees):
             value = values.pop()
             shown = "unscored" if value is None else f"{value:g}"
-            yield Finding("warning", "never-varies", at, f"{trees[0][at][0]} is {shown} in every probe, good or bad")
+            yield LintFinding("warning", "never-varies", at, f"{trees[0][at][0]} is {shown} in every probe, good or bad")
     for node in walk(scorer.root):
         if isinstance(node, GateNode) and node.pointer in reached and node.then.pointer not in reached:
-            yield Finding("warning", "gate-never-opens", node.pointer, "no probe, not even gold, opens this gate")
+            yield LintFinding("warning", "gate-never-opens", node.pointer, "no probe, not even gold, opens this gate")
 
 
 def _values(evidence: Json) -> dict[str, tuple[str, float | None]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from agentrl.reward.leaf import Twin
+from agentrl.reward.leaf import ReplayEnv
 from agentrl.trajectory import Message, StopReason, Task, ToolCall, Trajectory
 
 _COPIES = 3
@@ -15,7 +15,7 @@ _SPAM_TURNS = 12
 _EVERY_NUMBER = " ".join(str(number) for number in range(200))
 
 
-class ProbeEnv(Twin, Protocol):
+class ProbeEnv(ReplayEnv, Protocol):
     """What probing needs of an environment; `agentrl.env.ToolEnv` has it."""
 
     @property

@@ -1,4 +1,4 @@
-"""Gold replay: the expected calls run on a twin environment, and the state and answers they lead to."""
+"""Gold replay: the expected calls run on a replay environment, and the state and answers they lead to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.reward.gold import GoldCall, gold_calls
-from agentrl.reward.leaf import Context, Replayed, Twin, UnscorableError
+from agentrl.reward.leaf import Context, Replayed, ReplayEnv, UnscorableError
 from agentrl.reward.view import View, calls_made
 from agentrl.trajectory import Json, Message, Task, ToolCall
 
@@ -22,7 +22,7 @@ def replay(context: Context, view: View, gold: Json) -> tuple[Json, Json]:
     For an episode the first is the trajectory's own final state and `gold` the list of gold calls. For
     round r `gold` is a list of rounds, each a list of calls; both sides are replayed up to and with r.
     The states are shared with other episodes of the task: they are read, never changed.
-    Raises UnscorableError where the gold has another shape, a twin refuses a gold call, or it breaks.
+    Raises UnscorableError where the gold has another shape, a replay environment refuses a gold call, or it breaks.
     """
     task = view.trajectory.task
     if view.scope == "episode":
@@ -58,7 +58,7 @@ def _by_round(view: View, gold: Json) -> tuple[list[GoldCall], list[GoldCall]]:
 def gold_replay(context: Context, task: Task, gold: Sequence[GoldCall]) -> Replayed:
     """State and answers of a fresh twin after the gold calls; replayed once for all episodes of the task.
 
-    Raises UnscorableError where the twin refuses a gold call or breaks.
+    Raises UnscorableError where the replay environment refuses a gold call or breaks.
     """
     wanted = [(call.name, call.arguments) for call in gold]
     content = [task.id, task.seed, task.split, task.data, task.gold, wanted]
@@ -75,32 +75,32 @@ def gold_replay(context: Context, task: Task, gold: Sequence[GoldCall]) -> Repla
 def run_calls(context: Context, task: Task, calls: Sequence[ToolCall]) -> Replayed:
     """State of a fresh twin after the calls, one a turn, and what its tools answered.
 
-    The calls go in as one assistant message each, so the twin's own budget of turns must allow them.
-    Raises UnscorableError where it ends before the last call or breaks: a twin's fault is never a 0.
+    The calls go in as one assistant message each, so the replay environment's own budget of turns must allow them.
+    Raises UnscorableError where it ends before the last call or breaks: a replay environment's fault is never a 0.
     """
-    if context.twin is None:
+    if context.replay_env is None:
         raise UnscorableError("this run gives no environment to replay on")
-    twin: Twin | None = None
+    replay_env: ReplayEnv | None = None
     try:
-        twin = context.twin(task)
-        twin.reset(seed=task.seed, options={"task": task})
-        answers = _answers(twin, calls)
-        return Replayed(twin.state(), answers)
+        replay_env = context.replay_env(task)
+        replay_env.reset(seed=task.seed, options={"task": task})
+        answers = _answers(replay_env, calls)
+        return Replayed(replay_env.state(), answers)
     except UnscorableError:
         raise
     except (Exception, SystemExit) as error:  # an author's code may raise anything; that is no reason to stop a run
         log.exception("a gold replay broke (task %s)", task.id)
-        raise UnscorableError(f"the twin environment broke: {type(error).__name__}: {error}") from error
+        raise UnscorableError(f"the replay environment broke: {type(error).__name__}: {error}") from error
     finally:
-        if twin is not None:
-            twin.close()
+        if replay_env is not None:
+            replay_env.close()
 
 
-def _answers(twin: Twin, calls: Sequence[ToolCall]) -> list[str]:
+def _answers(replay_env: ReplayEnv, calls: Sequence[ToolCall]) -> list[str]:
     answers: list[str] = []
     for index, call in enumerate(calls):
-        outcome: Any = twin.step(Message("assistant", "", (call,)))
+        outcome: Any = replay_env.step(Message("assistant", "", (call,)))
         answers.extend(message.content for message in outcome[0] if message.role == "tool")
         if (outcome[2] or outcome[3]) and index + 1 < len(calls):
-            raise UnscorableError(f"the twin environment ended after {index + 1} of {len(calls)} replayed calls")
+            raise UnscorableError(f"the replay environment ended after {index + 1} of {len(calls)} replayed calls")
     return answers

@@ -24,8 +24,7 @@ from agentrl.rollout.clock import Quiet, Watch
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode, score_group
 from agentrl.rollout.evaluate import success_rate
 from agentrl.rollout.ledger import GroupLedger, GroupState
-from agentrl.rollout.pieces import make_sampler
-from agentrl.rollout.sampler.base import TaskChoice
+from agentrl.rollout.sampler.base import TaskChoice, make_sampler
 from agentrl.rollout.sampler.source import TaskSource
 from agentrl.rollout.seeds import derive
 from agentrl.trajectory import Group, Trajectory

@@ -1,7 +1,7 @@
 """The engine protocol: token ids in; token ids, logprobs and weight versions out.
 
 Every backend in `agentrl/backends` implements `Engine`; one that can be trained is a `WeightTarget` too (weights/target.py)
-and passes `tests/engines/contract.py`.
+and passes `tests/backends/contract.py`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from agentrl.catalog import EnvRef
 from agentrl.reward import Scorer
 from agentrl.rollout.clock import Watch
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
-from agentrl.rollout.episode_io import EpisodeIO
-from agentrl.rollout.record import in_episode
+from agentrl.rollout.replay.io import EpisodeIO
+from agentrl.rollout.replay.tape import in_episode
 from agentrl.rollout.seeds import derive
 from agentrl.trajectory import Trajectory
 

@@ -23,10 +23,10 @@ from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
 from agentrl.render.parsers import PARSERS, ForTools, Parser
 from agentrl.reward import Scorer
+from agentrl.rollout.context.base import make_context
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
-from agentrl.rollout.episode_io import EpisodeIO
-from agentrl.rollout.pieces import make_context
+from agentrl.rollout.replay.io import EpisodeIO
 from agentrl.run.engines import API, engine_name, engine_of, make_api_engine, make_engine, maker_of
 from agentrl.run.policy import check_rollout
 from agentrl.train.pretrained import load_tokenizer, model_context
@@ -141,7 +141,7 @@ def _parser(name: str, tokenizer: Any) -> Parser | ForTools | None:
     if name == "auto":
         return None
     if name.startswith(VLLM_PARSER):
-        from agentrl.backends.vllm_parsers import vllm_parser_for_tools
+        from agentrl.backends.vllm.parsers import vllm_parser_for_tools
 
         return vllm_parser_for_tools(name.removeprefix(VLLM_PARSER), tokenizer)
     if name not in PARSERS:
@@ -174,7 +174,7 @@ def make_policy(
 
 def _api_model(config: TrainConfig, io: EpisodeIO, owner: str, path: str) -> tuple[Engine, Renderer]:
     """An API model: its engine and its renderer share a transcript."""
-    from agentrl.backends.litellm import ApiRenderer, Transcript
+    from agentrl.backends.api.engine import ApiRenderer, Transcript
 
     asked = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
     transcript = Transcript(*io.transcript(owner))

@@ -1,19 +1,19 @@
-"""Which engine a run uses, by name (rollout/maker.py has the registry); only the chosen backend is imported."""
+"""Which engine a run uses, by name (rollout/engine_maker.py has the registry); only the chosen backend is imported."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agentrl.backends.make_api import API, api_name
+from agentrl.backends.api.make import API, api_name
 from agentrl.config import TrainConfig
 from agentrl.registry import Entry
 from agentrl.rollout.engine import Engine
-from agentrl.rollout.maker import ENGINES, EngineMaker
+from agentrl.rollout.engine_maker import ENGINES, EngineMaker
 from agentrl.train.pretrained import model_context
 from agentrl.train.publish import check_takes_weights
 
 if TYPE_CHECKING:
-    from agentrl.backends.litellm import Transcript
+    from agentrl.backends.api.engine import Transcript
     from agentrl.cluster.placement import Pools
 
 __all__ = ["API", "api_name"]
@@ -57,8 +57,8 @@ def maker_of(name: str, config: TrainConfig) -> EngineMaker:
 def make_engine(name: str, model: str, config: TrainConfig, pools: Pools | None = None) -> Engine:
     """The engine, not started. `name` is what `resolve_engine` gave, `model` a folder or hub name; with
     `pools`, the engine's own processes run where the role "rollout" is placed."""
-    places = pools.beside("rollout") if pools is not None and "rollout" in pools else ()
-    return maker_of(name, config).make(model, model_context(model), places)
+    ray_options = pools.beside("rollout") if pools is not None and "rollout" in pools else ()
+    return maker_of(name, config).make(model, model_context(model), ray_options)
 
 
 def check_engine(config: TrainConfig) -> None:

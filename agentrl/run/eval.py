@@ -9,10 +9,12 @@ from agentrl.config import TrainConfig
 from agentrl.run.display import Display
 from agentrl.run.folder import atomic_write
 from agentrl.run.report import make_report
-from agentrl.run.rollout import Outcome, RolloutRequest, run_rollout
+from agentrl.run.rollout import RolloutOutcome, RolloutRequest, run_rollout
 
 
-async def run_eval(config: TrainConfig, request: RolloutRequest, display: Display) -> tuple[dict[str, Any] | None, Outcome]:
+async def run_eval(
+    config: TrainConfig, request: RolloutRequest, display: Display
+) -> tuple[dict[str, Any] | None, RolloutOutcome]:
     """Run what is missing of the evaluation; its report, also written to `request.out`. None where Ctrl-C came first.
 
     Raises ConfigError where `out` holds an evaluation of something else.

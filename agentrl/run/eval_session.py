@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config import TrainConfig
-from agentrl.rollout.episode_io import EpisodeIO
-from agentrl.rollout.replay import Replayer
+from agentrl.rollout.replay.io import EpisodeIO
+from agentrl.rollout.replay.play import Replayer
 from agentrl.run.assembly import Assembly, assemble, check_assembly, read_inputs
 from agentrl.run.engines import engine_name, engine_of
-from agentrl.run.recordings import RecordFolder
+from agentrl.run.record_folder import RecordFolder
 from agentrl.run.reward_checks import check_decided
 from agentrl.run.sizes import check_heads
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from agentrl.config import TrainConfig
 from agentrl.errors import AgentrlError, JudgeBudgetError, ResourceError, WorkerDiedError
-from agentrl.loop import evaluate_now, train_loop
 from agentrl.run.curve import draw_curve
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
-from agentrl.run.garbage import collect_rarely
+from agentrl.run.gc_threshold import raise_gc_threshold
 from agentrl.run.interrupt import Interrupt
-from agentrl.run.recorder import Recorder
+from agentrl.run.loop import evaluate_now, train_loop
+from agentrl.run.run_log import Recorder
 from agentrl.run.session import Session, model_folder, open_session
 from agentrl.run.sft import warm_start
 from agentrl.run.sizes import advice
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Outcome:
+class RunOutcome:
     """How a run stands; becomes summary.json."""
 
     status: str = "failed"
@@ -46,9 +46,9 @@ def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_
     Raises UserError for what the user can mend. The summary is written in every case.
     """
     _quiet()
-    collect_rarely()
+    raise_gc_threshold()
     _log_to(folder)
-    outcome = Outcome(only_warm_start=only_warm_start)
+    outcome = RunOutcome(only_warm_start=only_warm_start)
     with Display() as display, Recorder(folder, display, config.trackers) as recorder:
         display.say(f"agentrl train: {folder.path} ({'resumed' if resumed else 'new'})")
         for line in advice(config):
@@ -78,7 +78,7 @@ def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_
     return {"done": 0, "interrupted": 130}.get(outcome.status, 1)
 
 
-async def _train(config: TrainConfig, folder: RunFolder, display: Display, recorder: Recorder, outcome: Outcome) -> None:
+async def _train(config: TrainConfig, folder: RunFolder, display: Display, recorder: Recorder, outcome: RunOutcome) -> None:
     interrupt = Interrupt(display.say)
     interrupt.install()
     while True:
@@ -97,7 +97,7 @@ async def _attempt(
     folder: RunFolder,
     display: Display,
     recorder: Recorder,
-    outcome: Outcome,
+    outcome: RunOutcome,
     interrupt: Interrupt,
 ) -> None:
     session = await open_session(config, folder, display)
@@ -108,7 +108,7 @@ async def _attempt(
         await session.close()
 
 
-async def _phases(session: Session, recorder: Recorder, outcome: Outcome, interrupt: Interrupt) -> None:
+async def _phases(session: Session, recorder: Recorder, outcome: RunOutcome, interrupt: Interrupt) -> None:
     config, folder = session.config, session.folder
     outcome.status = "interrupted"
     if config.sft is not None and not (folder.warm_start / "config.json").is_file():
@@ -139,7 +139,7 @@ async def _phases(session: Session, recorder: Recorder, outcome: Outcome, interr
         outcome.status = "done"
 
 
-def _finish(config: TrainConfig, folder: RunFolder, outcome: Outcome) -> None:
+def _finish(config: TrainConfig, folder: RunFolder, outcome: RunOutcome) -> None:
     if outcome.error is not None:
         outcome.status = "failed"
     rows = folder.read_metrics()
@@ -147,7 +147,7 @@ def _finish(config: TrainConfig, folder: RunFolder, outcome: Outcome) -> None:
     folder.write_summary(_summary(config, rows, outcome))
 
 
-def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: Outcome) -> dict[str, Any]:
+def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: RunOutcome) -> dict[str, Any]:
     def success(phase: str) -> float | None:
         found = [row["success"] for row in rows if row["phase"] == phase]
         return found[-1] if found else None
@@ -169,7 +169,7 @@ def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: Outcome) 
     }
 
 
-def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: Outcome, looks: list[str]) -> None:
+def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: RunOutcome, looks: list[str]) -> None:
     if outcome.status == "interrupted":
         display.say(f"interrupted. Go on with: agentrl train --resume {folder.path}")
         return

@@ -7,10 +7,9 @@ from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.env.wrapper import WRAPPERS
 from agentrl.errors import AgentrlError, ConfigError
-from agentrl.rollout.context.base import CONTEXTS
-from agentrl.rollout.maker import ENGINES
-from agentrl.rollout.pieces import make_context, make_sampler
-from agentrl.rollout.sampler.base import TaskChoice
+from agentrl.rollout.context.base import CONTEXTS, make_context
+from agentrl.rollout.engine_maker import ENGINES
+from agentrl.rollout.sampler.base import TaskChoice, make_sampler
 from agentrl.rollout.sampler.source import TaskSource
 from agentrl.run.engines import engine_of
 

@@ -10,7 +10,7 @@ import psutil
 
 from agentrl.config import TrainConfig
 from agentrl.errors import ResourceError
-from agentrl.rollout.maker import PROCESS_MIB, Processes
+from agentrl.rollout.engine_maker import PROCESS_MIB, Processes
 from agentrl.run.engines import engine_name, maker_of
 
 MIN_DISK_MIB = 200

@@ -20,8 +20,7 @@ from agentrl.reward.lint import gold_fault
 from agentrl.reward.node import LeafNode, Node
 from agentrl.reward.ops import GateNode
 from agentrl.reward.probes import gold_episode
-from agentrl.rollout.pieces import make_sampler
-from agentrl.rollout.sampler.base import TaskChoice
+from agentrl.rollout.sampler.base import TaskChoice, make_sampler
 from agentrl.rollout.sampler.source import TaskSource
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from agentrl.run.display import Display
 from agentrl.run.eval_session import EvalSession, open_live, open_replay
 from agentrl.run.folder import atomic_write
 from agentrl.run.interrupt import Interrupt
-from agentrl.run.recordings import RecordFolder
+from agentrl.run.record_folder import RecordFolder
 from agentrl.trajectory import Trajectory
 
 Pair = tuple[int, int]
@@ -55,14 +55,14 @@ class RolloutRequest:
 
 
 @dataclass(slots=True)
-class Outcome:
+class RolloutOutcome:
     """The episodes that are there, by (task, member)."""
 
     episodes: dict[Pair, Trajectory] = field(default_factory=dict)
     interrupted: bool = False
 
 
-async def run_rollout(config: TrainConfig, request: RolloutRequest, display: Display) -> Outcome:
+async def run_rollout(config: TrainConfig, request: RolloutRequest, display: Display) -> RolloutOutcome:
     """Run what is missing. Ctrl-C ends it early: what is done is kept, and the same command goes on.
 
     Raises ConfigError if `out` or `record` holds something else, ReplayError if a replay diverges.
@@ -73,7 +73,7 @@ async def run_rollout(config: TrainConfig, request: RolloutRequest, display: Dis
     else:
         session = _open(config, request)  # first: a record that is none leaves no folder
         done = _resume(config, request)
-    outcome = Outcome(done)
+    outcome = RolloutOutcome(done)
     missing = [pair for pair in request.pairs if pair not in outcome.episodes]
     display.phase(request.purpose, len(request.pairs), first=len(request.pairs) - len(missing))
     if missing:
@@ -114,7 +114,12 @@ def asked(config: TrainConfig, request: RolloutRequest) -> dict[str, Any]:
 
 
 async def _play(
-    config: TrainConfig, request: RolloutRequest, session: EvalSession, missing: list[Pair], outcome: Outcome, display: Display
+    config: TrainConfig,
+    request: RolloutRequest,
+    session: EvalSession,
+    missing: list[Pair],
+    outcome: RolloutOutcome,
+    display: Display,
 ) -> None:
     parts, done = session.parts, len(request.pairs) - len(missing)
     scored = done
@@ -185,7 +190,7 @@ def _identity(config: TrainConfig, request: RolloutRequest) -> Identity:
     return identity
 
 
-def _sort(request: RolloutRequest, outcome: Outcome) -> None:
+def _sort(request: RolloutRequest, outcome: RolloutOutcome) -> None:
     """Write the file anew in the order of tasks, so that equal runs leave equal files."""
     rows = [json.dumps(outcome.episodes[pair].to_json()) + "\n" for pair in sorted(outcome.episodes)]
     atomic_write(request.out / "trajectories.jsonl", "".join(rows))

@@ -19,14 +19,14 @@ from agentrl.run.checkpoint import Saver
 from agentrl.run.display import Display
 from agentrl.run.engines import check_engine, needs_ray, resolve_engine
 from agentrl.run.folder import RunFolder
-from agentrl.run.places import check_places, open_pools, start_actors
+from agentrl.run.placement import check_placement, open_pools, start_actors
 from agentrl.run.policy import check_trainable, needs_greedy
 from agentrl.run.reward_checks import check_judge, check_success
 from agentrl.run.sizes import check_sizes
 from agentrl.run.trackers import check_trackers
 from agentrl.run.warm_start_checks import check_warm_start
 from agentrl.train.actor import Actor
-from agentrl.train.columns import check_columns
+from agentrl.train.estimator_inputs import check_estimator_inputs
 from agentrl.train.init_model import init_model
 from agentrl.train.learner import Learner, check_learner, policy_updates
 from agentrl.train.publish import Publisher, check_weights
@@ -43,11 +43,11 @@ def check(config: TrainConfig) -> None:
     env, scorer = check_assembly(config)
     check_trainable(config)
     check_learner(config)
-    check_columns(config.algorithm.advantage, scorer)
+    check_estimator_inputs(config.algorithm.advantage, scorer)
     check_weights(config)
     engine_name = resolve_engine(config.engine)
     check_sizes(config, engine_name)
-    check_places(config, engine_name)
+    check_placement(config, engine_name)
     check_judge(config, scorer)
     check_success(config, env, scorer)
     check_warm_start(config, env)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from agentrl.algorithm import ADVANTAGES
 from agentrl.config import Choice, TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.rollout.maker import ENGINES
+from agentrl.rollout.engine_maker import ENGINES
 from agentrl.run.assembly import context_length
 from agentrl.run.engines import maker_of
 from agentrl.train.pretrained import count_parameters, head_dim

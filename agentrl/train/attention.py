@@ -40,7 +40,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedSequences:
     """Where the rows lie: `cu_seqlens` int32 [N + 1], the longest row, the blocks for a CPU, and the group
     that shares the tokens, where there is one.
 
@@ -55,23 +55,23 @@ class Packed:
     spans: Tensor | None = None
 
 
-def packed_rows(offsets: Tensor, device: torch.device | None = None) -> Packed:
+def packed_rows(offsets: Tensor, device: torch.device | None = None) -> PackedSequences:
     """The layout of rows that `offsets` int64 [N + 1] cut apart."""
     place = device or offsets.device
     blocks = _blocks(offsets[:-1], offsets[1:], place)
     longest = int(offsets.diff().max()) if len(offsets) > 1 else 0
-    return Packed(offsets.to(place, torch.int32), longest, blocks)
+    return PackedSequences(offsets.to(place, torch.int32), longest, blocks)
 
 
-def packed_trees(spans: Tensor, longest: int, device: torch.device) -> Packed:
+def packed_trees(spans: Tensor, longest: int, device: torch.device) -> PackedSequences:
     """The layout of rows with shared prefixes; `longest` counts a row's prefix."""
     alone = spans[:, 0] == spans[:, 1]
     blocks = _blocks(spans[alone, 2], spans[alone, 3], device)
     ends = torch.cat([spans.new_zeros(1), spans[:, 3]]).to(device, torch.int32)
-    return Packed(ends, longest, blocks, branches=tuple(branches(spans[~alone], device)), spans=spans)
+    return PackedSequences(ends, longest, blocks, branches=tuple(branches(spans[~alone], device)), spans=spans)
 
 
-def padded(packed: Packed, missing: int) -> Packed:
+def padded(packed: PackedSequences, missing: int) -> PackedSequences:
     """The layout with a row of `missing` tokens more, which no other row sees."""
     if packed.spans is not None:
         end = int(packed.spans[-1, 3])
@@ -120,7 +120,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed: Packed,
+    packed: PackedSequences,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -148,7 +148,7 @@ def packed_attention(
     return _attention(q, k, v, packed, scaling)[None], None
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | None) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None) -> Tensor:
     """[T, H, D] -> [T, H, D]."""
     # The kernel for rows of any length is for half precision on a GPU, and knows no prefix that several rows share.
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and packed.spans is None:
@@ -156,7 +156,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float |
     return _blockwise(q, k, v, packed, scaling)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | None) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     repeat = q.shape[1] // k.shape[1]
@@ -168,7 +168,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | No
     return out
 
 
-def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | None) -> Tensor:
+def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None) -> Tensor:
     """Right-padded blocks under a causal mask: a real token never looks at the padding behind it."""
     if len(packed.blocks) == 1 and packed.blocks[0].exact and not packed.branches:
         return _attend(q, k, v, packed.blocks[0], scaling)

@@ -48,7 +48,7 @@ def episode_sums(column: torch.Tensor, view: Ragged) -> torch.Tensor:
     return total[episode].to(column.dtype)
 
 
-def steered(coef: float, measured: float, episodes: int, cfg: KlConfig) -> float:
+def adapted_kl_coef(coef: float, measured: float, episodes: int, cfg: KlConfig) -> float:
     """The next coefficient (Ziegler et al. 2019, arXiv:1909.08593): coef (1 + clip(KL / target - 1, +-0.2) episodes / horizon).
 
     Departure: their KL is that of a whole episode, ours the mean over its tokens, and so is `target`.

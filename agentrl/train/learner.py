@@ -29,7 +29,7 @@ from agentrl.executors import in_thread
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
 from agentrl.train.finite import broken_rows, described
-from agentrl.train.kl import episode_sums, reward_penalty, steered
+from agentrl.train.kl import adapted_kl_coef, episode_sums, reward_penalty
 from agentrl.train.reference import Reference
 from agentrl.train.reward_model import RewardModel, last_rows, with_scores
 from agentrl.train.update import check_algorithm, mismatch
@@ -113,7 +113,7 @@ class Learner:
         self.config, self.actors, self.pools = config, actors, pools
         self.critics: WorkerGroup[Critic] | None = None
         self.references: WorkerGroup[Reference] | None = None
-        self.judges: WorkerGroup[RewardModel] | None = None
+        self.reward_models: WorkerGroup[RewardModel] | None = None
         self.algorithm = settled_algorithm(config)
         self.kl_coef = config.algorithm.kl.coef
         self._skipped = 0
@@ -126,8 +126,8 @@ class Learner:
             source = config.critic.path or path
             await self.critics.arun(Critic.init_model, source, config.model, config.optim, config.critic, config.steps)
         if config.reward_model is not None:
-            self.judges = self._start("reward_model", RewardModel)
-            await self.judges.arun(RewardModel.init_model, config.reward_model.path, config.model, config.optim)
+            self.reward_models = self._start("reward_model", RewardModel)
+            await self.reward_models.arun(RewardModel.init_model, config.reward_model.path, config.model, config.optim)
         if config.algorithm.kl.coef > 0:
             self.references = self._start("reference", Reference)
             await self.references.arun(Reference.init_model, path, config.model, config.optim)
@@ -171,7 +171,7 @@ class Learner:
             measured = metrics.get("kl_reward" if self.algorithm.kl.where == "reward" else "kl_reference")
             if measured is not None and learned.get("optimizer_steps", 0) > 0:
                 episodes = int(view.episode.max()) + 1
-                self.kl_coef = steered(self.kl_coef, measured, episodes, self.algorithm.kl)
+                self.kl_coef = adapted_kl_coef(self.kl_coef, measured, episodes, self.algorithm.kl)
         if any(learned.get(name) == 0 for name in ("optimizer_steps", "critic/optimizer_steps")):
             return metrics | self._skip(step, "every optimizer step; the actors' log names the rows")
         self._skipped = 0
@@ -183,8 +183,8 @@ class Learner:
         temperature = self.config.rollout.temperature or 1.0
         view = await in_thread("batch", with_trees, view, effective_mode(self.config.optim.prefix_sharing))
         metrics: dict[str, float] = {}
-        if self.judges is not None and self.config.reward_model is not None:
-            scores = (await self.judges.arun(RewardModel.compute_scores, view.batch))["score"]
+        if self.reward_models is not None and self.config.reward_model is not None:
+            scores = (await self.reward_models.arun(RewardModel.compute_scores, view.batch))["score"]
             view = await in_thread("batch", with_scores, view, scores, self.config.reward_model.weight)
             metrics["reward_model/score"] = float(scores[last_rows(view)].mean())
         if self.algorithm.proximal == "recompute":
@@ -253,7 +253,7 @@ class Learner:
 
     def close(self) -> None:
         """End the further roles; the actors belong to whoever started them."""
-        for group in (self.critics, self.references, self.judges):
+        for group in (self.critics, self.references, self.reward_models):
             if group is not None:
                 group.close()
 

@@ -6,7 +6,7 @@ this order, which matters:
     with_policies        the proximal policy, and the weights of an off-policy correction: they reject tokens
     cut_minibatches      episodes -> optimizer steps                                     (batch/schedule.py)
     counted              denominators of each, from every row: rejected tokens do not count, idle rows do
-    with_picks           tokens that a loss treats on their own, over all rows of a minibatch
+    with_selection           tokens that a loss treats on their own, over all rows of a minibatch
     without_idle_rows    rows that cannot have a gradient go, which saves time and changes no step
     assign_ranks         what is left -> ranks                                           (batch/schedule.py)
 
@@ -24,7 +24,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from agentrl.algorithm import POLICY_LOSSES, Denominators, correction
-from agentrl.algorithm.loss.covariance import Picks, picks_of
+from agentrl.algorithm.loss.covariance import Selection, selection_of
 from agentrl.algorithm.ragged import row_counts, row_ids
 from agentrl.batch.rows import Ragged
 from agentrl.batch.schedule import assign_ranks, cut_minibatches
@@ -57,7 +57,7 @@ class UpdateShard(Shard):
         parts = cut_minibatches(view, algorithm, seed, step)
         view = counted(view, parts, norm_length(algorithm))
         if self.policy:
-            view = with_picks(view, parts, picks_of(algorithm.loss.name, algorithm.loss.args), seed + step)
+            view = with_selection(view, parts, selection_of(algorithm.loss.name, algorithm.loss.args), seed + step)
             parts = without_idle_rows(view, parts, algorithm)
         view = assign_ranks(view, parts, mesh.size(self.mesh), kept=algorithm.groups == "kept")
         return Shard.scatter(self, Call(call.where, call.names, (view.batch,), rest.kwargs), mesh)
@@ -194,13 +194,13 @@ def without_idle_rows(view: Ragged, parts: list[np.ndarray], algorithm: Algorith
     return [rows[keep[rows]] for rows in parts]
 
 
-def with_picks(view: Ragged, parts: list[np.ndarray], picks: Picks | None, seed: int) -> Ragged:
+def with_selection(view: Ragged, parts: list[np.ndarray], selection: Selection | None, seed: int) -> Ragged:
     """The batch with the ragged bool column `picked`; as it is if nothing is to be picked.
 
     The covariance of a token is (log pi - mean)(A - mean), means over the trained tokens of its minibatch, those of rows
     without advantage included; log pi is the proximal policy's.
     """
-    if picks is None:
+    if selection is None:
         return view
     trained = trained_tokens(view)
     logprobs, advantages = proximal_of(view).double(), view.tokens("advantages").double()
@@ -212,17 +212,17 @@ def with_picks(view: Ragged, parts: list[np.ndarray], picks: Picks | None, seed:
         mine = every[trained[every]]
         if len(mine):
             covariance = (logprobs[mine] - logprobs[mine].mean()) * (advantages[mine] - advantages[mine].mean())
-            picked[mine[chosen(covariance, noise[mine], picks)]] = True
+            picked[mine[chosen(covariance, noise[mine], selection)]] = True
     return view.with_tokens(picked=picked)
 
 
-def chosen(covariance: Tensor, noise: Tensor, picks: Picks) -> Tensor:
+def chosen(covariance: Tensor, noise: Tensor, selection: Selection) -> Tensor:
     """The picked of M tokens, int64: `share` of them, at least one and rounded down (as in the authors' code); those with
     the largest covariance, or so many at random (by `noise`) of those that lie within the bounds."""
-    wanted = max(int(picks.share * len(covariance)), 1)
-    if picks.low is None or picks.high is None:
+    wanted = max(int(selection.share * len(covariance)), 1)
+    if selection.low is None or selection.high is None:
         return torch.from_numpy(np.lexsort((noise.numpy(), -covariance.numpy()))[:wanted])
-    inside = ((covariance > picks.low) & (covariance < picks.high)).nonzero().squeeze(1)
+    inside = ((covariance > selection.low) & (covariance < selection.high)).nonzero().squeeze(1)
     return inside[noise[inside].argsort(stable=True)[:wanted]]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.errors import ModelError
-from agentrl.train.attention import Packed, padded
+from agentrl.train.attention import PackedSequences, padded
 from agentrl.train.logprobs import token_logprobs
 from agentrl.train.ulysses import Ulysses
 
@@ -26,7 +26,7 @@ class Micro:
 
     input_ids: Tensor
     position_ids: Tensor
-    packed: Packed
+    packed: PackedSequences
     before: Tensor
     targets: Tensor
     last: Tensor

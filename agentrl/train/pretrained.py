@@ -20,7 +20,7 @@ def load_tokenizer(path: str) -> Any:
         raise ModelError(f"{path}: no tokenizer can be loaded from there: {_brief(error)}") from error
 
 
-def load_config(path: str) -> Any:
+def load_model_config(path: str) -> Any:
     """The transformers config of a model. Raises ModelError where there is none."""
     from transformers import AutoConfig
 
@@ -51,7 +51,7 @@ def load_classifier(path: str, **options: Any) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    kinds = load_config(path).architectures or []
+    kinds = load_model_config(path).architectures or []
     if not any("SequenceClassification" in kind for kind in kinds):
         raise ModelError(f"{path}: expected a sequence classifier, found {', '.join(kinds) or 'no architecture'}")
     try:
@@ -62,7 +62,7 @@ def load_classifier(path: str, **options: Any) -> Any:
 
 def model_context(path: str) -> int:
     """The longest sequence, in tokens, that a model was made for. Raises ModelError where it is not said."""
-    context = getattr(load_config(path), "max_position_embeddings", None)
+    context = getattr(load_model_config(path), "max_position_embeddings", None)
     if not isinstance(context, int) or context < 1:
         raise ModelError(f"{path}: its config.json has no max_position_embeddings")
     return context
@@ -70,7 +70,7 @@ def model_context(path: str) -> int:
 
 def head_dim(path: str) -> int | None:
     """Numbers that one attention head has of a token; None where the model's config does not say. Raises ModelError."""
-    text = load_config(path).get_text_config()
+    text = load_model_config(path).get_text_config()
     heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
     found = getattr(text, "head_dim", None) or (hidden // heads if heads and hidden else None)
     return found if isinstance(found, int) else None
@@ -81,7 +81,7 @@ def count_parameters(path: str) -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = load_config(path)
+    config = load_model_config(path)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

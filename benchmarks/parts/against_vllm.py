@@ -17,8 +17,8 @@ from typing import Any
 
 from work import CONTEXT, Forced, collector, publisher, vllm_section
 
-from agentrl.backends.vllm import VllmEngine
-from agentrl.backends.vllm_actor import CPU_ENVIRONMENT, ENVIRONMENT
+from agentrl.backends.vllm.actor import CPU_ENVIRONMENT, ENVIRONMENT
+from agentrl.backends.vllm.engine import VllmEngine
 from agentrl.config import RolloutConfig
 from agentrl.config.schema import InitModelConfig
 from agentrl.render import make_renderer

@@ -19,8 +19,8 @@ from typing import Any
 from peers import ask, ratio
 from work import CONTEXT, MILLION, Forced, Lookup, Ref, collector, vllm_section
 
-from agentrl.backends.batcher import Batcher
-from agentrl.backends.embedded import EmbeddedEngine
+from agentrl.backends.embedded.engine import EmbeddedEngine
+from agentrl.backends.embedded.scheduler import Batcher
 from agentrl.batch import collate
 from agentrl.cluster.launch import launch
 from agentrl.config import RolloutConfig, TrainConfig
@@ -150,7 +150,7 @@ def engines(folder: str) -> dict[str, Callable[[int], dict[str, Any]] | None]:
     def vllm(count: int) -> dict[str, Any]:
         import ray
 
-        from agentrl.backends.vllm import VllmEngine
+        from agentrl.backends.vllm.engine import VllmEngine
 
         ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=2)
         try:

@@ -14,7 +14,7 @@ PARTS = Path(__file__).resolve().parent
 
 
 def interpreter(name: str) -> Path:
-    """The python of `.neighbours/NAME`, made by `.ci/neighbours.py` where it is not there yet.
+    """The python of `.neighbours/NAME`, made by `.ci/integrations.py` where it is not there yet.
 
     Raises RuntimeError with the installer's last words where it cannot be had.
     """

@@ -16,7 +16,7 @@ from typing import Any
 
 from work import Forced, collector, tasks
 
-from agentrl.backends.embedded import EmbeddedEngine
+from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.batch import collate
 from agentrl.catalog import EnvRef
 from agentrl.cluster.launch import launch

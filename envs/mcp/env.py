@@ -164,14 +164,14 @@ class Mcp(ToolEnv):
     # -- forks: a server's state cannot be copied, but it can be reached again ---------------------------
 
     def fork(self) -> ToolEnv:
-        """A twin on a session of its own, brought here by the same calls. Raises EnvError where the server
+        """A replay environment on a session of its own, brought here by the same calls. Raises EnvError where the server
         answers them differently, RuntimeError inside a running event loop."""
-        twin = super().fork()
-        assert isinstance(twin, Mcp)
-        twin._sessions, twin.private = [], {}
-        if twin.is_open:
-            run_sync(twin._replay())
-        return twin
+        replay_env = super().fork()
+        assert isinstance(replay_env, Mcp)
+        replay_env._sessions, replay_env.private = [], {}
+        if replay_env.is_open:
+            run_sync(replay_env._replay())
+        return replay_env
 
     def restore(self, snapshot: Snapshot) -> None:
         """As ToolEnv.restore, on a new session with the same calls; raises as `fork` does."""

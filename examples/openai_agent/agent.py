@@ -7,8 +7,8 @@ import sys
 import openai
 from transformers import AutoTokenizer
 
-from agentrl.backends.embedded import EmbeddedEngine
-from agentrl.backends.openai_server import OpenAiServer
+from agentrl.backends.embedded.engine import EmbeddedEngine
+from agentrl.backends.openai.server import OpenAiServer
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Sampling
 

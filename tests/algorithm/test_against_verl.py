@@ -25,7 +25,7 @@ from agentrl.algorithm import (
 )
 from agentrl.algorithm.ragged import whiten
 from agentrl.config.schema import KlConfig
-from agentrl.train.learner import steered
+from agentrl.train.learner import adapted_kl_coef
 
 FOUND: dict[str, Any] = json.loads((Path(__file__).parent / "fixtures" / "verl.json").read_text())
 GIVEN = {name: torch.tensor(value) for name, value in FOUND["inputs"].items()}
@@ -143,5 +143,5 @@ def test_aggregation(mode: str) -> None:
 def test_adaptive_kl() -> None:
     coef = 0.1
     for measured, expected in FOUND["adaptive_kl"]:
-        coef = steered(coef, measured, 64, KlConfig(coef=0.1, target=0.02, horizon=1000))
+        coef = adapted_kl_coef(coef, measured, 64, KlConfig(coef=0.1, target=0.02, horizon=1000))
         assert coef == pytest.approx(expected, rel=1e-6)

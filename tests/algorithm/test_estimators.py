@@ -22,7 +22,7 @@ from agentrl.algorithm import (
     correction,
     policy_loss,
 )
-from agentrl.algorithm.loss.covariance import Picks, picks_of
+from agentrl.algorithm.loss.covariance import Selection, selection_of
 from agentrl.errors import ConfigError
 
 
@@ -232,9 +232,11 @@ def test_clip_cov_and_kl_cov():
     r = math.exp(0.1)
     assert policy_loss("clip_cov", {})(batch).loss.tolist() == pytest.approx([0.0, -r])
     assert policy_loss("kl_cov", {"coefficient": 3.0})(batch).loss.tolist() == pytest.approx([-r + 0.3, -r])
-    assert picks_of("ppo_clip", {}) is None
-    assert picks_of("kl_cov", {"share": 0.5}) == Picks(0.5)
-    assert picks_of("clip_cov", {}) == Picks(2e-4, 1.0, 5.0) and picks_of("kl_cov", {}) == Picks(2e-3)  # the paper's
+    assert selection_of("ppo_clip", {}) is None
+    assert selection_of("kl_cov", {"share": 0.5}) == Selection(0.5)
+    assert selection_of("clip_cov", {}) == Selection(2e-4, 1.0, 5.0) and selection_of("kl_cov", {}) == Selection(
+        2e-3
+    )  # the paper's
     with pytest.raises(ConfigError, match="picked"):
         policy_loss("kl_cov", {})(loss_input([0.0], [0.0], [1.0], [0, 1]))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl.batch import concat, lengths, select
 from agentrl.batch.rows import build, items_column, jagged, wide
-from agentrl.batch.wire import from_wire, to_wire
+from agentrl.batch.serialization import deserialize, serialize
 
 
 def every_column(sizes):
@@ -55,7 +55,7 @@ def test_select_wire_and_concat_agree_with_lists(row_sizes, data):
     rows = data.draw(st.lists(st.integers(0, len(row_sizes) - 1), max_size=9))
     wanted = chosen(full, rows)
     picked = select(batch, rows)
-    sent = from_wire(pickle.loads(pickle.dumps(to_wire(batch), protocol=5)), rows)
+    sent = deserialize(pickle.loads(pickle.dumps(serialize(batch), protocol=5)), rows)
     if not rows:  # an empty nested tensor has no rows to unbind
         assert len(picked) == len(sent) == 0 and set(picked.keys()) == set(sent.keys()) == set(batch.keys())
         assert picked["half"].dtype == sent["half"].dtype == torch.bfloat16
@@ -76,8 +76,8 @@ def test_rows_have_storage_of_their_own():
     batch = every_column([1000, 2])
     small = select(batch, [1])
     assert small["ids"].values().untyped_storage().nbytes() == 2 * 8
-    wire = to_wire(batch)
-    taken = from_wire(wire, [0, 1])
+    wire = serialize(batch)
+    taken = deserialize(wire, [0, 1])
     taken["ids"].values().fill_(-1)
     taken["row"].fill_(-1)
     assert batch["ids"].values()[1] == 1 and batch["row"].tolist() == [0, 1]
@@ -93,10 +93,10 @@ def test_what_does_not_fit_is_refused():
     other = jagged(torch.arange(3), torch.tensor([0, 1, 3]))
     odd = build({"a": jagged(torch.arange(3), torch.tensor([0, 2, 3])), "b": other}, 2)
     with pytest.raises(ValueError, match="'b' has row lengths of its own"):
-        to_wire(odd)
+        serialize(odd)
 
 
 def test_a_batch_without_tokens_travels():
     batch = every_column([1, 2]).select("row")
-    sent = from_wire(pickle.loads(pickle.dumps(to_wire(batch), protocol=5)), [1])
+    sent = deserialize(pickle.loads(pickle.dumps(serialize(batch), protocol=5)), [1])
     assert set(sent.keys()) == {"row"} and sent["row"].tolist() == batch["row"][1:].tolist()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.cluster import placement
-from agentrl.cluster.pool import Node, need, place, pools_of_roles
+from agentrl.cluster.pool import ClusterNode, need, place, pools_of_roles
 from agentrl.cluster.roles import launch_roles
 from agentrl.config.schema import (
     ClusterConfig,
@@ -23,9 +23,9 @@ from agentrl.config.schema import (
     VllmConfig,
 )
 from agentrl.errors import ConfigError, ResourceError
-from agentrl.run.places import check_places, roles_of
+from agentrl.run.placement import check_placement, roles_of
 
-NODES = [Node("a", 4, 2), Node("b", 4, 0)]
+NODES = [ClusterNode("a", 4, 2), ClusterNode("b", 4, 0)]
 
 
 def test_roles_share_a_pool():
@@ -73,7 +73,7 @@ def test_every_size_of_a_pool_changes_its_place():
 def test_a_pool_is_held_in_one_bundle_a_node_and_handed_out_in_slots(monkeypatch):
     """Two nodes of three processes, each with 1.5 CPU slots and half a GPU: 4.5 and 1.5 a node, slots 0 to 2 on the first."""
     monkeypatch.setattr(placement, "available_resources_per_node", dict)
-    nodes = {Node("a", 8, 2): "id a", Node("b", 8, 2): "id b", Node("c", 4, 0): "id c"}
+    nodes = {ClusterNode("a", 8, 2): "id a", ClusterNode("b", 8, 2): "id b", ClusterNode("c", 4, 0): "id c"}
     monkeypatch.setattr(placement, "_nodes", lambda left: nodes)
     asked = []
     monkeypatch.setattr(placement, "placement_group", lambda bundles, **how: asked.append((bundles, how)) or "held")
@@ -100,7 +100,7 @@ node = st.tuples(st.integers(0, 6), st.integers(0, 3))
 @given(st.lists(pool, min_size=1, max_size=3), st.lists(node, min_size=1, max_size=3))
 def test_a_place_is_found_exactly_where_one_exists(pools, offers):
     named = {f"p{i}": item for i, item in enumerate(pools)}
-    nodes = [Node(f"n{i}", cpus, gpus) for i, (cpus, gpus) in enumerate(offers)]
+    nodes = [ClusterNode(f"n{i}", cpus, gpus) for i, (cpus, gpus) in enumerate(offers)]
     options = [list(itertools.combinations(range(len(nodes)), item.nodes)) for item in pools]
 
     def fits(choice):
@@ -130,7 +130,7 @@ def test_each_role_of_a_run_may_have_a_pool_of_its_own():
         {"actor": "train", "reference": "train", "critic": "judge", "reward_model": "judge", "rollout": "sample"},
         replicas=4, critic=CriticConfig(),
     )  # fmt: skip
-    check_places(config, "vllm")
+    check_placement(config, "vllm")
     assert roles_of(config, "vllm") == ["actor", "rollout", "critic"]  # the others are not in this run
     penalty = config.algorithm.model_copy(update={"kl": KlConfig(coef=0.1)})
     assert "reference" in roles_of(config.model_copy(update={"algorithm": penalty}), "embedded")
@@ -149,12 +149,12 @@ def test_each_role_of_a_run_may_have_a_pool_of_its_own():
 )  # fmt: skip
 def test_a_place_that_does_not_suit_its_role_is_refused(roles, pool, engine, message):
     with pytest.raises(ConfigError, match=message):
-        check_places(run_of({"p": pool}, roles), engine)
+        check_placement(run_of({"p": pool}, roles), engine)
 
 
 def test_pools_are_left_aside_inline_and_must_divide_for_sequence_parallel():
-    check_places(run_of({"p": PoolConfig(nodes=3)}, {"actor": "p"}, backend="inline"), "embedded")
+    check_placement(run_of({"p": PoolConfig(nodes=3)}, {"actor": "p"}, backend="inline"), "embedded")
     shared = ModelConfig(sequence_parallel=2)
     config = run_of({"p": PoolConfig(per_node=3)}, {"critic": "p"}, critic=CriticConfig(), model=shared)
     with pytest.raises(ConfigError, match="sequence_parallel = 2 does not divide a pool of processes = 3"):
-        check_places(config, "embedded")
+        check_placement(config, "embedded")

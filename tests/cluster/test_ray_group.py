@@ -16,7 +16,7 @@ from cluster_batches import ragged_batch
 from cluster_workers import Plain, Summing
 from test_strategies import SIZES, check_every_strategy
 
-from agentrl.cluster import actors, checks, columns, shard
+from agentrl.cluster import actors, checks, column_store, shard
 from agentrl.cluster.launch import launch
 from agentrl.cluster.runtime import start_ray
 from agentrl.config.schema import ClusterConfig, PoolConfig
@@ -171,10 +171,10 @@ def test_a_column_is_put_once_for_all_calls_and_groups_until_the_driver_lets_go_
         sizes.append(sum(array.nbytes for array in arrays))
         return put(value, *args, **kwargs)
 
-    monkeypatch.setattr(columns.ray, "put", counting)
+    monkeypatch.setattr(column_store.ray, "put", counting)
     batch = ragged_batch([70_000, 5, 60_000, 0, 90_000])
     tokens = 220_005
-    before = len(columns.COLUMNS)
+    before = len(column_store.COLUMNS)
     assert four.run(Plain.count, batch)["rows"] == 5
     assert sum(sizes) == tokens * (8 + 2), "ids and half, once for four ranks"
     sizes.clear()
@@ -187,10 +187,10 @@ def test_a_column_is_put_once_for_all_calls_and_groups_until_the_driver_lets_go_
     batch["token_ids"].values().add_(3)  # what was put is no longer what the driver has
     changed = four.run(Plain.double, batch)
     assert torch.equal(changed["twice"].values(), batch["token_ids"].values() * 2) and sum(sizes) == tokens * 8
-    assert len(columns.COLUMNS) == before + 3
+    assert len(column_store.COLUMNS) == before + 3
     del batch, more, changed, out
     gc.collect()
-    assert len(columns.COLUMNS) == before, "what the driver let go of is freed"
+    assert len(column_store.COLUMNS) == before, "what the driver let go of is freed"
 
 
 async def test_the_loop_answers_while_a_batch_is_split_shipped_and_put_together_again(four, monkeypatch):
@@ -212,8 +212,8 @@ async def test_the_loop_answers_while_a_batch_is_split_shipped_and_put_together_
             ticks += 1
             await asyncio.sleep(0.001)
 
-    monkeypatch.setattr(columns, "to_wire", pulse(columns.to_wire))
-    monkeypatch.setattr(actors, "unwire", pulse(actors.unwire))
+    monkeypatch.setattr(column_store, "serialize", pulse(column_store.serialize))
+    monkeypatch.setattr(actors, "deserialized", pulse(actors.deserialized))
     monkeypatch.setattr(shard, "reordered", pulse(shard.reordered))
     task = asyncio.create_task(beat())
     out = await four.arun(Plain.double_balanced, ragged_batch([3, 1, 4, 1, 5]))

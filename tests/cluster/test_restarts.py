@@ -36,7 +36,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, limit: int, deaths: int, error: typ
 
     monkeypatch.setattr(main, "_attempt", attempt)
     config = TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(max_restarts=limit))
-    display, outcome, failed = Heard(), main.Outcome(), None
+    display, outcome, failed = Heard(), main.RunOutcome(), None
     try:
         asyncio.run(main._train(config, None, display, None, outcome))  # type: ignore[arg-type]
     except Exception as problem:

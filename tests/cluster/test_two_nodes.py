@@ -19,7 +19,7 @@ cluster.add_node(num_cpus=2, object_store_memory=128 << 20)
 
 from cluster_batches import ragged_batch
 from cluster_workers import Plain, Summing
-from agentrl.backends import vllm_replicas
+from agentrl.backends.vllm import replicas as vllm_replicas
 from agentrl.catalog import EnvRef
 from agentrl.cluster.placement import Pools, cluster_nodes
 from agentrl.cluster.roles import launch_roles
@@ -67,7 +67,7 @@ def split(sampling):
 async def replicas(places):
     vllm_replicas.VllmActor = Replica
     cfg = VllmConfig(replicas=2, call_timeout=30.0, max_respawns=0)
-    started = vllm_replicas.Replicas({}, cfg, startup_timeout=90.0, catch_up=None, places=places)
+    started = vllm_replicas.Replicas({}, cfg, startup_timeout=90.0, catch_up=None, ray_options=places)
     await started.start()
     return [await started.ask(one, "node") for one in started.alive()]
 

@@ -187,7 +187,7 @@ def attempts(config: TrainConfig, out: Path) -> Any:
 
 def vllm_arguments(config: TrainConfig, out: Path) -> Any:
     """What the replica hands to vLLM's AsyncEngineArgs, and what its keeper was told."""
-    from agentrl.backends.vllm_actor import VllmActor
+    from agentrl.backends.vllm.actor import VllmActor
     from agentrl.run import engines
 
     seen: dict[str, Any] = {}
@@ -229,8 +229,8 @@ def chosen_engine(config: TrainConfig, out: Path) -> Any:
     model = "model"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "model_context", lambda model: 4096)
-        patch.setattr("agentrl.backends.make_vllm.importlib.util.find_spec", lambda name: object())
-        import agentrl.backends.embedded as embedded
+        patch.setattr("agentrl.backends.vllm.make.importlib.util.find_spec", lambda name: object())
+        import agentrl.backends.embedded.engine as embedded
 
         patch.setattr(embedded, "EmbeddedEngine", lambda *args, **options: SimpleNamespace(**options))
         return type(engines.make_engine(engines.resolve_engine(config.engine), model, config)).__name__
@@ -316,7 +316,7 @@ class Course:
 
 
 def course_of(config: TrainConfig, out: Path) -> Course:
-    import agentrl.loop as module
+    import agentrl.run.loop as module
 
     course = Course(config, out)
 

@@ -146,9 +146,9 @@ class ShallowFork(Sum):
     """The copy shares the list of looks."""
 
     def fork(self) -> ToolEnv:
-        twin = super().fork()
-        twin.__dict__["seen"] = self.seen
-        return twin
+        replay_env = super().fork()
+        replay_env.__dict__["seen"] = self.seen
+        return replay_env
 
 
 class Forgetful(Sum):

@@ -28,15 +28,15 @@ def test_a_fork_and_its_parent_go_separate_ways() -> None:
     env = Notes()
     env.reset(seed=0)
     env.step(call("write", text="both"))
-    twin = env.fork()
-    assert observe(twin) == observe(env) and twin.task is not None
+    replay_env = env.fork()
+    assert observe(replay_env) == observe(env) and replay_env.task is not None
     before = observe(env)
-    twin.step(call("write", text="twin"))
+    replay_env.step(call("write", text="replay_env"))
     assert observe(env) == before
     env.step(call("write", text="parent"))
-    assert twin.notes == ["both", "twin"] and env.notes == ["both", "parent"]
-    # The twin's tools are bound to the twin.
-    assert twin.toolbox._owner is twin and env.toolbox._owner is env
+    assert replay_env.notes == ["both", "replay_env"] and env.notes == ["both", "parent"]
+    # The replay environment's tools are bound to the replay environment.
+    assert replay_env.toolbox._owner is replay_env and env.toolbox._owner is env
 
 
 def test_restore_goes_back_any_number_of_times() -> None:
@@ -58,8 +58,8 @@ def test_a_snapshot_travels_to_another_environment_and_through_pickle() -> None:
     env.reset(seed=0)
     env.step(call("write", text="a"))
     env.toolbox.remove("quit")
-    twin_of = env.snapshot()
-    other.restore(twin_of)
+    replay_env_of = env.snapshot()
+    other.restore(replay_env_of)
     other.step(call("write", text="b"))
     assert env.notes == ["a"] and other.notes == ["a", "b"] and "quit" not in other.toolbox
     data = pickle.dumps(env.trajectory)
@@ -100,17 +100,17 @@ def test_a_fork_equals_a_replay(script: list[str], at: int, rest: list[str]) -> 
         await env.areset(seed=1)
         for text in script[:at]:
             await env.astep(call("write", text=text))
-        twin = env.fork()
+        replay_env = env.fork()
         for text in script[at:]:
             await env.astep(call("write", text=text))
         for text in rest:
-            await twin.astep(call("write", text=text))
+            await replay_env.astep(call("write", text=text))
         fresh = Notes()
         await fresh.areset(seed=1)
         for text in script[:at] + rest:
             await fresh.astep(call("write", text=text))
-        assert twin.trajectory.messages == fresh.trajectory.messages
-        assert twin.state() == fresh.state()
+        assert replay_env.trajectory.messages == fresh.trajectory.messages
+        assert replay_env.state() == fresh.state()
 
     asyncio.run(run())
 
@@ -123,12 +123,12 @@ def test_every_registered_environment_forks(entry: Any) -> None:
     gold = env.gold_turns(env.task)
     for message in gold[: len(gold) // 2]:
         env.step(message)
-    frozen, twin = env.snapshot(), env.fork()
+    frozen, replay_env = env.snapshot(), env.fork()
     before = [str(m) for m in env.trajectory.messages], env.trajectory.state
     rng = random.Random(0)
-    twin.action_space.seed(rng.randrange(1000))
+    replay_env.action_space.seed(rng.randrange(1000))
     for _ in range(3):
-        if twin.step(twin.action_space.sample())[2]:
+        if replay_env.step(replay_env.action_space.sample())[2]:
             break
     assert ([str(m) for m in env.trajectory.messages], env.trajectory.state) == before
     for message in gold[len(gold) // 2 :]:
@@ -140,4 +140,4 @@ def test_every_registered_environment_forks(entry: Any) -> None:
         env.step(message)
     assert env.trajectory.state == final
     env.close()
-    twin.close()
+    replay_env.close()

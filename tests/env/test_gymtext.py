@@ -12,7 +12,7 @@ import pytest
 from gymnasium import spaces
 
 from agentrl.env.check import Subject, check_all
-from agentrl.env.neighbours.gymtext import GymTextEnv
+from agentrl.env.integrations.gymtext import GymTextEnv
 from agentrl.errors import CatalogError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -42,10 +42,10 @@ def test_a_fork_plays_on_alone() -> None:
     env = GymTextEnv(**LAKE)
     env.reset(seed=0)
     env.step(call("act", action="down"))
-    twin = env.fork()
-    assert twin.step(call("act", action="down"))[0][0].content == "8"
+    replay_env = env.fork()
+    assert replay_env.step(call("act", action="down"))[0][0].content == "8"
     assert env.step(call("act", action="right"))[0][0].content.startswith("5"), "a hole"
-    assert env.trajectory.terminated and not twin.trajectory.terminated
+    assert env.trajectory.terminated and not replay_env.trajectory.terminated
 
 
 @pytest.mark.parametrize("make", ["FrozenLake-v1", "Blackjack-v1", "Taxi-v4", "CliffWalking-v1"])

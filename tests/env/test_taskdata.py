@@ -160,9 +160,9 @@ def test_an_environment_over_a_file(tmp_path: Path) -> None:
 
     env = Quiz(tasks=str(path))
     assert env.reset(seed=1, options={"split": "heldout"})[0][0].content == "question 4"
-    twin = env.fork()
-    assert isinstance(twin, Quiz) and twin.tasks is env.tasks
-    assert twin.step("x")[2]
+    replay_env = env.fork()
+    assert isinstance(replay_env, Quiz) and replay_env.tasks is env.tasks
+    assert replay_env.step("x")[2]
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20), st.integers(0, 2**60))

@@ -61,8 +61,8 @@ def test_a_fork_has_its_own_user() -> None:
     env = Asked(lambda: ScriptedUser(["1", "2"]))
     env.reset(seed=0)
     env.step("a")
-    twin = env.fork()
-    assert twin.step("b")[0][0].content == "2" == env.step("b")[0][0].content
+    replay_env = env.fork()
+    assert replay_env.step("b")[0][0].content == "2" == env.step("b")[0][0].content
 
 
 async def test_a_model_sees_turned_roles_and_no_tools() -> None:

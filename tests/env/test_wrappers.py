@@ -197,10 +197,10 @@ async def test_forks_of_wrapped_environments_keep_their_own_counts() -> None:
     env = TokenLimit(Notes(), 10**6, count=len)
     await env.areset(seed=0)
     await env.astep(call("write", text="a"))
-    snapshot, twin, used = env.snapshot(), env.fork(), env.used
-    assert isinstance(twin, TokenLimit) and twin.env is not env.env
-    await twin.astep(call("write", text="b" * 100))
-    assert env.used == used < twin.used
+    snapshot, replay_env, used = env.snapshot(), env.fork(), env.used
+    assert isinstance(replay_env, TokenLimit) and replay_env.env is not env.env
+    await replay_env.astep(call("write", text="b" * 100))
+    assert env.used == used < replay_env.used
     await env.astep(call("write", text="c" * 50))
     env.restore(snapshot)
     assert env.used == used and env.state() == {"notes": ["a"]}

@@ -72,7 +72,7 @@ def episode(*turns: Any, task_gold: dict[str, Any] | None = None, **rest: Any) -
 
 
 class Counter:
-    """A twin environment with one number: `add(x)` answers with the new total; `boom` always fails."""
+    """A replay environment with one number: `add(x)` answers with the new total; `boom` always fails."""
 
     def __init__(self, task: Task) -> None:
         self.total = 0

@@ -101,7 +101,9 @@ def findings(root, probes, order_free=True):
     ref = EnvRef(KEY_VALUE)
     return {
         item.code
-        for item in lint_probes(compile_spec(spec(root), context=Context(twin=lambda task: ref.build())), probes, order_free)
+        for item in lint_probes(
+            compile_spec(spec(root), context=Context(replay_env=lambda task: ref.build())), probes, order_free
+        )
     }
 
 
@@ -191,7 +193,7 @@ def test_replays_on_a_real_environment(tmp_path, capsys):
     with pytest.raises(UserError, match="name it with --env ID"):
         agentrl("lint", state)
     ref = EnvRef(KEY_VALUE)
-    compiled = compile_spec(state, context=Context(twin=lambda task: ref.build()))
+    compiled = compile_spec(state, context=Context(replay_env=lambda task: ref.build()))
     probes = probe_episodes(ref.build, 2)
     assert [compiled.score(t).value for t in probes["gold"]] == [1, 1]
     assert [compiled.score(t).value for t in probes["padded"]] == [0, 0]
@@ -200,7 +202,7 @@ def test_replays_on_a_real_environment(tmp_path, capsys):
 async def test_replays_inside_a_running_event_loop():
     ref = EnvRef(KEY_VALUE)
     root = leaf("state.match", {"replay": {"$": "/task/gold/calls"}})
-    compiled = compile_spec(spec(root), context=Context(twin=lambda task: ref.build()))
+    compiled = compile_spec(spec(root), context=Context(replay_env=lambda task: ref.build()))
     task = ref.build().make_task(0, "train")
     trajectory = episode("x", task_gold=dict(task.gold), state=task.gold["state"])
     trajectory.task = task

@@ -56,12 +56,12 @@ def test_every_judge_key_reaches_the_judge():
 
 def test_the_twin_of_the_run_is_used_for_replays():
     node = spec(leaf("state.match", {"replay": gold(("add", {"x": 3}))}))
-    context = make_context(RewardConfig(), twin=Counter)
+    context = make_context(RewardConfig(), replay_env=Counter)
     assert compile_spec(node, context=context).score(episode("x", state={"total": 3})).value == 1
 
 
 def test_a_run_compiles_the_replaying_profiles():
-    """The wiring of a training run: its environment is the twin of its reward spec."""
+    """The wiring of a training run: its environment is the replay environment of its reward spec."""
     from agentrl.config import load_config
     from agentrl.run.assembly import scorer_of
 

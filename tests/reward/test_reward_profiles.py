@@ -12,7 +12,7 @@ from agentrl.reward import Context, compile_spec, load_spec
 from agentrl.reward.schema import published_schema
 from agentrl.trajectory import Message, StopReason, ToolCall
 
-TWIN = Context(twin=Counter)
+TWIN = Context(replay_env=Counter)
 
 
 def score(name, trajectory, context=None):

@@ -1,4 +1,4 @@
-"""Gold replays: once for a task, however many members its group has; a twin's fault is null, never 0."""
+"""Gold replays: once for a task, however many members its group has; a replay environment's fault is null, never 0."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def member(total: int, **task: object):
 
 
 def scorer_of(twins, root=None):
-    return compile_spec(spec(root or leaf("state.match", REPLAY)), context=Context(twin=twins))
+    return compile_spec(spec(root or leaf("state.match", REPLAY)), context=Context(replay_env=twins))
 
 
 def test_a_group_replays_its_gold_once():
@@ -90,23 +90,23 @@ def test_a_twin_that_breaks_is_null_closed_and_tried_again():
 
     built: list[Counter] = []
 
-    def twin(task: Task) -> Counter:
+    def replay_env(task: Task) -> Counter:
         built.append(Broken(task) if not built else Counter(task))
         return built[-1]
 
-    scorer = scorer_of(twin)
+    scorer = scorer_of(replay_env)
     score = scorer.score(member(5))
     assert score.value is None
-    assert "the twin environment broke: OSError: the database went away" in score.evidence["root"]["unscored"]
+    assert "the replay environment broke: OSError: the database went away" in score.evidence["root"]["unscored"]
     assert built[0].closed
     assert scorer.score(member(5)).value == 1
 
 
 def test_a_twin_that_cannot_be_built_is_null():
-    def twin(task: Task) -> Counter:
+    def replay_env(task: Task) -> Counter:
         raise RuntimeError("no memory")
 
-    assert "no memory" in scorer_of(twin).score(member(5)).evidence["root"]["unscored"]
+    assert "no memory" in scorer_of(replay_env).score(member(5)).evidence["root"]["unscored"]
 
 
 def test_once_is_bounded_and_keeps_what_was_asked_for_last():
@@ -148,7 +148,7 @@ def test_a_copy_of_a_memo_begins_empty():
 
 
 def test_replay_of_the_gold_calls_on_a_twin():
-    context = Context(twin=Counter)
+    context = Context(replay_env=Counter)
     args = {"replay": {"$": "/task/gold/calls"}}
     want = {"calls": gold(call("add", x=2), call("add", x=3))}
     assert value("state.match", args, episode("end", state={"total": 5}, task_gold=want), context) == 1
@@ -167,7 +167,7 @@ def test_results_contains_replay_by_round_wants_only_the_answers_of_that_round()
         task_gold={"rounds": rounds},
     )
     args = {"replay": {"$": "/task/gold/rounds"}}
-    context = Context(twin=Counter)
+    context = Context(replay_env=Counter)
     assert value("results.contains", args, trajectory, context, scope="round", reduce="last") == 1
     assert value("results.contains", args, trajectory, context, scope="round", reduce="all") == 0
     earlier = episode([(call("add", x=3), "3"), (call("add", x=-2), "1")], "user: more", "end", task_gold={"rounds": rounds})
@@ -192,7 +192,7 @@ def test_a_task_without_gold_calls_asks_for_no_answers():
     trajectory = episode([(call("add", x=1), "1")], "end", task_gold={"calls": []})
     for credit in ({}, {"credit": "partial"}):
         args = {"replay": {"$": "/task/gold/calls"}, **credit}
-        assert value("results.contains", args, trajectory, Context(twin=Counter)) == 1
+        assert value("results.contains", args, trajectory, Context(replay_env=Counter)) == 1
 
 
 def test_results_contains_replay_by_round_does_not_count_what_came_later():
@@ -200,11 +200,11 @@ def test_results_contains_replay_by_round_does_not_count_what_came_later():
     later = [(call("add", x=1), "1"), (call("add", x=2), "3")]
     trajectory = episode("wait", "user: more", later, task_gold={"rounds": rounds})
     args = {"replay": {"$": "/task/gold/rounds"}}
-    assert value("results.contains", args, trajectory, Context(twin=Counter), scope="round", reduce="mean") == 0.5
+    assert value("results.contains", args, trajectory, Context(replay_env=Counter), scope="round", reduce="mean") == 0.5
 
 
 def test_results_contains_replay_is_a_multiset():
-    context = Context(twin=Counter)
+    context = Context(replay_env=Counter)
     want = {"calls": gold(call("add", x=1), call("add", x=0))}  # answers "1", "1"
     args = {"replay": {"$": "/task/gold/calls"}}
     twice = episode([(call("add", x=1), "1"), (call("add", x=0), "1")], task_gold=want)

@@ -55,7 +55,7 @@ def played(env: str, name_or_spec, tasks: int = 2) -> tuple[Scorer, dict[str, li
     source = find_reward(name_or_spec) if isinstance(name_or_spec, str) else name_or_spec
     from agentrl.config.schema import RewardConfig
 
-    scorer = compile_spec(source, context=make_context(RewardConfig(), twin=lambda task: ref.build()))
+    scorer = compile_spec(source, context=make_context(RewardConfig(), replay_env=lambda task: ref.build()))
     return scorer, probe_episodes(ref.build, tasks)
 
 

@@ -24,9 +24,9 @@ from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Generation, Sampling, Underway
 from agentrl.rollout.episode import Limits, Policy, score_group
 from agentrl.rollout.evaluate import run_tasks
-from agentrl.rollout.record import Recorded, content_of
-from agentrl.rollout.recording import Recorder
-from agentrl.rollout.replay import Replayer
+from agentrl.rollout.replay.play import Replayer
+from agentrl.rollout.replay.record import Recorder
+from agentrl.rollout.replay.tape import Recorded, content_of
 from agentrl.trajectory import Message, StopReason, Task, ToolCall, Trajectory
 
 from .conftest import FaultyEngine

@@ -21,13 +21,12 @@ from agentrl.errors import ConfigError
 from agentrl.render.base import Renderer
 from agentrl.render.chatml import ChatML
 from agentrl.reward import compile_spec
-from agentrl.rollout.context.base import Moment, Stop
+from agentrl.rollout.context.base import Moment, Stop, make_context
 from agentrl.rollout.context.compact import ASK, HEAD, Compact
 from agentrl.rollout.context.keep_recent import KeepRecent
 from agentrl.rollout.context.truncate import Truncate
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
-from agentrl.rollout.pieces import make_context
 from agentrl.run.assembly import make_policy
 from agentrl.run.policy import check_rollout
 from agentrl.tool import tool

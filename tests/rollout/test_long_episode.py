@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentrl.backends.embedded import EmbeddedEngine
+from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.config import TrainConfig
 from agentrl.config.schema import InitModelConfig
 from agentrl.render.chatml import ChatML

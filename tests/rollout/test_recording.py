@@ -16,11 +16,11 @@ from agentrl.render.base import Renderer
 from agentrl.reward import Context, Scorer, compile_spec
 from agentrl.rollout.context.keep_recent import KeepRecent
 from agentrl.rollout.episode import Limits, Policy
-from agentrl.rollout.episode_io import EpisodeIO
 from agentrl.rollout.evaluate import run_tasks
-from agentrl.rollout.record import Recorded
-from agentrl.rollout.recording import Recorder
-from agentrl.rollout.replay import Replayer
+from agentrl.rollout.replay.io import EpisodeIO
+from agentrl.rollout.replay.play import Replayer
+from agentrl.rollout.replay.record import Recorder
+from agentrl.rollout.replay.tape import Recorded
 from tests.rollout.conftest import FaultyEngine
 
 ENV = '''
@@ -84,7 +84,7 @@ PAIRS = [(task, member) for task in range(6) for member in range(2)]
 
 
 def scorer(env: EnvRef, io: EpisodeIO) -> Scorer:
-    return compile_spec(SPEC, context=Context(twin=io.twin(lambda task: env.build())))
+    return compile_spec(SPEC, context=Context(replay_env=io.replay_env(lambda task: env.build())))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.backends.make_vllm import VllmMaker
+from agentrl.backends.vllm.make import VllmMaker
 from agentrl.catalog import EnvRef
 from agentrl.config import Choice, RolloutConfig, TrainConfig
 from agentrl.errors import ConfigError
@@ -19,8 +19,7 @@ from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.episode import Policy
-from agentrl.rollout.pieces import make_sampler
-from agentrl.rollout.sampler.base import Outcome, TaskChoice, TaskSampler
+from agentrl.rollout.sampler.base import GroupOutcome, TaskChoice, TaskSampler, make_sampler
 from agentrl.rollout.sampler.source import TaskSource
 from agentrl.rollout.seeds import derive
 from agentrl.run.policy import check_rollout
@@ -38,8 +37,8 @@ STAGES = Choice(name="staged", args={"stages": [{"calls": 2}, {"calls": [2, 4]},
 UNIFORM = Choice(name="uniform")
 
 
-def outcomes(bucket: str, *successes: float) -> list[Outcome]:
-    return [Outcome(index, bucket, success) for index, success in enumerate(successes)]
+def outcomes(bucket: str, *successes: float) -> list[GroupOutcome]:
+    return [GroupOutcome(index, bucket, success) for index, success in enumerate(successes)]
 
 
 def shares(sampler: TaskSampler, draws: int = 3000) -> dict[str, float]:

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.backends.embedded import EmbeddedEngine
-from agentrl.backends.litellm import LiteLlmEngine, Transcript, retry_after
-from agentrl.backends.openai_server import OpenAiServer
+from agentrl.backends.api.engine import LiteLlmEngine, Transcript, retry_after
+from agentrl.backends.embedded.engine import EmbeddedEngine
+from agentrl.backends.openai.server import OpenAiServer
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
 from agentrl.config.schema import ApiConfig, InitModelConfig

@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl import loop
 from agentrl.config import Choice, TrainConfig
 from agentrl.rollout.ledger import GroupLedger
-from agentrl.run import checkpoint
+from agentrl.run import checkpoint, loop
 from agentrl.run.folder import RunFolder
-from agentrl.run.recorder import Recorder
+from agentrl.run.run_log import Recorder
 from agentrl.run.writes import Writes
 from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
 

@@ -13,7 +13,7 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.config.schema import InitModelConfig
 from agentrl.errors import ReplayError
-from agentrl.rollout.record import Recorded, RecordWriter, first_difference
+from agentrl.rollout.replay.tape import Recorded, RecordWriter, first_difference
 from agentrl.train.init_model import init_model
 from tests.rollout.loopback import Loopback, solve
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.backends import make_vllm
+from agentrl.backends.vllm import make
 from agentrl.catalog import EnvRef
 from agentrl.config.load import config_from
 from agentrl.config.schema import CriticConfig, SftConfig
@@ -58,7 +58,7 @@ def test_the_cap_must_hold_the_longest_row_that_can_come(
 def test_heads_without_a_kernel_in_vllms_cpu_build_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its attention answers 16 with "Unsupported CPU attention configuration: head_dim=16" at the first request."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    good = set(make_vllm.CPU_HEADS)
+    good = set(make.CPU_HEADS)
     for size in (16, 32, 33, 48, 64, 128, 512):
         init = {**BASE, "model": {"init": {"head_dim": size}}}
         refused = pytest.raises(ConfigError, match=rf"model.init.head_dim = {size}: .*engine=vllm takes heads of 32, 64, 80")
@@ -84,7 +84,7 @@ def test_the_sizes_of_heads_are_those_of_vllms_cpu_build() -> None:
         pytest.skip("vLLM is not installed here")
     source = (Path(found.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py").read_text()
     listed = re.search(r"def get_supported_head_sizes\(cls\)[^\[]*\[int\]:\s*return \[([\d, ]+)\]", source)
-    assert listed is not None and tuple(map(int, listed[1].split(","))) == make_vllm.CPU_HEADS
+    assert listed is not None and tuple(map(int, listed[1].split(","))) == make.CPU_HEADS
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "dr_grpo", "gigpo", "turn_returns", "pass_at_k", "multi_reward"])
@@ -167,7 +167,7 @@ def test_a_learning_rate_of_a_toy_is_warned_of_on_a_real_model_and_only_there(tm
 def test_vllm_is_asked_for_no_longer_sequences_than_the_model_takes(
     asked: int, given: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import agentrl.backends.vllm as backend
+    import agentrl.backends.vllm.engine as backend
     from agentrl.run.engines import make_engine
 
     seen: dict[str, Any] = {}

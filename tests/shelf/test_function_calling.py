@@ -181,9 +181,9 @@ def test_splits_share_no_request() -> None:
 def test_forks_write_down_their_own_calls() -> None:
     env = make_env("function_calling", kinds=["single"])
     env.reset(seed=0)
-    twin = env.fork()
-    twin.step(env.gold_turns(env.task)[0])
-    assert twin.state()["made"] and not env.state()["made"]
+    replay_env = env.fork()
+    replay_env.step(env.gold_turns(env.task)[0])
+    assert replay_env.state()["made"] and not env.state()["made"]
 
 
 def test_the_teacher_is_right_now_and_then() -> None:

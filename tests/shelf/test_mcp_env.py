@@ -136,13 +136,13 @@ def test_a_fork_over_stdio_is_a_session_of_its_own(stdio: dict[str, Any]) -> Non
     env = make_env("mcp", **stdio)
     env.reset(seed=0, options={"split": "state"})
     env.step(call("take", code="k1", amount=3))
-    snapshot, twin = env.snapshot(), env.fork()
-    assert says(twin, "take", code="k1", amount=5) == "took 5 of red mug"
-    assert (says(env, "count", code="k1"), says(twin, "count", code="k1")) == ("6", "1")
+    snapshot, replay_env = env.snapshot(), env.fork()
+    assert says(replay_env, "take", code="k1", amount=5) == "took 5 of red mug"
+    assert (says(env, "count", code="k1"), says(replay_env, "count", code="k1")) == ("6", "1")
     env.restore(snapshot)
     assert says(env, "count", code="k1") == "6" and len(env.trajectory.turns) == 2
     env.close()
-    twin.close()
+    replay_env.close()
 
 
 CLOCK = """

@@ -142,11 +142,11 @@ def test_files_stay_between_runs_and_forks_part_ways() -> None:
     env = make_env("python")
     env.reset(seed=0)
     env.step(call("open('a.txt', 'w').write('one')"))
-    twin, saved = env.fork(), env.snapshot()
-    twin.step(call("open('a.txt', 'w').write('three'); import os; os.mkdir('d'); open('d/b', 'w')"))
+    replay_env, saved = env.fork(), env.snapshot()
+    replay_env.step(call("open('a.txt', 'w').write('three'); import os; os.mkdir('d'); open('d/b', 'w')"))
     assert env.step(call("print(open('a.txt').read())"))[0][0].content == "one"
-    assert twin.step(call("print(open('a.txt').read())"))[0][0].content == "three"
-    assert twin.state()["files"]["d/b"] == 0 and "d/b" not in env.state()["files"]
+    assert replay_env.step(call("print(open('a.txt').read())"))[0][0].content == "three"
+    assert replay_env.state()["files"]["d/b"] == 0 and "d/b" not in env.state()["files"]
     env.step(call("import os; os.remove('a.txt')"))
     assert "a.txt" not in env.state()["files"]
     env.restore(saved)

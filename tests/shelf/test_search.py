@@ -165,10 +165,10 @@ def test_a_fork_goes_its_own_way_and_shares_the_corpus():
     env.reset(seed=4)
     gold = env.gold_turns(env.task)
     play(env, gold[:2])
-    snapshot, twin = env.snapshot(), env.fork()
-    assert twin.corpus is env.corpus
+    snapshot, replay_env = env.snapshot(), env.fork()
+    assert replay_env.corpus is env.corpus
     before = env.state()
-    assert play(twin, gold[2:])[0] == 1.0
+    assert play(replay_env, gold[2:])[0] == 1.0
     assert env.state() == before
     assert play(env, [Message("assistant", "no idea")])[0] == 0.0
     env.restore(snapshot)

@@ -361,9 +361,9 @@ def test_a_fork_goes_its_own_way():
     gold = first_task(env, lambda _, turns: "return_items" in names(turns))
     at = names(gold).index("return_items")
     play(env, gold[:at])
-    snapshot, twin, before = env.snapshot(), env.fork(), env.state()
-    assert play(twin, gold[at:])[0] == 1.0
-    assert env.state() == before and env.now.confirmed and not twin.now.confirmed
+    snapshot, replay_env, before = env.snapshot(), env.fork(), env.state()
+    assert play(replay_env, gold[at:])[0] == 1.0
+    assert env.state() == before and env.now.confirmed and not replay_env.now.confirmed
     assert play(env, [say("No."), say("No."), say("No.")])[0] == 0.0
     env.restore(snapshot)
     assert env.state() == before and play(env, gold[at:])[0] == 1.0

@@ -357,8 +357,8 @@ def test_a_fork_goes_its_own_way_also_with_other_tools():
     gold = first_task(env, lambda task: task.data["requests"][0]["restored"])
     name = env.task.data["requests"][0]["withheld"]
     snapshot, before = env.snapshot(), env.state()
-    twin = env.fork()
-    assert play(twin, gold)[0] == 1.0
+    replay_env = env.fork()
+    assert play(replay_env, gold)[0] == 1.0
     assert env.state() == before and name not in env.toolbox.names
     play(env, [gold[0]])
     assert name in env.toolbox.names

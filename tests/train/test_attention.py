@@ -1,4 +1,4 @@
-"""Packed attention: equal to one row at a time, and never a leak between rows."""
+"""PackedSequences attention: equal to one row at a time, and never a leak between rows."""
 
 from __future__ import annotations
 

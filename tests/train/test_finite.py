@@ -192,7 +192,7 @@ def test_weights_that_are_not_finite_end_the_update(tiny: str, role: str) -> Non
 
 def test_weights_that_are_not_finite_are_neither_published_nor_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop's calls around an update that ends so: none after it."""
-    import agentrl.loop as module
+    import agentrl.run.loop as module
 
     course = Course(made(["steps=4", "checkpoint.every=1"]), tmp_path)
     real = course.session.learner.step

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from publish_parts import trained
 
-from agentrl.backends.embedded import EmbeddedEngine
+from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.cluster.inline import InlinePending
 from agentrl.config.schema import CheckpointConfig, ClusterConfig, WeightsConfig
 from agentrl.reward import Scorer, compile_spec

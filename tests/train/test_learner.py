@@ -14,7 +14,7 @@ from learners import config_of, opened
 from train_batches import make_batch, toy_critic, toy_optim, trajectories
 
 from agentrl.algorithm.anchors import anchors_of
-from agentrl.algorithm.loss.covariance import Picks
+from agentrl.algorithm.loss.covariance import Selection
 from agentrl.batch import collate
 from agentrl.batch.rows import Ragged, jagged
 from agentrl.cluster.launch import launch
@@ -28,9 +28,9 @@ from agentrl.errors import ConfigError
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
 from agentrl.train.init_model import init_model
-from agentrl.train.kl import steered
+from agentrl.train.kl import adapted_kl_coef
 from agentrl.train.learner import Learner, check_learner, with_advantages
-from agentrl.train.minibatch import token_noise, with_picks
+from agentrl.train.minibatch import token_noise, with_selection
 from tests.publishing import weights_of
 
 
@@ -130,10 +130,10 @@ def test_save_and_resume_of_all_roles(tiny: str, tmp_path: Path) -> None:
 
 def test_steering() -> None:
     cfg = KlConfig(coef=0.1, target=2.0, horizon=100)
-    assert steered(0.1, 2.2, 10, cfg) == pytest.approx(0.1 * (1 + 0.1 * 0.1))
-    assert steered(0.1, 50.0, 10, cfg) == pytest.approx(0.1 * (1 + 0.2 * 0.1))
-    assert steered(0.1, 0.0, 10, cfg) == pytest.approx(0.1 * (1 - 0.2 * 0.1))
-    assert steered(0.1, 50.0, 10, KlConfig(coef=0.1)) == 0.1
+    assert adapted_kl_coef(0.1, 2.2, 10, cfg) == pytest.approx(0.1 * (1 + 0.1 * 0.1))
+    assert adapted_kl_coef(0.1, 50.0, 10, cfg) == pytest.approx(0.1 * (1 + 0.2 * 0.1))
+    assert adapted_kl_coef(0.1, 0.0, 10, cfg) == pytest.approx(0.1 * (1 - 0.2 * 0.1))
+    assert adapted_kl_coef(0.1, 50.0, 10, KlConfig(coef=0.1)) == 0.1
 
 
 def test_kl_in_the_reward_is_taken_off_each_token() -> None:
@@ -253,8 +253,8 @@ def test_picked_are_the_tokens_of_the_largest_covariance_over_the_whole_minibatc
     batch["weights"] = jagged(torch.from_numpy(weights).float(), batch["sampled"].offsets())
     logprobs, advantages = (batch[name].values().double().numpy() for name in ("logprobs", "advantages"))
     parts, view = [np.arange(0, 12, 2), np.arange(1, 12, 2)], Ragged.of(batch)
-    largest = with_picks(view, parts, Picks(0.1), seed=0).tokens("picked").numpy()
-    within = with_picks(view, parts, Picks(0.1, -0.05, 0.05), seed=0).tokens("picked").numpy()
+    largest = with_selection(view, parts, Selection(0.1), seed=0).tokens("picked").numpy()
+    within = with_selection(view, parts, Selection(0.1, -0.05, 0.05), seed=0).tokens("picked").numpy()
     for rows in parts:
         mine = np.concatenate([np.arange(offsets[row], offsets[row + 1]) for row in rows])
         mine = mine[weights[mine] > 0]
@@ -266,15 +266,16 @@ def test_picked_are_the_tokens_of_the_largest_covariance_over_the_whole_minibatc
     assert not (largest | within)[~(weights > 0)].any()
 
 
-@pytest.mark.parametrize("picks", [Picks(0.25), Picks(0.25, 0.0, 99.0)])
-def test_picks_do_not_depend_on_the_order_of_rows(tiny: str, picks: Picks) -> None:
+@pytest.mark.parametrize("selection", [Selection(0.25), Selection(0.25, 0.0, 99.0)])
+def test_picks_do_not_depend_on_the_order_of_rows(tiny: str, selection: Selection) -> None:
     from agentrl.batch import select
 
     batch = make_batch(12)
     batch["old_logprobs"] = batch["logprobs"].clone()
     order = list(range(11, -1, -1))
     found = [
-        with_picks(Ragged.of(given), [np.arange(12)], picks, seed=1).row("picked") for given in (batch, select(batch, order))
+        with_selection(Ragged.of(given), [np.arange(12)], selection, seed=1).row("picked")
+        for given in (batch, select(batch, order))
     ]
     for row in range(12):
         assert torch.equal(found[0][row], found[1][order[row]])

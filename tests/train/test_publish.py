@@ -7,7 +7,7 @@ import asyncio
 import torch
 from train_batches import make_batch, toy_optim, trajectories
 
-from agentrl.backends.embedded import EmbeddedEngine
+from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.batch import collate
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch

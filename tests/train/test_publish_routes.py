@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from publish_parts import gap, ledger_of, trained
 from safetensors.torch import load_file
 
-from agentrl.backends.embedded import EmbeddedEngine
-from agentrl.backends.litellm import LiteLlmEngine
+from agentrl.backends.api.engine import LiteLlmEngine
+from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.config.schema import EnvConfig, LoraSection, ModelConfig, SftConfig, TrainConfig, WeightsConfig
 from agentrl.errors import ConfigError, EngineError
 from agentrl.rollout.engine import Engine
-from agentrl.rollout.recording import RecordingEngine
-from agentrl.rollout.replay import ReplayEngine
+from agentrl.rollout.replay.play import ReplayEngine
+from agentrl.rollout.replay.record import RecordingEngine
 from agentrl.train.actor import Actor
 from agentrl.train.publish import Publisher, check_takes_weights, check_weights
 from agentrl.train.source import WeightSource

@@ -13,7 +13,7 @@ import torch
 from publish_parts import Counting, gap, ledger_of, trained
 from transformers import AutoModelForCausalLM
 
-from agentrl.backends.vllm import VllmEngine
+from agentrl.backends.vllm.engine import VllmEngine
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config.schema import ClusterConfig, InitModelConfig, LoraSection, ModelConfig, VllmConfig, WeightsConfig

@@ -18,7 +18,7 @@ from agentrl import executors
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import ClusterConfig, EnvConfig, TrainConfig
 from agentrl.executors import in_thread
-from agentrl.loop import make_batch
+from agentrl.run.loop import make_batch
 from agentrl.train.actor import Actor
 from agentrl.train.learner import Learner
 from agentrl.trajectory import Group, Task, TokenLedger, Trajectory

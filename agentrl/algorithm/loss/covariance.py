@@ -1,7 +1,7 @@
 """Clip-Cov and KL-Cov (Cui et al. 2025, arXiv:2505.22617): hold back the few tokens that drive entropy down.
 
 Those tokens have a high covariance of log-probability and advantage. Which ones they are is decided over
-a whole minibatch and all ranks before its first micro-batch (`Picks`), so it does not depend on packing.
+a whole minibatch and all ranks before its first micro-batch (`Selection`), so it does not depend on packing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Coefficient = Annotated[float, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
-class Picks:
+class Selection:
     """Which tokens of a minibatch to pick: `share` of all tokens, at random among those whose covariance
     lies in (low, high), or (where `low` is None) those with the largest covariance."""
 
@@ -62,12 +62,12 @@ def kl_cov(batch: LossInput, *, share: Share = 2e-3, coefficient: Coefficient = 
     return LossOutput(-batch.advantages * ratio + penalty, {"ratio": ratio.detach(), "picked": picked.float()})
 
 
-def picks_of(name: str, args: Mapping[str, Any]) -> Picks | None:
+def selection_of(name: str, args: Mapping[str, Any]) -> Selection | None:
     """What the loss of that name and arguments needs picked, or None."""
     if "picked" not in POLICY_LOSSES.entry(name).needs:
         return None
     given = POLICY_LOSSES.arguments(name, args)
-    return Picks(given["share"], given.get("low"), given.get("high"))
+    return Selection(given["share"], given.get("low"), given.get("high"))
 
 
 def _picked(batch: LossInput) -> torch.Tensor:

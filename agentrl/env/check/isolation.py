@@ -63,20 +63,20 @@ def check_fork(subject: Subject) -> str:
         half = len(turns) // 2
         if any(env.step(turn)[2] for turn in turns[:half]):
             continue  # sampled turns may end an episode early; there is nothing to go on with then
-        before, snapshot, twin = view(env), env.snapshot(), env.fork()
-        if view(twin) != before:
+        before, snapshot, replay_env = view(env), env.snapshot(), env.fork()
+        if view(replay_env) != before:
             raise CheckFailed(f"seed {seed}: a fork after {half} turns is not equal to its parent")
-        _play(twin, turns[half:])
+        _play(replay_env, turns[half:])
         if view(env) != before:
             raise CheckFailed(f"seed {seed}: playing the fork changed its parent")
         _play(env, turns[half:])
-        if view(env) != view(twin):
+        if view(env) != view(replay_env):
             raise CheckFailed(f"seed {seed}: parent and fork end differently after the same turns")
         env.restore(snapshot)
         if view(env) != before:
             raise CheckFailed(f"seed {seed}: restore did not go back to the snapshot")
         env.close()
-        twin.close()
+        replay_env.close()
         forked += 1
     if not forked:
         raise Skipped("every episode ended before its middle")

@@ -23,7 +23,7 @@ class Skipped(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckFinding:
     """The outcome of one check. `ok` is None where it does not apply."""
 
     check: str

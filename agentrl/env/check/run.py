@@ -10,7 +10,7 @@ from agentrl.env.check.faults import check_crash, check_hang, check_teardown
 from agentrl.env.check.fuzz import check_fuzz
 from agentrl.env.check.isolation import check_fork, check_instances
 from agentrl.env.check.leaks import check_leaks
-from agentrl.env.check.report import CheckFailed, Finding, Skipped, Subject
+from agentrl.env.check.report import CheckFailed, CheckFinding, Skipped, Subject
 from agentrl.env.check.scores import check_exploits, check_gold, check_order
 
 Check = Callable[[Subject], str]
@@ -33,7 +33,7 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def check_all(subject: Subject, only: Iterable[str] | None = None) -> list[Finding]:
+def check_all(subject: Subject, only: Iterable[str] | None = None) -> list[CheckFinding]:
     """Run the checks (those named in `only`) and report every outcome; raises nothing the environment did.
 
     Raises KeyError for an unknown name in `only`.
@@ -42,7 +42,7 @@ def check_all(subject: Subject, only: Iterable[str] | None = None) -> list[Findi
     return [_run(name, CHECKS[name], subject) for name in names]
 
 
-def _run(name: str, check: Check, subject: Subject) -> Finding:
+def _run(name: str, check: Check, subject: Subject) -> CheckFinding:
     began = time.perf_counter()
     ok: bool | None
     try:
@@ -54,4 +54,4 @@ def _run(name: str, check: Check, subject: Subject) -> Finding:
     except Exception as fault:
         # The environment is somebody's code under test: whatever it raises is the finding.
         ok, evidence = False, f"raised {type(fault).__name__}: {fault}"
-    return Finding(name, ok, evidence, time.perf_counter() - began)
+    return CheckFinding(name, ok, evidence, time.perf_counter() - began)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, ClassVar
 
-from agentrl.reward.leaf import Args, Context, Leaf, Reading, need_twin, object_schema, or_ref
+from agentrl.reward.leaf import Args, Context, Leaf, Reading, need_replay_env, object_schema, or_ref
 from agentrl.reward.leaves.text import contained, wanted_texts
 from agentrl.reward.replay import replay_answers
 from agentrl.reward.values import NORMALIZERS, brief
@@ -18,7 +18,7 @@ class ResultsContains(Leaf):
     kind: ClassVar[str] = "results.contains"
     formula: ClassVar[str] = (
         "expect: as text.contains, over the answers of the calls made (errors left out). replay: 1 where "
-        "every answer that the gold calls get on a twin was also got here (as a multiset; in a round: up to "
+        "every answer that the gold calls get on a replay environment was also got here (as a multiset; in a round: up to "
         "its end), "
         "credit=partial: the share that was"
     )
@@ -41,7 +41,7 @@ class ResultsContains(Leaf):
         super().__init__(args, context)
         if args.get("credit") == "partial" and args.get("mode") == "any":
             raise ValueError("credit: partial counts all expected texts; it does not go with mode: any")
-        need_twin(args, context)
+        need_replay_env(args, context)
         if "replay" in args and ("mode" in args or "word" in args):
             raise ValueError("replay: compares whole answers; mode and word have no effect")
 

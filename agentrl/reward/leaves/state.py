@@ -13,7 +13,7 @@ from agentrl.reward.leaf import (
     Leaf,
     Reading,
     UnscorableError,
-    need_twin,
+    need_replay_env,
     object_schema,
     or_ref,
 )
@@ -44,7 +44,7 @@ def _canonical(value: Json) -> Json:
 
 
 class StateMatch(Leaf):
-    """Whether the final state is the expected one: a literal, or what the gold calls lead to on a twin."""
+    """Whether the final state is the expected one: a literal, or what the gold calls lead to on a replay environment."""
 
     kind: ClassVar[str] = "state.match"
     formula: ClassVar[str] = (
@@ -81,7 +81,7 @@ class StateMatch(Leaf):
         only_fields = sorted({"credit", "compare", "strings", "abs", "rel"} & set(args))
         if self.by == "hash" and only_fields:
             raise ValueError(f"{only_fields[0]}: has no effect with by: hash (use by: fields)")
-        need_twin(args, context)
+        need_replay_env(args, context)
         self.path = parse_pointer(args.get("path", ""))
         self.ignore = [parse_pointer(pointer) for pointer in args.get("ignore", [])]
         normalize = NORMALIZERS[args.get("strings", "exact")]

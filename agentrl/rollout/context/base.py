@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from agentrl.config import Choice
 from agentrl.registry import Registry
 from agentrl.trajectory import Message
 
@@ -68,3 +69,9 @@ class Stop(ContextPolicy):
 def turns_of(messages: Sequence[Message]) -> list[int]:
     """Where the assistant's turns stand in a conversation."""
     return [index for index, message in enumerate(messages) if message.role == "assistant"]
+
+
+def make_context(choice: Choice) -> ContextPolicy:
+    """A context policy. Raises ConfigError for an unknown name or argument, naming the nearest."""
+    context: ContextPolicy = CONTEXTS.bind(choice.name, choice.args)()
+    return context

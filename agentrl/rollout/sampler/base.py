@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.config import Choice
 from agentrl.registry import Registry
 from agentrl.rollout.seeds import derive
 
@@ -24,7 +25,7 @@ class TaskChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class GroupOutcome:
     """How one group went: the share (0..1) of successes among its members."""
 
     index: int
@@ -53,7 +54,7 @@ class TaskSampler(ABC):
     def choose(self, run_seed: int, index: int) -> TaskChoice:
         """The task of group `index`."""
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:  # noqa: B027 - most samplers learn nothing
+    def observe(self, outcomes: Sequence[GroupOutcome]) -> None:  # noqa: B027 - most samplers learn nothing
         """Learn from the groups that came back since the last update (also filtered ones, which are an
         outcome too), by ascending number. Nothing by default."""
 
@@ -81,3 +82,9 @@ def fresh_seed(run_seed: int, index: int) -> int:
 def uniform(run_seed: int, index: int, purpose: str) -> float:
     """A number in [0, 1) that hangs on its arguments alone."""
     return derive(run_seed, purpose, index) / 2**63
+
+
+def make_sampler(choice: Choice) -> TaskSampler:
+    """A new sampler. Raises ConfigError for an unknown name or argument, naming the nearest."""
+    sampler: TaskSampler = SAMPLERS.bind(choice.name, choice.args)()
+    return sampler

@@ -9,7 +9,7 @@ from typing import Any
 
 from agentrl.catalog import EnvRef
 from agentrl.errors import ConfigError
-from agentrl.rollout.sampler.base import Outcome, TaskChoice, TaskSampler
+from agentrl.rollout.sampler.base import GroupOutcome, TaskChoice, TaskSampler
 from agentrl.rollout.sampler.pool import pool_seeds
 
 
@@ -19,7 +19,7 @@ class TaskSource:
     def __init__(self, env: EnvRef, sampler: TaskSampler, name: str, run_seed: int) -> None:
         self.env, self.sampler, self.name, self.run_seed = env, sampler, name, run_seed
         self._drawn: dict[int, TaskChoice] = {}
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[GroupOutcome] = []
         self._envs: dict[str, EnvRef] = {}
         self._pool: Sequence[int] | None = None
 
@@ -56,7 +56,7 @@ class TaskSource:
         member it is known."""
         choice = self._drawn.pop(index)
         if success is not None:
-            self._outcomes.append(Outcome(index, choice.bucket, success))
+            self._outcomes.append(GroupOutcome(index, choice.bucket, success))
 
     def forget(self, index: int) -> None:
         """A group that failed, went stale or was cancelled says nothing about its task."""
@@ -89,4 +89,4 @@ class TaskSource:
         self.pool()
         self.sampler.load(state["state"])
         self._drawn = {int(index): TaskChoice(**choice) for index, choice in state["drawn"].items()}
-        self._outcomes = [Outcome(**outcome) for outcome in state["outcomes"]]
+        self._outcomes = [GroupOutcome(**outcome) for outcome in state["outcomes"]]

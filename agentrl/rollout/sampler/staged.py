@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from agentrl.errors import ConfigError
-from agentrl.rollout.sampler.base import SAMPLERS, Outcome, TaskChoice, TaskSampler, fresh_seed, uniform
+from agentrl.rollout.sampler.base import SAMPLERS, GroupOutcome, TaskChoice, TaskSampler, fresh_seed, uniform
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class StagedSampler(TaskSampler):
             stage = int(uniform(run_seed, index, "stage") * stage)
         return TaskChoice(fresh_seed(run_seed, index), self.stages[stage], str(stage))
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
+    def observe(self, outcomes: Sequence[GroupOutcome]) -> None:
         for outcome in outcomes:
             if outcome.bucket != str(self._stage):
                 continue

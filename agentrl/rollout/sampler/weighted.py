@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from agentrl.errors import ConfigError
-from agentrl.rollout.sampler.base import SAMPLERS, Outcome, TaskChoice, TaskSampler, fresh_seed, uniform
+from agentrl.rollout.sampler.base import SAMPLERS, GroupOutcome, TaskChoice, TaskSampler, fresh_seed, uniform
 
 SHOWN = 16
 """With more arms than this the metrics tell of all together, not of each."""
@@ -68,7 +68,7 @@ class SuccessWeightedSampler(TaskSampler):
             return TaskChoice(self._seeds[place], {}, self._arms[place])
         return TaskChoice(fresh_seed(run_seed, index), self.buckets[place], self._arms[place])
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
+    def observe(self, outcomes: Sequence[GroupOutcome]) -> None:
         for outcome in outcomes:
             arm = outcome.bucket
             self._sums[arm] = self.decay * self._sums[arm] + outcome.success

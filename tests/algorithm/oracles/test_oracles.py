@@ -244,9 +244,9 @@ def check_metrics_of_the_losses(seed: int) -> None:
     close(cut["ratio"], r, 1e-9)
     assert cut["clip_fraction"].tolist() == ((r < 0.5) | (r > 1.28)).tolist()
     close(bound(policy_loss, "sapo", {})(given_to).metrics["ratio"], r, 1e-9)
-    picks = bound(policy_loss, "kl_cov", {})(given_to).metrics
-    close(picks["ratio"], r, 1e-9)
-    assert picks["picked"].tolist() == tokens.picked[tokens.there].tolist()
+    selection = bound(policy_loss, "kl_cov", {})(given_to).metrics
+    close(selection["ratio"], r, 1e-9)
+    assert selection["picked"].tolist() == tokens.picked[tokens.there].tolist()
     assert bound(policy_loss, "clip_cov", {})(given_to).metrics["picked"].tolist() == tokens.picked[tokens.there].tolist()
     mean = np.repeat(losses.held(losses.mean_of_row(tokens, tokens.new - tokens.old)), tokens.there.sum(1))
     close(bound(policy_loss, "gspo", {})(given_to).metrics["ratio"], mean, 1e-9)

@@ -1,0 +1,50 @@
+"""An environment of its own for a neighbouring platform, whose dependencies do not fit agentrl's extras.
+
+    python .ci/integrations.py NAME      makes .neighbours/NAME and prints its interpreter
+
+`verifiers` and `openenv` hold the extra of that name and what agentrl's environments need; the constraints come
+from pyproject.toml. `trl` and `verifiers-latest` are peers of the benchmarks only, at the versions that these
+compare with. A finished environment is not made again.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NEEDED = {"gymnasium", "jsonschema", "pydantic", "regex", "tomli-w"}
+# Installed in this order: torch first and exactly, so that nothing after it brings another build of torch.
+PEERS = {
+    "trl": [["torch==2.13.0"], ["trl==1.16.0", "transformers==5.19.0", "jmespath"]],
+    "verifiers-latest": [["verifiers==0.4.0", "uv"]],
+}
+
+
+def extra(name: str) -> list[list[str]]:
+    """What the extra `name` of pyproject.toml asks for, with what agentrl's environments need."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    core = [line for line in project["dependencies"] if re.split(r"[<>=\[]", line)[0] in NEEDED]
+    return [[*project["optional-dependencies"][name], *core, "tokenizers"]]
+
+
+def main(name: str) -> None:
+    folder = ROOT / ".neighbours" / name
+    python = folder / "bin" / "python"
+    installs = PEERS[name] if name in PEERS else extra(name)
+    wanted = repr(installs)
+    done = folder / "installed"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    if not done.exists() or done.read_text() != wanted:
+        for packages in installs:
+            subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True, stdout=sys.stderr)
+        done.write_text(wanted)
+    print(python)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

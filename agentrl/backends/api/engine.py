@@ -1,0 +1,288 @@
+"""Any API model through litellm, for evaluation only.
+
+An API takes and gives messages, not token ids. To run in the same episode loop, `ApiRenderer` gives every
+message a number and `LiteLlmEngine` reads the conversation back from the numbers: one id stands for one
+message, nothing else. Such ledgers hold no tokens and no probabilities, so nothing can be trained on them:
+`publish` refuses. Budgets in tokens count messages here; bound such runs by turns. The provider's own count of
+tokens, and what they cost, come back as `Generation.usage`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from agentrl.backends.openai.messages import unique_ids, write_message
+from agentrl.config.schema import ApiConfig
+from agentrl.errors import DependencyError, EngineError, RenderError, UserError
+from agentrl.executors import in_thread
+from agentrl.render.base import Renderer
+from agentrl.render.toolcalls import call_from_json, malformed, strict_json
+from agentrl.reward.judge.load import load_litellm
+from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Underway, Usage
+from agentrl.trajectory import Json, Message, ToolCall
+
+
+class Transcript:
+    """Numbers for messages: what the renderer and the engine of one API model share. Equal messages have one number.
+
+    `on_new` hears of every new one; `entries` are known from the start, under their numbers.
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[int, dict[str, Json]] | None = None,
+        on_new: Callable[[int, Json], None] = lambda number, entry: None,
+    ) -> None:
+        self._entries: dict[int, dict[str, Json]] = dict(entries or {})
+        self._numbers = {_text(entry): number for number, entry in self._entries.items()}
+        self._next = max(self._entries, default=-1) + 1
+        self.on_new = on_new
+
+    def add(self, entry: dict[str, Json]) -> int:
+        """The number of the entry."""
+        text = _text(entry)
+        number = self._numbers.get(text)
+        if number is None:
+            number = self._numbers[text] = self._next
+            self._next += 1
+            self._entries[number] = entry
+            self.on_new(number, entry)
+        return number
+
+    def get(self, number: int) -> dict[str, Json]:
+        """Raises EngineError for an id that this transcript did not give."""
+        if number not in self._entries:
+            raise EngineError(f"{number} is no message of this API model's transcript")
+        return self._entries[number]
+
+
+def _text(entry: Json) -> str:
+    return json.dumps(entry, sort_keys=True, ensure_ascii=False)
+
+
+class ApiRenderer(Renderer):
+    """One id a message; see the module."""
+
+    def __init__(self, transcript: Transcript) -> None:
+        self._transcript = transcript
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return ()
+
+    def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        head = self._transcript.add({"tools": [dict(tool) for tool in tools]})
+        return [head, *(self._transcript.add({"message": _row(message)}) for message in messages)]
+
+    def extend(self, finish: str, messages: Sequence[Message]) -> list[int]:
+        if any(message.role == "assistant" for message in messages):
+            raise RenderError("an assistant turn is sampled, never appended as a message")
+        return [self._transcript.add({"message": _row(message)}) for message in messages]
+
+    def parse(self, token_ids: Sequence[int], finish: str) -> Message:
+        if not token_ids:
+            return Message("assistant")
+        row = self._transcript.get(token_ids[-1])["turn"]
+        return Message(**{**row, "tool_calls": tuple(ToolCall(**call) for call in row["tool_calls"])})
+
+    def assistant(self, message: Message) -> list[int]:
+        raise UserError("an API model has no token ids: scripted turns cannot be trained on it")
+
+
+class LiteLlmEngine(Engine):
+    """Asks an API model; `renderer` is the one to run it with."""
+
+    untrainable = "an API model gives no token ids and takes no weights; it can be evaluated: agentrl eval ENV --model api:NAME"
+
+    def __init__(
+        self,
+        model: str,
+        cfg: ApiConfig,
+        *,
+        backoff: float = 0.5,
+        options: Mapping[str, Any] | None = None,
+        transcript: Transcript | None = None,
+    ) -> None:
+        """`model` in litellm's form, such as `openai/gpt-5-mini`. `options` go to litellm as they are (`api_key`, ...).
+        Between attempts it waits what the server's Retry-After says, else `backoff` seconds doubled each time; if that is
+        longer than `cfg.max_wait`, it gives up. Raises DependencyError without the extra."""
+        if importlib.util.find_spec("litellm") is None:
+            raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
+        self._model, self._cfg, self._backoff = model, cfg, backoff
+        self._options = {**({"api_base": cfg.base} if cfg.base else {}), **(options or {})}
+        self._gate = asyncio.Semaphore(cfg.concurrency)
+        self._transcript = transcript or Transcript()
+        self._running: dict[str, set[asyncio.Task[Any]]] = {}
+        self._begun: dict[str, float | None] = {}
+        self._prompt_tokens = self._sampled_tokens = self._attempts = 0
+        self.renderer = ApiRenderer(self._transcript)
+
+    async def start(self) -> None:
+        # litellm takes seconds to import; other engines start meanwhile.
+        litellm = await in_thread("load", load_litellm)
+        litellm.telemetry = False
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        """One id: the answer's message. Raises EngineError where the API fails after its retries."""
+        if sampling.top_k:
+            raise EngineError("API models take no top_k")
+        messages: list[dict[str, Json]] = []
+        tools: list[dict[str, Json]] = []
+        for number in token_ids:
+            entry = self._transcript.get(number)
+            tools = entry.get("tools", tools)
+            if "message" in entry:
+                messages.append(entry["message"])
+        task = asyncio.ensure_future(self._ask(messages, tools, sampling, request_key))
+        self._begun[request_key] = None
+        self._running.setdefault(request_key, set()).add(task)
+        try:
+            answer = await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                task.cancel()
+                raise
+            return Generation([], [], [], "abort")
+        finally:
+            self._running[request_key].discard(task)
+            self._begun.pop(request_key, None)
+        return self._read(answer, sum(1 for row in messages if row["role"] == "assistant"))
+
+    def progress(self, request_key: str) -> Underway | None:
+        """Seconds since the call left this engine's own queue. Nobody knows whether tokens come."""
+        if request_key not in self._begun:
+            return None
+        began = self._begun[request_key]
+        return Underway(0.0 if began is None else time.monotonic() - began, 0)
+
+    async def abort(self, request_key: str) -> None:
+        for task in self._running.pop(request_key, set()):
+            task.cancel()
+
+    async def stats(self) -> EngineStats:
+        running = sum(len(tasks) for tasks in self._running.values())
+        return EngineStats(
+            running=running,
+            prompt_tokens=self._prompt_tokens,
+            sampled_tokens=self._sampled_tokens,
+            extra={"attempts": self._attempts},
+        )
+
+    async def close(self) -> None:
+        for key in list(self._running):
+            await self.abort(key)
+
+    async def _ask(self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], sampling: Sampling, key: str) -> Any:
+        """The answer of the first attempt that gets one. Raises EngineError: its first word is the error's class."""
+        options = {**self._options, **({"tools": tools} if tools else {})}
+        if sampling.top_p < 1:
+            options["top_p"] = sampling.top_p
+        for attempt in range(self._cfg.retries + 1):
+            try:
+                async with self._gate:
+                    self._attempts += 1
+                    self._begun[key] = self._begun.get(key) or time.monotonic()
+                    return await load_litellm().acompletion(
+                        model=self._model,
+                        messages=messages,
+                        temperature=sampling.temperature,
+                        max_tokens=sampling.max_tokens,
+                        timeout=self._cfg.timeout,
+                        num_retries=0,
+                        max_retries=0,
+                        **options,
+                    )
+            except Exception as problem:  # what litellm raises has no common base of its own
+                wait = self._wait(problem, attempt)
+                if wait is None:
+                    text = " ".join(str(problem).split())[:300]
+                    raise EngineError(f"{type(problem).__name__}: {self._model}: {text} ({attempt + 1} attempts)") from problem
+                await asyncio.sleep(wait)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _wait(self, problem: Exception, attempt: int) -> float | None:
+        """Seconds until the next attempt; None where there is none, or it would not help."""
+        import openai  # litellm's own dependency: its errors are openai's
+
+        passing = (openai.RateLimitError, openai.APIConnectionError, openai.InternalServerError)
+        if attempt == self._cfg.retries or not isinstance(problem, passing):
+            return None
+        wait = self._backoff * 2**attempt * random.uniform(0.75, 1.25)
+        if isinstance(problem, openai.APIStatusError):
+            # litellm makes a response of its own; the server's headers it keeps beside it, where there were any.
+            headers = vars(problem).get("litellm_response_headers") or problem.response.headers
+            wait = max(wait, retry_after(headers) or 0.0)
+        return wait if wait <= self._cfg.max_wait else None
+
+    def _read(self, answer: Any, turn: int) -> Generation:
+        if not answer.choices:
+            raise EngineError(f"NoAnswer: {self._model}: the response has no choices")
+        choice = answer.choices[0]
+        calls = tuple(_call(item, index) for index, item in enumerate(choice.message.tool_calls or []))
+        message = unique_ids(Message("assistant", choice.message.content or "", calls), turn)
+        number = self._transcript.add({"message": write_message(message), "turn": asdict(message)})
+        usage = Usage(answer.usage.prompt_tokens or 0, answer.usage.completion_tokens or 0, self._usd(answer))
+        self._prompt_tokens += usage.prompt_tokens
+        self._sampled_tokens += usage.sampled_tokens
+        finish: Finish = "length" if choice.finish_reason == "length" else "stop"
+        return Generation([number], [0.0], [0], finish, usage)
+
+    def _usd(self, answer: Any) -> float | None:
+        """What the call cost; None where nobody knows the price, or the provider counted nothing."""
+        usage = answer.usage
+        if not usage.prompt_tokens:
+            return None
+        if self._cfg.usd_per_million is not None:
+            prompt, sampled = self._cfg.usd_per_million
+            return float(usage.prompt_tokens * prompt + usage.completion_tokens * sampled) / 1e6
+        litellm = load_litellm()
+        names = (self._model, self._model.partition("/")[2])
+        known = next((name for name in names if "input_cost_per_token" in litellm.model_cost.get(name, {})), None)
+        # litellm's own sum knows the cheaper prices of cached prompt tokens.
+        return None if known is None else float(litellm.completion_cost(answer, model=known))
+
+
+def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> float | None:
+    """Seconds that a Retry-After header (RFC 9110, section 10.2.3: seconds or a date) asks to wait; None without one."""
+    text = headers.get("retry-after")
+    if text is None:
+        return None
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        pass
+    try:
+        until = parsedate_to_datetime(text)
+    except ValueError:
+        return None
+    return max(0.0, (until - (now or datetime.now(UTC))).total_seconds())
+
+
+def _call(item: Any, index: int) -> ToolCall:
+    text = item.function.arguments or "{}"
+    try:
+        arguments, end = strict_json(text)
+        if text[end:].strip():
+            raise ValueError("text after the object")
+    except ValueError as problem:
+        return malformed(f"call_{index}", text, f"not valid JSON: {problem}", item.function.name or "")
+    return call_from_json({"name": item.function.name, "arguments": arguments}, f"call_{index}", text)
+
+
+def _row(message: Message) -> dict[str, Json]:
+    if message.role == "assistant":
+        return write_message(message)
+    row: dict[str, Json] = {"role": message.role, "content": message.content}
+    if message.role == "tool":
+        row["tool_call_id"] = message.tool_call_id
+    return row

@@ -1,0 +1,161 @@
+"""Attention over slots, as an attention function of transformers: every model that takes its attention
+from `AttentionInterface` runs on it unchanged.
+
+A step's tokens come as one flat row [1, T], prefill and decode together. A `AttentionPlan` says which of them
+belong to which slot; the function stores their keys and values there and attends each token to its own
+slot up to its own position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from agentrl.backends.embedded.kv_cache import Pool, Sequence
+from agentrl.errors import ModelError
+
+NAME = "agentrl_slots"
+
+
+class Span:
+    """Tokens of several sequences of one pool that attend together.
+
+    Row i holds `counts[i]` tokens of one slot, from position `starts[i]` on; the tokens lie flat, row
+    after row, at `[offset, offset + tokens)`. `parts` must be sorted by slot.
+    """
+
+    def __init__(self, pool: Pool, offset: int, parts: Seq[tuple[Sequence, int]], device: torch.device) -> None:
+        self.pool, self.offset = pool, offset
+        slots = [sequence.slot for sequence, _ in parts]
+        first = [sequence.computed for sequence, _ in parts]
+        counts = [count for _, count in parts]
+        self.tokens = sum(counts)
+        self.width = max(counts)
+        self.longest = max(start + count for start, count in zip(first, counts, strict=True))
+        self.slots = torch.tensor(slots, device=device)
+        self.starts = torch.tensor(first, device=device)
+        self._masks: dict[int | None, Tensor] = {}
+        if self.width == 1:
+            self._lay_out_decode(slots)
+        else:
+            self._lay_out_prefill(counts)
+
+    def _lay_out_decode(self, slots: list[int]) -> None:
+        """One token a row. Where most slots from the lowest to the highest take part, all of them do (the
+        idle ones look at position 0 and are dropped), so that keys and values are read in place."""
+        self.token_slots, self.positions = self.slots, self.starts
+        reach = slots[-1] + 1 - slots[0]
+        self.view = slice(slots[0], slots[-1] + 1) if reach < 2 * len(slots) else None
+        self.scatter = None if self.view is None or reach == len(slots) else self.slots - slots[0]
+        if self.scatter is not None:
+            self.starts = self.starts.new_zeros(reach).index_copy_(0, self.scatter, self.starts)
+
+    def _lay_out_prefill(self, counts: list[int]) -> None:
+        lengths = torch.tensor(counts, device=self.slots.device)
+        steps = torch.arange(self.width, device=lengths.device)
+        self.real = steps < lengths.unsqueeze(1)
+        self.padded = torch.where(self.real, (lengths.cumsum(0) - lengths).unsqueeze(1) + steps, 0)
+        self.token_slots = self.slots.repeat_interleave(lengths)
+        self.positions = (self.starts.unsqueeze(1) + steps)[self.real]
+        self.view, self.scatter = None, None
+
+    def cached(self, kv: Tensor) -> Tensor:
+        """Keys and values [2, rows, heads, longest, dim] of a layer's [2, slots, heads, capacity, dim]."""
+        kv = kv[:, :, :, : self.longest]
+        return kv.index_select(1, self.slots) if self.view is None else kv[:, self.view]
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive mask [rows, 1, width, longest]: 0 where a token may look, -inf elsewhere."""
+        if window not in self._masks:
+            keys = torch.arange(self.longest, device=self.slots.device)
+            queries = self.starts.unsqueeze(1) + torch.arange(self.width, device=keys.device)
+            distance = queries.unsqueeze(2) - keys
+            blocked = distance < 0
+            if window is not None:
+                blocked |= distance >= window
+            bias = torch.zeros(blocked.shape, dtype=dtype, device=keys.device)
+            self._masks[window] = bias.masked_fill_(blocked, float("-inf")).unsqueeze(1)
+        return self._masks[window]
+
+
+class AttentionPlan:
+    """One step: its spans, in the order in which their tokens lie in the flat row."""
+
+    def __init__(self, spans: list[Span]) -> None:
+        self.spans = spans
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    *,
+    slot_plan: AttentionPlan,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """`query` [1, heads, T, dim], `key` and `value` [1, kv heads, T, dim] -> ([1, T, heads, dim], None)."""
+    for name in ("softcap", "s_aux", "position_bias"):
+        if other.get(name) is not None:
+            raise ModelError(f"the embedded engine does not know attention with {name!r}; use engine = vllm")
+    layer = cast(int, module.layer_idx)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    outputs = []
+    for span in slot_plan.spans:
+        flat = slice(span.offset, span.offset + span.tokens)
+        kv = span.pool.kv[:, layer]
+        kv[0][span.token_slots, :, span.positions] = key[0, :, flat].transpose(0, 1)
+        kv[1][span.token_slots, :, span.positions] = value[0, :, flat].transpose(0, 1)
+        q = query[0, :, flat].transpose(0, 1)
+        mask = span.mask(sliding_window, query.dtype)
+        attend_span = _decode if span.width == 1 else _prefill
+        outputs.append(attend_span(span, q, span.cached(kv), mask, scale))
+    return torch.cat(outputs).unsqueeze(0), None
+
+
+def _decode(span: Span, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """`query` [rows, heads, dim] -> the same shape. The query heads that share a key head are laid out as
+    its query positions."""
+    _, rows, kv_heads, length, dim = kv.shape
+    if span.scatter is not None:
+        query = query.new_zeros(rows, *query.shape[1:]).index_copy_(0, span.scatter, query)
+    query = query.reshape(rows, kv_heads, -1, dim)
+    if query.device.type == "cpu" and query.dtype == torch.float32:
+        # On a CPU and for one query a key head, two batched products beat the fused kernel twofold.
+        key, value = kv[0].reshape(-1, length, dim), kv[1].reshape(-1, length, dim)
+        bias = mask.expand(-1, kv_heads, -1, -1).reshape(-1, 1, length)
+        scores = torch.baddbmm(bias, query.reshape(rows * kv_heads, -1, dim), key.transpose(1, 2), alpha=scale)
+        out = torch.bmm(torch.softmax(scores, dim=-1), value)
+    else:
+        out = F.scaled_dot_product_attention(query, kv[0], kv[1], attn_mask=mask, scale=scale)
+    out = out.reshape(rows, -1, dim)
+    return out if span.scatter is None else out.index_select(0, span.scatter)
+
+
+def _prefill(span: Span, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """`query` [tokens, heads, dim] -> the same shape; rows are padded to the widest of the span."""
+    padded = query[span.padded].transpose(1, 2)
+    out = F.scaled_dot_product_attention(
+        padded, kv[0], kv[1], attn_mask=mask, scale=scale, enable_gqa=padded.shape[1] != kv.shape[2]
+    )
+    return out.transpose(1, 2)[span.real]
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The plan carries the mask."""
+
+
+def register() -> None:
+    """Make `attend` known to transformers under `NAME`; idempotent."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, _no_mask)

@@ -1,0 +1,261 @@
+"""The embedded engine: continuous batching with a KV cache in this process, for any causal language model
+whose attention goes through transformers' `AttentionInterface`.
+
+It needs nothing beyond the core dependencies. Steps run on the asyncio loop itself, with one turn of the
+loop between two of them, so a run whose tools are coroutines without clocks or threads forms the same
+batches every time and samples the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from agentrl.backends.embedded.kv_cache import Slots
+from agentrl.backends.embedded.model import EmbeddedModel
+from agentrl.backends.embedded.scheduler import Batcher, Request
+from agentrl.errors import EngineError, ResourceError
+from agentrl.executors import in_thread
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway
+from agentrl.weights.bucket import Bucket
+from agentrl.weights.route import Offer, Receiver
+from agentrl.weights.routes import open_receiver
+from agentrl.weights.target import Adapter, WakeStage, WeightTarget
+
+
+class EmbeddedEngine(Engine, WeightTarget):
+    """See the module. Single-threaded: use it from one event loop only."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str = "float32",
+        max_slots: int = 256,
+        max_context: int | None = None,
+        kv_cache_mib: int = 2048,
+        step_tokens: int = 2048,
+        device: str | None = None,
+    ) -> None:
+        """`max_slots`: episodes held at once, running or idle. `max_context`: tokens of an episode (the
+        model's own limit, or what the cache holds, by default). `kv_cache_mib`: upper limit of the cache;
+        it grows on demand. `step_tokens`: prompt tokens computed in one step. `device`: "cpu", "cuda", ...
+        (a GPU where there is one, by default).
+        """
+        self._path, self._dtype = model_path, dtype
+        self._max_slots, self._max_context = max_slots, max_context
+        self._limit = kv_cache_mib << 20
+        self._step_tokens = step_tokens
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._model: EmbeddedModel | None = None
+        self._batcher: Batcher | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._under_way: dict[str, Request] = {}
+        self._wake = asyncio.Event()
+        self._paused = False
+        self._unfit: str | None = None
+        self._asleep = self._arriving = False
+        self._receiver: Receiver | None = None
+        self._prompt_tokens = 0
+
+    async def start(self) -> None:
+        """Load the model. Raises ModelError or, where one episode does not fit the cache, ResourceError."""
+        model = EmbeddedModel(self._path, self._dtype, self._device)
+        room = self._limit // model.shape.token_bytes
+        context = self._max_context or min(model.positions, room)
+        if context > room:
+            raise ResourceError(f"one episode of {context} tokens does not fit kv_cache_mib = {self._limit >> 20}")
+        if context > model.positions:
+            raise ResourceError(f"max_context = {context}, but the model ends at {model.positions} positions")
+        self._context = context
+        slots = Slots(model.shape, context, self._limit)
+        self._model = model
+        self._batcher = Batcher(model, slots, self._max_slots, self._step_tokens)
+        self._task = asyncio.create_task(self._run(), name="embedded-engine")
+
+    async def generate(self, token_ids: Seq[int], sampling: Sampling, request_key: str) -> Generation:
+        batcher = self._ready()
+        prompt = list(token_ids)
+        self._check(prompt, sampling)
+        self._prompt_tokens += len(prompt)
+        budget = min(sampling.max_tokens, self._context - len(prompt))
+        request = Request(
+            key=request_key,
+            tokens=prompt,
+            prompt=len(prompt),
+            sampling=sampling,
+            uniforms=_stream(sampling.seed).random(budget),
+            done=asyncio.get_running_loop().create_future(),
+        )
+        batcher.waiting.append(request)
+        self._under_way[request_key] = request
+        self._wake.set()
+        try:
+            return await request.done
+        except asyncio.CancelledError:
+            batcher.drop(request)
+            raise
+        finally:
+            if self._under_way.get(request_key) is request:
+                del self._under_way[request_key]
+
+    def progress(self, request_key: str) -> Underway | None:
+        request = self._under_way.get(request_key)
+        return None if request is None else Underway(request.active_s, len(request.logprobs))
+
+    async def pause(self) -> None:
+        self._paused = True
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._wake.set()
+
+    def members(self) -> tuple[str, ...]:
+        return ("this process",)
+
+    async def attach(self, offer: Offer) -> None:
+        # A thread: joining a group waits for the other side.
+        receiver = await in_thread("weights", open_receiver, offer, 0)
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = receiver
+
+    async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
+        batcher, model = self._awake()
+        if self._receiver is None:
+            raise EngineError("no route for weights is attached")
+        self._unfit = f"weights version {version} were published in part"
+        was_paused, self._paused = self._paused, True
+        self._arriving = True
+        batcher.reset()
+        try:
+            writing = model.begin_write()
+            async for bucket in buckets:
+                writing.add(await in_thread("weights", self._receiver.receive, bucket))
+            writing.arrivals.complete()
+        except EngineError as problem:
+            self._unfit = str(problem)
+            raise
+        finally:
+            self._paused, self._arriving = was_paused, False
+            self._wake.set()
+        batcher.version = version
+        self._unfit = None
+
+    async def adapt(self, version: int, adapter: Adapter) -> None:
+        batcher, model = self._awake()
+        model.adapt(adapter)
+        batcher.reset()
+        batcher.version = version
+
+    async def sleep(self) -> None:
+        batcher, model = self._started()
+        if batcher.busy:
+            raise EngineError("the engine cannot sleep while requests are under way")
+        batcher.clear()
+        model.unload()
+        self._asleep, self._unfit = True, "the engine sleeps"
+
+    async def wake(self, stage: WakeStage) -> None:
+        _, model = self._started()
+        if stage == "weights" and self._asleep:
+            model.allocate()
+            self._asleep, self._unfit = False, "the engine woke up and has no weights yet"
+        # The cache grows as requests come, so its stage has nothing to do here.
+
+    async def forget(self) -> None:
+        batcher, _ = self._started()
+        batcher.reset()
+
+    async def abort(self, request_key: str) -> None:
+        batcher, _ = self._started()
+        for request in batcher.requests():
+            if request.key == request_key:
+                batcher.finish(request, "abort")
+
+    async def stats(self) -> EngineStats:
+        batcher, _ = self._started()
+        return EngineStats(
+            running=len(batcher.running),
+            waiting=len(batcher.waiting),
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=batcher.cached_tokens,
+            sampled_tokens=batcher.sampled_tokens,
+            version=batcher.version,
+            extra={"steps": batcher.steps, "idle": batcher.idle},
+        )
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._batcher is not None:
+            self._fail_all("the engine was closed")
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+        self._task = self._batcher = self._model = None
+
+    async def _run(self) -> None:
+        batcher, _ = self._started()
+        while True:
+            if self._paused or not batcher.busy:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            if self._unfit is not None:
+                self._fail_all(self._unfit)
+                continue
+            try:
+                batcher.step()
+            except Exception as problem:  # every caller must hear of it; nothing is swallowed
+                self._fail_all(f"a step of the embedded engine failed: {problem!r}", problem)
+                batcher.reset()
+            await asyncio.sleep(0)
+
+    def _fail_all(self, reason: str, cause: Exception | None = None) -> None:
+        batcher, _ = self._started()
+        for request in batcher.requests():
+            error = EngineError(reason)
+            error.__cause__ = cause
+            batcher.fail(request, error)
+
+    def _started(self) -> tuple[Batcher, EmbeddedModel]:
+        if self._batcher is None or self._model is None:
+            raise EngineError("the engine is not started or already closed")
+        return self._batcher, self._model
+
+    def _awake(self) -> tuple[Batcher, EmbeddedModel]:
+        if self._asleep:
+            raise EngineError("the engine sleeps; wake its weights before a publish")
+        return self._started()
+
+    def _ready(self) -> Batcher:
+        batcher, _ = self._started()
+        # While weights arrive a request waits for them, as those that run do: an episode whose tool answers in that
+        # moment has no fault. `_run` fails it where they do not arrive whole.
+        if self._unfit is not None and not self._arriving:
+            raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
+        return batcher
+
+    def _check(self, prompt: list[int], sampling: Sampling) -> None:
+        _, model = self._started()
+        if not prompt:
+            raise EngineError("the prompt is empty")
+        if len(prompt) >= self._context:
+            raise EngineError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}")
+        if min(prompt) < 0 or max(prompt) >= model.vocab:
+            raise EngineError(f"the prompt has token ids outside [0, {model.vocab})")
+        if sampling.max_tokens < 1:
+            raise EngineError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
+
+
+def _stream(seed: int | None) -> np.random.Generator:
+    """The request's own random stream; from the system's entropy where it has no seed."""
+    if seed is None:
+        return np.random.default_rng()
+    return np.random.Generator(np.random.Philox(key=seed % 2**128))

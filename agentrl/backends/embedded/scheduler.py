@@ -1,0 +1,287 @@
+"""Continuous batching: which requests run, on which cached tokens, one model step at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from agentrl.backends.embedded.attention import AttentionPlan, Span
+from agentrl.backends.embedded.kv_cache import Sequence, Slots
+from agentrl.backends.embedded.model import EmbeddedModel
+from agentrl.backends.embedded.prefix_cache import PrefixIndex, common_prefix
+from agentrl.backends.embedded.sampling import draw
+from agentrl.errors import EngineError
+from agentrl.rollout.engine import Finish, Generation, Sampling
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One `generate` call under way. `tokens` are the prompt and what was sampled so far; `uniforms` the
+    request's random numbers, one for each token it may sample. `active_s`: seconds of the steps that it was part of."""
+
+    key: str
+    tokens: list[int]
+    prompt: int
+    sampling: Sampling
+    uniforms: npt.NDArray[np.float64]
+    done: asyncio.Future[Generation]
+    sequence: Sequence | None = None
+    admitted: bool = False
+    active_s: float = 0.0
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class Batcher:
+    """Admission, prefix reuse, eviction and preemption over a fixed number of slots and bytes."""
+
+    def __init__(self, model: EmbeddedModel, slots: Slots, max_slots: int, step_tokens: int) -> None:
+        self.version = 0
+        self.cached_tokens = 0
+        self.sampled_tokens = 0
+        self.steps = 0
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._model, self._slots = model, slots
+        self._max_slots, self._step_tokens = max_slots, step_tokens
+        self._idle: OrderedDict[str, Sequence] = OrderedDict()
+        self._index = PrefixIndex()
+        self._poisoned = False
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def idle(self) -> int:
+        """Episodes whose cache is kept for their next turn."""
+        return len(self._idle)
+
+    def requests(self) -> list[Request]:
+        return [*self.running, *self.waiting]
+
+    def step(self) -> None:
+        """Admit what fits, run the model once, sample where a prompt is complete."""
+        began = time.monotonic()
+        self._admit()
+        if self.waiting and not self.running:
+            request = self.waiting[0]
+            self.fail(request, EngineError(f"{len(request.tokens)} tokens do not fit an empty KV cache"))
+        work = list(self._schedule())
+        if not work:
+            return
+        order, plan = _lay_out(work, self._model.device)
+        token_ids: list[int] = []
+        last: list[int] = []
+        ready: list[Request] = []
+        for request, sequence, count in order:
+            stop = sequence.computed + count
+            token_ids += request.tokens[sequence.computed : stop]
+            if stop == len(request.tokens):
+                ready.append(request)
+                last.append(len(token_ids) - 1)
+        logits = self._model.forward(token_ids, plan, last or [0])
+        for _, sequence, count in order:
+            sequence.computed += count
+        self.steps += 1
+        for request, _, _ in order:
+            request.active_s += time.monotonic() - began
+        if ready:
+            self._sample(ready, logits)
+
+    def finish(self, request: Request, reason: Finish) -> None:
+        """Answer a request with what it sampled and keep its cache for the episode's next turn."""
+        self._leave(request, keep=True)
+        if not request.done.done():
+            sampled = request.tokens[request.prompt :]
+            request.done.set_result(Generation(sampled, request.logprobs, request.versions, reason, active_s=request.active_s))
+
+    def fail(self, request: Request, error: EngineError) -> None:
+        self._leave(request, keep=False)
+        if not request.done.done():
+            request.done.set_exception(error)
+
+    def drop(self, request: Request) -> None:
+        """Forget a request whose caller is gone, with its cache."""
+        self._leave(request, keep=False)
+
+    def reset(self) -> None:
+        """Forget all caches; running requests go back to the queue, in order, and are computed anew."""
+        for request in self.running:
+            request.sequence = None
+        self.waiting.extendleft(reversed(self.running))
+        self.running = []
+        self._idle.clear()
+        self._index.clear()
+        self._slots.reset(wipe=self._poisoned)
+        self._poisoned = False
+
+    def clear(self) -> None:
+        """As `reset`, and the cache's memory is given back."""
+        self.reset()
+        self._slots.clear()
+
+    def _leave(self, request: Request, keep: bool) -> None:
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request in self.running:
+            self.running.remove(request)
+        sequence, request.sequence = request.sequence, None
+        if sequence is None:
+            return
+        if keep and sequence.computed:
+            older = self._idle.pop(request.key, None)
+            if older is not None:
+                self._release(older)
+            self._idle[request.key] = sequence
+        else:
+            self._release(sequence)
+
+    def _admit(self) -> None:
+        held: list[Request] = []
+        while self.waiting and len(self.running) < self._max_slots:
+            request = self.waiting.popleft()
+            sequence = self._attach(request)
+            if sequence is None and self._deferred:
+                held.append(request)
+                continue
+            if sequence is None:
+                held.append(request)
+                break
+            request.sequence = sequence
+            if not request.admitted:
+                self.cached_tokens += sequence.computed
+                request.admitted = True
+            self.running.append(request)
+        self.waiting.extendleft(reversed(held))
+
+    def _attach(self, request: Request) -> Sequence | None:
+        """A slot for the request, with as much of its prompt cached as is known. None: not now, either for
+        want of room or (`_deferred`) because another request is just computing the same prefix."""
+        self._deferred = False
+        tokens = request.tokens
+        own = self._idle.pop(request.key, None)
+        if own is not None:
+            # Equal length proves nothing: a context policy may have rewritten the episode's history.
+            own.computed = min(common_prefix(own.tokens, tokens), own.computed, len(tokens) - 1)
+            if own.computed:
+                own.tokens = tokens
+                return own
+            self._release(own)
+        source, length, blocks = self._index.find(tokens)
+        if source is not None and source.computed < length:
+            if self._idle.get(source.key) is not source:
+                self._deferred = True
+                return None
+            length = source.computed
+        sequence = self._new(request)
+        while sequence is None:
+            if not self._evict(spare=source):
+                # The last resort is the cache that was to be copied from.
+                if not self._evict():
+                    return None
+                source = None
+            sequence = self._new(request)
+        if source is not None:
+            self._slots.share(source, sequence, length)
+        self._index.add(sequence, blocks)
+        return sequence
+
+    def _new(self, request: Request) -> Sequence | None:
+        if len(self.running) + len(self._idle) >= self._max_slots:
+            return None
+        return self._slots.new(request.key, request.tokens)
+
+    def _schedule(self) -> Iterator[tuple[Request, Sequence, int]]:
+        """Tokens each request computes in this step: one while decoding, a share of the budget in prefill."""
+        budget = self._step_tokens
+        for request in list(self.running):
+            sequence = request.sequence
+            if sequence is None or not self._make_room(request, sequence):
+                continue
+            due = len(request.tokens) - sequence.computed
+            count = due if due == 1 else min(due, budget)
+            if due > 1:
+                budget -= count
+            if count:
+                yield request, sequence, count
+
+    def _make_room(self, request: Request, sequence: Sequence) -> bool:
+        """Let a sequence grow: evict idle episodes, then send the youngest requests back to the queue, the
+        growing one itself if it comes to that (its next slot is then the only one)."""
+        while not self._slots.widen(sequence):
+            if self._evict():
+                continue
+            youngest = self.running.pop()
+            if youngest.sequence is not None:
+                self._release(youngest.sequence)
+                youngest.sequence = None
+            self.waiting.appendleft(youngest)
+            if youngest is request:
+                return False
+        return True
+
+    def _evict(self, spare: Sequence | None = None) -> bool:
+        """Forget the episode that has been idle longest. False where none is."""
+        for key, sequence in self._idle.items():
+            if sequence is not spare:
+                del self._idle[key]
+                self._release(sequence)
+                return True
+        return False
+
+    def _release(self, sequence: Sequence) -> None:
+        self._index.remove(sequence)
+        self._slots.free(sequence)
+
+    def _sample(self, ready: list[Request], logits: torch.Tensor) -> None:
+        device = logits.device
+        options = [request.sampling for request in ready]
+        uniform = [request.uniforms[len(request.logprobs)] for request in ready]
+        ids, logprobs = draw(
+            logits,
+            torch.tensor([option.temperature for option in options], device=device),
+            torch.tensor([option.top_k for option in options], device=device),
+            torch.tensor([option.top_p for option in options], device=device),
+            torch.tensor(uniform, dtype=torch.float64, device=device),
+        )
+        for request, token, logprob in zip(ready, ids.tolist(), logprobs.tolist(), strict=True):
+            if not math.isfinite(logprob):
+                self._poisoned = True
+                self.fail(request, EngineError(f"the output of weights version {self.version} is not finite"))
+                continue
+            request.tokens.append(token)
+            request.logprobs.append(logprob)
+            request.versions.append(self.version)
+            if token in request.sampling.stop_token_ids:
+                self.finish(request, "stop")
+            elif len(request.logprobs) == len(request.uniforms):
+                self.finish(request, "length")
+        self.sampled_tokens += len(ready)
+
+
+def _lay_out(
+    work: list[tuple[Request, Sequence, int]], device: torch.device
+) -> tuple[list[tuple[Request, Sequence, int]], AttentionPlan]:
+    """Group a step's work by pool and by token count (to the next power of two, which bounds padding)."""
+    groups: dict[tuple[int, int], list[tuple[Request, Sequence, int]]] = {}
+    for item in work:
+        groups.setdefault((item[1].pool.capacity, (item[2] - 1).bit_length()), []).append(item)
+    order: list[tuple[Request, Sequence, int]] = []
+    spans: list[Span] = []
+    offset = 0
+    for group in groups.values():
+        group.sort(key=lambda item: item[1].slot)
+        span = Span(group[0][1].pool, offset, [(sequence, count) for _, sequence, count in group], device)
+        offset += span.tokens
+        spans.append(span)
+        order += group
+    return order, AttentionPlan(spans)

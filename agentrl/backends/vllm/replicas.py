@@ -1,0 +1,250 @@
+"""The replicas of a vLLM engine: one Ray actor each; which episode lives where; death and respawn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import ray
+import torch
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from agentrl.backends.vllm.actor import CPU_ENVIRONMENT, ENVIRONMENT, ReplicaDeadError, VllmActor
+from agentrl.backends.vllm.pace import Told
+from agentrl.backends.vllm.request_batcher import Request, RequestBatcher
+from agentrl.config.schema import VllmConfig
+from agentrl.errors import EngineError
+from agentrl.rollout.engine import EngineStats, Generation
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_KEYS_REMEMBERED = 65536
+
+
+@dataclass(eq=False, slots=True)
+class Replica:
+    """One actor. `cause` says why it is dead; `seen` are the last counters that it gave."""
+
+    number: int
+    actor: Any
+    pid: int = 0
+    in_flight: int = 0
+    cause: str | None = None
+    seen: EngineStats = field(default_factory=EngineStats)
+    request_batcher: RequestBatcher = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.request_batcher = RequestBatcher(self.actor)
+
+    @property
+    def name(self) -> str:
+        return f"vLLM replica {self.number} (pid {self.pid or 'unknown'})"
+
+
+class Replicas:
+    """Starts `cfg.replicas` replicas, sends each episode where its prefix cache is, and replaces those that die."""
+
+    def __init__(
+        self,
+        options: dict[str, Any],
+        cfg: VllmConfig,
+        *,
+        startup_timeout: float,
+        catch_up: Callable[[Replica], Awaitable[None]],
+        ray_options: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """`options`: for vLLM. `catch_up` brings a new replica to the current weights and then calls `join`. `ray_options`: Ray's
+        options of each replica, if a pool says where it runs."""
+        self._options, self._cfg = options, cfg
+        self._startup_timeout, self._respawns = startup_timeout, 0
+        self._catch_up, self._ray_options = catch_up, ray_options
+        self._replicas: list[Replica] = []
+        self._started = False
+        self._coming: set[asyncio.Task[None]] = set()
+        self._home: OrderedDict[str, Replica] = OrderedDict()
+        self._past: list[EngineStats] = []
+
+    async def start(self) -> None:
+        """Raises EngineError where one does not come up; the others are then ended too."""
+        self._replicas = [self._spawn(number) for number in range(self._cfg.replicas)]
+        try:
+            await asyncio.gather(*(self._boot(replica) for replica in self._replicas))
+        except EngineError:
+            await self.close()
+            raise
+        self._started = True
+
+    async def close(self) -> None:
+        """End every process, also those that are just starting; idempotent."""
+        self._started = False
+        coming = list(self._coming)
+        for task in coming:
+            task.cancel()
+        await asyncio.gather(*coming, return_exceptions=True)
+        replicas, self._replicas = self._replicas, []
+        for replica in replicas:
+            if replica.cause is None:
+                with contextlib.suppress(EngineError, TimeoutError):  # it is killed next, whatever it answers
+                    await asyncio.wait_for(self.ask(replica, "close"), 30)
+            ray.kill(replica.actor)
+        self._home.clear()
+
+    @property
+    def pids(self) -> list[int]:
+        return [replica.pid for replica in self._replicas]
+
+    @property
+    def respawns(self) -> int:
+        return self._respawns
+
+    def alive(self) -> list[Replica]:
+        return [replica for replica in self._replicas if replica.cause is None]
+
+    def homes(self) -> dict[str, int]:
+        """The replica's number for each episode that is remembered."""
+        return {key: replica.number for key, replica in self._home.items()}
+
+    async def route(self, key: str) -> Replica:
+        """The replica that has the episode's cache; the one with the least in flight for a new episode, or
+        one whose replica died. Waits where none lives but one is being started. Raises EngineError where
+        none lives and none comes."""
+        replica = self._home.pop(key, None)
+        if replica is None or replica.cause is not None:
+            while not (alive := self.alive()):
+                if not self._coming:
+                    raise EngineError(f"no replica of the vLLM engine lives: {self._deaths()}")
+                await asyncio.wait(self._coming, return_when=asyncio.FIRST_COMPLETED)
+            replica = min(alive, key=lambda item: item.in_flight)
+        self._home[key] = replica
+        if len(self._home) > _KEYS_REMEMBERED:
+            self._home.popitem(last=False)
+        return replica
+
+    async def all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every live replica. One that turns out dead is left out. EngineError where one
+        fails, or where none lives and none comes."""
+        replicas = self.alive()
+        calls = [self.control(replica, method, *args) for replica in replicas]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ReplicaDeadError):
+                raise answer
+        if not self.alive() and not self._coming:
+            raise EngineError(f"no replica of the vLLM engine lives: {self._deaths()}")
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def ask(self, replica: Replica, method: str, *args: Any) -> Any:
+        """Await a remote call; failures come as EngineError that names the replica, its death as
+        ReplicaDeadError."""
+        with self._failures(replica):
+            return await getattr(replica.actor, method).remote(*args)
+
+    async def generate(self, replica: Replica, request: Request) -> Generation:
+        """`ask` for a turn; those asked for together travel together."""
+        with self._failures(replica):
+            return await replica.request_batcher.generate(request)
+
+    @contextlib.contextmanager
+    def _failures(self, replica: Replica) -> Iterator[None]:
+        try:
+            yield
+        except RayActorError as problem:
+            raise self._died(replica, str(problem)) from problem
+        except RayTaskError as problem:
+            raise self._failed(replica, problem.cause) from problem
+        except (EngineError, RayError) as problem:
+            raise self._failed(replica, problem) from problem
+
+    def _failed(self, replica: Replica, cause: BaseException) -> EngineError:
+        if isinstance(cause, ReplicaDeadError):
+            return self._died(replica, str(cause))
+        return EngineError(f"{replica.name}: {cause}")
+
+    async def control(self, replica: Replica, method: str, *args: Any) -> Any:
+        """`ask` for a call that is answered soon: a replica that hangs is killed, so that its requests move."""
+        try:
+            return await asyncio.wait_for(self.ask(replica, method, *args), self._cfg.call_timeout)
+        except TimeoutError:
+            raise self._died(replica, f"no answer to {method} within {self._cfg.call_timeout:g} s") from None
+
+    async def progress(self) -> list[Told]:
+        """What each live replica tells of its requests; nothing from one that does not answer."""
+        answers = await asyncio.gather(
+            *(asyncio.wait_for(self.ask(replica, "progress"), self._cfg.call_timeout) for replica in self.alive()),
+            return_exceptions=True,
+        )
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def counters(self) -> list[EngineStats]:
+        """Of every replica, the dead ones (as they last were, nothing running) among them."""
+        alive = self.alive()
+        parts = await asyncio.gather(*(self.control(replica, "stats") for replica in alive), return_exceptions=True)
+        for replica, part in zip(alive, parts, strict=True):
+            if isinstance(part, EngineStats):
+                replica.seen = part
+            elif not isinstance(part, ReplicaDeadError):
+                raise part
+        return [*self._past, *(r.seen if r.cause is None else _at_rest(r.seen) for r in self._replicas)]
+
+    def join(self, replica: Replica) -> None:
+        """Put a replica that has the weights of the day in its predecessor's place."""
+        self._past.append(_at_rest(self._replicas[replica.number].seen))
+        self._replicas[replica.number] = replica
+        log.warning("%s is up in place of the one that died and takes requests", replica.name)
+
+    def _spawn(self, number: int) -> Replica:
+        gpu = torch.cuda.is_available()
+        environment = ENVIRONMENT if gpu else {**ENVIRONMENT, **CPU_ENVIRONMENT}
+        anywhere = {"num_cpus": 0, "num_gpus": self._cfg.tensor_parallel if gpu else 0}
+        place = self._ray_options[number] if self._ray_options else anywhere
+        actor = ray.remote(VllmActor).options(max_concurrency=4096, runtime_env={"env_vars": environment}, **place)
+        return Replica(number, actor.remote(self._options))
+
+    async def _boot(self, replica: Replica) -> None:
+        try:
+            replica.pid = await asyncio.wait_for(self.ask(replica, "start"), self._startup_timeout)
+        except TimeoutError:
+            raise EngineError(f"vLLM did not start within {self._startup_timeout:g} s") from None
+
+    def _died(self, replica: Replica, cause: str) -> ReplicaDeadError:
+        """Record a death once, however many requests hear of it, and start another while that is allowed."""
+        if replica.cause is None:
+            told = " ".join(cause.split())  # Ray writes a paragraph
+            replica.cause = f"{replica.name} died: {told[:400]}"
+            ray.kill(replica.actor)  # the process may outlive the engine inside it
+            if self._started and self._respawns < self._cfg.max_respawns:
+                self._respawns += 1
+                log.warning("%s; its %d requests move, and it is started again (%d of max_respawns = %d)",
+                            replica.cause, replica.in_flight, self._respawns, self._cfg.max_respawns)  # fmt: skip
+                task = asyncio.create_task(self._respawn(replica), name=f"respawn {replica.name}")
+                self._coming.add(task)
+                task.add_done_callback(self._coming.discard)
+            elif self._started:
+                log.error("%s; %d of %d replicas live and no more are started (max_respawns = %d)", replica.cause,
+                          len(self.alive()), self._cfg.replicas, self._cfg.max_respawns)  # fmt: skip
+        return ReplicaDeadError(replica.cause)
+
+    async def _respawn(self, dead: Replica) -> None:
+        fresh = self._spawn(dead.number)
+        try:
+            await self._boot(fresh)
+            await self._catch_up(fresh)
+        except EngineError as problem:
+            self._died(fresh, str(problem))
+        except asyncio.CancelledError:
+            ray.kill(fresh.actor)
+            raise
+
+    def _deaths(self) -> str:
+        return "; ".join(replica.cause or "" for replica in self._replicas) or "the engine is closed"
+
+
+def _at_rest(stats: EngineStats) -> EngineStats:
+    """The counters of a replica that runs nothing any more."""
+    return EngineStats(prompt_tokens=stats.prompt_tokens, cached_tokens=stats.cached_tokens, sampled_tokens=stats.sampled_tokens)

@@ -1,0 +1,104 @@
+"""A batch in a form that Ray's object store ships without copies: flat numpy arrays and shared offsets.
+
+What arrives is shared memory that other workers read too, so `from_wire` always copies the rows it
+takes; nobody can change another worker's data in place.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from agentrl.batch.rows import (
+    build,
+    columns,
+    gather_runs,
+    is_ragged,
+    items_column,
+    jagged,
+    offsets_of,
+    pick,
+    ragged_column,
+    row_index,
+    token_runs,
+    wide,
+)
+
+
+@dataclass(slots=True)
+class SerializedBatch:
+    """Columns of a batch of `rows` rows: ragged values [T, ...] over one `offsets` [N + 1], dense
+    values [N, ...], per-sample items and batch-wide values. `dtypes` names what numpy lacks."""
+
+    rows: int
+    offsets: np.ndarray | None
+    ragged: dict[str, np.ndarray]
+    dense: dict[str, np.ndarray]
+    items: dict[str, list[Any]]
+    wide: dict[str, Any]
+    dtypes: dict[str, torch.dtype]
+
+
+def _to_numpy(value: torch.Tensor) -> np.ndarray:
+    value = value.detach()
+    if value.dtype == torch.bfloat16:
+        value = value.contiguous().view(torch.int16)
+    return value.cpu().numpy()
+
+
+def _to_torch(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over `array` (read-only memory allowed: the caller copies before anyone writes)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if dtype == torch.bfloat16 else tensor
+
+
+def serialize(batch: TensorDict) -> SerializedBatch:
+    """The wire form of a CPU batch, without copying its tensors.
+
+    Raises ValueError where ragged columns have different lengths.
+    """
+    column = ragged_column(batch)
+    offsets = None if column is None else offsets_of(column)
+    wire = SerializedBatch(len(batch), None if offsets is None else offsets.cpu().numpy(), {}, {}, {}, {}, {})
+    for key, value in columns(batch):
+        if isinstance(value, torch.Tensor):
+            wire.dtypes[key] = value.dtype
+        if is_ragged(value):
+            if offsets is not None and not torch.equal(offsets_of(value), offsets):
+                raise ValueError(f"ragged column {key!r} has row lengths of its own")
+            wire.ragged[key] = _to_numpy(value.values())
+        elif isinstance(value, torch.Tensor):
+            wire.dense[key] = _to_numpy(value)
+        elif isinstance(value, NonTensorStack):
+            wire.items[key] = value.tolist()
+        elif isinstance(value, NonTensorData):
+            wire.wide[key] = value.data
+        else:
+            raise TypeError(f"column {key!r}: a batch holds tensors or non-tensors, not {type(value).__name__}")
+    return wire
+
+
+def deserialize(wire: SerializedBatch, rows: Any = None) -> TensorDict:
+    """The rows `rows` (all by default) as a batch with storage of its own."""
+    index = np.arange(wire.rows, dtype=np.int64) if rows is None else row_index(rows)
+    out: dict[str, Any] = {}
+    if wire.offsets is not None:
+        runs = token_runs(index, wire.offsets)
+        fresh = torch.zeros(len(index) + 1, dtype=torch.int64)
+        torch.cumsum(torch.from_numpy(np.diff(wire.offsets)[index]), 0, out=fresh[1:])
+        for key, values in wire.ragged.items():
+            out[key] = jagged(gather_runs(_to_torch(values, wire.dtypes[key]), runs), fresh)
+    for key, values in wire.dense.items():
+        out[key] = pick(_to_torch(values, wire.dtypes[key]), index)
+    for key, items in wire.items.items():
+        out[key] = items_column([items[i] for i in index.tolist()])
+    for key, value in wire.wide.items():
+        out[key] = wide(value, len(index))
+    return build(out, len(index))

@@ -1,0 +1,107 @@
+"""What a run must know of an engine before there is one: the contract, and the registry of engines by name.
+
+    @ENGINES.register("mine")
+    class MineMaker(EngineMaker):
+        @classmethod
+        def engine(cls):
+            return MineEngine
+
+        def make(self, model, context, ray_options=()):
+            return MineEngine(model, ...)
+
+One file in agentrl/backends, or in `plugins/` of a shelf, brings an engine: this, and the engine itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.config import TrainConfig
+from agentrl.registry import Registry
+from agentrl.rollout.engine import Engine
+
+PROCESS_MIB = 700
+"""Memory of a process that has imported torch and Ray."""
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """The processes of an engine outside of the driver: how many, and what each takes of its machine.
+
+    `gpus`: of each; `mib`: host memory of each. `count_key`, `gpus_key`: the config keys that say so; `lower`: keys, with
+    their values where that helps, to lower where memory is short. `what`: one of the processes, in words.
+    """
+
+    count: int
+    gpus: int
+    mib: int
+    count_key: str
+    gpus_key: str
+    lower: tuple[str, ...]
+    what: str
+
+
+class EngineMaker(ABC):
+    """Made for one config. Keyword arguments of a subclass are the config's `engine_args`; nothing heavy is loaded here."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+
+    @classmethod
+    @abstractmethod
+    def engine(cls) -> type[Engine]:
+        """The class of what `make` makes: it says whether it can be trained. Its module is imported here, and not before."""
+
+    @classmethod
+    def claims(cls, model: str | None) -> bool:
+        """Whether a model of this name is always played by this engine, whatever the config's `engine` says."""
+        return False
+
+    @classmethod
+    def suits(cls) -> int:
+        """How well it suits this machine; `engine = "auto"` takes the engine with the most. 0: only where it is named."""
+        return 0
+
+    @classmethod
+    def check_installed(cls) -> None:
+        """Raise DependencyError where a package is missing."""
+        return None
+
+    def check(self) -> None:  # noqa: B027 - most engines can do all that a config may ask
+        """Raise a UserError for what the engine cannot do, before anything is started."""
+
+    def processes(self) -> Processes | None:
+        """Those that `cluster.roles.rollout` ray_options; None for an engine in the driver."""
+        return None
+
+    def context(self, positions: int) -> int:
+        """Tokens that one prompt and its turn may take, with a model of so many positions."""
+        return positions
+
+    def heads(self) -> tuple[int, ...] | None:
+        """Sizes of an attention head that it can compute on this machine; None is all."""
+        return None
+
+    @abstractmethod
+    def make(self, model: str, positions: int, ray_options: Sequence[Mapping[str, Any]] = ()) -> Engine:
+        """The engine, not started, for a folder or hub name. `ray_options`: of each of its processes, if a pool has them."""
+
+    def make_with(self, transcript: Any) -> Engine:
+        """With the trait "messages": the engine over a Transcript, which its renderer reads too."""
+        raise NotImplementedError(f"{type(self).__name__} makes no engine of messages")
+
+
+ENGINES: Registry[type[EngineMaker]] = Registry(
+    "engine",
+    "ENGINES",
+    "agentrl.backends",
+    given=1,
+    needs={"ray": "Ray, whatever cluster.backend says"},
+    traits={
+        "sleeps": "can give its memory back while the actors update",
+        "messages": "its ids number the messages of a Transcript (backends/api), and no tokenizer is loaded: `make_with`",
+    },
+)

@@ -1,0 +1,57 @@
+"""What episodes ask and are answered: live, live with a record (`Recorder`), or from a record (`Replayer`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from agentrl.catalog import EnvRef
+from agentrl.env import ToolEnv
+from agentrl.reward import Context
+from agentrl.reward.leaf import JudgeClient, ReplayEnv
+from agentrl.rollout.engine import Engine
+from agentrl.trajectory import Json, Task, Trajectory
+
+ReplayEnvMaker = Callable[[Task], ReplayEnv]
+Entries = Mapping[int, dict[str, Json]]
+
+
+class EpisodeIO:
+    """Live: everything is asked where it is. `Recorder` and `Replayer` stand in between."""
+
+    def env(self, ref: EnvRef, episode: str) -> ToolEnv:
+        """The environment of one episode."""
+        return ref.build()
+
+    def engine(self, make: Callable[[], Engine]) -> Engine:
+        """Who samples; `make` builds the live one."""
+        return make()
+
+    def transcript(self, owner: str) -> tuple[Entries, Callable[[int, Json], None]]:
+        """The messages of an API model that have a number already, and who hears of new ones. `owner` tells two models
+        of a run apart."""
+        return {}, lambda number, entry: None
+
+    def judge(self, client: JudgeClient) -> JudgeClient:
+        """Who judges."""
+        return client
+
+    def replay_env(self, make: ReplayEnvMaker) -> ReplayEnvMaker:
+        """Where gold replays run."""
+        return make
+
+    def scoring(self, context: Context) -> Context:
+        """What a reward spec asks, asked through here."""
+        judge = None if context.judge is None else self.judge(context.judge)
+        build = None if context.replay_env is None else self.replay_env(context.replay_env)
+        return replace(context, judge=judge, replay_env=build)
+
+    def ready(self, episode: str) -> Trajectory | None:
+        """The episode's trajectory, if it is not to be played at all."""
+        return None
+
+    def ended(self, episode: str, trajectory: Trajectory) -> None:
+        """The episode is over and scored."""
+
+    def close(self) -> None:
+        """Free what is held; idempotent."""

@@ -1,0 +1,247 @@
+"""Playing a run again from its record: no engine, no environment, no tools, no simulated user, no judge.
+
+Every question is compared with the recorded one before its answer is given; the first that differs is a ReplayError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from agentrl.catalog import EnvRef
+from agentrl.env import Action, Message, Observation, StepResult, Task, ToolEnv
+from agentrl.errors import EngineError, EnvError, ReplayError, ToolTimeoutError, UserError
+from agentrl.reward.judge import Verdict
+from agentrl.reward.leaf import JudgeClient
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Usage
+from agentrl.rollout.replay.io import Entries, EpisodeIO, ReplayEnvMaker
+from agentrl.rollout.replay.record import engine_ask, env_key, replay_env_task
+from agentrl.rollout.replay.tape import Recorded, Row, content_of, current_episode, digest, diverged
+from agentrl.tool import Tool, Toolbox
+from agentrl.trajectory import Json, StopReason, ToolCall, ToolResult, Trajectory, Turn
+
+
+class Replayer(EpisodeIO):
+    """Nothing but the record answers."""
+
+    def __init__(self, record: Recorded) -> None:
+        self.record = record
+
+    def env(self, ref: EnvRef, episode: str) -> ToolEnv:
+        return ReplayEnv(self.record, episode, env_key(ref))
+
+    def engine(self, make: Callable[[], Engine] | None = None) -> Engine:
+        return ReplayEngine(self.record)
+
+    def transcript(self, owner: str) -> tuple[Entries, Callable[[int, Json], None]]:
+        return self.record.transcripts.get(owner, {}), lambda number, entry: None
+
+    def judge(self, client: JudgeClient) -> JudgeClient:
+        return ReplayJudge(self.record)
+
+    def replay_env(self, make: ReplayEnvMaker) -> ReplayEnvMaker:
+        return lambda task: TapedReplayEnv(self.record)
+
+    def ready(self, episode: str) -> Trajectory | None:
+        row = self.record.rows.get((episode, "whole", 0))
+        return None if row is None else Trajectory.from_json(row.answer)
+
+    def ended(self, episode: str, trajectory: Trajectory) -> None:
+        """Compare what came out with what came out then; the timings are set to those of then.
+
+        Raises ReplayError where they differ although every call was the same: the code between has changed.
+        """
+        if self.ready(episode) is not None:
+            return
+        row = self.record.find(episode, "done", 0)
+        expected = row.answer["outcome"]
+        got = {
+            "reward": trajectory.reward,
+            "stop": trajectory.stop.value,
+            "error": trajectory.error,
+            "metrics": trajectory.metrics,
+            "trajectory": digest(content_of(trajectory)),
+        }
+        if got != expected:
+            raise diverged(self.record.path, row, expected, got)
+        trajectory.timings = dict(row.answer["timings"])
+
+
+class _Counter:
+    """Numbers calls from 0."""
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[str, str], int] = {}
+
+    def number(self, episode: str, kind: str) -> int:
+        number = self._next.get((episode, kind), 0)
+        self._next[episode, kind] = number + 1
+        return number
+
+
+class ReplayEnv(ToolEnv):
+    """An environment that answers what the recorded one did."""
+
+    def __init__(self, record: Recorded, episode: str, key: Mapping[str, Json]) -> None:
+        super().__init__()
+        self.id = str(key["env"])  # type: ignore[misc]
+        self._tape, self._episode, self._key = record, episode, key
+        self._numbers = _Counter()
+
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        raise UserError("a replay has only the recorded tasks")
+
+    def prompt(self, task: Task) -> list[Message]:
+        raise UserError("a replay has only the recorded tasks")
+
+    @property
+    def trajectory(self) -> Trajectory:
+        if self._record is None:
+            raise EnvError(f"{self.id}: no episode yet; call reset first")
+        return self._record
+
+    async def areset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        answer = self._take("reset", {**self._key, "seed": seed, "split": (options or {}).get("split")})
+        self.id = answer["env_id"]  # type: ignore[misc]
+        if "task" in answer:
+            self._record = Trajectory(self.id, Task(**answer["task"]))
+        _raise(answer)
+        self._open = True
+        self._change(answer)
+        observation = _messages(answer["observation"])
+        return observation, answer["info"]
+
+    async def astep(self, action: Action) -> StepResult:
+        answer = self._take("step", {"action": asdict(action) if isinstance(action, Message) else action})
+        if answer["turn"] is not None:
+            results = [ToolResult(**result) for result in answer["turn"]["results"]]
+            turns = self.trajectory.turns
+            turns.append(Turn(len(turns), _message(answer["turn"]["message"]), results))
+        self._change(answer)
+        _raise(answer)
+        observation = _messages(answer["observation"])
+        return observation, 0.0, answer["terminated"], answer["truncated"], answer["info"]
+
+    async def aend(self, stop: StopReason, error: str | None = None) -> float:
+        answer = self._take("end", {"stop": stop.value, "error": error})
+        await super().aend(stop, error)
+        self.trajectory.state = answer["state"]
+        return 0.0
+
+    def _take(self, kind: str, ask: Json) -> Json:
+        return self._tape.take(self._episode, kind, self._numbers.number(self._episode, kind), ask).answer
+
+    def _change(self, answer: Mapping[str, Json]) -> None:
+        record = self.trajectory
+        record.messages[answer["keep"] :] = _messages(answer["add"])
+        if "tools" in answer:
+            record.tools = answer["tools"]
+        if "schemas" in answer:
+            self.toolbox = Toolbox([_tool(schema["function"]) for schema in answer["schemas"]])
+
+
+class ReplayEngine(Engine):
+    """An engine that samples what the recorded one did."""
+
+    untrainable = "a replay has no weights to update"
+
+    def __init__(self, record: Recorded) -> None:
+        self._tape = record
+        self._numbers = _Counter()
+        self._known: dict[str, list[int]] = {}
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        row = self._tape.find(request_key, "engine", self._numbers.number(request_key, "engine"))
+        ask, expected = engine_ask(token_ids, sampling), self._expected(row)
+        if digest(ask) != row.asked:
+            raise diverged(self._tape.path, row, expected, ask)
+        if "error" in row.answer:
+            raise EngineError(row.answer["error"])
+        usage = row.answer["usage"]
+        self._known[request_key] = [*token_ids, *row.answer["token_ids"]]
+        return replace(Generation(**row.answer), usage=None if usage is None else Usage(**usage))
+
+    def _expected(self, row: Row) -> Json:
+        """The recorded question, its prompt made whole again."""
+        known = self._known.get(row.episode, [])
+        self._known[row.episode] = prompt = [*known[: row.ask["keep"]], *row.ask["ids"]]
+        return {"prompt": prompt, "sampling": row.ask["sampling"]}
+
+    async def start(self) -> None: ...
+
+    async def abort(self, request_key: str) -> None: ...
+
+    async def stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def close(self) -> None: ...
+
+
+class ReplayJudge:
+    """Gives the verdicts of the record."""
+
+    def __init__(self, record: Recorded) -> None:
+        self._tape = record
+        self._numbers = _Counter()
+
+    def ask(self, key: str, request: Any) -> Any:
+        episode = current_episode()
+        row = self._tape.take(episode, "judge", self._numbers.number(episode, "judge"), asdict(request))
+        return Verdict(**row.answer)
+
+    async def aask(self, key: str, request: Any) -> Any:
+        return self.ask(key, request)
+
+
+class TapedReplayEnv:
+    """The environment of a gold replay, from the record."""
+
+    def __init__(self, record: Recorded) -> None:
+        self._tape = record
+        self._done: list[Json] = []
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self._done = [replay_env_task(options)]
+
+    def step(self, action: Message) -> Any:
+        self._done.append(asdict(action))
+        answer = self._find(self._done)
+        return _messages(answer["observation"]), 0.0, answer["terminated"], answer["truncated"], {}
+
+    def state(self) -> Json:
+        return self._find([*self._done, "state"])
+
+    def close(self) -> None: ...
+
+    def _find(self, done: list[Json]) -> Json:
+        asked = digest(done)
+        if asked not in self._tape.twins:
+            raise ReplayError(
+                f"{self._tape.path}: episode {current_episode()}, gold replay call {len(done) - 1} of task "
+                f"{self._done[0]['id']}: expected one of the recorded calls, got {done[-1]}"
+            )
+        return self._tape.twins[asked]
+
+
+def _raise(answer: Mapping[str, Json]) -> None:
+    if "error" in answer:
+        kind = ToolTimeoutError if answer["error"]["type"] == "ToolTimeoutError" else EnvError
+        raise kind(answer["error"]["message"])
+
+
+def _tool(function: Mapping[str, Json]) -> Tool:
+    def never(**arguments: Any) -> Json:
+        raise UserError("a replay runs no tools")
+
+    return Tool.from_schema(function["name"], function.get("description", ""), function["parameters"], never)
+
+
+def _message(row: Mapping[str, Json]) -> Message:
+    return Message(**{**row, "tool_calls": tuple(ToolCall(**call) for call in row["tool_calls"])})
+
+
+def _messages(rows: Sequence[Mapping[str, Json]]) -> list[Message]:
+    return [_message(row) for row in rows]

@@ -1,0 +1,311 @@
+"""Writing a record while a run goes on: taps around the environment, the engine, the judge and the replay twin."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from agentrl.catalog import EnvRef
+from agentrl.env import Action, Message, Observation, StepResult, Task, ToolEnv
+from agentrl.env.wrapper import ToolWrapper
+from agentrl.errors import EngineError, EnvError, ReplayError, ToolTimeoutError
+from agentrl.reward.leaf import JudgeClient, ReplayEnv
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway
+from agentrl.rollout.replay.io import Entries, EpisodeIO, ReplayEnvMaker
+from agentrl.rollout.replay.tape import RecordWriter, common, content_of, current_episode, digest
+from agentrl.trajectory import Json, StopReason, Trajectory, Turn
+
+
+class Recorder(EpisodeIO):
+    """Plays live and writes down every answer. Close it at the end.
+
+    `transcripts`: the numbered messages of API models, by owner, in the record that this one goes on with.
+    """
+
+    def __init__(self, path: Path, transcripts: Mapping[str, Entries] | None = None) -> None:
+        self.writer = RecordWriter(path)
+        self._transcripts = transcripts or {}
+        self._cut: set[str] = set()
+
+    def env(self, ref: EnvRef, episode: str) -> ToolEnv:
+        return RecordingEnv(ref.build(), self.writer, episode, env_key(ref), self._cut)
+
+    def engine(self, make: Callable[[], Engine]) -> Engine:
+        return RecordingEngine(make(), self.writer, self._cut)
+
+    def judge(self, client: JudgeClient) -> JudgeClient:
+        return RecordingJudge(client, self.writer)
+
+    def replay_env(self, make: ReplayEnvMaker) -> ReplayEnvMaker:
+        return lambda task: RecordingReplayEnv(make(task), self.writer)
+
+    def transcript(self, owner: str) -> tuple[Entries, Callable[[int, Json], None]]:
+        known = self._transcripts.get(owner, {})
+        return known, lambda number, entry: self.writer.add(owner, "transcript", number, None, entry)
+
+    def ended(self, episode: str, trajectory: Trajectory) -> None:
+        """Close an episode. One that a clock cut is kept whole: when a clock strikes, no replay can know."""
+        if episode in self._cut or "policy_s" in (trajectory.cause or {}):
+            self._cut.discard(episode)
+            self.writer.add(episode, "whole", 0, None, trajectory.to_json())
+            return
+        outcome = {
+            "reward": trajectory.reward,
+            "stop": trajectory.stop.value,
+            "error": trajectory.error,
+            "metrics": trajectory.metrics,
+            "trajectory": digest(content_of(trajectory)),
+        }
+        self.writer.add(episode, "done", 0, None, {"outcome": outcome, "timings": trajectory.timings})
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def env_key(ref: EnvRef) -> dict[str, Json]:
+    """What an environment is asked to be: name, parameters and wrappers."""
+    wrappers = [{"name": choice.name, "args": choice.args} for choice in ref.wrappers]
+    return {"env": ref.id, "params": dict(ref.params), "wrappers": wrappers}
+
+
+class RecordingEnv(ToolWrapper):
+    """An environment whose answers are written down."""
+
+    def __init__(self, env: ToolEnv, writer: RecordWriter, episode: str, key: Mapping[str, Json], cut: set[str]) -> None:
+        super().__init__(env)
+        self._writer, self._episode, self._key, self._cut = writer, episode, key, cut
+        self._messages: list[Message] = []
+        self._schemas: list[dict[str, Json]] = []
+        self._tools: list[dict[str, Json]] = []
+
+    async def areset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        self._writer.begin(self._episode)
+        self._cut.discard(self._episode)
+        self._messages, self._schemas, self._tools = [], [], []
+        ask = {**self._key, "seed": seed, "split": (options or {}).get("split")}
+        try:
+            observation, info = await self.env.areset(seed=seed, options=options)
+        except BaseException as fault:
+            self._fault("reset", ask, fault, {"env_id": self.env.id})
+            raise
+        record = self.trajectory
+        answer = {
+            "env_id": record.env_id,
+            "task": asdict(record.task),
+            "observation": _rows(observation),
+            "info": self._plain(info),
+            **self._changes(),
+        }
+        self._add("reset", ask, answer)
+        return observation, info
+
+    async def astep(self, action: Action) -> StepResult:
+        ask = {"action": asdict(action) if isinstance(action, Message) else action}
+        turns = len(self.trajectory.turns)
+        try:
+            result = await self.env.astep(action)
+        except BaseException as fault:
+            self._fault("step", ask, fault, {"turn": self._turn(turns), **self._changes()})
+            raise
+        observation, _, terminated, truncated, info = result
+        answer = {
+            "observation": _rows(observation),
+            "terminated": terminated,
+            "truncated": truncated,
+            "info": self._plain(info),
+            "turn": self._turn(turns),
+            **self._changes(),
+        }
+        self._add("step", ask, answer)
+        return result
+
+    async def aend(self, stop: StopReason, error: str | None = None) -> float:
+        reward = await self.env.aend(stop, error)
+        self._add("end", {"stop": stop.value, "error": error}, {"state": self.trajectory.state})
+        return reward
+
+    def _plain(self, info: Mapping[str, Any]) -> Json:
+        """`info` as JSON. Raises ReplayError for what JSON cannot hold."""
+        for key, value in info.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as problem:
+                raise ReplayError(f"{self.id}: info[{key!r}] cannot be recorded: {problem}") from None
+        return dict(info)
+
+    def _turn(self, before: int) -> Json:
+        turns: list[Turn] = self.trajectory.turns
+        if len(turns) == before:
+            return None
+        return {"message": asdict(turns[-1].message), "results": [asdict(result) for result in turns[-1].results]}
+
+    def _changes(self) -> dict[str, Json]:
+        """How the record and the offered tools differ from what was last written."""
+        record, schemas = self.trajectory, self.toolbox.schemas()
+        keep = common(self._messages, record.messages)
+        changes: dict[str, Json] = {"keep": keep, "add": _rows(record.messages[keep:])}
+        self._messages = list(record.messages)
+        if schemas != self._schemas:
+            changes["schemas"] = self._schemas = schemas
+        if record.tools != self._tools:
+            changes["tools"] = self._tools = list(record.tools)
+        return changes
+
+    def _fault(self, kind: str, ask: Json, fault: BaseException, more: dict[str, Json]) -> None:
+        if isinstance(fault, asyncio.CancelledError):
+            self._cut.add(self._episode)
+        elif isinstance(fault, EnvError):
+            name = "ToolTimeoutError" if isinstance(fault, ToolTimeoutError) else "EnvError"
+            self._add(kind, ask, {**more, "error": {"type": name, "message": str(fault)}})
+        elif isinstance(fault, Exception):  # the loop makes an EnvError of it, with this text
+            message = f"{type(fault).__name__}: {fault}"
+            self._add(kind, ask, {**more, "error": {"type": "EnvError", "message": message}})
+
+    def _add(self, kind: str, ask: Json, answer: Json) -> None:
+        self._writer.add(self._episode, kind, self._writer.number(self._episode, kind), ask, answer)
+
+
+class Given:
+    """The message objects that an environment gave the loop, in order. The loop tells a rewritten history's new
+    messages from the old ones by identity, so a record must, too."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+        self._places: dict[int, int] = {}
+
+    def extend(self, messages: Sequence[Message]) -> None:
+        """Count messages as given."""
+        for message in messages:
+            self._places[id(message)] = len(self._messages)
+            self._messages.append(message)
+
+    def write(self, history: Sequence[Message]) -> list[Json]:
+        """A history as JSON: the number of an old message, or a new one whole."""
+        rows: list[Json] = []
+        for message in history:
+            place = self._places.get(id(message))
+            rows.append(asdict(message) if place is None else place)
+            if place is None:
+                self.extend([message])
+        return rows
+
+    def read(self, rows: Sequence[Json], message: Callable[[Mapping[str, Json]], Message]) -> list[Message]:
+        """Inverse of `write`."""
+        history: list[Message] = []
+        for row in rows:
+            if isinstance(row, int):
+                history.append(self._messages[row])
+            else:
+                self.extend([new := message(row)])
+                history.append(new)
+        return history
+
+
+class RecordingEngine(Engine):
+    """An engine whose generations are written down, with the seconds they took."""
+
+    untrainable = "a recorded engine keeps the weights that its record began with"
+
+    def __init__(self, engine: Engine, writer: RecordWriter, cut: set[str]) -> None:
+        self._engine, self._writer, self._cut = engine, writer, cut
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        writer, call = self._writer, self._writer.number(request_key, "engine")
+        asked = digest(engine_ask(token_ids, sampling))
+        began = time.monotonic()
+        try:
+            generation = await self._engine.generate(token_ids, sampling, request_key)
+        except asyncio.CancelledError:
+            self._cut.add(current_episode())
+            raise
+        except EngineError as fault:
+            ask = {**writer.prompt(request_key, token_ids, []), "sampling": asdict(sampling)}
+            writer.add(request_key, "engine", call, ask, {"error": str(fault)}, asked=asked)
+            raise
+        generation = replace(generation, seconds=time.monotonic() - began)
+        ask = {**writer.prompt(request_key, token_ids, generation.token_ids), "sampling": asdict(sampling)}
+        writer.add(request_key, "engine", call, ask, asdict(generation), asked=asked)
+        return generation
+
+    def progress(self, request_key: str) -> Underway | None:
+        return self._engine.progress(request_key)
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def abort(self, request_key: str) -> None:
+        await self._engine.abort(request_key)
+
+    async def stats(self) -> EngineStats:
+        return await self._engine.stats()
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+def engine_ask(token_ids: Sequence[int], sampling: Sampling) -> dict[str, Json]:
+    """The whole question that an engine call is, as JSON."""
+    return {"prompt": list(token_ids), "sampling": {**asdict(sampling), "stop_token_ids": list(sampling.stop_token_ids)}}
+
+
+class RecordingJudge:
+    """A judge whose verdicts are written down under the episode they are about."""
+
+    def __init__(self, client: JudgeClient, writer: RecordWriter) -> None:
+        self._client, self._writer = client, writer
+
+    def ask(self, key: str, request: Any) -> Any:
+        episode, call = current_episode(), self._writer.number(current_episode(), "judge")
+        verdict = self._client.ask(key, request)
+        self._writer.add(episode, "judge", call, asdict(request), asdict(verdict))
+        return verdict
+
+    async def aask(self, key: str, request: Any) -> Any:
+        episode, call = current_episode(), self._writer.number(current_episode(), "judge")
+        verdict = await self._client.aask(key, request)
+        self._writer.add(episode, "judge", call, asdict(request), asdict(verdict))
+        return verdict
+
+
+class RecordingReplayEnv:
+    """The environment of a gold replay; its answers are kept by what was done to it, since episodes share them."""
+
+    def __init__(self, replay_env: ReplayEnv, writer: RecordWriter) -> None:
+        self._replay_env, self._writer = replay_env, writer
+        self._done: list[Json] = []
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self._done = [replay_env_task(options)]
+        return self._replay_env.reset(seed=seed, options=options)
+
+    def step(self, action: Message) -> Any:
+        self._done.append(asdict(action))
+        observation, reward, terminated, truncated, info = self._replay_env.step(action)
+        answer = {"observation": _rows(observation), "terminated": terminated, "truncated": truncated}
+        self._writer.add("", "replay_env", len(self._done), {"last": self._done[-1]}, answer, asked=digest(self._done))
+        return observation, reward, terminated, truncated, info
+
+    def state(self) -> Json:
+        state = self._replay_env.state()
+        self._writer.add("", "replay_env", len(self._done), "state", state, asked=digest([*self._done, "state"]))
+        return state
+
+    def close(self) -> None:
+        self._replay_env.close()
+
+
+def replay_env_task(options: Mapping[str, Any] | None) -> Json:
+    """The task that a gold replay is about, as JSON."""
+    task: Task = (options or {})["task"]
+    return asdict(task)
+
+
+def _rows(messages: Sequence[Message]) -> list[Json]:
+    return [asdict(message) for message in messages]

@@ -1,0 +1,146 @@
+"""The training loop, as a table of contents.
+
+    groups    <- collector.collect()          episodes under the group ledger        (rollout/)
+    batch     <- make_batch(groups)           one row a ledger                       (batch/)
+    metrics   <- learner.step(batch)          advantages, then critic and actor      (algorithm/, train/)
+    version+1 <- collector.trained(groups)    the ledger counts the update           (rollout/ledger)
+    engine    <- session.publish()            weights under the new version          (train/publish, weights/)
+
+One loop for every staleness bound: with `rollout.max_staleness = 0` nothing runs while the actors
+update; above it the collector's episodes go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tensordict import TensorDict
+
+from agentrl.batch import collate
+from agentrl.config import Choice
+from agentrl.executors import in_thread
+from agentrl.rollout.evaluate import Evaluation, evaluate, success_rate
+from agentrl.rollout.meter import EngineMeter
+from agentrl.run.interrupt import Interrupt
+from agentrl.run.run_log import Recorder
+from agentrl.run.session import Session
+from agentrl.train.estimator_inputs import with_estimator_inputs
+from agentrl.trajectory import Group
+
+
+async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt) -> None:
+    """Run updates until `steps`, an early stop or an interrupt; a checkpoint is left in each case."""
+    config, collector = session.config, session.collector
+    session.display.phase("train", config.steps, first=collector.ledger.version)
+    interrupt.in_step = True
+    meter = EngineMeter(session.engine)
+    done = collector.ledger.version >= config.steps or interrupt.requested
+    while not done:
+        clock = Clock()
+        groups = await collector.collect()
+        clock.lap("rollout_s")
+        batch = await in_thread("batch", make_batch, groups, config.algorithm.advantage)
+        ages = await in_thread("batch", staleness, batch, collector.ledger.version)
+        clock.lap("batch_s")
+        if config.rollout.colocate:
+            await session.rest()  # until the publish
+        update = await session.learner.step(batch, collector.ledger.version) | ages
+        del batch  # with what lies of it in the object store; the next episodes need the memory
+        clock.lap("update_s")
+        collector.trained(groups)
+        await session.publish()
+        clock.lap("publish_s")
+        update |= await meter.read()
+        step = collector.ledger.version
+        await record(session, recorder, step, groups, update, clock)
+        found, reached = None, False
+        if config.eval.every and step % config.eval.every == 0 and step < config.steps and not interrupt.requested:
+            found = await evaluate_now(session, recorder, "eval")
+            reached = config.stop_at_success is not None and (found.success or 0.0) >= config.stop_at_success
+        await session.saver.check()
+        await recorder.writes.check()
+        # Asked once a step, for the save and the end alike: Ctrl-C in between would end the loop without a checkpoint.
+        done = step >= config.steps or reached or interrupt.requested
+        if done or step % config.checkpoint.every == 0 or session.saver.wanted(found):
+            await recorder.writes.wait()  # a resume from here finds the files of all steps before
+            await session.saver.save(found)
+    await session.saver.wait()
+    interrupt.in_step = False
+
+
+async def evaluate_now(session: Session, recorder: Recorder, phase: str) -> Evaluation:
+    """Held-out success and reward under the engine's current weights, recorded as `phase`."""
+    began = time.monotonic()
+    config = session.config
+    policy = session.policy.at(temperature=config.eval.temperature)
+    result = await evaluate(
+        session.env,
+        policy,
+        session.scorer,
+        session.limits,
+        tasks=config.eval.tasks,
+        seed=config.seed,
+        max_episodes=config.rollout.max_episodes,
+    )
+    if config.rollout.max_staleness == 0:
+        # A resumed run has not evaluated: its first rollouts must not differ by what an evaluation left in the cache.
+        await session.engine.forget()
+    await recorder.evaluation(phase, session.collector.ledger.version, result, time.monotonic() - began)
+    return result
+
+
+def make_batch(groups: list[Group], advantage: Choice) -> TensorDict:
+    """Scored members as one TensorDict, one row a ledger, with the columns that the estimator reads."""
+    batch = collate(
+        [t for group in groups for t in group.scored()], groups=[group.index for group in groups for _ in group.scored()]
+    )
+    return with_estimator_inputs(batch, groups, advantage)
+
+
+def staleness(batch: TensorDict, version: int) -> dict[str, float]:
+    """How many updates older than `version` the weights were that sampled the batch's tokens: mean and maximum."""
+    ages = version - batch["versions"].values()[batch["sampled"].values()]
+    return {"staleness_mean": ages.double().mean().item(), "staleness_max": ages.max().item()}
+
+
+async def record(
+    session: Session, recorder: Recorder, step: int, groups: list[Group], update: dict[str, float], clock: Clock
+) -> None:
+    """One metrics row, the step's trajectories, and the display."""
+    members = [t for group in groups for t in group.trajectories]
+    scored = [t for t in members if t.reward is not None]
+    tokens = sum(t.sampled_tokens for t in members)
+    success = success_rate(scored)
+    reward = sum(t.reward for t in scored if t.reward is not None) / len(scored)
+    values: dict[str, Any] = {
+        "success": success,
+        "reward": reward,
+        "scored": len(scored),
+        "unscored": len(members) - len(scored),
+        "tokens": tokens,
+        "turns": sum(len(t.turns) for t in members) / len(members),
+        "rewrites": sum(len(t.rewrites) for t in members) / len(members),
+        **update,
+        **session.collector.metrics(),
+        **{f"groups/{state}": count for state, count in session.collector.ledger.counts().items()},
+        **{f"time/{name}": seconds for name, seconds in clock.laps.items()},
+    }
+    recorder.row("train", step, values)
+    if step % session.config.trajectories_every == 0 or step == session.config.steps:
+        await recorder.trajectories(f"step_{step:06d}", members)
+    session.display.step(step, {"success": success, "reward": reward, "tokens/s": tokens / max(clock.laps["rollout_s"], 1e-9)})
+
+
+class Clock:
+    """Wall-clock seconds of the parts of a step."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        """End a part that began at the last lap."""
+        now = time.monotonic()
+        self.laps[name] = now - self._last
+        self._last = now

@@ -1,0 +1,83 @@
+"""A folder with the record of a run: all that a replay needs.
+
+record.json   the config, what was asked for, the model's context     calls.jsonl   every answer (rollout/replay/tape.py)
+reward.json   the reward spec                                        tokenizer/    of the model (none for an API)
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from agentrl.config import TrainConfig
+from agentrl.config.identity import check_goes_on
+from agentrl.errors import ReplayError
+from agentrl.rollout.replay.record import Recorder
+from agentrl.rollout.replay.tape import Recorded
+from agentrl.run.assembly import Inputs
+from agentrl.run.engines import api_name
+from agentrl.run.folder import atomic_write
+from agentrl.train.pretrained import load_model_config, load_tokenizer
+
+FORMAT = 1
+
+
+class RecordFolder:
+    """Paths of a record and its plain files. `asked`: what the run is, with its `identity`, for the manifest of a new record."""
+
+    def __init__(self, path: Path, asked: dict[str, Any] | None = None) -> None:
+        self.path = path
+        self.calls = path / "calls.jsonl"
+        self.tokenizer = path / "tokenizer"
+        self._asked = asked or {}
+        self._read: Recorded | None = None
+
+    def manifest(self) -> dict[str, Any]:
+        """record.json. Raises ReplayError where there is none, or of another format."""
+        file = self.path / "record.json"
+        try:
+            manifest: dict[str, Any] = json.loads(file.read_text())
+        except FileNotFoundError:
+            raise ReplayError(f"{self.path}: expected a folder that --record wrote, got one without {file.name}") from None
+        except ValueError as problem:
+            raise ReplayError(f"{file}: expected the JSON of a record, got: {problem}") from None
+        if manifest.get("agentrl_record") != FORMAT:
+            raise ReplayError(f"{file}: expected a record of format {FORMAT}, got {manifest.get('agentrl_record')!r}")
+        return manifest
+
+    def read(self) -> Recorded:
+        """The calls, read once. Raises ReplayError where they are missing or were changed."""
+        if self._read is None:
+            self._read = Recorded.read(self.calls)
+        return self._read
+
+    def ended(self) -> set[str]:
+        """Episodes that are in the record whole; none where there is no record yet."""
+        return set(self.read().episodes) if self.calls.exists() else set()
+
+    def inputs(self) -> Inputs:
+        """What the run read. Raises ReplayError if the folder is no record, or was changed."""
+        manifest = self.manifest()
+        spec = json.loads((self.path / "reward.json").read_text())
+        api = api_name(manifest["config"]["model"]["path"]) is not None
+        return Inputs(spec, None if api else load_tokenizer(str(self.tokenizer)), manifest["context"])
+
+    def open(self, config: TrainConfig, inputs: Inputs) -> Recorder:
+        """Begin the record, or go on with one of the same run. Raises ConfigError if it is of another run."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        # Commands and addresses of tool servers may hold keys, and a replay starts none.
+        table = config.model_dump(mode="json", exclude_none=True, exclude={"tools"})
+        manifest = {"agentrl_record": FORMAT, **self._asked, "context": inputs.context, "config": table}
+        file = self.path / "record.json"
+        if file.exists():
+            before, of = self.manifest().get("identity"), f"the record of another run ({file})"
+            check_goes_on(before, self._asked["identity"], of, self.path, "--record")
+        if inputs.tokenizer is not None:
+            assert config.model.path is not None
+            inputs.tokenizer.save_pretrained(str(self.tokenizer))
+            load_model_config(config.model.path).save_pretrained(str(self.tokenizer))  # which class reads the tokenizer
+        atomic_write(self.path / "reward.json", json.dumps(inputs.spec, indent=2) + "\n")
+        atomic_write(file, json.dumps(manifest, indent=2) + "\n")
+        self.calls.touch()
+        return Recorder(self.calls, Recorded.read(self.calls).transcripts)

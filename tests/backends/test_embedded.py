@@ -1,0 +1,346 @@
+import asyncio
+import shutil
+
+import pytest
+import pytest_asyncio
+import torch
+from contract import EngineContract, off, prompt_of
+from engine_models import build_model, changed, forward_logprobs, load, parameters
+from safetensors.torch import load_file, save_file
+
+from agentrl.backends.embedded.engine import EmbeddedEngine
+from agentrl.errors import EngineError, ModelError, ResourceError
+from agentrl.rollout.engine import Sampling
+from agentrl.weights.bucket import Stream
+from agentrl.weights.memory import MemorySender
+from tests.publishing import publish
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest_asyncio.fixture
+async def engine(model_folder):
+    engine = EmbeddedEngine(model_folder, device="cpu", max_slots=96)
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture
+def tolerance():
+    return 1e-5
+
+
+@pytest.fixture
+def context():
+    return 2048
+
+
+class TestEmbedded(EngineContract):
+    pass
+
+
+async def _episodes(engine, count, turns=3, tokens=20):
+    """Multi-turn episodes with instant tools; returns the ids of each."""
+
+    async def episode(number):
+        ids = prompt_of(40, seed=number // 4)
+        for turn in range(turns):
+            sampling = Sampling(max_tokens=tokens + number % 7, seed=100 * number + turn)
+            ids += (await engine.generate(ids, sampling, f"e{number}")).token_ids + [7] * 5
+        return ids
+
+    return await asyncio.gather(*(episode(number) for number in range(count)))
+
+
+async def test_a_run_is_reproduced_exactly(model_folder):
+    """Logprobs to the last bit, which takes the same batches at the same steps."""
+    runs = []
+    for _ in range(2):
+        engine = EmbeddedEngine(model_folder, device="cpu")
+        await engine.start()
+        episodes = await _episodes(engine, 24)
+        last = await engine.generate(episodes[3], Sampling(max_tokens=5, seed=1), "e3")
+        runs.append((episodes, last.logprobs, (await engine.stats()).extra["steps"]))
+        await engine.close()
+    assert runs[0] == runs[1]
+
+
+async def test_where_weights_lie_in_their_file_or_after_a_sleep_changes_no_digit(model_folder, model, tmp_path):
+    """A resumed run reads its weights from another file than the unbroken one did, and has not slept: products of a single
+    token round by where in memory its weights begin."""
+    prompts = [prompt_of(40, seed=seed) for seed in range(8)]
+
+    async def logprobs(engine):
+        return [(await engine.generate(ids, Sampling(max_tokens=12, seed=1), f"e{n}")).logprobs for n, ids in enumerate(prompts)]
+
+    found = []
+    for bytes_more in (0, 8):
+        folder = shutil.copytree(model_folder, tmp_path / str(bytes_more))
+        tensors = load_file(folder / "model.safetensors")
+        save_file(tensors, folder / "model.safetensors", {"format": "pt", "more": "x" * (64 + bytes_more)})
+        engine = EmbeddedEngine(str(folder), device="cpu")
+        await engine.start()
+        found.append(await logprobs(engine))
+        await engine.sleep()
+        await engine.wake("weights")
+        await publish(engine, 1, parameters(model))
+        found.append(await logprobs(engine))
+        await engine.close()
+    assert found[1] == found[0] and found[2] == found[0] and found[3] == found[0]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        pytest.param({"max_slots": 3}, id="few slots"),
+        pytest.param({"kv_cache_mib": 1, "max_context": 512}, id="little memory"),
+        pytest.param({"step_tokens": 16}, id="prompts in chunks"),
+    ],
+)
+async def test_tight_limits_change_nothing_but_time(model_folder, limits):
+    """Queueing, eviction, preemption and chunked prompts never change what a request samples."""
+    reference = EmbeddedEngine(model_folder, device="cpu")
+    tight = EmbeddedEngine(model_folder, device="cpu", **limits)
+    await reference.start()
+    await tight.start()
+    assert await _episodes(tight, 16, tokens=70) == await _episodes(reference, 16, tokens=70)
+    await reference.close()
+    await tight.close()
+
+
+async def test_forgetting_makes_it_as_new(model_folder):
+    """A resumed run has a fresh engine: what went before in the unbroken one must not show in the last digits."""
+
+    async def answers(*, before, forget):
+        engine = EmbeddedEngine(model_folder, device="cpu")
+        await engine.start()
+        if before:
+            await _episodes(engine, 8)
+        if forget:
+            await engine.forget()
+        cached = (await engine.stats()).cached_tokens
+        sampling = [Sampling(max_tokens=16, seed=n) for n in range(4)]
+        out = await asyncio.gather(*(engine.generate(prompt_of(40, seed=0), s, f"x{s.seed}") for s in sampling))
+        hit = (await engine.stats()).cached_tokens - cached
+        await engine.close()
+        return [(o.token_ids, o.logprobs) for o in out], hit
+
+    fresh = await answers(before=False, forget=False)
+    assert await answers(before=True, forget=True) == fresh
+    assert (await answers(before=True, forget=False))[1] > fresh[1]  # the control: it did remember
+
+
+async def test_a_sleeping_engine_holds_no_memory_and_wakes_in_two_stages(model_folder, model):
+    engine = EmbeddedEngine(model_folder, device="cpu")
+    await engine.start()
+    before = await engine.generate(prompt_of(40), Sampling(max_tokens=8, seed=1), "a")
+    held = await _held(engine)
+    await engine.pause()
+    await engine.sleep()
+    assert held > 100_000 and await _held(engine) == 0
+    with pytest.raises(EngineError, match="the engine sleeps"):
+        await engine.generate(prompt_of(40), Sampling(max_tokens=8), "a")
+    with pytest.raises(EngineError, match="wake its weights"):
+        await engine.receive(1, nothing())
+    await engine.wake("weights")
+    with pytest.raises(EngineError, match="no weights yet"):
+        await engine.generate(prompt_of(40), Sampling(max_tokens=8), "a")
+    await publish(engine, 1, parameters(model))
+    after = await engine.generate(prompt_of(40), Sampling(max_tokens=8, seed=1), "a")
+    assert (after.token_ids, set(after.versions)) == (before.token_ids, {1})
+    assert after.logprobs == before.logprobs
+    await engine.close()
+
+
+async def nothing():
+    return
+    yield
+
+
+async def _held(engine):
+    """Bytes of weights and cache that the engine's tensors hold."""
+    batcher, model = engine._started()
+    weights = sum(p.untyped_storage().nbytes() for p in model.module.parameters())
+    return weights + sum(pool.kv.untyped_storage().nbytes() for pool in batcher._slots.pools)
+
+
+async def test_nothing_sleeps_while_requests_run(engine):
+    waiting = asyncio.create_task(engine.generate(prompt_of(40), Sampling(max_tokens=64), "a"))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match="under way"):
+        await engine.sleep()
+    waiting.cancel()
+
+
+async def test_memory_stays_under_its_limit(model_folder):
+    engine = EmbeddedEngine(model_folder, device="cpu", kv_cache_mib=2, max_context=1024)
+    await engine.start()
+    batcher, _ = engine._started()
+    most = 0
+
+    async def watch():
+        nonlocal most
+        while True:
+            most = max(most, sum(pool.kv.nbytes for pool in batcher._slots.pools))
+            await asyncio.sleep(0)
+
+    watcher = asyncio.ensure_future(watch())
+    await _episodes(engine, 40, tokens=60)
+    watcher.cancel()
+    assert 1 << 20 < most <= 2 << 20
+    await engine.close()
+
+
+async def test_members_of_a_group_share_their_prompt(engine):
+    """Eight requests with one prompt compute it once, even when they come at the same moment."""
+    prompt = prompt_of(100)
+    await asyncio.gather(*(engine.generate(prompt, Sampling(max_tokens=4, seed=i), f"m{i}") for i in range(8)))
+    stats = await engine.stats()
+    assert stats.prompt_tokens == 800
+    assert stats.cached_tokens == 7 * 96
+
+
+async def test_unfinished_weights_fail_what_waits(engine, model):
+    """A request that was running when a publish failed hears of it, and is not sampled from a mixture."""
+    task = asyncio.ensure_future(engine.generate(prompt_of(9), Sampling(max_tokens=500), "a"))
+    await asyncio.sleep(0.05)
+    with pytest.raises(EngineError, match="not published"):
+        await publish(engine, 1, {"model.norm.weight": parameters(model)["model.norm.weight"]})
+    with pytest.raises(EngineError, match="not published"):
+        await task
+
+
+async def test_a_request_that_comes_while_weights_arrive_waits_and_is_sampled_from_them(engine, model):
+    prompt = prompt_of(40)
+    await engine.generate(prompt, Sampling(max_tokens=5, seed=1), "a0")  # its cache is of the old weights
+    sender = MemorySender(1 << 17, 1)
+    await engine.attach(sender.open())
+    sender.attached()
+    new = changed(model, 5)
+    tasks = []
+
+    async def buckets():
+        stream = Stream(iter(new.items()))
+        while (bucket := sender.send(stream)) is not None:
+            tasks.append(asyncio.ensure_future(engine.generate(prompt, Sampling(max_tokens=5, seed=1), f"a{len(tasks)}")))
+            await asyncio.sleep(0)
+            yield bucket
+
+    await engine.pause()
+    await engine.receive(1, buckets())
+    await engine.resume()
+    for generation in await asyncio.gather(*tasks):
+        assert set(generation.versions) == {1}
+        assert off(model, prompt, generation, weights=new) < 1e-5
+    assert len(tasks) > 1
+
+
+async def test_weights_that_are_not_finite_are_an_engine_error(engine, model):
+    weights = {name: tensor * float("nan") for name, tensor in parameters(model).items()}
+    await publish(engine, 1, weights)
+    with pytest.raises(EngineError, match="version 1 is not finite"):
+        await engine.generate(prompt_of(9), Sampling(max_tokens=5), "a")
+    await publish(engine, 2, parameters(model))
+    generation = await engine.generate(prompt_of(9), Sampling(max_tokens=5, seed=1), "a")
+    assert off(model, prompt_of(9), generation) < 1e-5
+
+
+async def test_a_closed_engine_says_so(model_folder):
+    engine = EmbeddedEngine(model_folder, device="cpu")
+    with pytest.raises(EngineError, match="not started"):
+        await engine.generate([1], Sampling(max_tokens=1), "a")
+    await engine.start()
+    task = asyncio.ensure_future(engine.generate([1], Sampling(max_tokens=2000), "a"))
+    await asyncio.sleep(0.02)
+    await engine.close()
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await task
+
+
+async def test_what_cannot_start_says_why(model_folder, tmp_path):
+    with pytest.raises(ModelError, match="no model folder"):
+        await EmbeddedEngine(str(tmp_path / "nothing")).start()
+    with pytest.raises(ModelError, match="cannot load"):
+        await EmbeddedEngine(str(tmp_path)).start()
+    with pytest.raises(ResourceError, match="kv_cache_mib"):
+        await EmbeddedEngine(model_folder, kv_cache_mib=1, max_context=2048).start()
+    with pytest.raises(ResourceError, match="2048 positions"):
+        await EmbeddedEngine(model_folder, max_context=4096).start()
+
+
+def _other_architectures():
+    from transformers import GemmaConfig, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config
+
+    small = {
+        "vocab_size": 400,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+    }
+    return [
+        LlamaConfig(**small),
+        Qwen2Config(**small),
+        MistralConfig(**small, sliding_window=24),
+        GemmaConfig(**small, head_dim=16),
+        Phi3Config(**small, pad_token_id=0),
+    ]
+
+
+@pytest.mark.parametrize("config", _other_architectures(), ids=lambda config: config.model_type)
+async def test_other_architectures(config, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    engine = EmbeddedEngine(str(tmp_path), device="cpu")
+    await engine.start()
+    model = load(tmp_path)
+    prompts = [prompt_of(10 + 9 * i, seed=i) for i in range(4)]
+    generations = await asyncio.gather(
+        *(engine.generate(p, Sampling(max_tokens=30, seed=i), f"{i}") for i, p in enumerate(prompts))
+    )
+    for prompt, generation in zip(prompts, generations, strict=True):
+        assert off(model, prompt, generation) < 5e-5
+    await engine.close()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mamba"])
+async def test_a_model_it_would_get_wrong_is_refused(family, tmp_path):
+    """Soft-capped scores, attention sinks, recurrent state: refused at the start, with the way out."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    changes = {
+        "gemma2": {"head_dim": 16, "num_key_value_heads": 2, "intermediate_size": 96},
+        "gpt_oss": {
+            "head_dim": 16,
+            "num_key_value_heads": 2,
+            "intermediate_size": 32,
+            "num_local_experts": 4,
+        },
+        "mamba": {"state_size": 4},
+    }[family]
+    heads = {} if family == "mamba" else {"num_attention_heads": 4}
+    config = AutoConfig.for_model(family, vocab_size=400, hidden_size=64, num_hidden_layers=2, pad_token_id=0, **heads, **changes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="engine = vllm"):
+        await EmbeddedEngine(str(tmp_path), device="cpu").start()
+
+
+async def test_an_untied_head_is_published_too(tmp_path):
+    folder = build_model(tmp_path, tied=False)
+    model = load(folder)
+    engine = EmbeddedEngine(folder, device="cpu")
+    await engine.start()
+    new = changed(model, seed=4)
+    assert "lm_head.weight" in new
+    await publish(engine, 3, new)
+    generation = await engine.generate(prompt_of(9), Sampling(max_tokens=9, seed=1), "a")
+    expected = forward_logprobs(model, prompt_of(9), generation.token_ids, weights=new)
+    assert (expected - torch.tensor(generation.logprobs)).abs().max() < 1e-5
+    await engine.close()

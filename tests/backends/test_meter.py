@@ -1,0 +1,39 @@
+import asyncio
+
+import pytest
+from contract import prompt_of, until
+
+from agentrl.backends.embedded.engine import EmbeddedEngine
+from agentrl.rollout.engine import Sampling
+from agentrl.rollout.meter import EngineMeter
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_what_the_engine_did_since_the_last_reading(model_folder):
+    engine = EmbeddedEngine(model_folder, device="cpu", max_slots=2)
+    await engine.start()
+    meter = EngineMeter(engine)
+    assert (await meter.read())["engine/tokens_per_s"] == 0
+    await engine.generate(prompt_of(100), Sampling(max_tokens=10, seed=1), "a")
+    first = await meter.read()
+    assert first["engine/tokens_per_s"] > 0 and first["engine/cache_hit"] == 0
+    # the second turn of the episode finds its first one in the cache
+    await engine.generate([*prompt_of(100), 1, 2, 3, 4], Sampling(max_tokens=10, seed=1), "a")
+    second = await meter.read()
+    assert second["engine/cache_hit"] == pytest.approx(100 / 104, abs=0.01)
+    assert second["engine/steps"] > first["engine/steps"]
+    idle = await meter.read()
+    assert idle["engine/tokens_per_s"] == idle["engine/cache_hit"] == idle["engine/running"] == 0
+    # three requests on two slots: one waits
+    tasks = [asyncio.ensure_future(engine.generate(prompt_of(9), Sampling(max_tokens=900), f"{i}")) for i in range(3)]
+
+    async def full():
+        busy = await meter.read()
+        return (busy["engine/running"], busy["engine/waiting"]) == (2, 1)
+
+    await until(full)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await engine.close()

@@ -1,0 +1,111 @@
+"""Requests travel together and answers come back as they are ready; each caller hears of its own, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from agentrl.backends.vllm.request_batcher import Answers, Request, RequestBatcher, answered
+from agentrl.errors import EngineError
+from agentrl.rollout.engine import Generation, Sampling
+
+
+class Local:
+    """The actor's side in this process, called as Ray calls it; `breaks`: the call dies after so many parts."""
+
+    def __init__(self, breaks: int | None = None) -> None:
+        self.calls: list[int] = []
+        self.breaks = breaks
+        self.generate_many = self
+
+    def options(self, num_returns: str) -> Local:
+        assert num_returns == "streaming"
+        return self
+
+    def remote(self, requests: Sequence[Request]) -> AsyncIterator[Any]:
+        self.calls.append(len(requests))
+        return self._parts(requests)
+
+    async def _parts(self, requests: Sequence[Request]) -> AsyncIterator[Any]:
+        sent = 0
+        async for part in answered(self._one, requests):
+            if sent == self.breaks:
+                raise RayActorError
+            sent += 1
+            yield self._value(part)
+
+    @staticmethod
+    async def _value(part: Answers) -> Answers:
+        return part
+
+    @staticmethod
+    async def _one(ids: list[int], sampling: Sampling, key: str, request_id: str) -> Generation:
+        await asyncio.sleep(0.002 * ids[0])
+        if ids[0] == 3:
+            raise EngineError(f"{request_id} failed")
+        return Generation([ids[0]], [-1.0], [0], "length")
+
+
+def request(number: int) -> Request:
+    return ([number], Sampling(4), f"k{number}", f"r{number}")
+
+
+async def test_requests_of_one_turn_of_the_loop_share_a_call_and_each_gets_its_own_answer() -> None:
+    actor = Local()
+    request_batcher = RequestBatcher(actor)
+    found = await asyncio.gather(*(request_batcher.generate(request(n)) for n in (5, 1, 3, 0)), return_exceptions=True)
+    assert actor.calls == [4]
+    assert [f.token_ids for f in found if isinstance(f, Generation)] == [[5], [1], [0]]
+    assert isinstance(found[2], EngineError) and str(found[2]) == "r3 failed"
+    assert (await request_batcher.generate(request(2))).token_ids == [2] and actor.calls == [4, 1]
+
+
+async def test_a_quick_answer_does_not_wait_for_a_slow_one() -> None:
+    request_batcher = RequestBatcher(Local())
+    slow = asyncio.create_task(request_batcher.generate(request(5000)))
+    quick = await asyncio.create_task(request_batcher.generate(request(0)))
+    assert quick.token_ids == [0] and not slow.done()
+    slow.cancel()
+
+
+async def test_a_caller_that_left_before_the_call_is_not_sent() -> None:
+    actor = Local()
+    request_batcher = RequestBatcher(actor)
+    gone, stays = (asyncio.create_task(request_batcher.generate(request(n))) for n in (1, 2))
+    await asyncio.sleep(0)
+    gone.cancel()
+    assert (await stays).token_ids == [2]
+    assert sum(actor.calls) <= 2 and gone.cancelled()
+
+
+async def test_death_of_the_actor_reaches_all_that_wait_and_none_that_were_answered() -> None:
+    request_batcher = RequestBatcher(Local(breaks=1))
+    calls = [asyncio.create_task(request_batcher.generate(request(n))) for n in (0, 40, 80)]
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(found[0], Generation)
+    assert all(isinstance(answer, RayActorError) for answer in found[1:])
+
+
+async def test_answers_that_break_off_are_an_engine_error() -> None:
+    class Short(Local):
+        async def _parts(self, requests: Sequence[Request]) -> AsyncIterator[Any]:
+            return
+            yield
+
+    with pytest.raises(EngineError, match="broke off"):
+        await RequestBatcher(Short()).generate(request(1))
+
+
+async def test_an_error_that_nobody_foresaw_reaches_every_caller() -> None:
+    class Broken:
+        generate_many = None
+
+    request_batcher = RequestBatcher(Broken())
+    found = await asyncio.wait_for(
+        asyncio.gather(*(request_batcher.generate(request(n)) for n in (1, 2)), return_exceptions=True), 5
+    )
+    assert [type(one) for one in found] == [AttributeError, AttributeError]

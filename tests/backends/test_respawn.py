@@ -1,0 +1,252 @@
+"""Death and respawn of vLLM replicas, with stand-ins for the actors so that each can die at a chosen call.
+
+The real thing, a kill -9 of real vLLM in a whole run, is in test_vllm_replicas.py.
+"""
+
+import asyncio
+import logging
+
+import pytest
+import torch
+from engine_models import parameters
+from ray.exceptions import RayActorError
+
+from agentrl.backends.vllm.engine import VllmEngine, replicas
+from agentrl.backends.vllm.replicas import Replica, Replicas
+from agentrl.config.schema import VllmConfig
+from agentrl.errors import EngineError
+from agentrl.rollout.engine import EngineStats, Generation, Sampling
+from agentrl.weights.bucket import Bucket
+from tests.publishing import publish
+
+pytestmark = pytest.mark.asyncio
+SHORT = Sampling(max_tokens=2)
+
+
+class Actor:
+    """One replica's process: a log of calls, the weights it has, and where it dies."""
+
+    def __init__(self, number, die_at=None):
+        self.number, self.die_at, self.hang_at = number, die_at, None
+        self.calls, self.version, self.loaded, self.dead = [], 0, [], False
+        self.open = asyncio.Event()
+        self.open.set()
+        self.hold = None
+
+    def __getattr__(self, name):
+        return Method(self, name)
+
+    async def call(self, name, *args):
+        await asyncio.sleep(0)
+        if self.dead or self.die_at == name:
+            self.dead = True
+            raise RayActorError()
+        self.calls.append(name)
+        if name == self.hang_at:
+            await asyncio.sleep(3600)
+        if name == "start" and self.hold is not None:
+            await self.hold.wait()
+        elif name == "pause":
+            self.open.clear()
+        elif name == "resume":
+            self.open.set()
+        elif name in ("receive", "load"):
+            assert not self.open.is_set(), "a step in the middle of an update"
+            self.loaded += [entry.name for entry in Bucket.from_wire(args[-1]).entries]
+        elif name == "attach":
+            return ""
+        elif name == "end_update" and args[0] is not None:
+            self.version = args[0]
+        elif name == "generate":
+            await asyncio.sleep(0.01)
+            while not self.open.is_set() and not self.dead:
+                await asyncio.sleep(0.001)
+            if self.dead:
+                raise RayActorError()
+            return Generation([1, 2], [-1.0, -1.0], [self.version] * 2, "length")
+        elif name == "stats":
+            return EngineStats(sampled_tokens=2 * self.calls.count("generate"))
+        return 1000 + self.number
+
+
+class Method:
+    def __init__(self, actor, name):
+        self.actor, self.name = actor, name
+
+    def options(self, num_returns):
+        assert (self.name, num_returns) == ("generate_many", "streaming")
+        return self
+
+    def remote(self, *args):
+        return self.answers(*args) if self.name == "generate_many" else self.actor.call(self.name, *args)
+
+    async def answers(self, requests):
+        """A stream of references, each to the answer of one request."""
+        for place, task in enumerate([asyncio.ensure_future(self.actor.call("generate", *each)) for each in requests]):
+            yield self.one(place, task)
+
+    async def one(self, place, task):
+        return [(place, await task)]
+
+
+@pytest.fixture
+def spawned(monkeypatch):
+    """The actors in the order they were made; `spawned.plan[i]` makes the i-th one differ."""
+
+    class Spawned(list):
+        plan: dict
+
+    actors = Spawned()
+    actors.plan = {}
+
+    def spawn(self, number):
+        actor = Actor(len(actors), **actors.plan.get(len(actors), {}))
+        actor.hold = actors.plan.get("hold")
+        actors.append(actor)
+        return Replica(number, actor)
+
+    monkeypatch.setattr(Replicas, "_spawn", spawn)
+    monkeypatch.setattr(replicas.ray, "kill", lambda actor: setattr(actor, "dead", True))
+    monkeypatch.setattr(replicas.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(replicas.ray, "put", lambda data: data)
+    monkeypatch.setattr("agentrl.backends.vllm.engine.importlib.util.find_spec", lambda name: True)
+    return actors
+
+
+async def started(model_folder, **options):
+    engine = VllmEngine(model_folder, VllmConfig(**{"max_respawns": 0, **options}))
+    await engine.start()
+    return engine
+
+
+async def settle(engine, replicas):
+    async with asyncio.timeout(5):
+        while (await engine.stats()).extra["replicas"] != replicas:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_new_replica_has_the_newest_weights_before_it_takes_requests(model_folder, model, spawned, caplog):
+    caplog.set_level(logging.WARNING, logger="agentrl.backends")
+    engine = await started(model_folder, replicas=2, max_respawns=1)
+    for version in (1, 2):
+        await publish(engine, version, parameters(model))
+    spawned[0].dead = True
+    keys = [f"e{i}" for i in range(6)]
+    generations = await asyncio.gather(*(engine.generate([5], SHORT, key) for key in keys))
+    assert all(generation.versions == [2, 2] for generation in generations)
+    await settle(engine, 2)
+    fresh = spawned[2]
+    assert fresh.calls.index("load") < fresh.calls.index("end_update") < fresh.calls.index("resume")
+    assert fresh.version == 2 and fresh.calls.count("load") == 1
+    assert "replica 0 (pid 1000) died" in caplog.text and "replica 0 (pid 1002) is up" in caplog.text
+    # it takes part: the next new episodes go to both
+    homes = [engine.generate([5], SHORT, f"n{i}") for i in range(4)]
+    assert {generation.versions[0] for generation in await asyncio.gather(*homes)} == {2}
+    assert {engine.homes[f"n{i}"] for i in range(4)} == {0, 1}
+    await engine.close()
+
+
+async def test_requests_wait_for_the_only_replica_to_come_back(model_folder, spawned):
+    engine = await started(model_folder, max_respawns=1)
+    spawned.plan["hold"] = asyncio.Event()
+    spawned[0].dead = True
+    waiting = asyncio.ensure_future(engine.generate([5], SHORT, "a"))
+    await asyncio.sleep(0.02)
+    assert not waiting.done() and len(spawned) == 2
+    spawned.plan["hold"].set()
+    assert (await asyncio.wait_for(waiting, 5)).token_ids == [1, 2]
+    # a second death is one too many
+    spawned[1].dead = True
+    with pytest.raises(EngineError, match="no replica of the vLLM engine lives"):
+        await engine.generate([5], SHORT, "a")
+    await engine.close()
+
+
+async def test_while_all_are_dead_an_update_is_kept_for_the_one_that_comes(model_folder, model, spawned):
+    engine = await started(model_folder, max_respawns=1)
+    spawned.plan["hold"] = asyncio.Event()
+    spawned[0].dead = True
+    await publish(engine, 7, parameters(model))
+    spawned.plan["hold"].set()
+    assert (await asyncio.wait_for(engine.generate([5], SHORT, "a"), 5)).versions == [7, 7]
+    await engine.close()
+
+
+async def test_a_replica_that_comes_back_during_a_pause_waits_like_the_others(model_folder, spawned):
+    engine = await started(model_folder, replicas=2, max_respawns=1)
+    spawned[0].dead = True
+    await engine.pause()
+    await settle(engine, 2)
+    request = asyncio.ensure_future(engine.generate([5], SHORT, "a"))
+    other = asyncio.ensure_future(engine.generate([5], SHORT, "b"))
+    await asyncio.sleep(0.03)
+    assert not request.done() and not other.done()
+    assert {engine.homes["a"], engine.homes["b"]} == {0, 1}
+    await engine.resume()
+    await asyncio.gather(request, other)
+    await engine.close()
+
+
+@pytest.mark.parametrize("call", ["pause", "attach", "begin_update", "receive", "end_update"])
+async def test_a_death_in_the_middle_of_an_update(model_folder, model, spawned, call):
+    engine = await started(model_folder, replicas=2, max_respawns=1)
+    spawned[1].die_at = call
+    await publish(engine, 3, parameters(model), bucket_mib=0.01)
+    await settle(engine, 2)
+    assert [actor.version for actor in (spawned[0], spawned[2])] == [3, 3]
+    await engine.close()
+
+
+async def test_a_replica_that_never_comes_up_counts_and_ends(model_folder, spawned, caplog):
+    engine = await started(model_folder, replicas=2, max_respawns=2)
+    spawned.plan |= {2: {"die_at": "start"}, 3: {"die_at": "resume"}}
+    spawned[0].dead = True
+    assert (await engine.generate([5], SHORT, "a")).token_ids == [1, 2]
+    assert (await engine.generate([5], SHORT, "b")).token_ids == [1, 2]
+    async with asyncio.timeout(5):
+        while "no more are started" not in caplog.text:
+            await asyncio.sleep(0.001)
+    assert len(spawned) == 4 and (await engine.stats()).extra == {"replicas": 1, "respawns": 2}
+    await engine.close()
+
+
+async def test_a_failed_update_is_not_given_to_a_new_replica(model_folder, model, spawned):
+    engine = await started(model_folder, replicas=2, max_respawns=1)
+    await publish(engine, 1, parameters(model))
+    with pytest.raises(EngineError, match="not published"):
+        await publish(engine, 2, {"model.norm.weight": torch.ones(64)})
+    spawned[0].dead = True
+    await engine.stats()
+    await settle(engine, 2)
+    assert spawned[2].loaded == []
+    with pytest.raises(EngineError, match="until a publish succeeds"):
+        await engine.generate([5], SHORT, "a")
+    await publish(engine, 3, parameters(model))
+    assert (await engine.generate([5], SHORT, "a")).versions == [3, 3]
+    assert spawned[2].version == 3
+    await engine.close()
+
+
+async def test_closing_ends_what_is_just_starting(model_folder, spawned):
+    engine = await started(model_folder, replicas=2, max_respawns=1)
+    spawned.plan["hold"] = asyncio.Event()
+    spawned[0].dead = True
+    await engine.stats()
+    await asyncio.sleep(0.01)
+    assert len(spawned) == 3 and not spawned[2].dead
+    await engine.close()
+    assert spawned[2].dead
+
+
+async def test_a_replica_that_hangs_is_replaced_and_its_requests_move(model_folder, model, spawned, caplog):
+    engine = await started(model_folder, replicas=2, max_respawns=1, call_timeout=0.1)
+    spawned[0].open.clear()
+    spawned[0].hang_at = "pause"
+    stuck = asyncio.ensure_future(engine.generate([5], SHORT, "a"))
+    await asyncio.sleep(0.02)
+    assert engine.homes["a"] == 0
+    await publish(engine, 1, parameters(model))
+    assert (await asyncio.wait_for(stuck, 5)).versions == [1, 1]
+    assert "no answer to pause within 0.1 s" in caplog.text
+    await settle(engine, 2)
+    await engine.close()

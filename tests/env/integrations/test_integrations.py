@@ -1,0 +1,87 @@
+"""Neighbours with their real packages, each in an interpreter that has it.
+
+verifiers 0.3.1 needs mcp below 2 and openenv-core brings a web stack of its own, so neither belongs into one
+environment with everything else. Name an interpreter that has the package and agentrl's core dependencies:
+AGENTRL_VERIFIERS_PYTHON, AGENTRL_OPENENV_PYTHON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl.env.integrations.openenv import OpenEnv, openenv_app
+from agentrl.env.integrations.verifiers import VerifiersEnv, to_verifiers
+from agentrl.errors import DependencyError
+from agentrl.rollout.sampler.fresh import UniformSampler
+from agentrl.rollout.sampler.pool import pool_seeds
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent.parent
+
+
+def run(package: str, module: str) -> Any:
+    variable = f"AGENTRL_{package.upper()}_PYTHON"
+    python = os.environ.get(variable) or (sys.executable if find_spec(module) else "")
+    if not python:
+        pytest.skip(f"{package} is not installed here and {variable} names no interpreter that has it")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [python, str(HERE / f"{package}_script.py")]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_verifiers_both_ways() -> None:
+    report = run("verifiers", "verifiers")
+    assert report["export"]["rewards"] == [1.0, 0.0]
+    assert report["import"]["rewards"] == [1.0, 0.0]
+
+
+@pytest.mark.slow
+def test_openenv_both_ways() -> None:
+    report = run("openenv", "openenv")
+    assert report["export"] == {"reward": 1.0, "done": True, "other": 0.0}
+    assert report["import"]["state"] == {"reward": 1.0, "steps": 2, "done": True}
+    assert report["import"]["terminated"] and "Connection refused" in report["import"]["unreachable"]
+
+
+def test_without_the_package_the_extra_is_named() -> None:
+    if find_spec("verifiers") is None:
+        for call in (lambda: VerifiersEnv(load="x"), lambda: to_verifiers(lambda: None, None)):  # type: ignore[arg-type,return-value]
+            with pytest.raises(DependencyError, match=r"agentrl\[verifiers\]"):
+                call()
+    if find_spec("openenv") is None:
+        for call in (lambda: OpenEnv(url="http://x"), lambda: openenv_app(lambda: None)):  # type: ignore[arg-type,return-value]
+            with pytest.raises(DependencyError, match=r"agentrl\[openenv\]"):
+                call()
+
+
+def test_the_rows_of_a_verifiers_environment_are_its_tasks_each_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package: only the two datasets are read."""
+    monkeypatch.setitem(sys.modules, "verifiers", ModuleType("verifiers"))
+    monkeypatch.setattr("agentrl.env.integrations.verifiers.find_spec", lambda name: object())
+    train, held_out = ([{"prompt": [{"role": "user", "content": f"{kind} {n}"}], "answer": str(n)} for n in range(size)]
+                       for kind, size in (("train", 5), ("eval", 3)))  # fmt: skip
+    theirs = SimpleNamespace(get_dataset=lambda: train, get_eval_dataset=lambda: held_out, tool_defs=None)
+    env = VerifiersEnv(environment=theirs)
+    assert (env.task_count("train"), env.task_count("heldout")) == (5, 3)
+    for split, rows, kind in (("train", train, "train"), ("heldout", held_out, "eval")):
+        tasks = [env.make_task(seed, split) for seed in range(2 * len(rows))]
+        assert [task.id for task in tasks[: len(rows)]] == [f"verifiers/{split}/{n}" for n in range(len(rows))]
+        assert [task.id for task in tasks[len(rows) :]] == [task.id for task in tasks[: len(rows)]]
+        assert [env.prompt(task)[0].content for task in tasks[: len(rows)]] == [f"{kind} {n}" for n in range(len(rows))]
+        assert [task.gold["answer"] for task in tasks[: len(rows)]] == [row["answer"] for row in rows]
+    sampler = UniformSampler()
+    sampler.use(pool_seeds(env, sampler.wants() or 0))
+    epochs = [[sampler.choose(7, 5 * epoch + n).seed for n in range(5)] for epoch in range(3)]
+    assert all(sorted(seeds) == [0, 1, 2, 3, 4] for seeds in epochs) and len({tuple(seeds) for seeds in epochs}) > 1
