@@ -60,7 +60,7 @@ def _to_torch(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 
 
 def serialize(batch: TensorDict) -> SerializedBatch:
-    """The wire form of a CPU batch, without copying its tensors.
+    """The serialized form of a CPU batch, without copying its tensors.
 
     Raises ValueError where ragged columns have different lengths.
     """

@@ -23,7 +23,7 @@ BY_COLUMN_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A wire form without its token columns, which follow it as arguments of their own, in this order."""
+    """A serialized form without its token columns, which follow it as arguments of their own, in this order."""
 
     wire: SerializedBatch
     names: tuple[str, ...]
@@ -49,7 +49,7 @@ class Columns:
         return len(self._held)
 
     def lay(self, batch: TensorDict) -> list[Any]:
-        """References that `whole` makes the batch's wire form of, on a worker."""
+        """References that `whole` makes the batch's serialized form of, on a worker."""
         wire = serialize(batch)
         if sum(array.nbytes for array in wire.ragged.values()) < BY_COLUMN_BYTES:
             return [ray.put(wire)]

@@ -132,7 +132,7 @@ def gather_argument(gather_plan: GatherPlan, pieces: Sequence[Any]) -> Any:
 
 
 def pick_rows(piece: Any, rows: np.ndarray | None) -> Any:
-    """Rows of a wire form or of a batch; all of it where `rows` is None."""
+    """Rows of a serialized form or of a batch; all of it where `rows` is None."""
     from tensordict import TensorDict
 
     from agentrl.batch.rows import select
@@ -144,7 +144,7 @@ def pick_rows(piece: Any, rows: np.ndarray | None) -> Any:
 
 
 def serialized(value: Any) -> Any:
-    """Batches in wire form; everything else as it is."""
+    """Batches in serialized form; everything else as it is."""
     if "tensordict" not in sys.modules:
         return value
     from tensordict import TensorDict

@@ -1,5 +1,5 @@
 """One vLLM replica: AsyncLLM inside a Ray actor. Everything that depends on vLLM's version or build is in
-this file, in `vllm_worker.py` and in `vllm_logprobs.py`."""
+this file, in `worker.py` and in `logprobs.py`."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class VllmActor:
         return replace(self._read(final, len(token_ids)), active_s=active_s)
 
     async def generate_many(self, requests: Sequence[Request]) -> AsyncIterator[Answers]:
-        """`generate` for each, answers as they come (see vllm_outbox.py)."""
+        """`generate` for each, answers as they come (see request_batcher.py)."""
         async for part in answered(self.generate, requests):
             yield part
 

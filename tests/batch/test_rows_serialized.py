@@ -1,4 +1,4 @@
-"""Row operations and the wire form, on every kind of column."""
+"""Row operations and the serialized form, on every kind of column."""
 
 from __future__ import annotations
 
