@@ -38,7 +38,7 @@ class Fault:
     tests: tuple[str, ...]
 
     def changed(self, text: str) -> str:
-        """The file with the fault in it. Raises ValueError where the list is older than the code."""
+        """The file with the fault in it. Raises ValueError if the list is older than the code."""
         found = text.count(self.old)
         if found != 1:
             raise ValueError(f"{self.name}: its text is {found} times in {self.file}, expected once; {MEND}")
@@ -146,7 +146,7 @@ def begin(trial: Trial, tree: Path) -> int:
 
 
 def ended(child: int, trial: Trial) -> int | None:
-    """The exit code of a process, LATE where it had to be ended, None while it runs."""
+    """The exit code of a process, LATE if it had to be ended, None while it runs."""
     done, status = os.waitpid(child, os.WNOHANG)
     if done:
         return os.waitstatus_to_exitcode(status)

@@ -174,7 +174,7 @@ def sample(file: str, count: int, seed: int) -> list[Result]:
 
 
 def change_of(file: str, name: str) -> tuple[int, str, str] | None:
-    """(line, before, after) of a mutant; None where it only changes what is said."""
+    """(line, before, after) of a mutant; None if it only changes what is said."""
     from mutmut.mutation.diff_apply import get_diff_for_mutant
 
     rows = get_diff_for_mutant(name, path=file).splitlines()

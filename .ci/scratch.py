@@ -20,7 +20,7 @@ def files() -> list[str]:
 
 
 def copy_tree(into: Path) -> bool:
-    """Make `into` a copy of the tree. Returns False, and touches nothing, where it is one already."""
+    """Make `into` a copy of the tree. Returns False, and touches nothing, if it is one already."""
     digest = hashlib.sha256()
     names = files()
     for name in names:

@@ -1,6 +1,6 @@
 """The supervised warm start: transcripts of a scripted teacher, until a gate on held-out tasks opens.
 
-A fixed number of steps is not enough: where copying from the prompt has not formed yet, RL does not
+A fixed number of steps is not enough: if copying from the prompt has not formed yet, RL does not
 create it (measured; see docs/quickstart.md). So the warm start goes on until greedy success on easy
 held-out tasks reaches `sft.gate`.
 """
@@ -71,7 +71,7 @@ class Transcripts:
         self.skipped = 0
 
     async def take(self, first: int, count: int) -> Sequence[Trajectory]:
-        """Transcripts `first` .. `first + count - 1`. Raises ConfigError where there is no teacher, or a number for which
+        """Transcripts `first` .. `first + count - 1`. Raises ConfigError if there is no teacher, or a number for which
         none of `TRIES` draws is short enough."""
         try:
             return [await self._fitting(index) for index in range(first, first + count)]

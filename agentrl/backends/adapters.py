@@ -17,7 +17,7 @@ DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
 def apply_adapter(parameters: dict[str, nn.Parameter], base: dict[str, Tensor], adapter: Adapter) -> None:
     """W = base + alpha / rank * B A, in float32, in place. `base` keeps the weights of the adapted layers as they are
-    without any adapter, and is filled here. Raises EngineError, with nothing changed, where the adapter does not fit."""
+    without any adapter, and is filled here. Raises EngineError, with nothing changed, if the adapter does not fit."""
     layers = sorted(name.removesuffix(DOWN) for name in adapter.tensors if name.endswith(DOWN))
     if not layers or len(adapter.tensors) != 2 * len(layers):
         raise EngineError("the adapter is no set of lora_A / lora_B pairs")

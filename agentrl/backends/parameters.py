@@ -21,7 +21,7 @@ class Expected:
 
 
 def expected_parameters(path: str) -> Expected:
-    """Raises ModelError where the folder has no readable config."""
+    """Raises ModelError if the folder has no readable config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -50,7 +50,7 @@ class Arrivals:
         self._seen: set[str] = set()
 
     def check(self, name: str, shape: tuple[int, ...]) -> str:
-        """The parameter's name in `Expected.shapes`. Raises EngineError where it is unknown, sent twice or
+        """The parameter's name in `Expected.shapes`. Raises EngineError if it is unknown, sent twice or
         of another shape."""
         canonical = self._expected.tied.get(name, name)
         wanted = self._expected.shapes.get(canonical)
@@ -64,7 +64,7 @@ class Arrivals:
         return canonical
 
     def complete(self) -> None:
-        """Raises EngineError where parameters did not come."""
+        """Raises EngineError if parameters did not come."""
         missing = sorted(self._expected.shapes.keys() - self._seen)
         if missing:
             count = f"{len(missing)} of {len(self._expected.shapes)}"

@@ -41,7 +41,7 @@ class EnvEntry:
     entry_point: EntryPoint | None = None
 
     def load(self) -> type[ToolEnv]:
-        """The class. Raises CatalogError, with the cause, where its module does not load."""
+        """The class. Raises CatalogError, with the cause, if its module does not load."""
         from agentrl.env import ToolEnv
 
         if self.entry_point is not None:
@@ -53,7 +53,7 @@ class EnvEntry:
         return loaded
 
     def reward_path(self) -> Path | None:
-        """The environment's own reward spec: beside its file, or on a shelf. None where it names none."""
+        """The environment's own reward spec: beside its file, or on a shelf. None if it names none."""
         if self.reward is None:
             return None
         if self.path is not None and (beside := self.path.parent / self.reward).is_file():
@@ -67,7 +67,7 @@ class EnvRef:
 
     `params` are the keyword arguments of its class, `seed` what its first reset uses where it is given
     none. `source` is filled in when the reference is pickled, so that a worker whose working directory
-    is another one still finds the same file, or its copy where the shelves were shipped to the worker.
+    is another one still finds the same file, or its copy if the shelves were shipped to the worker.
     `tools`: sets and MCP servers beside the environment's own. `wrappers`: by name, innermost first.
     """
 
@@ -112,14 +112,14 @@ class EnvRef:
         return env_class
 
     def default_reward(self) -> str | None:
-        """The path of the environment's own reward spec; None where it names none."""
+        """The path of the environment's own reward spec; None if it names none."""
         path = self.entry.reward_path()
         return None if path is None else str(path)
 
     def build(self, **extra: Any) -> ToolEnv:
         """A new environment; `extra` are further arguments of its class, such as `scorer`.
 
-        Raises CatalogError where the class does not take these parameters.
+        Raises CatalogError if the class does not take these parameters.
         """
         if extra:
             _check_parameters(self.entry.id, self._class, extra)
@@ -238,7 +238,7 @@ def _entries_of(path: Path) -> list[EnvEntry]:
 
 
 def _short(name: str, declared: Declared, count: int) -> str:
-    """The folder's name; where one file declares several environments, NAME.Class."""
+    """The folder's name; if one file declares several environments, NAME.Class."""
     return name if count == 1 else f"{name}.{declared.class_name}"
 
 
@@ -280,7 +280,7 @@ def _check_parameters(env_id: str, env_class: type[ToolEnv], params: Mapping[str
 
 
 def _parameter_names(env_class: type[ToolEnv]) -> set[str]:
-    """Keyword parameters of the class and, where it passes `**` on, of its bases."""
+    """Keyword parameters of the class and, if it passes `**` on, of its bases."""
     names: set[str] = set()
     for base in env_class.__mro__:
         if "__init__" not in vars(base):

@@ -23,7 +23,7 @@ class Declared:
 
 
 def read_declarations(path: Path) -> list[Declared]:
-    """Every class in the file that sets `id` to a text. Raises CatalogError where it is not Python."""
+    """Every class in the file that sets `id` to a text. Raises CatalogError if it is not Python."""
     stat = path.stat()
     return list(_declarations(path, stat.st_mtime_ns, stat.st_size))
 
@@ -58,7 +58,7 @@ def _texts(node: ast.ClassDef) -> dict[str, str]:
 
 
 def load_tools(path: Path) -> list[Tool]:
-    """The tools that a content file defines, in order. Raises CatalogError where there are none."""
+    """The tools that a content file defines, in order. Raises CatalogError if there are none."""
     tools = [value for value in vars(load_module(path)).values() if isinstance(value, Tool)]
     if not tools:
         raise CatalogError(f"{path}: no function is marked with @tool")
@@ -66,7 +66,7 @@ def load_tools(path: Path) -> list[Tool]:
 
 
 def load_class(path: Path, class_name: str) -> object:
-    """A name of a content file. Raises CatalogError where the file does not load or lacks it."""
+    """A name of a content file. Raises CatalogError if the file does not load or lacks it."""
     module = load_module(path)
     if class_name not in vars(module):
         raise CatalogError(f"{path}: no class {class_name!r}")

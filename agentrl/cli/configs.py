@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def find_config_file(name: str) -> Path:
-    """A path to a TOML file, or the name of a config on a shelf. Raises UserError where there is none."""
+    """A path to a TOML file, or the name of a config on a shelf. Raises UserError if there is none."""
     path = Path(name)
     if path.is_file():
         return path

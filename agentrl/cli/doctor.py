@@ -16,7 +16,7 @@ EPILOG = """examples:
   agentrl doctor configs/quickstart.toml cluster.address=10.0.0.1:6379
   agentrl doctor --no-ray --json                     the quick checks, for a script
 
-Exit code 2 where a check failed; a warning alone does not fail.
+Exit code 2 if a check failed; a warning alone does not fail.
 """
 MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
 
@@ -37,7 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check; returns 0, or 2 where a check failed."""
+    """Check; returns 0, or 2 if a check failed."""
     from agentrl.cluster.checks import all_checks
     from agentrl.config.schema import ClusterConfig
 

@@ -43,7 +43,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     new.add_argument("name", help="its short name, for example todo: the folder envs/todo")
     new.add_argument("--shelf", default=".", help="the folder that holds envs/ (default: here)")
     new.set_defaults(run=run_new)
-    _add_check(actions.add_parser("check", help="does it keep the contract? exit code 1 where it does not"))
+    _add_check(actions.add_parser("check", help="does it keep the contract? exit code 1 if it does not"))
     play = _with_env(actions.add_parser("play", help="be the agent, in the terminal"))
     play.add_argument("--seed", type=int, default=0, help="which task (default 0)")
     play.add_argument("--split", default="train", help="of which split (default train)")
@@ -152,7 +152,7 @@ def run_new(args: argparse.Namespace) -> int:
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Check one environment or all; 0 where every check passed, else 1."""
+    """Check one environment or all; 0 if every check passed, else 1."""
     from agentrl.catalog import EnvRef, list_envs
 
     if args.all == (args.env is not None):

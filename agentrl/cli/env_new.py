@@ -65,7 +65,7 @@ class {title}(ToolEnv):
 REWARD = {
     "agentrl_reward": 1,
     "name": "NAME",
-    "description": "1 where the last number of the final answer is the gold one, else 0.",
+    "description": "1 if the last number of the final answer is the gold one, else 0.",
     "root": {
         "use": "number.close",
         "id": "success",

@@ -17,7 +17,7 @@ HELP = """  NAME a=b c=d     call a tool (values in JSON; a word is a text)
 
 
 def play(env: ToolEnv, seed: int, split: str, read: Callable[[str], str], write: Callable[[str], None]) -> int:
-    """Run one episode with `read` as the agent; returns the exit code (130 where it was broken off)."""
+    """Run one episode with `read` as the agent; returns the exit code (130 if it was broken off)."""
     observation, info = env.reset(seed=seed, options={"split": split})
     write(f"{env.id}, task {info['task_id']}. Type /help for help.")
     _show(observation, write)
@@ -47,7 +47,7 @@ def play(env: ToolEnv, seed: int, split: str, read: Callable[[str], str], write:
 
 
 def parse_line(line: str, tools: tuple[str, ...]) -> Message:
-    """What a typed line means: a call where it starts with a tool's name and only a=b follow, or JSON."""
+    """What a typed line means: a call if it starts with a tool's name and only a=b follow, or JSON."""
     if line.startswith(":"):
         return Message("assistant", line[1:].strip())
     if line.startswith("{"):

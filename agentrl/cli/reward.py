@@ -82,7 +82,7 @@ def _add_context(part: argparse.ArgumentParser) -> None:
 
 
 def run_lint(args: argparse.Namespace) -> int:
-    """Print the findings; exit code 1 where one is an error."""
+    """Print the findings; exit code 1 if one is an error."""
     from agentrl.reward.lint import lint_probes, lint_spec
     from agentrl.reward.probes import probe_episodes
 
@@ -307,7 +307,7 @@ def _scored(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on the standard error, where that is a terminal."""
+    """A progress bar on the standard error, if that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 

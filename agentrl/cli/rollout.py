@@ -37,7 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def add_options(parser: argparse.ArgumentParser, *, tasks: int, split: str, folder: str) -> None:
-    """What to run, on what, and where to; None where the user left an option open."""
+    """What to run, on what, and if to; None if the user left an option open."""
     parser.add_argument("env", nargs="?", help="an environment's id or short name")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values of the config's sections")
     parser.add_argument("--model", help="a model folder or hub name, or api:NAME for an API model (litellm's names)")
@@ -79,7 +79,7 @@ def read_request(args: argparse.Namespace, purpose: Literal["eval", "rollout"]) 
 
 
 def _base(args: argparse.Namespace, purpose: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The config table to begin with, and the request's values where none are given."""
+    """The config table to begin with, and the request's values if none are given."""
     if args.replay is None:
         if args.env is None:
             raise ConfigError(f"an environment is needed, for example: agentrl {purpose} key_value --model runs/quickstart/final")

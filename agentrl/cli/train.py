@@ -33,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("config", nargs="?", help="a TOML file or the name of a packaged config")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
     parser.add_argument("--resume", metavar="RUN", help="go on with this run folder")
-    parser.add_argument("--overwrite", action="store_true", help="start over where a run of that name exists")
+    parser.add_argument("--overwrite", action="store_true", help="start over if a run of that name exists")
     parser.set_defaults(run=run)
 
 

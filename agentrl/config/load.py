@@ -106,7 +106,7 @@ def _without(table: Table, model: type[BaseModel]) -> Table:
 
 
 def read_toml(file: Path) -> Table:
-    """The file as a table. Raises ConfigError where it is missing, unreadable or not TOML."""
+    """The file as a table. Raises ConfigError if it is missing, unreadable or not TOML."""
     try:
         text = file.read_text()
     except FileNotFoundError:

@@ -110,7 +110,7 @@ class McpServerConfig(Frozen):
     """One Model Context Protocol server: the `command` that starts it, or the `url` of one that runs.
 
     `tools`: only these of its tools; `prefix` goes before each name; `timeout` (seconds) bounds the start
-    and every call, `max_output` (tokens) every answer. `late`: whose doing it is where a call is late: the
+    and every call, `max_output` (tokens) every answer. `late`: whose doing it is if a call is late: the
     "infrastructure"'s (the episode ends unscored and is tried again), or the "policy"'s, for servers that run what
     the policy wrote (the episode ends there and is scored).
     """
@@ -295,7 +295,7 @@ class ClusterConfig(Frozen):
 
 class VllmConfig(Frozen):
     """The vLLM engine: one Ray actor a replica. `max_respawns`: dead replicas that are replaced in a run, in all;
-    above 0 the newest weights stay in Ray's object store (spilled to disk where that is full) for them.
+    above 0 the newest weights stay in Ray's object store (spilled to disk if that is full) for them.
     `kv_cache_mib` must hold a sequence of `max_model_len` tokens, which a model of less context lowers to its own.
     `call_timeout`: seconds after which a replica that answers no call (other than to sample) counts as dead."""
 
@@ -335,7 +335,7 @@ class ApiConfig(Frozen):
     """How `--model api:NAME` is asked (NAME in litellm's form). Keys come from the environment variables that
     litellm reads. `base`: URL of a server of one's own. `timeout`: seconds of one attempt; `retries`: further ones
     after an outage or a full queue, with growing waits, or what the server's Retry-After says up to `max_wait`
-    seconds. `usd_per_million`: (prompt, sampled) prices where litellm knows none."""
+    seconds. `usd_per_million`: (prompt, sampled) prices if litellm knows none."""
 
     base: str | None = None
     concurrency: PositiveInt = 32
@@ -364,7 +364,7 @@ class JudgeConfig(Frozen):
     """How judge leaves are asked; model and prompt stand in the spec. Keys come from the environment
     variables that litellm reads. `cache`: a folder for verdicts. `calls`, `usd`: budgets of the whole run; a run that
     surely needs more calls is refused, and one that has spent a budget stops with a checkpoint.
-    `usd_per_million`: (prompt, sampled) prices where litellm knows none."""
+    `usd_per_million`: (prompt, sampled) prices if litellm knows none."""
 
     api_base: str | None = None
     cache: str | None = None

@@ -41,7 +41,7 @@ class Watch:
             self.moved()
 
     def waiting(self, most: int = 8) -> str:
-        """What is waited for and since when, longest first; "" where nothing is."""
+        """What is waited for and since when, longest first; "" if nothing is."""
         now = time.monotonic()
         oldest = sorted(self._waits.items(), key=lambda item: item[1][1])
         told = [f"episode {key} for {now - since:.0f} s on {what()}" for key, (what, since) in oldest[:most]]
@@ -56,7 +56,7 @@ class Quiet:
         self._watch, self._moves, self.seconds = watch, watch.moves, 0.0
 
     def add(self, passed: float) -> float:
-        """Count `passed` seconds, from 0 again where anything moved in them."""
+        """Count `passed` seconds, from 0 again if anything moved in them."""
         if self._watch.moves != self._moves:
             self._moves, self.seconds = self._watch.moves, 0.0
         else:
@@ -88,7 +88,7 @@ class EpisodeClock:
 class RequestClock:
     """The time that one request has at the engine.
 
-    Where the engine tells (`Engine.progress`), only seconds in which it had the request under way count. Where it
+    If the engine tells (`Engine.progress`), only seconds in which it had the request under way count. If it
     cannot, all do, and a late answer is then never the policy's doing: nobody knows whether tokens came.
     """
 

@@ -162,7 +162,7 @@ class Collector:
     def load_json(self, state: Mapping[str, Any], groups: Iterable[Group] = ()) -> None:
         """Inverse of `to_json`; `groups` as `GroupLedger.load_json` takes them.
 
-        Raises ConfigError where the checkpoint was written with another sampler.
+        Raises ConfigError if the checkpoint was written with another sampler.
         """
         self.ledger.load_json(state, groups)
         if "sampler" in state:  # older checkpoints knew one sampler, which has no state
@@ -332,7 +332,7 @@ class Collector:
 
 
 def alike(group: Group) -> bool:
-    """Whether all scored members have the same reward (and the greedy episode, where there is one): no variance."""
+    """Whether all scored members have the same reward (and the greedy episode, if there is one): no variance."""
     return len({t.reward for t in [*group.scored(), *([group.baseline] if group.baseline else [])]}) == 1
 
 

@@ -28,7 +28,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a provider counted for one call: its own tokens, and US dollars (None where nobody knows)."""
+    """What a provider counted for one call: its own tokens, and US dollars (None if nobody knows)."""
 
     prompt_tokens: int
     sampled_tokens: int
@@ -40,9 +40,9 @@ class Generation:
     """What the engine sampled: equal-length columns. `logprobs` are log softmax(z / T) of the sampled tokens over the
     whole vocabulary: the policy at the request's temperature (at T = 0, log softmax(z)), which is what a trainer can
     compute too. `top_p` and `top_k` only say which tokens may be drawn. `versions`: the weights that sampled each
-    token. A stop token, where one ended the turn, is the last id.
+    token. A stop token, if one ended the turn, is the last id.
 
-    `usage`: only from engines whose ids are no tokens (API models). `seconds`: only where the caller's own
+    `usage`: only from engines whose ids are no tokens (API models). `seconds`: only if the caller's own
     clock would be wrong (a replay says how long the recorded call took). `active_s`: seconds in which the engine had the
     request under way, neither queued nor paused; None from one that cannot tell."""
 
@@ -94,17 +94,17 @@ class Engine(ABC):
         """Sample one continuation of `token_ids`.
 
         `request_key` names the episode: it routes the turns of one episode to one prefix cache and
-        addresses `abort`. Raises EngineError where the engine failed; cancelling the awaiting task
+        addresses `abort`. Raises EngineError if the engine failed; cancelling the awaiting task
         frees what the request holds.
         """
 
     def progress(self, request_key: str) -> Underway | None:
-        """How far the episode's running request is; None where none runs. An engine that never tells has all its
+        """How far the episode's running request is; None if none runs. An engine that never tells has all its
         callers' waiting counted against their deadlines, queues and pauses too."""
         return None
 
     async def forget(self) -> None:
-        """Drop all caches, where how a token was computed shows in the last digits of what follows. An engine whose
+        """Drop all caches, if how a token was computed shows in the last digits of what follows. An engine whose
         scheduling moves those digits anyway has no reason to."""
         return None
 

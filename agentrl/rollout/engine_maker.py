@@ -32,7 +32,7 @@ class Processes:
     """The processes of an engine outside of the driver: how many, and what each takes of its machine.
 
     `gpus`: of each; `mib`: host memory of each. `count_key`, `gpus_key`: the config keys that say so; `lower`: keys, with
-    their values where that helps, to lower where memory is short. `what`: one of the processes, in words.
+    their values if that helps, to lower if memory is short. `what`: one of the processes, in words.
     """
 
     count: int
@@ -62,12 +62,12 @@ class EngineMaker(ABC):
 
     @classmethod
     def suits(cls) -> int:
-        """How well it suits this machine; `engine = "auto"` takes the engine with the most. 0: only where it is named."""
+        """How well it suits this machine; `engine = "auto"` takes the engine with the most. 0: only if it is named."""
         return 0
 
     @classmethod
     def check_installed(cls) -> None:
-        """Raise DependencyError where a package is missing."""
+        """Raise DependencyError if a package is missing."""
         return None
 
     def check(self) -> None:  # noqa: B027 - most engines can do all that a config may ask

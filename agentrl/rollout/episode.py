@@ -298,7 +298,7 @@ class _Episode:
     ) -> str | None:
         """The conversation and then `instruction`, answered; see `Moment.ask`. What this policy samples for it goes
         into the ledger like any turn (and counts to the coming one), but neither into the record nor to the
-        environment. The newest tool output gives way to a marker where there is no room for it."""
+        environment. The newest tool output gives way to a marker if there is no room for it."""
         assert self.record is not None
         renderer, turn = self.renderer, len(self.record.turns)
         if self.policy.writer is not None:
@@ -347,7 +347,7 @@ class _Episode:
             self.env_s += time.monotonic() - began
 
     def _room(self) -> tuple[int, StopReason]:
-        """Tokens that the next turn may sample, and why the episode ends where none are left."""
+        """Tokens that the next turn may sample, and why the episode ends if none are left."""
         episode = self._budget() - len(self.suffix)
         context = self.limits.context - len(self.suffix) - (0 if self.fork else len(self.ledger))
         reason = StopReason.MAX_TOKENS if episode <= context else StopReason.CONTEXT_FULL

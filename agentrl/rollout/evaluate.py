@@ -89,9 +89,9 @@ async def evaluate(
 
 
 def summarize(trajectories: list[Trajectory]) -> Evaluation:
-    """Success and mean reward over the episodes of which they are known; None where that is none.
+    """Success and mean reward over the episodes of which they are known; None if that is none.
 
-    Where a spec compares the members of a group, single episodes have no reward, but success.
+    If a spec compares the members of a group, single episodes have no reward, but success.
     """
     rewards = [t.reward for t in trajectories if t.reward is not None]
     scored = sum(t.reward is not None or t.success is not None for t in trajectories)
@@ -106,6 +106,6 @@ def summarize(trajectories: list[Trajectory]) -> Evaluation:
 
 
 def success_rate(trajectories: Iterable[Trajectory]) -> float | None:
-    """The share of successes among the episodes of which that is known; None where that is none."""
+    """The share of successes among the episodes of which that is known; None if that is none."""
     known = [t.success for t in trajectories if t.success is not None]
     return sum(known) / len(known) if known else None

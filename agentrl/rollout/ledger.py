@@ -144,8 +144,8 @@ class GroupLedger:
         ]
 
     def ready(self) -> list[Group] | None:
-        """The B groups of the next update, oldest weights first, then lowest index; None where there are too few,
-        or where more running groups than there are spare slots belong into this update."""
+        """The B groups of the next update, oldest weights first, then lowest index; None if there are too few,
+        or if more running groups than there are spare slots belong into this update."""
         if len(self.must_wait_for()) > self.spare:
             return None
         done = [e for e in self._entries.values() if e.state is GroupState.COMPLETE]
@@ -205,9 +205,9 @@ class GroupLedger:
         return [e.group for e in self._entries.values() if e.group is not None]
 
     def load_json(self, state: Mapping[str, Any], groups: Iterable[Group] = ()) -> None:
-        """Inverse of `to_json`; `groups` are what `complete_groups` gave where that was without `contents`.
+        """Inverse of `to_json`; `groups` are what `complete_groups` gave if that was without `contents`.
 
-        Raises ValueError where `groups` are not those of `state`.
+        Raises ValueError if `groups` are not those of `state`.
         """
         self.version, self._next = state["version"], state["next"]
         self._again = list(state["again"])

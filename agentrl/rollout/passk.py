@@ -28,7 +28,7 @@ def pass_hat_k(n: int, c: int, k: int) -> float:
 def mean_with_interval(values: Sequence[float], z: float = 1.96) -> tuple[float, float, float]:
     """Mean over tasks and its normal-approximation interval (mean, low, high), cut to [0, 1].
 
-    For all-equal values, where the approximation gives no width, the rule of three bounds the far side
+    For all-equal values, if the approximation gives no width, the rule of three bounds the far side
     (3 / tasks). Raises ValueError without values.
     """
     n = len(values)

@@ -39,7 +39,7 @@ class Waits:
     async def environment(
         self, env: ToolEnv, work: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = math.inf
     ) -> Answer:
-        """What the environment answers. Raises EnvError after `limit`, and CutError where the episode's time is up. Time
+        """What the environment answers. Raises EnvError after `limit`, and CutError if the episode's time is up. Time
         in which all tool calls under way queue for a place does not count; whose the other time is, the calls that run say
         (see `running`), and `blame` if there are none."""
         task = asyncio.ensure_future(contained(work, f"{what} of environment {env.id}"))
@@ -87,7 +87,7 @@ class Waits:
     async def engine(
         self, engine: Engine, ids: Sequence[int], sampling: Sampling, key: str, what: str, own: bool = True
     ) -> Generation:
-        """What the engine samples. Raises EngineError where it does not answer in its time, and CutError where the
+        """What the engine samples. Raises EngineError if it does not answer in its time, and CutError if the
         policy's time is up (`own`: this is the policy, not another model); the error then has what was sampled so far
         as `generation`."""
         request = RequestClock(engine, key, self._turn, self._stall, self.clock, self.watch)
@@ -104,7 +104,7 @@ class Waits:
         return task.result()
 
     def _count(self, task: asyncio.Future[Generation], request: RequestClock, own: bool) -> None:
-        """Put the request's time on the episode's clock: the engine's own final word where there is one."""
+        """Put the request's time on the episode's clock: the engine's own final word if there is one."""
         done = task.done() and not task.cancelled() and task.exception() is None
         final = task.result().active_s if done else None
         blame: Blame = request.blame if final is None else "policy"
@@ -113,7 +113,7 @@ class Waits:
     async def _cut(
         self, engine: Engine, key: str, task: asyncio.Future[Generation], request: RequestClock, what: str, own: bool
     ) -> Generation:
-        """A late request: cut and kept where that is the policy's doing, else given up."""
+        """A late request: cut and kept if that is the policy's doing, else given up."""
         spent = f"{what}: {request.active_s:.1f} s of sampling, {request.tokens} tokens"
         stop: StopReason | None = None
         message = f"no answer within {self._turn:g} s ({what} at {request})"
@@ -132,7 +132,7 @@ class Waits:
         raise Partial(stop, message, replace(generation, finish="length"))
 
     async def _partial(self, engine: Engine, key: str, task: asyncio.Future[Generation], what: str) -> Generation:
-        """What was sampled before the request was aborted. Raises EngineError where the engine does not give it."""
+        """What was sampled before the request was aborted. Raises EngineError if the engine does not give it."""
         try:
             await within(GRACE, engine.abort(key), "abort")
             return await within(GRACE, asyncio.shield(task), "abort")
@@ -159,6 +159,6 @@ def running(calls: Sequence[Waiting]) -> Blame | None:
 
 
 def whose(env: ToolEnv, message: Message) -> Blame:
-    """Whose time a step of the environment is in which no call is seen to run: the policy's where all called tools say so."""
+    """Whose time a step of the environment is in which no call is seen to run: the policy's if all called tools say so."""
     tools = [env.toolbox[call.name] for call in message.tool_calls if call.name in env.toolbox]
     return "policy" if tools and all(tool.options.policy_late for tool in tools) else "infrastructure"

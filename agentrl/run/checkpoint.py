@@ -46,8 +46,8 @@ class Saver:
     async def save(self, evaluated: Evaluation | None = None) -> None:
         """Begin the checkpoint of the ledger's version, after the one before is whole.
 
-        `evaluated`: what these very weights reached, where that is known. Raises what the writing of the
-        one before failed with; ResourceError where the disk is full.
+        `evaluated`: what these very weights reached, if that is known. Raises what the writing of the
+        one before failed with; ResourceError if the disk is full.
         """
         await self.wait()
         step = self._collector.version
@@ -102,7 +102,7 @@ class Saver:
         return self._config.checkpoint.keep_best > 0 and score is not None and (best is None or score > best[1])
 
     async def load(self) -> bool:
-        """Take up the newest whole checkpoint; False where there is none. Metrics beyond it are forgotten."""
+        """Take up the newest whole checkpoint; False if there is none. Metrics beyond it are forgotten."""
         lost = self._checkpoints.lost()
         newest = self._checkpoints.newest()
         if lost:
@@ -152,7 +152,7 @@ def _write_driver(folder: Path, state: dict[str, Any], groups: Iterable[Group]) 
 
 
 def _read_groups(path: Path) -> Iterator[Group]:
-    """The groups in a file, one after the other; none where an older checkpoint has no such file."""
+    """The groups in a file, one after the other; none if an older checkpoint has no such file."""
     if path.exists():
         with path.open() as file:
             for line in file:

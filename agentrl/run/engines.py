@@ -24,7 +24,7 @@ AUTO = "auto"
 def resolve_engine(name: str) -> str:
     """The name of an engine: `auto` is the one that suits this machine best (vLLM on one with a GPU, else embedded).
 
-    Raises ConfigError for an unknown name, DependencyError where what it needs is not installed.
+    Raises ConfigError for an unknown name, DependencyError if what it needs is not installed.
     """
     if name == AUTO:
         return max(ENGINES.own(), key=lambda entry: entry.make.suits()).name

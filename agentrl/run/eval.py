@@ -15,9 +15,9 @@ from agentrl.run.rollout import RolloutOutcome, RolloutRequest, run_rollout
 async def run_eval(
     config: TrainConfig, request: RolloutRequest, display: Display
 ) -> tuple[dict[str, Any] | None, RolloutOutcome]:
-    """Run what is missing of the evaluation; its report, also written to `request.out`. None where Ctrl-C came first.
+    """Run what is missing of the evaluation; its report, also written to `request.out`. None if Ctrl-C came first.
 
-    Raises ConfigError where `out` holds an evaluation of something else.
+    Raises ConfigError if `out` holds an evaluation of something else.
     """
     outcome = await run_rollout(config, request, display)
     if outcome.interrupted:

@@ -42,7 +42,7 @@ class RunFolder:
     def create(cls, config: TrainConfig) -> RunFolder:
         """A fresh folder `<out>/<name>`.
 
-        Raises ConfigError where a run of that name is there already: nothing is overwritten.
+        Raises ConfigError if a run of that name is there already: nothing is overwritten.
         """
         folder = cls(Path(config.out) / config.name)
         if folder.path.exists() and any(folder.path.iterdir()):

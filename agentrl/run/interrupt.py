@@ -10,7 +10,7 @@ from collections.abc import Callable
 class Interrupt:
     """Set by the first SIGINT or SIGTERM; the loop looks at it between steps. A second one cancels.
 
-    Where there is no step to finish (`in_step` False: starting, warming up) the first one cancels.
+    If there is no step to finish (`in_step` False: starting, warming up) the first one cancels.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:

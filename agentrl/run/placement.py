@@ -81,9 +81,9 @@ def _check_rollout(config: TrainConfig, engine: Processes, name: str, others: li
 
 
 def open_pools(config: TrainConfig, engine_name: str) -> Pools | None:
-    """The run's pools, reserved; None where `cluster.roles` names none of its roles, and with backend "inline".
+    """The run's pools, reserved; None if `cluster.roles` names none of its roles, and with backend "inline".
 
-    Raises ResourceError, with a table of demand against supply, where they do not fit. Ray must be up.
+    Raises ResourceError, with a table of demand against supply, if they do not fit. Ray must be up.
     """
     roles = [role for role in roles_of(config, engine_name) if role in {str(name) for name in config.cluster.roles}]
     if config.cluster.backend != "ray" or not roles:
@@ -94,7 +94,7 @@ def open_pools(config: TrainConfig, engine_name: str) -> Pools | None:
 
 
 def start_actors(config: TrainConfig, pools: Pools | None) -> WorkerGroup[Actor]:
-    """The actor's processes, in its pool where it has one."""
+    """The actor's processes, in its pool if it has one."""
     mesh = mesh_of(config)
     if pools is None or "actor" not in pools:
         groups = launch_roles(

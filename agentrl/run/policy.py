@@ -41,7 +41,7 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
 
 
 def check_trainable(config: TrainConfig) -> None:
-    """Raise ConfigError where episodes are sampled from no distribution that an update could be taken against, or where
+    """Raise ConfigError if episodes are sampled from no distribution that an update could be taken against, or if
     the policy could escape a reward."""
     if config.rollout.temperature == 0:
         raise ConfigError(
@@ -67,7 +67,7 @@ def _check_temperatures(config: TrainConfig) -> None:
         if 0 < value < LEAST_TEMPERATURE:
             raise ConfigError(
                 f"{section}.temperature = {value:g}: expected 0 (greedy) or at least {LEAST_TEMPERATURE:g}; "
-                "vLLM samples at 0.01 where less is asked for"
+                "vLLM samples at 0.01 if less is asked for"
             )
 
 

@@ -19,7 +19,7 @@ MEMORY_PER_PROCESS_MIB = PROCESS_MIB
 
 
 def preflight(config: TrainConfig) -> None:
-    """Raise ResourceError where disk, memory or cores are too few for what the config asks."""
+    """Raise ResourceError if disk, memory or cores are too few for what the config asks."""
     _check_disk(Path(config.out))
     _check_memory(config)
     _check_cores(config)

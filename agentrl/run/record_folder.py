@@ -34,7 +34,7 @@ class RecordFolder:
         self._read: Recorded | None = None
 
     def manifest(self) -> dict[str, Any]:
-        """record.json. Raises ReplayError where there is none, or of another format."""
+        """record.json. Raises ReplayError if there is none, or of another format."""
         file = self.path / "record.json"
         try:
             manifest: dict[str, Any] = json.loads(file.read_text())
@@ -47,13 +47,13 @@ class RecordFolder:
         return manifest
 
     def read(self) -> Recorded:
-        """The calls, read once. Raises ReplayError where they are missing or were changed."""
+        """The calls, read once. Raises ReplayError if they are missing or were changed."""
         if self._read is None:
             self._read = Recorded.read(self.calls)
         return self._read
 
     def ended(self) -> set[str]:
-        """Episodes that are in the record whole; none where there is no record yet."""
+        """Episodes that are in the record whole; none if there is no record yet."""
         return set(self.read().episodes) if self.calls.exists() else set()
 
     def inputs(self) -> Inputs:

@@ -22,7 +22,7 @@ from agentrl.trajectory import Trajectory, Turn
 
 def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, Any]:
     """pass@k and pass^k with 95 % intervals over tasks, reward terms, stop reasons, error classes, tokens, latency
-    in seconds and cost in US dollars; per episode where not said otherwise."""
+    in seconds and cost in US dollars; per episode if not said otherwise."""
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
         by_task[trajectory.task.id].append(trajectory)
@@ -72,7 +72,7 @@ def _effort(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
 
 
 def _tokens(trajectory: Trajectory, count: Callable[[Turn], int]) -> float | None:
-    """Sum over the turns; None where a turn was not counted (a prompt is never empty)."""
+    """Sum over the turns; None if a turn was not counted (a prompt is never empty)."""
     if any(turn.prompt_tokens == 0 for turn in trajectory.turns) or not trajectory.turns:
         return None
     return float(sum(count(turn) for turn in trajectory.turns))

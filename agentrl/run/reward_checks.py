@@ -31,7 +31,7 @@ TASKS = 3
 
 
 def check_decided(scorer: Scorer) -> None:
-    """Raise ConfigError where nothing in the spec says whether an episode did its task."""
+    """Raise ConfigError if nothing in the spec says whether an episode did its task."""
     if scorer.rule is None:
         raise ConfigError(
             f"env.reward: reward spec {scorer.name!r} does not say what a success is, and it cannot be derived "
@@ -40,10 +40,10 @@ def check_decided(scorer: Scorer) -> None:
 
 
 def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
-    """Raise ConfigError where the gold solution of a training task is no success: whatever counts successes would be dead;
-    and where it cannot be played, as the environment breaks or hangs.
+    """Raise ConfigError if the gold solution of a training task is no success: whatever counts successes would be dead;
+    and if it cannot be played, as the environment breaks or hangs.
 
-    Not checked, which is logged, where the environment scripts no gold solution or a judge would have to be paid. Wrappers
+    Not checked, which is logged, if the environment scripts no gold solution or a judge would have to be paid. Wrappers
     that inject faults by chance are left out.
     """
     check_decided(scorer)
@@ -61,7 +61,7 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
             env.id,
         )
         return
-    # A script cannot try again where a tool fails by chance, as a policy can.
+    # A script cannot try again if a tool fails by chance, as a policy can.
     kept = [choice for choice in env.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
     sound = replace(env, wrappers=kept)
     try:
@@ -143,7 +143,7 @@ def questions(scorer: Scorer, max_turns: int) -> Questions:
 
 
 def check_judge(config: TrainConfig, scorer: Scorer) -> None:
-    """Raise ConfigError where `reward.judge.calls` is spent before the run's end; log where it may be."""
+    """Raise ConfigError if `reward.judge.calls` is spent before the run's end; log if it may be."""
     budget = config.reward.judge.calls
     if budget is None or not scorer.asks:
         return
@@ -162,7 +162,7 @@ def check_judge(config: TrainConfig, scorer: Scorer) -> None:
     if asked.most * episodes > budget:
         log.warning(
             "reward.judge.calls: %d calls may not be enough: up to %d (%s, up to %d an episode); the run stops with a "
-            "checkpoint where they are spent",
+            "checkpoint if they are spent",
             budget,
             asked.most * episodes,
             sums,

@@ -150,7 +150,7 @@ async def _play(
 
 
 def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajectory]:
-    """The scored episodes that are there; an outage is run again. Raises ConfigError where `out` holds something else,
+    """The scored episodes that are there; an outage is run again. Raises ConfigError if `out` holds something else,
     or episodes that the record lacks."""
     request.out.mkdir(parents=True, exist_ok=True)
     note, path = request.out / f"{request.purpose}.json", request.out / "trajectories.jsonl"

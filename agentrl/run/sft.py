@@ -20,7 +20,7 @@ STEPS_A_CALL = 10
 async def warm_start(session: Session, recorder: Recorder, interrupt: Interrupt) -> None:
     """Train on teacher transcripts until greedy success on the gate's tasks reaches `sft.gate`.
 
-    Raises AgentrlError where `sft.max_steps` are done and the gate is still shut.
+    Raises AgentrlError if `sft.max_steps` are done and the gate is still shut.
     """
     config = session.config.sft
     assert config is not None

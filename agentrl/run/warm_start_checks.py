@@ -14,7 +14,7 @@ from agentrl.warm_start import Transcripts
 
 
 def check_warm_start(config: TrainConfig, env: EnvRef) -> None:
-    """Raise ConfigError where the warm start cannot be: its most steps are fewer than its least, there is no teacher, or one of
+    """Raise ConfigError if the warm start cannot be: its most steps are fewer than its least, there is no teacher, or one of
     the transcripts of the first step is longer than a row may be (and so are those that could take its place)."""
     sft = config.sft
     if sft is None:

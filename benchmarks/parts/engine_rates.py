@@ -131,7 +131,7 @@ print("RESULT", best)
 
 
 def continuous_batching(folder: str, prompts: list[list[int]], tokens: int) -> float | None:
-    """In a process of its own: it starts threads that outlive it. None, with the reason printed, where it fails."""
+    """In a process of its own: it starts threads that outlive it. None, with the reason printed, if it fails."""
     work = json.dumps({"model": folder, "prompts": prompts, "tokens": tokens})
     try:
         done = subprocess.run([sys.executable, "-c", CONTINUOUS], input=work, text=True, capture_output=True, timeout=90)

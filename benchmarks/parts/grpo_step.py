@@ -142,7 +142,7 @@ def against_trl(count: int) -> tuple[dict[str, float | None], dict[str, Any]]:
 
 
 def engines(folder: str) -> dict[str, Callable[[int], dict[str, Any]] | None]:
-    """How to measure with each engine; None where it is not installed."""
+    """How to measure with each engine; None if it is not installed."""
 
     def embedded(count: int) -> dict[str, Any]:
         return summary(asyncio.run(steps(folder, EmbeddedEngine(folder, device="cpu", max_context=1024), count)))

@@ -14,9 +14,9 @@ PARTS = Path(__file__).resolve().parent
 
 
 def interpreter(name: str) -> Path:
-    """The python of `.neighbours/NAME`, made by `.ci/integrations.py` where it is not there yet.
+    """The python of `.neighbours/NAME`, made by `.ci/integrations.py` if it is not there yet.
 
-    Raises RuntimeError with the installer's last words where it cannot be had.
+    Raises RuntimeError with the installer's last words if it cannot be had.
     """
     command = [sys.executable, str(ROOT / ".ci" / "neighbours.py"), name]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -28,7 +28,7 @@ def interpreter(name: str) -> Path:
 def ask(name: str, script: str, *args: object, timeout: float = 600, **environment: str) -> dict[str, Any]:
     """Run a script of this folder with the peer's interpreter; its last line is its answer as JSON.
 
-    Raises RuntimeError with what the script wrote last where it failed.
+    Raises RuntimeError with what the script wrote last if it failed.
     """
     python = interpreter(name)
     command = [str(python), str(PARTS / script), *map(str, args)]
@@ -44,5 +44,5 @@ def ask(name: str, script: str, *args: object, timeout: float = 600, **environme
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
-    """above / below, rounded; None where one of them could not be measured."""
+    """above / below, rounded; None if one of them could not be measured."""
     return None if above is None or below is None else round(above / below, 4)

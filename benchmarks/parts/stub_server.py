@@ -16,7 +16,7 @@ TURNS = (("get", '{"key": "a"}'), ("add", '{"x": 1}'))
 
 
 def completion(request: dict[str, Any]) -> tuple[str, bytes]:
-    """Content type and body: a completion, or the same as a stream of one event where that is asked for."""
+    """Content type and body: a completion, or the same as a stream of one event if that is asked for."""
     answered = sum(message["role"] == "tool" for message in request["messages"])
     more = answered < len(TURNS)
     message: dict[str, Any] = {"role": "assistant", "content": "" if more else "1"}

@@ -132,7 +132,7 @@ class LiteLlmEngine(Engine):
         litellm.telemetry = False
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        """One id: the answer's message. Raises EngineError where the API fails after its retries."""
+        """One id: the answer's message. Raises EngineError if the API fails after its retries."""
         if sampling.top_k:
             raise EngineError("API models take no top_k")
         messages: list[dict[str, Json]] = []
@@ -211,7 +211,7 @@ class LiteLlmEngine(Engine):
         raise AssertionError("the last attempt returns or raises")
 
     def _wait(self, problem: Exception, attempt: int) -> float | None:
-        """Seconds until the next attempt; None where there is none, or it would not help."""
+        """Seconds until the next attempt; None if there is none, or it would not help."""
         import openai  # litellm's own dependency: its errors are openai's
 
         passing = (openai.RateLimitError, openai.APIConnectionError, openai.InternalServerError)
@@ -219,7 +219,7 @@ class LiteLlmEngine(Engine):
             return None
         wait = self._backoff * 2**attempt * random.uniform(0.75, 1.25)
         if isinstance(problem, openai.APIStatusError):
-            # litellm makes a response of its own; the server's headers it keeps beside it, where there were any.
+            # litellm makes a response of its own; the server's headers it keeps beside it, if there were any.
             headers = vars(problem).get("litellm_response_headers") or problem.response.headers
             wait = max(wait, retry_after(headers) or 0.0)
         return wait if wait <= self._cfg.max_wait else None
@@ -238,7 +238,7 @@ class LiteLlmEngine(Engine):
         return Generation([number], [0.0], [0], finish, usage)
 
     def _usd(self, answer: Any) -> float | None:
-        """What the call cost; None where nobody knows the price, or the provider counted nothing."""
+        """What the call cost; None if nobody knows the price, or the provider counted nothing."""
         usage = answer.usage
         if not usage.prompt_tokens:
             return None

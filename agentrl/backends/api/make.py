@@ -21,7 +21,7 @@ UNBOUNDED = 2**31 - 1
 
 
 def api_name(model: str | None) -> str | None:
-    """The model in litellm's form, where `model` is `api:NAME`; None for a folder or hub name."""
+    """The model in litellm's form, if `model` is `api:NAME`; None for a folder or hub name."""
     return model.removeprefix(API) if model is not None and model.startswith(API) else None
 
 

@@ -47,7 +47,7 @@ class Span:
             self._lay_out_prefill(counts)
 
     def _lay_out_decode(self, slots: list[int]) -> None:
-        """One token a row. Where most slots from the lowest to the highest take part, all of them do (the
+        """One token a row. If most slots from the lowest to the highest take part, all of them do (the
         idle ones look at position 0 and are dropped), so that keys and values are read in place."""
         self.token_slots, self.positions = self.slots, self.starts
         reach = slots[-1] + 1 - slots[0]

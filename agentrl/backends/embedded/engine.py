@@ -44,7 +44,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         """`max_slots`: episodes held at once, running or idle. `max_context`: tokens of an episode (the
         model's own limit, or what the cache holds, by default). `kv_cache_mib`: upper limit of the cache;
         it grows on demand. `step_tokens`: prompt tokens computed in one step. `device`: "cpu", "cuda", ...
-        (a GPU where there is one, by default).
+        (a GPU if there is one, by default).
         """
         self._path, self._dtype = model_path, dtype
         self._max_slots, self._max_context = max_slots, max_context
@@ -63,7 +63,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._prompt_tokens = 0
 
     async def start(self) -> None:
-        """Load the model. Raises ModelError or, where one episode does not fit the cache, ResourceError."""
+        """Load the model. Raises ModelError or, if one episode does not fit the cache, ResourceError."""
         model = EmbeddedModel(self._path, self._dtype, self._device)
         room = self._limit // model.shape.token_bytes
         context = self._max_context or min(model.positions, room)
@@ -237,7 +237,7 @@ class EmbeddedEngine(Engine, WeightTarget):
     def _ready(self) -> Batcher:
         batcher, _ = self._started()
         # While weights arrive a request waits for them, as those that run do: an episode whose tool answers in that
-        # moment has no fault. `_run` fails it where they do not arrive whole.
+        # moment has no fault. `_run` fails it if they do not arrive whole.
         if self._unfit is not None and not self._arriving:
             raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
         return batcher
@@ -255,7 +255,7 @@ class EmbeddedEngine(Engine, WeightTarget):
 
 
 def _stream(seed: int | None) -> np.random.Generator:
-    """The request's own random stream; from the system's entropy where it has no seed."""
+    """The request's own random stream; from the system's entropy if it has no seed."""
     if seed is None:
         return np.random.default_rng()
     return np.random.Generator(np.random.Philox(key=seed % 2**128))

@@ -62,7 +62,7 @@ class Pool:
         return self.slots * self.capacity * self.shape.token_bytes
 
     def grow(self, budget_bytes: int) -> bool:
-        """Have a free slot: double the slots, or add what the budget allows. False where it allows none."""
+        """Have a free slot: double the slots, or add what the budget allows. False if it allows none."""
         if self._free:
             return True
         more = min(max(1, min(self.slots, 64)), budget_bytes // (self.capacity * self.shape.token_bytes))
@@ -110,12 +110,12 @@ class Slots:
         self.pools = [Pool(shape, size) for size in sizes]
 
     def new(self, key: str, tokens: list[int]) -> Sequence | None:
-        """A sequence with a slot for all its tokens, or None where memory does not reach."""
+        """A sequence with a slot for all its tokens, or None if memory does not reach."""
         pool = self._room(len(tokens))
         return None if pool is None else Sequence(key, tokens, pool, pool.take())
 
     def widen(self, sequence: Sequence) -> bool:
-        """Make room for all tokens of a sequence; False where memory does not reach."""
+        """Make room for all tokens of a sequence; False if memory does not reach."""
         if len(sequence.tokens) <= sequence.pool.capacity:
             return True
         pool = self._room(len(sequence.tokens))
@@ -147,7 +147,7 @@ class Slots:
         self.reset(wipe=True)
 
     def _room(self, length: int) -> Pool | None:
-        """A pool with a free slot of that length, the smallest first; None where memory allows none."""
+        """A pool with a free slot of that length, the smallest first; None if memory allows none."""
         fitting = [pool for pool in self.pools if pool.capacity >= length]
         if fitting[0].grow(self._limit - self._bytes()):
             return fitting[0]

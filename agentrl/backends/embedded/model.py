@@ -40,7 +40,7 @@ class EmbeddedModel:
     """A causal language model that runs over slots."""
 
     def __init__(self, path: str, dtype: str, device: torch.device) -> None:
-        """Raises ModelError where the folder cannot be loaded or the model's attention not reproduced."""
+        """Raises ModelError if the folder cannot be loaded or the model's attention not reproduced."""
         self.device = device
         self.module = _load(path, getattr(torch, dtype), device)
         text = self.module.config.get_text_config()
@@ -92,7 +92,7 @@ class EmbeddedModel:
 
     def adapt(self, adapter: Adapter) -> None:
         """Put a low-rank adapter on the weights as last written, in place of the one before. Raises EngineError
-        where it does not fit; nothing is changed then."""
+        if it does not fit; nothing is changed then."""
         apply_adapter(dict(self.module.named_parameters()), self._base, adapter)
 
     @torch.inference_mode()

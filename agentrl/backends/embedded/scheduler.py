@@ -230,7 +230,7 @@ class Batcher:
         return True
 
     def _evict(self, spare: Sequence | None = None) -> bool:
-        """Forget the episode that has been idle longest. False where none is."""
+        """Forget the episode that has been idle longest. False if none is."""
         for key, sequence in self._idle.items():
             if sequence is not spare:
                 del self._idle[key]

@@ -50,7 +50,7 @@ def read_sampling(body: Mapping[str, Json], default: Sampling, stops: tuple[int,
 
 
 def read_stops(body: Mapping[str, Json]) -> tuple[str, ...]:
-    """The request's stop strings. Raises RequestError where they are none."""
+    """The request's stop strings. Raises RequestError if they are none."""
     stop = body.get("stop")
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or len(stops) > 4 or not all(isinstance(text, str) and text for text in stops):

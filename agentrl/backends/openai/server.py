@@ -63,7 +63,7 @@ class OpenAiServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Raises ResourceError where the port is taken."""
+        """Raises ResourceError if the port is taken."""
         import uvicorn
 
         listener = socket.socket()
@@ -97,7 +97,7 @@ class OpenAiServer:
         return f"http://{self._host}:{self._port}/s/{session}/v1"
 
     def take(self, session: str) -> AgentSession:
-        """Hand over what a session recorded and forget it; an empty one where it asked nothing."""
+        """Hand over what a session recorded and forget it; an empty one if it asked nothing."""
         return self._sessions.pop(session, AgentSession(session))
 
     def _app(self) -> Any:

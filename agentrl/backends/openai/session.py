@@ -44,7 +44,7 @@ class StopStrings:
     decode: Callable[[Sequence[int]], str]
 
     def cut(self, generation: Generation) -> Generation:
-        """The generation up to the token that completes the first stop string; the same object where there is none.
+        """The generation up to the token that completes the first stop string; the same object if there is none.
 
         Its finish is then "length": no stop token was sampled, so the renderer closes the turn.
         """

@@ -163,7 +163,7 @@ class VllmActor:
         self._version = version
 
     async def end_update(self, version: int | None) -> None:
-        """Close the update; `version` is None where it failed."""
+        """Close the update; `version` is None if it failed."""
         await self._engine.collective_rpc("agentrl_end")
         await self._engine.reset_prefix_cache()
         if version is not None:

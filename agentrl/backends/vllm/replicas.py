@@ -71,7 +71,7 @@ class Replicas:
         self._past: list[EngineStats] = []
 
     async def start(self) -> None:
-        """Raises EngineError where one does not come up; the others are then ended too."""
+        """Raises EngineError if one does not come up; the others are then ended too."""
         self._replicas = [self._spawn(number) for number in range(self._cfg.replicas)]
         try:
             await asyncio.gather(*(self._boot(replica) for replica in self._replicas))
@@ -112,7 +112,7 @@ class Replicas:
 
     async def route(self, key: str) -> Replica:
         """The replica that has the episode's cache; the one with the least in flight for a new episode, or
-        one whose replica died. Waits where none lives but one is being started. Raises EngineError where
+        one whose replica died. Waits if none lives but one is being started. Raises EngineError if
         none lives and none comes."""
         replica = self._home.pop(key, None)
         if replica is None or replica.cause is not None:
@@ -127,8 +127,8 @@ class Replicas:
         return replica
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every live replica. One that turns out dead is left out. EngineError where one
-        fails, or where none lives and none comes."""
+        """Call a method of every live replica. One that turns out dead is left out. EngineError if one
+        fails, or if none lives and none comes."""
         replicas = self.alive()
         calls = [self.control(replica, method, *args) for replica in replicas]
         answers = await asyncio.gather(*calls, return_exceptions=True)

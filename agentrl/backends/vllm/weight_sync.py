@@ -1,4 +1,4 @@
-"""The ends of a weight route in a vLLM engine: one in every worker process, and one in the driver where it keeps weights
+"""The ends of a weight route in a vLLM engine: one in every worker process, and one in the driver if it keeps weights
 for replicas that are started later."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class VllmRoutes:
         self._attached = members
 
     def check(self) -> None:
-        """Raises MembersChangedError where a process has no end."""
+        """Raises MembersChangedError if a process has no end."""
         if not self._attached or self.members() != self._attached:
             raise MembersChangedError("a replica of the vLLM engine was replaced after the route for weights was attached")
 

@@ -19,7 +19,7 @@ CONTEXTS: Registry[Callable[..., ContextPolicy]] = Registry(
     "CONTEXTS",
     "agentrl.rollout.context",
     traits={
-        "summarizes": "has summaries written, by `rollout.summary_model` where that is set",
+        "summarizes": "has summaries written, by `rollout.summary_model` if that is set",
     },
 )
 
@@ -33,7 +33,7 @@ class Moment:
     `messages`: the conversation as the model would see it, the environment's newest answer (the last `fresh`
     messages) included. `tokens`: the length of that prompt. `turn_tokens`: the most that the next turn may
     sample. `context`: the most that prompt and turn may take together. `ask(instruction, tokens)` has the
-    conversation and then the instruction answered in at most so many tokens (see `Compact`); None where the
+    conversation and then the instruction answered in at most so many tokens (see `Compact`); None if the
     context or the episode's budget has no room for that. Who asks must rewrite.
     """
 
@@ -60,7 +60,7 @@ class ContextPolicy(ABC):
 
 @CONTEXTS.register("stop")
 class Stop(ContextPolicy):
-    """`stop`: never rewrite. Where the context is full the episode ends, truncated (`context_full`)."""
+    """`stop`: never rewrite. If the context is full the episode ends, truncated (`context_full`)."""
 
     async def rewrite(self, moment: Moment) -> list[Message] | None:
         return None

@@ -21,7 +21,7 @@ ASK = (
 @CONTEXTS.register("compact", traits={"summarizes"})
 @dataclass(frozen=True, kw_only=True)
 class Compact(ContextPolicy):
-    """Where a whole next turn and a summary would no longer fit into `tokens` (by default the context), a
+    """If a whole next turn and a summary would no longer fit into `tokens` (by default the context), a
     summary of at most `summary_tokens` is asked for with the instruction `prompt`. The episode goes on with
     its opening messages, the summary, and the last `keep` turns with their answers.
 

@@ -18,7 +18,7 @@ _NOTE = re.compile(r"\[(\d+) earlier turns were left out\]")
 @CONTEXTS.register("keep_recent")
 @dataclass(frozen=True, kw_only=True)
 class KeepRecent(ContextPolicy):
-    """Where a whole next turn would no longer fit into `tokens` (by default the context), the episode goes on with its opening
+    """If a whole next turn would no longer fit into `tokens` (by default the context), the episode goes on with its opening
     messages, a note of how many turns were left out, and the last `turns` turns with their answers.
     """
 

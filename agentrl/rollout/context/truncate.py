@@ -15,10 +15,10 @@ from agentrl.trajectory import Message
 @CONTEXTS.register("truncate")
 @dataclass(frozen=True, kw_only=True)
 class Truncate(ContextPolicy):
-    """Where a whole next turn would no longer fit into `tokens` (by default the context), the tool output before
+    """If a whole next turn would no longer fit into `tokens` (by default the context), the tool output before
     the last `keep` turns is replaced by a marker, all of it at once, so that it does not happen every turn.
 
-    Calls and the policy's own words stay. Where nothing is left to replace, the episode goes on until the
+    Calls and the policy's own words stay. If nothing is left to replace, the episode goes on until the
     context is full.
     """
 
@@ -35,7 +35,7 @@ class Truncate(ContextPolicy):
 
 
 def elided(messages: Sequence[Message]) -> list[Message]:
-    """The same messages with tool output replaced, where the marker is shorter than it."""
+    """The same messages with tool output replaced, if the marker is shorter than it."""
     return [_elided(message) for message in messages]
 
 

@@ -50,7 +50,7 @@ class Replayer(EpisodeIO):
     def ended(self, episode: str, trajectory: Trajectory) -> None:
         """Compare what came out with what came out then; the timings are set to those of then.
 
-        Raises ReplayError where they differ although every call was the same: the code between has changed.
+        Raises ReplayError if they differ although every call was the same: the code between has changed.
         """
         if self.ready(episode) is not None:
             return

@@ -69,7 +69,7 @@ class RecordWriter:
     """Appends rows; safe from several threads. An existing record is continued after its last whole line."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ReplayError where what lies there is no unbroken record."""
+        """Raises ReplayError if what lies there is no unbroken record."""
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, str]] = Counter()
         self._known: dict[str, list[int]] = {}
@@ -97,7 +97,7 @@ class RecordWriter:
             return self._counts[episode, kind] - 1
 
     def add(self, episode: str, kind: str, call: int, ask: Json, answer: Json, *, asked: str | None = None) -> None:
-        """Append one row. `asked`: the digest of the whole question where `ask` is a shortened form of it."""
+        """Append one row. `asked`: the digest of the whole question if `ask` is a shortened form of it."""
         row = {"episode": episode, "kind": kind, "call": call, "asked": asked or digest(ask), "ask": ask, "answer": answer}
         with self._lock:
             self._sum = _chained(self._sum, row)
@@ -139,7 +139,7 @@ class Recorded:
 
     @classmethod
     def read(cls, path: Path) -> Recorded:
-        """Raises ReplayError where the file is missing or its lines are not those that were written."""
+        """Raises ReplayError if the file is missing or its lines are not those that were written."""
         if not path.is_file():
             raise ReplayError(f"{path}: there is no record")
         text = path.read_bytes().decode("utf-8", "surrogatepass")
@@ -164,14 +164,14 @@ class Recorded:
         return [key for key, kind, _ in self.rows if kind in ("done", "whole")]
 
     def take(self, episode: str, kind: str, call: int, ask: Json) -> Row:
-        """The row of a call. Raises ReplayError where it was not made, or was another one."""
+        """The row of a call. Raises ReplayError if it was not made, or was another one."""
         row = self.find(episode, kind, call)
         if digest(ask) != row.asked:
             raise diverged(self.path, row, row.ask, ask)
         return row
 
     def find(self, episode: str, kind: str, call: int) -> Row:
-        """The row of a call, whatever it asked. Raises ReplayError where the record has none."""
+        """The row of a call, whatever it asked. Raises ReplayError if the record has none."""
         row = self.rows.get((episode, kind, call))
         if row is not None:
             return row

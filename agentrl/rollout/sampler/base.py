@@ -38,12 +38,12 @@ class TaskSampler(ABC):
 
     A choice hangs on the run's seed, the group's number and what was observed so far, never on a random state
     that moves: a group that is run again after a resume gets the same task. `observe` is called at updates
-    only, with the outcomes in the order of the groups' numbers; so where nothing is stale (`max_staleness` 0)
+    only, with the outcomes in the order of the groups' numbers; so if nothing is stale (`max_staleness` 0)
     choices do not depend on which group came back first.
     """
 
     def wants(self) -> int | None:
-        """The size of the pool of tasks that it chooses from: 0 is all that the environment has (none where they are
+        """The size of the pool of tasks that it chooses from: 0 is all that the environment has (none if they are
         endless), None is no pool at all, the default. It is given to `use` before anything is chosen or loaded."""
         return None
 

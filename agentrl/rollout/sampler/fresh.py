@@ -1,4 +1,4 @@
-"""`uniform`: every task of a finite pool once an epoch; where tasks are endless, every group a new one."""
+"""`uniform`: every task of a finite pool once an epoch; if tasks are endless, every group a new one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 @SAMPLERS.register("uniform")
 @dataclass(kw_only=True)
 class UniformSampler(TaskSampler):
-    """Goes through a finite pool without replacement, in a new order each epoch: the environment's tasks where it
+    """Goes through a finite pool without replacement, in a new order each epoch: the environment's tasks if it
     has a finite number, or its first `pool` different ones. Without a pool, a new task for every group.
 
     Group i has place i modulo the pool's size in epoch i // size. So groups that are replaced take the next task,

@@ -20,7 +20,7 @@ BARREN = 1000
 
 
 def pool_seeds(env: ToolEnv, size: int) -> Sequence[int]:
-    """Seeds of the pool's tasks, none where tasks are endless.
+    """Seeds of the pool's tasks, none if tasks are endless.
 
     With `size` those of the first so many different tasks of the training split (compared by `Task.data`), or of
     as many as there are, which is logged; without, of all tasks of an environment that has a finite number.
@@ -28,7 +28,7 @@ def pool_seeds(env: ToolEnv, size: int) -> Sequence[int]:
     """
     count = env.task_count("train")
     if count is not None and (not isinstance(count, int) or count < 1):
-        raise EnvError(f"{env.id}: task_count('train') gave {count!r}; expected 1 or more, or None where tasks are endless")
+        raise EnvError(f"{env.id}: task_count('train') gave {count!r}; expected 1 or more, or None if tasks are endless")
     if not size:
         return range(count or 0)
     found: dict[str, int] = {}

@@ -24,7 +24,7 @@ class TaskSource:
         self._pool: Sequence[int] | None = None
 
     def pool(self) -> Sequence[int]:
-        """Seeds of the tasks that the sampler chooses from; none where it makes new ones. Found when first asked for."""
+        """Seeds of the tasks that the sampler chooses from; none if it makes new ones. Found when first asked for."""
         if self._pool is None:
             self._pool = ()
             wanted = self.sampler.wants()
@@ -52,7 +52,7 @@ class TaskSource:
         return self._envs[key]
 
     def finished(self, index: int, success: float | None) -> None:
-        """A group came back whole, with this share of successes; None, which says nothing of its task, where of no
+        """A group came back whole, with this share of successes; None, which says nothing of its task, if of no
         member it is known."""
         choice = self._drawn.pop(index)
         if success is not None:
@@ -81,7 +81,7 @@ class TaskSource:
         }
 
     def load_json(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `to_json`. Raises ConfigError where another sampler wrote it."""
+        """Inverse of `to_json`. Raises ConfigError if another sampler wrote it."""
         if state["name"] != self.name:
             raise ConfigError(
                 f"rollout.sampler: the checkpoint was written with {state['name']!r}, but the config names {self.name!r}"

@@ -16,7 +16,7 @@ class LookupTaskConfig(vf.TaskConfig):
 
 
 class LookupTask(vf.Task[LookupData, vf.State, LookupTaskConfig]):
-    """Right where the last message is the total."""
+    """Right if the last message is the total."""
 
     @classmethod
     def toolsets(cls, config: LookupTaskConfig) -> list[vf.Toolset]:
