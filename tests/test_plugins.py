@@ -15,11 +15,11 @@ from agentrl.config.load import config_from
 from agentrl.errors import ConfigError, ResourceError
 from agentrl.registry import Registry
 from agentrl.rollout.engine_maker import ENGINES
+from agentrl.run.checks import check_config
+from agentrl.run.checks.machine import check_machine
 from agentrl.run.folder import RunFolder
 from agentrl.run.main import execute
 from agentrl.run.placement import roles_of
-from agentrl.run.preflight import preflight
-from agentrl.run.session import check
 from agentrl.trajectory import Trajectory
 from agentrl.weights.target import WeightTarget
 
@@ -198,8 +198,8 @@ def test_a_run_of_plugins_alone(shelf: Path) -> None:
         f"weights={{route='told',folder='{shelf}'}}", "trackers=[{name='lines',args={file='lines.txt'}}]",
         "rollout.max_turn_tokens=12", "rollout.max_turns=9", "cluster.backend=ray",
     )  # fmt: skip
-    preflight(config)
-    check(config)
+    check_machine(config)
+    check_config(config)
     folder = RunFolder.create(config)
     assert execute(config, folder, resumed=False) == 0
     assert json.loads((folder.path / "summary.json").read_text())["engine"] == "mine"
@@ -248,18 +248,18 @@ def test_a_run_of_plugins_alone(shelf: Path) -> None:
 )  # fmt: skip
 def test_what_a_plugin_needs_is_asked_for_before_the_run(shelf: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check(run_of(*overrides))
+        check_config(run_of(*overrides))
 
 
 def test_a_context_policy_that_has_summaries_written_may_have_a_model_for_it(shelf: Path) -> None:
-    check(run_of(f"rollout.context={{name='noted',args={{into='{shelf}/made'}}}}", "rollout.summary_model=openai/x"))
+    check_config(run_of(f"rollout.context={{name='noted',args={{into='{shelf}/made'}}}}", "rollout.summary_model=openai/x"))
 
 
 def test_an_engine_says_which_processes_it_has(shelf: Path) -> None:
     config = run_of("engine=far", "cluster.backend=ray")
     assert roles_of(config, "far") == ["actor", "rollout"] and roles_of(config, "mine") == ["actor"]
     with pytest.raises(ResourceError, match=r"cannot carry 100 worker processes \(cluster.actors=1, far.count=99\)"):
-        preflight(config)
+        check_machine(config)
 
 
 def test_agentrls_own_engines_are_what_they_say() -> None:

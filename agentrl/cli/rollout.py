@@ -107,7 +107,7 @@ def check_request(config: TrainConfig, request: RolloutRequest) -> None:
             if given:
                 raise ConfigError(f"{key}: a replay has the answers of the recorded run's tools and asks no others; leave it out")
     else:
-        from agentrl.run.eval_session import check_eval
+        from agentrl.run.checks import check_eval
 
         check_eval(config)
 

@@ -37,10 +37,8 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(find_config_file(args.config), args.overrides, find_config_file)
     if config.sft is None:
         raise ConfigError(f"{args.config}: it has no [sft] section; add one, or set sft.batch=8")
+    from agentrl.run.checks import check_train
     from agentrl.run.main import execute
-    from agentrl.run.preflight import preflight
-    from agentrl.run.session import check
 
-    preflight(config)
-    check(config)
+    check_train(config)
     return execute(config, open_folder(config, overwrite=args.overwrite), resumed=False, only_warm_start=True)

@@ -41,13 +41,11 @@ def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
     config, resume = _config(args)
     from agentrl.cli.configs import open_folder
+    from agentrl.run.checks import check_train
     from agentrl.run.folder import RunFolder
     from agentrl.run.main import execute
-    from agentrl.run.preflight import preflight
-    from agentrl.run.session import check
 
-    preflight(config)
-    check(config)
+    check_train(config)
     folder = RunFolder(resume) if resume is not None else open_folder(config, overwrite=args.overwrite)
     return execute(config, folder, resumed=resume is not None)
 

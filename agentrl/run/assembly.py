@@ -28,7 +28,6 @@ from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.replay.io import EpisodeIO
 from agentrl.run.engines import API, engine_name, engine_of, make_api_engine, make_engine, maker_of
-from agentrl.run.policy import check_rollout
 from agentrl.train.pretrained import load_tokenizer, model_context
 from agentrl.train.tokenizer import packaged_tokenizer
 
@@ -111,19 +110,6 @@ def assemble(
     return Assembly(env, scorer, policy, Limits.of(config.rollout, inputs.context))
 
 
-def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
-    """Raise a UserError for what is wrong with any part, before a folder is made or a process started."""
-    env = EnvRef.of(config)
-    env.build().close()
-    maker_of(engine_name(config), config).check()
-    inputs = read_inputs(config)
-    scorer = scorer_of(config, inputs.spec)
-    check_rollout(config, env)
-    if inputs.tokenizer is not None:
-        renderer_of(config.model, inputs.tokenizer)
-    return env, scorer
-
-
 def scorer_of(config: TrainConfig, spec: dict[str, Any] | None = None, io: EpisodeIO | None = None) -> Scorer:
     """What scores a run's episodes: by `spec`, or by the one that the config names."""
     env = EnvRef.of(config)
@@ -203,3 +189,8 @@ def context_length(config: TrainConfig, engine: str, model: str | None = None) -
     """Tokens that one prompt and its turn may take: the model's own limit, and that of the engine."""
     context = model_length(config, model)
     return maker_of(engine, config).context(context)
+
+
+def longest_row(config: TrainConfig) -> int:
+    """The most tokens that a transcript may have: those of a micro-batch, and not more than the model takes."""
+    return min(config.optim.micro_tokens, model_length(config))

@@ -10,7 +10,6 @@ from agentrl.registry import Entry
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.engine_maker import ENGINES, EngineMaker
 from agentrl.train.pretrained import model_context
-from agentrl.train.publish import check_takes_weights
 
 if TYPE_CHECKING:
     from agentrl.backends.api.engine import Transcript
@@ -59,14 +58,6 @@ def make_engine(name: str, model: str, config: TrainConfig, pools: Pools | None 
     `pools`, the engine's own processes run where the role "rollout" is placed."""
     ray_options = pools.beside("rollout") if pools is not None and "rollout" in pools else ()
     return maker_of(name, config).make(model, model_context(model), ray_options)
-
-
-def check_engine(config: TrainConfig) -> None:
-    """Raise ConfigError if the engine that the config asks for cannot be trained, or does not take its `engine_args`."""
-    entry = engine_of(config)
-    claimed = entry.make.claims(config.model.path)
-    asked_as = f"model.path = {config.model.path}" if claimed else f"engine = {entry.name}"
-    check_takes_weights(maker_of(entry.name, config).engine(), asked_as)
 
 
 def make_api_engine(config: TrainConfig, transcript: Transcript) -> Engine:

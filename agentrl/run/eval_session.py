@@ -8,11 +8,9 @@ from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config import TrainConfig
 from agentrl.rollout.replay.io import EpisodeIO
 from agentrl.rollout.replay.play import Replayer
-from agentrl.run.assembly import Assembly, assemble, check_assembly, read_inputs
-from agentrl.run.engines import engine_name, engine_of
+from agentrl.run.assembly import Assembly, assemble, read_inputs
+from agentrl.run.engines import engine_of
 from agentrl.run.record_folder import RecordFolder
-from agentrl.run.reward_checks import check_decided
-from agentrl.run.sizes import check_heads
 
 
 @dataclass(slots=True)
@@ -35,13 +33,6 @@ class EvalSession:
         self.io.close()
         if self.ray:
             stop_ray()
-
-
-def check_eval(config: TrainConfig) -> None:
-    """Raise a UserError for whatever is wrong before a folder is made or a process started. Not for a replay."""
-    _, scorer = check_assembly(config)
-    check_decided(scorer)
-    check_heads(config, engine_name(config))
 
 
 def open_live(config: TrainConfig, temperature: float, record: RecordFolder | None) -> EvalSession:

@@ -13,6 +13,7 @@ from typing import Any
 
 from agentrl.config import TrainConfig
 from agentrl.errors import AgentrlError, JudgeBudgetError, ResourceError, WorkerDiedError
+from agentrl.run.checks.sizes import advice
 from agentrl.run.curve import draw_curve
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
@@ -22,7 +23,6 @@ from agentrl.run.loop import evaluate_now, train_loop
 from agentrl.run.run_log import Recorder
 from agentrl.run.session import Session, model_folder, open_session
 from agentrl.run.sft import warm_start
-from agentrl.run.sizes import advice
 from agentrl.train.actor import Actor
 
 log = logging.getLogger(__name__)

@@ -9,48 +9,23 @@ from agentrl.catalog import EnvRef
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config import TrainConfig
-from agentrl.errors import ConfigError
 from agentrl.reward import Scorer
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
-from agentrl.run.assembly import Assembly, assemble, check_assembly, read_inputs
+from agentrl.run.assembly import Assembly, assemble, read_inputs
 from agentrl.run.checkpoint import Saver
 from agentrl.run.display import Display
-from agentrl.run.engines import check_engine, needs_ray, resolve_engine
+from agentrl.run.engines import needs_ray, resolve_engine
 from agentrl.run.folder import RunFolder
-from agentrl.run.placement import check_placement, open_pools, start_actors
-from agentrl.run.policy import check_trainable, needs_greedy
-from agentrl.run.reward_checks import check_judge, check_success
-from agentrl.run.sizes import check_sizes
-from agentrl.run.trackers import check_trackers
-from agentrl.run.warm_start_checks import check_warm_start
+from agentrl.run.placement import open_pools, start_actors
 from agentrl.train.actor import Actor
-from agentrl.train.estimator_inputs import check_estimator_inputs
+from agentrl.train.estimator_inputs import needs_greedy
 from agentrl.train.init_model import init_model
-from agentrl.train.learner import Learner, check_learner, policy_updates
-from agentrl.train.publish import Publisher, check_weights
+from agentrl.train.learner import Learner, policy_updates
+from agentrl.train.publish import Publisher
 
 log = logging.getLogger(__name__)
-
-
-def check(config: TrainConfig) -> None:
-    """Everything that can be wrong before a folder is made or a process started, with a UserError each."""
-    check_engine(config)
-    check_trackers(config.trackers)
-    if (config.model.path is None) == (config.model.init is None):
-        raise ConfigError("model: set one of model.path (a folder or hub name) and [model.init] (build a tiny one)")
-    env, scorer = check_assembly(config)
-    check_trainable(config)
-    check_learner(config)
-    check_estimator_inputs(config.algorithm.advantage, scorer)
-    check_weights(config)
-    engine_name = resolve_engine(config.engine)
-    check_sizes(config, engine_name)
-    check_placement(config, engine_name)
-    check_judge(config, scorer)
-    check_success(config, env, scorer)
-    check_warm_start(config, env)
 
 
 @dataclass(slots=True)
@@ -137,7 +112,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
         config.rollout,
         context=inputs.context,
         seed=config.seed,
-        greedy=needs_greedy(config),
+        greedy=needs_greedy(config.algorithm.advantage),
     )
     learner = Learner(config, actors, pools)
     saver = Saver(config, folder, learner, collector, display.say)

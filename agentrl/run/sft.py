@@ -7,10 +7,10 @@ from dataclasses import replace
 from agentrl.batch import collate
 from agentrl.errors import AgentrlError
 from agentrl.rollout.evaluate import evaluate
+from agentrl.run.assembly import longest_row
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.run_log import Recorder
 from agentrl.run.session import Session
-from agentrl.run.warm_start_checks import longest_row
 from agentrl.train.actor import Actor
 from agentrl.warm_start import Transcripts
 

@@ -32,8 +32,16 @@ def with_estimator_inputs(batch: TensorDict, groups: Sequence[Group], advantage:
     return out
 
 
+def needs_greedy(advantage: Choice) -> bool:
+    """Whether each group also gets a greedy episode of its task, whose reward is the estimator's baseline."""
+    return "baseline" in ADVANTAGES.entry(advantage.name).needs
+
+
 def check_estimator_inputs(advantage: Choice, scorer: Scorer) -> None:
-    """Raise ConfigError where the estimator wants something of the reward spec that it does not have."""
+    """Raise ConfigError where the estimator wants something of the reward spec that it does not have.
+
+    Reads: algorithm.advantage, env.reward.
+    """
     needs = ADVANTAGES.entry(advantage.name).needs
     if "baseline" in needs and scorer.compares:
         raise ConfigError(

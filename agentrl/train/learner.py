@@ -59,7 +59,11 @@ def mesh_of(config: TrainConfig, ranks: int | None = None) -> dict[str, int]:
 
 
 def check_learner(config: TrainConfig) -> None:
-    """Raise ConfigError for a combination of algorithm and roles that cannot mean what it says."""
+    """Raise ConfigError for a combination of algorithm and roles that cannot mean what it says.
+
+    Reads: algorithm, critic, reward_model, steps, model.sequence_parallel, cluster.actors, rollout.max_turns,
+    rollout.max_turn_tokens, rollout.max_episode_tokens.
+    """
     check_algorithm(settled_algorithm(config))
     if config.algorithm.length_norm is not None and config.algorithm.aggregate != "seq_mean_token_sum_norm":
         raise ConfigError(

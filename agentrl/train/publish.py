@@ -23,7 +23,10 @@ AUTO = "auto"
 
 
 def check_weights(config: TrainConfig) -> None:
-    """Raise ConfigError where `[weights]` does not fit the rest."""
+    """Raise ConfigError where `[weights]` does not fit the rest.
+
+    Reads: weights.route, weights.lora, model.lora, sft.
+    """
     if config.weights.route != AUTO:
         ROUTES.entry(config.weights.route)
     if config.weights.lora == "merged":

@@ -136,8 +136,8 @@ def one(out: Path, name: str, seed: int, updates: int) -> int:
     """Train a variant in this process and write its result.json."""
     from agentrl.cli.configs import open_folder
     from agentrl.config.load import config_from, read_toml
+    from agentrl.run.checks import check_config
     from agentrl.run.main import execute
-    from agentrl.run.session import check
     from tests.curves.leak import episodes, z_score
     from tests.curves.rewards import FUNCTIONS, spec
 
@@ -164,7 +164,7 @@ def one(out: Path, name: str, seed: int, updates: int) -> int:
     table = read_toml(CONFIG)
     del table["sft"], table["model"]["init"]
     config = config_from(table, [*overrides, *variant.overrides])
-    check(config)
+    check_config(config)
     folder = open_folder(config, overwrite=True)
     code = execute(config, folder, resumed=False)
     used = resource.getrusage(resource.RUSAGE_SELF)

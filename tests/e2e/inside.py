@@ -43,12 +43,12 @@ def config_of(out: Path, name: str, *overrides: str) -> Any:
 
 def execute(config: Any, *, resumed: bool = False, only_warm_start: bool = False) -> Path:
     """Run it to its end in this process; returns its folder."""
+    from agentrl.run.checks import check_config
     from agentrl.run.folder import RunFolder
     from agentrl.run.main import execute as run
-    from agentrl.run.session import check
 
     with logging_kept():
-        check(config)
+        check_config(config)
         folder = RunFolder(Path(config.out) / config.name) if resumed else RunFolder.create(config)
         assert run(config, folder, resumed=resumed, only_warm_start=only_warm_start) == 0
     return folder.path

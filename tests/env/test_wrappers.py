@@ -256,7 +256,7 @@ def test_wrappers_of_a_config(tmp_path: Path) -> None:
 def test_training_refuses_a_budget_of_wall_time() -> None:
     """It leaves whom it cuts unscored: slowness would be a way out of a bad reward."""
     from agentrl.config.schema import Choice, EnvConfig, TrainConfig
-    from agentrl.run.policy import check_trainable
+    from agentrl.run.checks.rollout import check_trainable
 
     wrappers = [Choice(name="time_budget", args={"seconds": 5.0})]
     with pytest.raises(ConfigError, match=r"env\.wrappers: time_budget .* use rollout\.episode_timeout"):

@@ -28,7 +28,7 @@ from agentrl.rollout.context.truncate import Truncate
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.run.assembly import make_policy
-from agentrl.run.policy import check_rollout
+from agentrl.run.checks.rollout import check_rollout
 from agentrl.tool import tool
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import StopReason, Trajectory

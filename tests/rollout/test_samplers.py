@@ -22,7 +22,7 @@ from agentrl.rollout.episode import Policy
 from agentrl.rollout.sampler.base import GroupOutcome, TaskChoice, TaskSampler, make_sampler
 from agentrl.rollout.sampler.source import TaskSource
 from agentrl.rollout.seeds import derive
-from agentrl.run.policy import check_rollout
+from agentrl.run.checks.rollout import check_rollout
 from agentrl.trajectory import Group
 from tests.publishing import exchange, publish
 

@@ -16,10 +16,11 @@ from agentrl.batch.rows import Ragged
 from agentrl.config import Choice, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.rollout.ledger import GroupLedger
+from agentrl.run.checks import check_config
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
 from agentrl.run.loop import make_batch
-from agentrl.run.session import check, open_session
+from agentrl.run.session import open_session
 from agentrl.train.estimator_inputs import with_estimator_inputs
 from agentrl.train.learner import with_advantages
 from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
@@ -62,7 +63,7 @@ def one_update(cfg: TrainConfig) -> tuple[list[Group], Any, dict[str, float], Gr
     """Groups, batch and metrics of a first update, and the ledger as a resume would find it before."""
 
     async def body() -> Any:
-        check(cfg)
+        check_config(cfg)
         with Display() as display:
             session = await open_session(cfg, RunFolder.create(cfg), display)
             try:
@@ -151,4 +152,4 @@ def test_what_cannot_be_is_said_before_the_start(
     cfg = config(tmp_path, advantage or {"name": "grpo"}, more.pop("spec", SPEC))
     cfg = TrainConfig.model_validate({**cfg.model_dump(), **more})
     with pytest.raises(ConfigError, match=message):
-        check(cfg)
+        check_config(cfg)

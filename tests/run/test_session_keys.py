@@ -14,9 +14,9 @@ from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
 from agentrl.errors import ConfigError
 from agentrl.rollout.episode import Limits
+from agentrl.run.checks.rollout import check_rollout
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
-from agentrl.run.policy import check_rollout
 from agentrl.run.session import model_folder, open_session
 from agentrl.train.init_model import init_model
 

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.config import load_config
 from agentrl.run.assembly import scorer_of
-from agentrl.run.session import check
+from agentrl.run.checks import check_config
 from agentrl.trajectory import Message, Task, TokenLedger, Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +19,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
 def test_a_config_of_the_shelf_can_run(path: Path) -> None:
-    check(load_config(path))
+    check_config(load_config(path))
 
 
 def differing(frozen: Any, resolved: Any, key: str = "") -> list[str]:

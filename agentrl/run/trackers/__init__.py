@@ -37,7 +37,10 @@ TRACKERS: Registry[Callable[..., Tracker]] = Registry("trackers", "TRACKERS", "a
 
 
 def check_trackers(choices: Sequence[Choice]) -> None:
-    """Raise ConfigError for an unknown tracker or argument."""
+    """Raise ConfigError for an unknown tracker or argument.
+
+    Reads: trackers.
+    """
     for choice in choices:
         TRACKERS.bind(choice.name, choice.args)
 

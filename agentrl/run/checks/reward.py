@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from agentrl.algorithm import ADVANTAGES
 from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.env.wrapper import WRAPPERS
@@ -22,6 +21,7 @@ from agentrl.reward.ops import GateNode
 from agentrl.reward.probes import gold_episode
 from agentrl.rollout.sampler.base import TaskChoice, make_sampler
 from agentrl.rollout.sampler.source import TaskSource
+from agentrl.train.estimator_inputs import needs_greedy
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -31,7 +31,10 @@ TASKS = 3
 
 
 def check_decided(scorer: Scorer) -> None:
-    """Raise ConfigError if nothing in the spec says whether an episode did its task."""
+    """Raise ConfigError if nothing in the spec says whether an episode did its task.
+
+    Reads: env.reward.
+    """
     if scorer.rule is None:
         raise ConfigError(
             f"env.reward: reward spec {scorer.name!r} does not say what a success is, and it cannot be derived "
@@ -45,6 +48,8 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
 
     Not checked, which is logged, if the environment scripts no gold solution or a judge would have to be paid. Wrappers
     that inject faults by chance are left out.
+
+    Reads: env, tools, checkpoint.best, rollout.sampler, rollout.env_timeout, rollout.episode_timeout, seed.
     """
     check_decided(scorer)
     if scorer.compares and config.checkpoint.best == "reward":
@@ -143,12 +148,16 @@ def questions(scorer: Scorer, max_turns: int) -> Questions:
 
 
 def check_judge(config: TrainConfig, scorer: Scorer) -> None:
-    """Raise ConfigError if `reward.judge.calls` is spent before the run's end; log if it may be."""
+    """Raise ConfigError if `reward.judge.calls` is spent before the run's end; log if it may be.
+
+    Reads: reward.judge.calls, algorithm.advantage, steps, eval.every, eval.tasks, rollout.groups, rollout.group_size,
+    rollout.max_turns.
+    """
     budget = config.reward.judge.calls
     if budget is None or not scorer.asks:
         return
     rollout, asked = config.rollout, questions(scorer, config.rollout.max_turns)
-    step = rollout.groups * (rollout.group_size + ("baseline" in ADVANTAGES.entry(config.algorithm.advantage.name).needs))
+    step = rollout.groups * (rollout.group_size + needs_greedy(config.algorithm.advantage))
     evaluations = 2 + ((config.steps - 1) // config.eval.every if config.eval.every else 0)
     episodes = config.steps * step + evaluations * config.eval.tasks
     sums = f"{config.steps} steps x {step} episodes + {evaluations} evaluations x {config.eval.tasks}"

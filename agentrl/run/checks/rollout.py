@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from agentrl.algorithm import ADVANTAGES
 from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.env.wrapper import WRAPPERS
@@ -17,7 +16,11 @@ LEAST_TEMPERATURE = 0.01
 
 
 def check_rollout(config: TrainConfig, env: EnvRef) -> None:
-    """Raise ConfigError for a sampler, its parameters of the environment, or a context policy that cannot work."""
+    """Raise ConfigError for a sampler, its parameters of the environment, or a context policy that cannot work.
+
+    Reads: rollout.temperature, rollout.sampler, rollout.context, rollout.summary_model, rollout.colocate,
+    rollout.max_staleness, rollout.filter_zero_variance, eval.temperature, reward_model, weights.lora, engine, env, seed.
+    """
     rollout = config.rollout
     _check_temperatures(config)
     source = TaskSource(env, make_sampler(rollout.sampler), rollout.sampler.name, config.seed)
@@ -42,7 +45,10 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
 
 def check_trainable(config: TrainConfig) -> None:
     """Raise ConfigError if episodes are sampled from no distribution that an update could be taken against, or if
-    the policy could escape a reward."""
+    the policy could escape a reward.
+
+    Reads: rollout.temperature, env.wrappers.
+    """
     if config.rollout.temperature == 0:
         raise ConfigError(
             "rollout.temperature = 0: greedy rollouts of a task are all the same, and there is nothing to learn "
@@ -55,11 +61,6 @@ def check_trainable(config: TrainConfig) -> None:
             f"env.wrappers: {choice.name} counts the wall clock (queues and publishes too) and leaves whom it cuts "
             "unscored, so a policy could escape a bad reward by being slow; use rollout.episode_timeout"
         )
-
-
-def needs_greedy(config: TrainConfig) -> bool:
-    """Whether each group also gets a greedy episode of its task, whose reward is the estimator's baseline."""
-    return "baseline" in ADVANTAGES.entry(config.algorithm.advantage.name).needs
 
 
 def _check_temperatures(config: TrainConfig) -> None:

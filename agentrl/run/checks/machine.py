@@ -18,8 +18,11 @@ MIN_MEMORY_MIB = 1500
 MEMORY_PER_PROCESS_MIB = PROCESS_MIB
 
 
-def preflight(config: TrainConfig) -> None:
-    """Raise ResourceError if disk, memory or cores are too few for what the config asks."""
+def check_machine(config: TrainConfig) -> None:
+    """Raise ResourceError where disk, memory or cores are too few for what the config asks.
+
+    Reads: out, engine, engine_args, model.path, cluster.backend, cluster.address, cluster.actors, vllm.
+    """
     _check_disk(Path(config.out))
     _check_memory(config)
     _check_cores(config)

@@ -14,9 +14,8 @@ from agentrl.config import TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.reward import Scorer
 from agentrl.run.assembly import scorer_of
-from agentrl.run.eval_session import check_eval
-from agentrl.run.reward_checks import Questions, check_judge, check_success, questions
-from agentrl.run.session import check
+from agentrl.run.checks import check_config, check_eval
+from agentrl.run.checks.reward import Questions, check_judge, check_success, questions
 
 RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
 NEVER = {"use": "text.equals", "args": {"expect": "never"}}
@@ -39,23 +38,23 @@ def parts(config: TrainConfig) -> tuple[TrainConfig, EnvRef, Scorer]:
 
 
 def test_costs_pass(tmp_path: Path) -> None:
-    check(made(tmp_path, {"op": "sum", "of": [RIGHT, TURNS]}))
+    check_config(made(tmp_path, {"op": "sum", "of": [RIGHT, TURNS]}))
 
 
 def test_gold_that_is_no_success_is_refused_with_spec_task_value_and_advice(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        check(made(tmp_path, {"op": "mean", "of": [RIGHT, NEVER]}))
+        check_config(made(tmp_path, {"op": "mean", "of": [RIGHT, NEVER]}))
     told = str(caught.value)
     for part in ("env.reward", "'mine'", "key_value/train/0", "the task part of /root is not 1", "reward 0.5", '"success"',
                  "agentrl reward lint mine"):  # fmt: skip
         assert part in told, part
-    check(made(tmp_path, {"op": "mean", "of": [RIGHT, NEVER]}, RIGHT))
+    check_config(made(tmp_path, {"op": "mean", "of": [RIGHT, NEVER]}, RIGHT))
 
 
 def test_faults_that_a_wrapper_injects_are_no_fault_of_the_gold(tmp_path: Path) -> None:
     """A script cannot try again, as a policy can. Without any fault the same gold is a success."""
     faults = [{"name": "tool_faults", "args": {"rate": 1.0}}]
-    check(made(tmp_path, RIGHT, env={"id": "service_desk", "reward": "service_desk", "wrappers": faults}))
+    check_config(made(tmp_path, RIGHT, env={"id": "service_desk", "reward": "service_desk", "wrappers": faults}))
 
 
 BROKEN = """
@@ -113,13 +112,15 @@ def test_every_kind_of_task_that_the_sampler_may_choose_is_tried(tmp_path: Path)
     """Gold of 2 and 4 calls fits; of 6 calls it does not."""
     short = {"op": "all", "of": [RIGHT, {"use": "cost.calls", "scale": [2, 0], "args": {"max": 10}}]}
     sampler = {"name": "staged", "args": {"stages": [{"calls": 2}, {"calls": 2}, {"calls": 4}, {"calls": 6}]}}
-    check(made(tmp_path, short, rollout={"sampler": {"name": "staged", "args": {"stages": sampler["args"]["stages"][:3]}}}))
+    check_config(
+        made(tmp_path, short, rollout={"sampler": {"name": "staged", "args": {"stages": sampler["args"]["stages"][:3]}}})
+    )
     with pytest.raises(ConfigError, match="no success"):
-        check(made(tmp_path, short, rollout={"sampler": sampler}))
+        check_config(made(tmp_path, short, rollout={"sampler": sampler}))
 
 
 def test_a_spec_in_which_nothing_decides_is_refused_for_training_and_for_evaluation(tmp_path: Path) -> None:
-    for refuse in (check, check_eval):
+    for refuse in (check_config, check_eval):
         with pytest.raises(ConfigError, match=r"'mine' does not say what a success is.*\"success\""):
             refuse(made(tmp_path, {"op": "sum", "of": [TURNS]}))
 
@@ -127,7 +128,7 @@ def test_a_spec_in_which_nothing_decides_is_refused_for_training_and_for_evaluat
 def test_an_environment_without_gold_is_said_and_not_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import agentrl.run.reward_checks as module
+    import agentrl.run.checks.reward as module
 
     def without(build: Any, seed: int) -> Any:
         raise NotImplementedError("key_value has no scripted gold policy")

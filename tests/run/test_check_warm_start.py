@@ -12,7 +12,8 @@ from agentrl.catalog import EnvRef
 from agentrl.config.load import config_from
 from agentrl.errors import ConfigError
 from agentrl.render import make_renderer
-from agentrl.run.warm_start_checks import check_warm_start, longest_row
+from agentrl.run.assembly import longest_row
+from agentrl.run.checks.warm_start import check_warm_start
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.warm_start import TRIES, Transcripts
 

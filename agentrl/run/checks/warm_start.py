@@ -9,13 +9,16 @@ from dataclasses import replace
 from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.run.assembly import model_length, renderer_of, tokenizer_of
+from agentrl.run.assembly import longest_row, renderer_of, tokenizer_of
 from agentrl.warm_start import Transcripts
 
 
 def check_warm_start(config: TrainConfig, env: EnvRef) -> None:
     """Raise ConfigError if the warm start cannot be: its most steps are fewer than its least, there is no teacher, or one of
-    the transcripts of the first step is longer than a row may be (and so are those that could take its place)."""
+    the transcripts of the first step is longer than a row may be (and so are those that could take its place).
+
+    Reads: sft, env, tools, seed, model.path, model.init, model.tool_parser, optim.micro_tokens.
+    """
     sft = config.sft
     if sft is None:
         return
@@ -33,8 +36,3 @@ def check_warm_start(config: TrainConfig, env: EnvRef) -> None:
     # In a thread of its own, so that this can be called where an event loop runs.
     with ThreadPoolExecutor(max_workers=1) as pool:
         pool.submit(asyncio.run, source.take(0, sft.batch)).result()
-
-
-def longest_row(config: TrainConfig) -> int:
-    """The most tokens that a transcript may have: those of a micro-batch, and not more than the model takes."""
-    return min(config.optim.micro_tokens, model_length(config))

@@ -20,7 +20,7 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
-from agentrl.run import sizes
+from agentrl.run.checks import sizes
 from agentrl.train.pretrained import count_parameters, model_context
 from agentrl.trajectory import StopReason, Trajectory
 from tests.rollout.conftest import FaultyEngine, renderer  # noqa: F401 - a fixture

@@ -23,7 +23,11 @@ FAR = 30.0
 
 def check_sizes(config: TrainConfig, engine_name: str) -> None:
     """Raise ConfigError for groups that nothing can be compared in, for rows that no micro-batch holds, and for attention
-    heads that the engine cannot compute."""
+    heads that the engine cannot compute.
+
+    Reads: rollout.group_size, rollout.max_episode_tokens, optim.micro_tokens, algorithm.advantage, model.path, model.init, vllm;
+    and as `check_heads`.
+    """
     check_heads(config, engine_name)
     rollout = config.rollout
     _check_groups(rollout.group_size, config.algorithm.advantage)
@@ -53,7 +57,10 @@ def _check_groups(size: int, advantage: Choice) -> None:
 
 
 def check_heads(config: TrainConfig, engine_name: str) -> None:
-    """Raise ConfigError if the engine has no attention on this machine for heads of the model's size."""
+    """Raise ConfigError if the engine has no attention on this machine for heads of the model's size.
+
+    Reads: engine_args, model.path, model.init.
+    """
     sizes = maker_of(engine_name, config).heads()
     if sizes is None:
         return

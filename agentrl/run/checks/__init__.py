@@ -1,0 +1,53 @@
+"""What is refused before a run: every check, in the order in which it refuses. Each says which config keys it reads.
+
+A check raises a UserError that names the key, what was found there and what was expected; no folder is made and no process
+started before the last of them. `machine`, `parts`, `rollout`, `sizes`, `placement`, `reward` and `warm_start` are the files
+of this folder; what only the trainer can know is checked in `train/`, by the file that computes with it.
+"""
+
+from __future__ import annotations
+
+from agentrl.config import TrainConfig
+from agentrl.run.checks.machine import check_machine
+from agentrl.run.checks.parts import check_assembly, check_engine, check_model
+from agentrl.run.checks.placement import check_placement
+from agentrl.run.checks.reward import check_decided, check_judge, check_success
+from agentrl.run.checks.rollout import check_trainable
+from agentrl.run.checks.sizes import check_heads, check_sizes
+from agentrl.run.checks.warm_start import check_warm_start
+from agentrl.run.engines import engine_name, resolve_engine
+from agentrl.run.trackers import check_trackers
+from agentrl.train.estimator_inputs import check_estimator_inputs
+from agentrl.train.learner import check_learner
+from agentrl.train.publish import check_weights
+
+
+def check_train(config: TrainConfig) -> None:
+    """All checks of `agentrl train` and `agentrl sft`: the machine, then the config."""
+    check_machine(config)
+    check_config(config)
+
+
+def check_config(config: TrainConfig) -> None:
+    """All that can be wrong with a training config, on whatever machine."""
+    check_engine(config)
+    check_trackers(config.trackers)
+    check_model(config)
+    env, scorer = check_assembly(config)
+    check_trainable(config)
+    check_learner(config)
+    check_estimator_inputs(config.algorithm.advantage, scorer)
+    check_weights(config)
+    engine = resolve_engine(config.engine)
+    check_sizes(config, engine)
+    check_placement(config, engine)
+    check_judge(config, scorer)
+    check_success(config, env, scorer)
+    check_warm_start(config, env)
+
+
+def check_eval(config: TrainConfig) -> None:
+    """All checks of `agentrl eval` and `agentrl rollout`. Not for a replay, which needs neither engine nor environment."""
+    _, scorer = check_assembly(config)
+    check_decided(scorer)
+    check_heads(config, engine_name(config))

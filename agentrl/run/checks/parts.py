@@ -1,0 +1,49 @@
+"""The parts that play and score episodes: each can be made, and they fit each other."""
+
+from __future__ import annotations
+
+from agentrl.catalog import EnvRef
+from agentrl.config import TrainConfig
+from agentrl.errors import ConfigError
+from agentrl.reward import Scorer
+from agentrl.run.assembly import read_inputs, renderer_of, scorer_of
+from agentrl.run.checks.rollout import check_rollout
+from agentrl.run.engines import engine_name, engine_of, maker_of
+from agentrl.train.publish import check_takes_weights
+
+
+def check_engine(config: TrainConfig) -> None:
+    """Raise ConfigError if the engine that the config asks for cannot be trained, or does not take its `engine_args`.
+
+    Reads: engine, engine_args, model.path.
+    """
+    entry = engine_of(config)
+    claimed = entry.make.claims(config.model.path)
+    asked_as = f"model.path = {config.model.path}" if claimed else f"engine = {entry.name}"
+    check_takes_weights(maker_of(entry.name, config).engine(), asked_as)
+
+
+def check_model(config: TrainConfig) -> None:
+    """Raise ConfigError unless there is exactly one source of the model.
+
+    Reads: model.path, model.init.
+    """
+    if (config.model.path is None) == (config.model.init is None):
+        raise ConfigError("model: set one of model.path (a folder or hub name) and [model.init] (build a tiny one)")
+
+
+def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
+    """Raise a UserError for what is wrong with any part, before a folder is made or a process started.
+
+    Reads: env, tools, engine, engine_args, api, vllm, model.path, model.init, model.tool_parser, reward,
+    rollout.env_timeout; and as `check_rollout`.
+    """
+    env = EnvRef.of(config)
+    env.build().close()
+    maker_of(engine_name(config), config).check()
+    inputs = read_inputs(config)
+    scorer = scorer_of(config, inputs.spec)
+    check_rollout(config, env)
+    if inputs.tokenizer is not None:
+        renderer_of(config.model, inputs.tokenizer)
+    return env, scorer

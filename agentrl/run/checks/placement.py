@@ -1,0 +1,64 @@
+"""Where a run's roles are placed: the config's pools against what the run uses."""
+
+from __future__ import annotations
+
+from agentrl.cluster.pool import check_roles, pools_of_roles
+from agentrl.config import TrainConfig
+from agentrl.errors import ConfigError
+from agentrl.rollout.engine_maker import ENGINES, Processes
+from agentrl.run.engines import maker_of
+from agentrl.run.placement import roles_of
+from agentrl.train.learner import mesh_of
+
+
+def check_placement(config: TrainConfig, engine_name: str) -> None:
+    """Raise ConfigError for a role in an unknown pool, or in one of another size than the role's.
+
+    Reads: cluster, engine_args, vllm, algorithm.kl.coef, critic, reward_model, model.sequence_parallel.
+    """
+    cluster = config.cluster
+    check_roles(cluster)
+    if cluster.backend != "ray":
+        return
+    engine = maker_of(engine_name, config).processes()
+    if "rollout" in cluster.roles and engine is None:
+        raise ConfigError(
+            f"cluster.roles.rollout: the {engine_name} engine samples in the driver; set engine = {_with_processes(config)}"
+        )
+    found = pools_of_roles(cluster, roles_of(config, engine_name))
+    for role, (name, pool) in found.items():
+        slots = pool.nodes * pool.per_node
+        wanted = {"actor": ("cluster.actors", cluster.actors)}
+        if engine is not None:
+            wanted["rollout"] = (engine.count_key, engine.count)
+        key, count = wanted.get(role, ("", slots))
+        if count != slots:
+            raise ConfigError(
+                f"cluster.pools.{name} has {slots} processes (nodes x per_node), but {key} = {count}: the "
+                f"role {role!r} fills its pool, so set {key} = {slots}"
+            )
+        if role not in ("actor", "rollout"):
+            mesh_of(config, slots)
+    if "rollout" in found and engine is not None:
+        _check_rollout(config, engine, found["rollout"][0], [role for role in found if role != "rollout"])
+
+
+def _with_processes(config: TrainConfig) -> str:
+    """The names of engines with processes of their own, for a message."""
+    return " or ".join(f'"{entry.name}"' for entry in ENGINES.own() if entry.make(config).processes() is not None)
+
+
+def _check_rollout(config: TrainConfig, engine: Processes, name: str, others: list[str]) -> None:
+    pool = config.cluster.pools[name]
+    roles = {str(role): pool for role, pool in config.cluster.roles.items()}
+    beside = [role for role in others if roles[role] == name]
+    if beside and pool.gpus:
+        raise ConfigError(
+            f"cluster.roles.rollout: {engine.what} cannot share the GPUs of {' and '.join(beside)} (pool "
+            f"{name!r}); give it a pool of its own"
+        )
+    if pool.gpus and pool.gpus != engine.gpus:
+        raise ConfigError(
+            f"cluster.pools.{name}.gpus = {pool.gpus:g}, but {engine.what} uses {engine.gpus_key} = "
+            f"{engine.gpus} GPUs: set them equal"
+        )

@@ -1,0 +1,92 @@
+"""What is refused before a run: the list in agentrl/run/checks says each check, and each check says what it reads."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.config import TrainConfig, load_config
+from agentrl.config.schema import Frozen
+from agentrl.run import checks
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.toml"))
+CHECKS: dict[str, Callable[..., Any]] = {
+    name: found
+    for name, found in vars(checks).items()
+    if name.startswith("check_") and name not in ("check_train", "check_config", "check_eval")
+}
+ALSO = {"check_assembly": "check_rollout", "check_sizes": "check_heads"}
+
+
+def declared(check: Callable[..., Any]) -> set[str]:
+    """The keys behind "Reads:" in a check's docstring, and those of the check that it calls."""
+    found = re.search(r"Reads: (.*?)\.\Z", inspect.cleandoc(check.__doc__ or ""), re.DOTALL)
+    assert found, f"{check.__name__} does not say what it reads"
+    keys, _, other = found.group(1).replace("\n", " ").partition("; and as ")
+    module = inspect.getmodule(check)
+    return {*re.split(r",\s+", keys), *(declared(vars(module)[other.strip("`")]) if other else ())}
+
+
+def sections(section: Frozen, prefix: str = "") -> Iterator[tuple[int, str]]:
+    """Which object is which section of a config."""
+    yield id(section), prefix
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        for inner in value if isinstance(value, list) else [value]:
+            if isinstance(inner, Frozen):
+                yield from sections(inner, f"{prefix}{name}.")
+
+
+def keys_of(model: type[Frozen], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for kind in [field.annotation, *getattr(field.annotation, "__args__", ())]:
+            if isinstance(kind, type) and issubclass(kind, Frozen):
+                yield from keys_of(kind, f"{prefix}{name}.")
+
+
+def test_each_check_names_keys_that_there_are() -> None:
+    known = set(keys_of(TrainConfig))
+    assert {name: declared(check) - known for name, check in CHECKS.items() if declared(check) - known} == {}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_each_check_reads_what_it_says_and_nothing_else(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(path)
+    names, running, read = dict(sections(config)), [], defaultdict[str, set[str]](set)
+    read_plainly = object.__getattribute__
+
+    def reading(section: Frozen, name: str) -> Any:
+        value = read_plainly(section, name)
+        if running and id(section) in names and name in type(section).model_fields and not isinstance(value, Frozen):
+            read[running[-1]].add(names[id(section)] + name)
+        return value
+
+    def watched(name: str, check: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            running.append(name)
+            try:
+                return check(*args)
+            finally:
+                running.pop()
+
+        return run
+
+    for name, check in CHECKS.items():
+        monkeypatch.setattr(checks, name, watched(name, check))
+    monkeypatch.setattr(Frozen, "__getattribute__", reading)
+    checks.check_config(config)
+    checks.check_eval(config)
+    monkeypatch.undo()
+    silent = {
+        name: sorted(key for key in keys if not any(key == one or key.startswith(one + ".") for one in declared(CHECKS[name])))
+        for name, keys in read.items()
+    }
+    assert {name: keys for name, keys in silent.items() if keys} == {}
+    assert len(read) >= 9
