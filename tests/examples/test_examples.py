@@ -34,10 +34,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 class Example:
-    """A copy of an example's folder beside `tiny.toml`, and what its commands printed."""
+    """A copy of an example's folder beside what they share, and what its commands printed."""
 
     def __init__(self, name: str, above: Path) -> None:
-        shutil.copy(EXAMPLES / "tiny.toml", above)
+        for shared in ("tiny.toml", "graded.json"):
+            shutil.copy(EXAMPLES / shared, above)
         self.folder = Path(shutil.copytree(EXAMPLES / name, above / name, ignore=shutil.ignore_patterns("runs", "__pycache__")))
         [self.lines] = [
             text.splitlines() for text in re.findall(r"```sh\n(.*?)```", (self.folder / "README.md").read_text(), re.DOTALL)
