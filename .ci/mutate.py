@@ -34,16 +34,16 @@ WORK = ROOT / "build" / "mutate"
 TESTS = {
     "agentrl/algorithm": ["tests/algorithm", "tests/train/test_learner.py", "tests/run/test_estimator_inputs.py"],
     "agentrl/batch": ["tests/batch", "tests/train"],
-    "agentrl/reward": ["tests/reward", "tests/rollout"],
-    "agentrl/rollout": ["tests/rollout", "tests/run", "tests/env/test_compaction_rollout.py", "tests/backends/test_meter.py"],
-    "agentrl/train": ["tests/train", "tests/run"],
+    "agentrl/reward": ["tests/reward", "tests/cli/test_reward.py", "tests/rollout"],
+    "agentrl/rollout": ["tests/rollout", "tests/run"],
+    "agentrl/train": ["tests/train", "tests/weights", "tests/run"],
     "agentrl/trajectory.py": ["tests/rollout", "tests/batch", "tests/env/test_tool_env.py", "tests/reward"],
     "agentrl/run/loop.py": ["tests/e2e/test_unlit_paths.py", "tests/run"],
 }
 # Other processes than the one that is forked are not seen calling anything, and cost half a minute each.
 LEFT_OUT = [
-    "tests/train/test_publish_vllm.py",
-    "tests/train/test_publish_routes.py",
+    "tests/weights/test_publish_vllm.py",
+    "tests/weights/test_publish_routes.py",
     "tests/train/test_ranks.py",
     "tests/train/test_world_size.py",
     "tests/batch/test_balance_benchmark.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONGEST = [
     "tests/e2e/test_train.py",
-    "tests/train/test_publish_vllm.py",
+    "tests/weights/test_publish_vllm.py",
     "tests/e2e/test_unlit_paths.py",
     "tests/e2e/test_sampling_paths.py",
     "tests/backends/test_vllm_replicas.py",
@@ -40,6 +41,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):  # one of several processes
         place = {name: number for number, name in enumerate(LONGEST)}
         items.sort(key=lambda item: place.get(item.location[0], len(LONGEST)))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a two-layer model."""
+    from tests.tiny import build
+
+    folder: Path = tmp_path_factory.mktemp("models") / "tiny"
+    return build(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -102,6 +102,17 @@ def test_shelves_are_not_importable_by_library_code() -> None:
             assert module.split(".")[0] not in {"envs", "tools", "rewards", "configs"}, f"{file}:{line}"
 
 
+# Folders of tests that are no room's: whole runs, learning curves, and what stands beside the package.
+OTHER_TESTS = {"e2e", "curves", "examples", "shelf"}
+
+
+def test_tests_mirror_the_rooms() -> None:
+    """One folder of tests for each folder of agentrl, and no other but those named."""
+    tests = {path.parent.name for path in (ROOT / "tests").glob("*/*.py")}
+    rooms = {path.parent.name for path in PACKAGE.glob("*/*.py") if path.parent.name != "_shelf"}
+    assert tests == rooms | OTHER_TESTS
+
+
 def test_the_files_that_begin_first_are_there() -> None:
     assert [name for name in LONGEST if not (ROOT / name).is_file()] == []
 

@@ -1,6 +1,6 @@
 """Several vLLM replicas: routing, death in the middle of a run, respawn, death of all.
 
-Tensor parallel is in tests/train/test_publish_vllm.py."""
+Tensor parallel is in tests/weights/test_publish_vllm.py."""
 
 import asyncio
 import importlib.util

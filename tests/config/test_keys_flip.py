@@ -240,7 +240,7 @@ KEYS, STARTS, PARALLEL = "train/test_keys.py", "train/test_adapter_and_sft_keys.
 ACTOR = f"{KEYS}::test_a_key_moves_the_weights_as_the_plain_trainer_does"
 CRITIC = f"{KEYS}::test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does"
 JUDGE, API, BLAME, MCP = "reward/test_reward_judge.py", "run/test_api_eval.py", "rollout/test_blame.py", "env/test_mcp.py"
-PLACES, SESSION = "train/test_placement.py", "run/test_session_keys.py"
+PLACES, RANKS, SESSION = "run/test_placement.py", "train/test_meshes.py", "run/test_session_keys.py"
 ELSEWHERE: dict[str, str] = {
     **{f"SftConfig.{key}": f"{STARTS}::test_a_key_of_sft_scales_the_first_step_of_its_weights" for key in ("lr", "matrix_lr")},
     "SftConfig.warmup": f"{STARTS}::test_sft_warmup_and_min_steps_are_where_the_rate_rises_and_where_it_ends",
@@ -270,10 +270,10 @@ ELSEWHERE: dict[str, str] = {
     },
     "ModelConfig.path": f"{SESSION}::test_the_model_is_the_warmed_up_one_the_given_one_or_one_built_by_the_seed",
     "ModelConfig.tool_parser": "run/test_tool_parser.py::test_a_named_parser_is_used_where_it_fits_and_refused_where_not",
-    "ModelConfig.dtype": f"{PLACES}::test_dtype_is_what_the_engine_gets_and_what_the_trainer_computes_in",
+    "ModelConfig.dtype": f"{RANKS}::test_dtype_is_what_the_engine_gets_and_what_the_trainer_computes_in",
     "ModelConfig.activation_checkpointing": f"{PARALLEL}::test_activation_checkpointing_keeps_less",
-    "ModelConfig.replicas": f"{PLACES}::test_the_meshes_of_replicas_and_sequence_parallel",
-    "ModelConfig.sequence_parallel": f"{PLACES}::test_the_meshes_of_replicas_and_sequence_parallel",
+    "ModelConfig.replicas": f"{RANKS}::test_the_meshes_of_replicas_and_sequence_parallel",
+    "ModelConfig.sequence_parallel": f"{RANKS}::test_the_meshes_of_replicas_and_sequence_parallel",
     "ModelConfig.cpu_offload": f"{PARALLEL}::test_what_cannot_be",
     **{
         f"McpServerConfig.{key}": f"{MCP}::test_the_tools_section_of_a_config_reaches_the_environment"
@@ -300,15 +300,15 @@ ELSEWHERE: dict[str, str] = {
         for key in ("backend", "actors", "startup_timeout", "call_timeout")
     },
     "ClusterConfig.address": "cluster/test_two_nodes.py::test_two_ray_nodes_on_one_machine",
-    "ClusterConfig.max_restarts": "cluster/test_restarts.py::test_the_limit_bounds_how_often_a_run_starts_again",
+    "ClusterConfig.max_restarts": "run/test_restarts.py::test_the_limit_bounds_how_often_a_run_starts_again",
     "ClusterConfig.pools": "cluster/test_pool.py::test_roles_share_a_pool",
     "ClusterConfig.roles": f"{PLACES}::test_vllm_replicas_run_where_the_role_rollout_is_placed",
-    "WeightsConfig.route": "train/test_publish_routes.py::test_each_route_brings_the_weights_and_only_it_does",
+    "WeightsConfig.route": "weights/test_publish_routes.py::test_each_route_brings_the_weights_and_only_it_does",
     **{
-        f"WeightsConfig.{key}": "train/test_publish_routes.py::test_bucket_mib_bounds_each_bucket_and_folder_is_where_it_lies"
+        f"WeightsConfig.{key}": "weights/test_publish_routes.py::test_bucket_mib_bounds_each_bucket_and_folder_is_where_it_lies"
         for key in ("bucket_mib", "folder")
     },
-    "WeightsConfig.lora": "train/test_publish_routes.py::test_an_adapter_alone_is_published_in_place_of_the_one_before",
+    "WeightsConfig.lora": "weights/test_publish_routes.py::test_an_adapter_alone_is_published_in_place_of_the_one_before",
     **{
         f"CheckpointConfig.{key}": "train/test_async_save.py::test_every_key_of_keeping_changes_what_is_left"
         for key in ("keep", "keep_best", "best")

@@ -28,8 +28,7 @@ from agentrl.rollout.replay.play import Replayer
 from agentrl.rollout.replay.record import Recorder
 from agentrl.rollout.replay.tape import Recorded, content_of
 from agentrl.trajectory import Message, StopReason, Task, ToolCall, Trajectory
-
-from .conftest import FaultyEngine
+from tests.rollout.conftest import FaultyEngine
 
 ENV = '''
 """A room with slow things in it."""

@@ -22,8 +22,7 @@ from agentrl.rollout.episode import Policy
 from agentrl.rollout.ledger import GroupState
 from agentrl.trajectory import Group, StopReason
 from tests.publishing import exchange
-
-from .conftest import FaultyEngine
+from tests.rollout.conftest import FaultyEngine
 
 ENV = EnvRef("key_value")
 

@@ -32,8 +32,7 @@ from agentrl.run.checks.rollout import check_rollout
 from agentrl.tool import tool
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import StopReason, Trajectory
-
-from .conftest import FaultyEngine
+from tests.rollout.conftest import FaultyEngine
 
 TURNS = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.turns", "id": "n", "args": {"max": 100}}}
 TOKENIZER = packaged_tokenizer(4096)

@@ -12,9 +12,8 @@ from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import Policy
 from agentrl.trajectory import Group, Message, ToolCall
 from tests.publishing import exchange
-
-from .conftest import FaultyEngine
-from .test_collect import ENV, scorer
+from tests.rollout.conftest import FaultyEngine
+from tests.rollout.test_collect import ENV, scorer
 
 CALL = Message("assistant", tool_calls=(ToolCall("list", {}),))
 

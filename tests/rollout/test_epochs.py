@@ -24,8 +24,7 @@ from agentrl.rollout.sampler.source import TaskSource
 from agentrl.rollout.seeds import derive
 from agentrl.trajectory import Group
 from tests.publishing import exchange
-
-from .conftest import FaultyEngine, steps
+from tests.rollout.conftest import FaultyEngine, steps
 
 KEY_VALUE = EnvRef("key_value", {"calls": 2, "set_share": 0.0, "max_value": 1, "keys": 4})  # a few dozen tasks in all
 LENGTH = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.tokens", "id": "n", "args": {"max": 4}}}

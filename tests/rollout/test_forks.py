@@ -12,8 +12,7 @@ from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import Message, ToolCall, Trajectory
-
-from .conftest import FaultyEngine
+from tests.rollout.conftest import FaultyEngine
 
 REF = EnvRef("key_value", {"calls": 4, "set_share": 0.0})
 LIMITS = Limits(max_turns=8, max_turn_tokens=64, max_episode_tokens=2000, turn_timeout=5, episode_timeout=20, context=4096)

@@ -15,8 +15,7 @@ from agentrl.rollout.collect import Collector
 from agentrl.rollout.episode import Policy
 from agentrl.trajectory import Group, StopReason, Trajectory
 from tests.publishing import exchange
-
-from .conftest import FaultyEngine
+from tests.rollout.conftest import FaultyEngine
 
 LENGTH = {"use": "cost.tokens", "args": {"max": 100}}
 

@@ -25,8 +25,7 @@ from agentrl.run.engines import make_engine
 from agentrl.train.init_model import init_model
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import StopReason, TokenLedger, Trajectory
-
-from .test_context_policies import TURNS, Endless, replayed
+from tests.rollout.test_context_policies import TURNS, Endless, replayed
 
 pytestmark = pytest.mark.slow
 CONTEXT = 4096

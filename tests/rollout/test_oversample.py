@@ -13,9 +13,8 @@ from agentrl.render.base import Renderer
 from agentrl.rollout.collect import Collector
 from agentrl.trajectory import Group
 from tests.publishing import exchange
-
-from .conftest import FaultyEngine
-from .test_collect import collector
+from tests.rollout.conftest import FaultyEngine
+from tests.rollout.test_collect import collector
 
 
 def played(renderer: Renderer, stuck: tuple[str, ...], updates: int = 2, **rollout: Any) -> tuple[Any, Collector, FaultyEngine]:

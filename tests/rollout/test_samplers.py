@@ -25,8 +25,7 @@ from agentrl.rollout.seeds import derive
 from agentrl.run.checks.rollout import check_rollout
 from agentrl.trajectory import Group
 from tests.publishing import exchange, publish
-
-from .conftest import FaultyEngine, steps
+from tests.rollout.conftest import FaultyEngine, steps
 
 ENV = EnvRef("key_value")
 # Episodes of four tokens and more succeed: some members of most groups.

@@ -20,9 +20,8 @@ from agentrl.rollout.engine import Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.rollout.evaluate import run_tasks
 from tests.publishing import exchange
-
-from .test_blame import DONE, Actor
-from .test_blame import room as room  # the fixture
+from tests.rollout.test_blame import DONE, Actor
+from tests.rollout.test_blame import room as room  # the fixture
 
 Where = tuple[str, int]
 """A request: its episode's key, and its number within the episode."""

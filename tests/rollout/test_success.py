@@ -19,8 +19,7 @@ from agentrl.rollout.seeds import derive
 from agentrl.run.report import make_report
 from agentrl.trajectory import Task, Trajectory
 from tests.publishing import exchange
-
-from .conftest import FaultyEngine
+from tests.rollout.conftest import FaultyEngine
 
 ANY = {"use": "format.regex", "args": {"pattern": "(?s).*", "where": "all"}}
 TOKENS = {"use": "cost.tokens", "args": {"max": 100}}

@@ -23,8 +23,7 @@ from agentrl.reward import compile_spec, load_spec
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.trajectory import MAX_TURN, Group, Message, StopReason, Task, TokenLedger, ToolCall, ToolResult, Trajectory, Turn
-
-from .conftest import FaultyEngine
+from tests.rollout.conftest import FaultyEngine
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=90)
 finite = st.floats(-(2.0**100), 0.0, width=32)

@@ -17,8 +17,7 @@ from agentrl.executors import TOOLS
 from agentrl.tool import Tool, Toolbox, tool
 from agentrl.tool import process as children
 from agentrl.trajectory import ToolCall
-
-from .process_tools import die, leave, nap, refuse, sleep, spin, square, unfit
+from tests.tool.process_tools import die, leave, nap, refuse, sleep, spin, square, unfit
 
 
 def call(item: Tool, **arguments: Any) -> Any:

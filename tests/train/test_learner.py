@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL
 from learners import config_of, opened
 from train_batches import make_batch, toy_critic, toy_optim, trajectories
 
@@ -32,6 +31,7 @@ from agentrl.train.kl import adapted_kl_coef
 from agentrl.train.learner import Learner, check_learner, with_advantages
 from agentrl.train.minibatch import token_noise, with_selection
 from tests.publishing import weights_of
+from tests.tiny import SMALL
 
 
 def weights(learner: Learner) -> torch.Tensor:

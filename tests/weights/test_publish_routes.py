@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from publish_parts import gap, ledger_of, trained
 from safetensors.torch import load_file
 
 from agentrl.backends.api.engine import LiteLlmEngine
@@ -29,6 +28,7 @@ from agentrl.weights.bucket import Bucket, Named, Stream, fill, view
 from agentrl.weights.route import Offer, Silent
 from agentrl.weights.target import Adapter, MembersChangedError
 from tests.publishing import weights_of
+from tests.weights.publish_parts import gap, ledger_of, trained
 
 SMALL = 0.01
 SMALL_BUCKETS = WeightsConfig(bucket_mib=SMALL)

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from publish_parts import trained
 
 from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.cluster.inline import InlinePending
@@ -21,6 +20,7 @@ from agentrl.run.checkpoint import Saver
 from agentrl.tool import Toolbox, tool
 from agentrl.train.publish import Publisher
 from agentrl.trajectory import Task, ToolCall, Trajectory
+from tests.weights.publish_parts import trained
 
 
 class Written:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import torch
-from train_batches import make_batch, toy_optim, trajectories
 
 from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.batch import collate
@@ -18,6 +17,7 @@ from agentrl.train.publish import Publisher
 from agentrl.trajectory import TokenLedger
 from agentrl.weights.routes import open_receiver
 from tests.publishing import weights_of
+from tests.train.train_batches import make_batch, toy_optim, trajectories
 
 PROMPT = list(range(20, 40))
 

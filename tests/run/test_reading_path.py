@@ -12,7 +12,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 import numpy as np
-from train_batches import toy_optim
 
 from agentrl import executors
 from agentrl.cluster.launch import launch
@@ -22,6 +21,7 @@ from agentrl.run.loop import make_batch
 from agentrl.train.actor import Actor
 from agentrl.train.learner import Learner
 from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
+from tests.train.train_batches import toy_optim
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = f"{ROOT / 'agentrl'}/"

@@ -7,7 +7,6 @@ from typing import ClassVar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from train_batches import make_batch, toy_optim, trajectories
 
 from agentrl.batch import collate
 from agentrl.cluster.dispatch import Broadcast, Strategy
@@ -17,6 +16,7 @@ from agentrl.config.schema import AlgorithmConfig, ModelConfig
 from agentrl.rollout.engine import Engine, Sampling
 from agentrl.train.actor import Actor
 from agentrl.trajectory import TokenLedger
+from tests.train.train_batches import make_batch, toy_optim, trajectories
 
 PROMPT = list(range(20, 40))
 

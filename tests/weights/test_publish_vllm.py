@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from publish_parts import Counting, gap, ledger_of, trained
 from transformers import AutoModelForCausalLM
 
 from agentrl.backends.vllm.engine import VllmEngine
@@ -22,6 +21,7 @@ from agentrl.train.actor import Actor
 from agentrl.train.init_model import init_model
 from agentrl.train.publish import Publisher
 from agentrl.trajectory import TokenLedger
+from tests.weights.publish_parts import Counting, gap, ledger_of, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
 
@@ -33,9 +33,9 @@ if importlib.util.find_spec("vllm") is None:
 
 @pytest.fixture(scope="module")
 def ray_up() -> Iterator[None]:
-    """A Ray whose workers can import the modules next to this file."""
+    """A Ray whose workers can import these tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
         stop_ray()
         start_ray(ClusterConfig())
         yield

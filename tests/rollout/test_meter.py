@@ -1,7 +1,10 @@
+"""What an engine did since it was last asked: tokens a second, the cache's share, who runs and who waits."""
+
+from __future__ import annotations
+
 import asyncio
 
 import pytest
-from contract import prompt_of, until
 
 from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.rollout.engine import Sampling
@@ -10,8 +13,12 @@ from agentrl.rollout.meter import EngineMeter
 pytestmark = pytest.mark.asyncio
 
 
-async def test_what_the_engine_did_since_the_last_reading(model_folder):
-    engine = EmbeddedEngine(model_folder, device="cpu", max_slots=2)
+def prompt_of(length: int) -> list[int]:
+    return [7 + 31 * place % 400 for place in range(length)]
+
+
+async def test_what_the_engine_did_since_the_last_reading(tiny: str) -> None:
+    engine = EmbeddedEngine(tiny, device="cpu", max_slots=2)
     await engine.start()
     meter = EngineMeter(engine)
     assert (await meter.read())["engine/tokens_per_s"] == 0
@@ -26,13 +33,14 @@ async def test_what_the_engine_did_since_the_last_reading(model_folder):
     idle = await meter.read()
     assert idle["engine/tokens_per_s"] == idle["engine/cache_hit"] == idle["engine/running"] == 0
     # three requests on two slots: one waits
-    tasks = [asyncio.ensure_future(engine.generate(prompt_of(9), Sampling(max_tokens=900), f"{i}")) for i in range(3)]
+    tasks = [asyncio.ensure_future(engine.generate(prompt_of(9), Sampling(max_tokens=480), f"{i}")) for i in range(3)]
 
-    async def full():
-        busy = await meter.read()
-        return (busy["engine/running"], busy["engine/waiting"]) == (2, 1)
-
-    await until(full)
+    async with asyncio.timeout(30):
+        while True:
+            busy = await meter.read()
+            if (busy["engine/running"], busy["engine/waiting"]) == (2, 1):
+                break
+            await asyncio.sleep(0.005)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -6,7 +6,6 @@ import argparse
 import json
 
 import pytest
-from reward_episodes import SHELF, call, episode, gold, leaf, spec
 
 from agentrl.catalog import EnvRef
 from agentrl.cli import reward as command
@@ -14,6 +13,7 @@ from agentrl.errors import UserError
 from agentrl.reward import Context, compile_spec, load_spec
 from agentrl.reward.lint import lint_probes, lint_spec
 from agentrl.reward.probes import probe_episodes
+from tests.reward.reward_episodes import SHELF, call, episode, gold, leaf, spec
 
 KEY_VALUE = "agentrl/KeyValue-v0"
 ONE = leaf("episode.stopped")

@@ -1,23 +1,14 @@
-"""Keys that say in which processes, on which meshes and in which precision the roles run."""
+"""Keys that say in which processes the roles run, and with what they are started."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from train_batches import make_batch, toy_critic
 
-from agentrl.backends.embedded import engine as embedded_engine
-from agentrl.backends.vllm import engine as vllm_engine
 from agentrl.backends.vllm import replicas
-from agentrl.batch.rows import Ragged
 from agentrl.config.schema import (
     AlgorithmConfig,
     Choice,
@@ -33,67 +24,7 @@ from agentrl.config.schema import (
 )
 from agentrl.run import engines, placement
 from agentrl.train import learner
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.update import Pack
-
-
-@contextmanager
-def ranks(backend: str, world: int) -> Iterator[None]:
-    """This process as rank 0 of so many; of more than one, the others are made up, and nothing is sent."""
-    store = FakeStore() if backend == "fake" else dist.HashStore()
-    dist.init_process_group(backend, rank=0, world_size=world, store=store)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("replicas", "mesh", "share"),
-    [(1, {"shard": 8}, 8), (2, {"replicate": 2, "shard": 4}, 4), (8, {"replicate": 8, "shard": 1}, 1)],
-)
-@pytest.mark.parametrize("parallel", [1, 2, 4])
-def test_the_meshes_of_replicas_and_sequence_parallel(
-    tiny: str, replicas: int, mesh: dict[str, int], share: int, parallel: int
-) -> None:
-    """8 ranks: each holds 1 of actors / replicas parts of a matrix; so many neighbours share tokens, and the ranks in steps
-    of as many see different rows."""
-    model = ModelConfig(replicas=replicas, sequence_parallel=parallel)
-    config = TrainConfig(env=EnvConfig(id="none"), model=model, cluster=ClusterConfig(actors=8))
-    assert learner.mesh_of(config) == {"dp": 8 // parallel, "sp": parallel}
-    with ranks("fake", 8):
-        engine = FsdpEngine(tiny, model, 1.0)
-        assert engine.layout.fsdp is not None
-        assert dict(zip(engine.layout.fsdp.mesh_dim_names or (), engine.layout.fsdp.shape, strict=True)) == mesh
-        weight: Any = dict(engine.named())["model.layers.0.mlp.up_proj.weight"]
-        assert tuple(weight.shape) == (64, 32) and tuple(weight.to_local().shape) == (64 // share, 32)
-        if parallel == 1:
-            assert engine.layout.ulysses is None
-        else:
-            assert engine.layout.ulysses is not None and engine.layout.data is not None
-            assert dist.get_process_group_ranks(engine.layout.ulysses.group) == list(range(parallel))
-            assert dist.get_process_group_ranks(engine.layout.data) == list(range(0, 8, parallel))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_dtype_is_what_the_engine_gets_and_what_the_trainer_computes_in(
-    tiny: str, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
-    """Master weights stay float32; what a layer is given, and what is published, is of the type."""
-    expected = getattr(torch, dtype)
-    config = TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=tiny, dtype=dtype))  # type: ignore[arg-type]
-    for module, cls, name in ((vllm_engine, "VllmEngine", "vllm"), (embedded_engine, "EmbeddedEngine", "embedded")):
-        monkeypatch.setattr(module, cls, lambda *args, **options: SimpleNamespace(**options))
-        assert engines.make_engine(name, tiny, config).dtype == dtype  # type: ignore[attr-defined]
-    given: list[torch.dtype] = []
-    with ranks("gloo", 1):
-        engine = FsdpEngine(tiny, config.model, 1.0)
-        layer = next(module for name, module in engine.module.named_modules() if name.endswith("mlp.up_proj"))
-        layer.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0].dtype))
-        assert {p.dtype for _, p in engine.named()} == {torch.float32}
-        engine.logprobs(Pack(Ragged.of(make_batch(4)), [0, 1, 2, 3], engine.device).micro, 1.0, False)
-        assert set(given) == {expected}
-        assert {tensor.dtype for _, tensor in engine.tensors()} == {expected}
+from tests.train.train_batches import toy_critic
 
 
 def test_what_starts_a_role_gets_the_keys_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
