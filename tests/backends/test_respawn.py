@@ -11,7 +11,8 @@ import torch
 from engine_models import parameters
 from ray.exceptions import RayActorError
 
-from agentrl.backends.vllm.engine import VllmEngine, replicas
+from agentrl.backends.vllm import replicas
+from agentrl.backends.vllm.engine import VllmEngine
 from agentrl.backends.vllm.replicas import Replica, Replicas
 from agentrl.config.schema import VllmConfig
 from agentrl.errors import EngineError
