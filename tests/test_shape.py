@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,21 @@ def test_rooms_import_only_lower_levels() -> None:
             if not allowed:
                 wrong.append(f"{file.relative_to(ROOT)}:{line}: {room} (level {LEVELS[room]}) imports {other} ({LEVELS[other]})")
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_file_leads_back_to_itself_by_imports() -> None:
+    """Imports inside functions count too: a circle of files can only be read as a whole."""
+    files = {".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f for f in PACKAGE.rglob("*.py")}
+    leads: dict[str, set[str]] = {}
+    for module, file in files.items():
+        named = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+        parts = {f"{node.module}.{alias.name}" for node in named for alias in node.names}
+        whole = {other for _, other in imports(file)}
+        leads[module] = {part if part in files else part.rpartition(".")[0] for part in parts if part.startswith("agentrl.")}
+        leads[module] |= {other for other in whole if other in files and files[other].stem != "__init__"}
+    with pytest.raises(CycleError):
+        TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()
+    TopologicalSorter({module: {other for other in others if other in files} for module, others in leads.items()}).prepare()
 
 
 def test_shelves_are_not_importable_by_library_code() -> None:

@@ -1,5 +1,6 @@
 """From an id to an environment, and from a name to a tool set, reward spec or config."""
 
+from agentrl.catalog.gymnasium import make_env, register_gymnasium
 from agentrl.catalog.index import (
     EnvEntry,
     EnvRef,
@@ -9,8 +10,6 @@ from agentrl.catalog.index import (
     find_reward,
     find_tools,
     list_envs,
-    make_env,
-    register_gymnasium,
 )
 from agentrl.shelves import shelves
 

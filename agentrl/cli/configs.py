@@ -1,7 +1,8 @@
-"""What the commands that take a config share: finding it and opening its run folder."""
+"""What the commands that take a config share: asking for it, finding it, and opening its run folder."""
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,19 @@ from agentrl.errors import CatalogError
 if TYPE_CHECKING:
     from agentrl.config import TrainConfig
     from agentrl.run.folder import RunFolder
+
+
+def add_config(parser: argparse.ArgumentParser, help: str, *, required: bool = False) -> None:
+    """`CONFIG a.b=c ...`, as `read_config` reads it; CONFIG may be left out unless `required`."""
+    parser.add_argument("config", nargs=None if required else "?", help=help)
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+
+
+def read_config(args: argparse.Namespace) -> TrainConfig:
+    """The config that `add_config` asked for. Raises ConfigError or CatalogError."""
+    from agentrl.config import load_config
+
+    return load_config(find_config_file(args.config), args.overrides, find_config_file)
 
 
 def find_config_file(name: str) -> Path:

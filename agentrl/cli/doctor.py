@@ -7,9 +7,12 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from agentrl.cli.configs import add_config, read_config
+
 if TYPE_CHECKING:
     from agentrl.cluster.checks import MachineFinding
 
+HELP = "check this machine and cluster without a run"
 EPILOG = """examples:
   agentrl doctor                                     this machine, and a local Ray
   agentrl doctor configs/quickstart.toml             also whether the config's pools fit the cluster
@@ -21,16 +24,9 @@ Exit code 2 if a check failed; a warning alone does not fail.
 MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = commands.add_parser(
-        "doctor",
-        help="check this machine and cluster without a run",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("config", nargs="?", help="a config whose cluster section is checked")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace the config's")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its arguments, and what runs it."""
+    add_config(parser, "a config whose cluster section is checked")
     parser.add_argument("--no-ray", action="store_true", help="do not start or join Ray")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.set_defaults(run=run)
@@ -41,12 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from agentrl.cluster.checks import all_checks
     from agentrl.config.schema import ClusterConfig
 
-    cluster = ClusterConfig()
-    if args.config is not None:
-        from agentrl.cli.configs import find_config_file
-        from agentrl.config.load import load_config
-
-        cluster = load_config(find_config_file(args.config), args.overrides, find_config_file).cluster
+    cluster = ClusterConfig() if args.config is None else read_config(args).cluster
     found: list[MachineFinding] = []
     for finding in all_checks(cluster, with_ray=not args.no_ray and cluster.backend == "ray"):
         found.append(finding)

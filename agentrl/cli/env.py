@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from agentrl.catalog import EnvRef
     from agentrl.env.check import CheckFinding
 
+HELP = "list, show, make, check, play and serve environments"
 EPILOG = """examples:
   agentrl env list                           which environments there are, and where they come from
   agentrl env show key_value calls=4         its parameters, tools and a sample task
@@ -25,14 +26,8 @@ EPILOG = """examples:
 PARAMS = "a=b: parameters of the environment, values in TOML (a word is a text)"
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command and its subcommands."""
-    parser = commands.add_parser(
-        "env",
-        help="list, show, make, check, play and serve environments",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its subcommands, each with its arguments and what runs it."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     listing = actions.add_parser("list", help="every environment on the shelves")
     listing.add_argument("--json", action="store_true", help="one JSON array")

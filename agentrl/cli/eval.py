@@ -7,6 +7,7 @@ import asyncio
 
 from agentrl.cli.rollout import add_options, check_request, read_request, say_interrupted
 
+HELP = "evaluate a model on an environment"
 EPILOG = """examples:
   agentrl eval key_value --model runs/quickstart/warm_start
   agentrl eval key_value --model runs/quickstart/final -n 200 -k 4 env.params.calls='[4, 8]'
@@ -19,14 +20,8 @@ are read from the environment variables that litellm names, such as OPENAI_API_K
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = commands.add_parser(
-        "eval",
-        help="evaluate a model on an environment",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its arguments, and what runs it."""
     add_options(parser, tasks=100, split="heldout", folder="evals")
     parser.set_defaults(run=run)
 

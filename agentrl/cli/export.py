@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+HELP = "write a run's checkpoint as a Hugging Face model folder"
 EPILOG = """examples:
   agentrl export runs/quickstart models/mine              the newest checkpoint
   agentrl export runs/quickstart models/step20 --step 20  that of one step
@@ -13,14 +14,8 @@ The folder holds config, weights and tokenizer; plain transformers and vLLM load
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser(
-        "export",
-        help="write a run's checkpoint as a Hugging Face model folder",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its arguments, and what runs it."""
     parser.add_argument("run_folder", help="a run folder", metavar="RUN")
     parser.add_argument("out", help="where to write the model; must not exist, or be empty", metavar="OUT")
     which = parser.add_mutually_exclusive_group()

@@ -6,19 +6,15 @@ import argparse
 
 from agentrl.config.schema import InitModelConfig
 
+HELP = "write a tiny randomly initialized model and its tokenizer"
 EPILOG = """examples:
   agentrl init-model models/tiny
   agentrl init-model models/wider --hidden 128 --mlp 256 --seed 1
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "init-model",
-        help="write a tiny randomly initialized model and its tokenizer",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its arguments, and what runs it."""
     parser.add_argument("folder", help="where to write it")
     parser.add_argument("--seed", type=int, default=0)
     for name, value in InitModelConfig().model_dump().items():

@@ -1,4 +1,7 @@
-"""`agentrl`: one subcommand a file. Imports stay inside the commands, so that `--help` is quick."""
+"""`agentrl`: one file for each subcommand, which has HELP, EPILOG (its examples) and `add_arguments(parser)`.
+
+Imports stay inside the commands, so that `--help` is quick.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"agentrl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
-        importlib.import_module(f"agentrl.cli.{name}").add_parser(commands)
+        command = importlib.import_module(f"agentrl.cli.{name}")
+        command.add_arguments(
+            commands.add_parser(
+                name.replace("_", "-"),
+                help=command.HELP,
+                epilog=command.EPILOG,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+        )
     return parser
 
 

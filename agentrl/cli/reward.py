@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from agentrl.reward import Scorer
     from agentrl.trajectory import Trajectory
 
+HELP = "check, explain and apply reward specs"
 EPILOG = """examples:
   agentrl reward lint key_value                                  what the spec cannot do
   agentrl reward lint my_spec.json --env agentrl/KeyValue-v0     ... on gold, empty and spam episodes
@@ -33,10 +34,9 @@ needs --env; one with a judge asks the model named in the spec, at --judge-url i
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command and its parts."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its parts, each with its arguments and what runs it."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser("reward", help="check, explain and apply reward specs", epilog=EPILOG, formatter_class=raw)
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
     lint = parts.add_parser("lint", help="find what a spec cannot do", epilog=EPILOG, formatter_class=raw)
     lint.add_argument("spec")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from agentrl.config import TrainConfig
     from agentrl.run.rollout import RolloutRequest
 
+HELP = "write trajectories of a model on an environment"
 EPILOG = """examples:
   agentrl rollout key_value --model runs/quickstart/final -n 100 -k 8
   agentrl rollout key_value --model api:openai/gpt-4.1-mini --split heldout rollout.max_turns=8
@@ -24,14 +25,8 @@ runs only what is missing.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = commands.add_parser(
-        "rollout",
-        help="write trajectories of a model on an environment",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its arguments, and what runs it."""
     add_options(parser, tasks=16, split="train", folder="rollouts")
     parser.set_defaults(run=run)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from agentrl.cli.configs import add_config, open_folder, read_config
 from agentrl.errors import ConfigError
 
+HELP = "supervised warm start on transcripts of an environment's teacher"
 EPILOG = """examples:
   agentrl sft configs/quickstart.toml name=warm                  writes runs/warm/warm_start
   agentrl sft configs/quickstart.toml name=warm sft.gate=0.9 sft.teacher.wrong=0.1
@@ -15,26 +17,16 @@ The folder it writes is a Hugging Face model folder: any tool that loads those l
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = commands.add_parser(
-        "sft",
-        help="supervised warm start on transcripts of an environment's teacher",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("config", help="a TOML file or the name of a packaged config, with an [sft] section")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its arguments, and what runs it."""
+    add_config(parser, "a TOML file or the name of a packaged config, with an [sft] section", required=True)
     parser.add_argument("--overwrite", action="store_true", help="start over if a run of that name exists")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Warm up; returns the exit code."""
-    from agentrl.cli.configs import find_config_file, open_folder
-    from agentrl.config import load_config
-
-    config = load_config(find_config_file(args.config), args.overrides, find_config_file)
+    config = read_config(args)
     if config.sft is None:
         raise ConfigError(f"{args.config}: it has no [sft] section; add one, or set sft.batch=8")
     from agentrl.run.checks import check_train

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from agentrl.cli.configs import find_config_file
+from agentrl.cli.configs import add_config, open_folder, read_config
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.identity import check_resumed
 from agentrl.errors import ConfigError
 
+HELP = "train a policy on an environment"
 EPILOG = """examples:
   agentrl train configs/quickstart.toml
   agentrl train configs/quickstart.toml seed=3 name=seed3 rollout.group_size=16
@@ -22,16 +23,9 @@ Ctrl-C once finishes the step, writes a checkpoint and exits with 130; twice sto
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = commands.add_parser(
-        "train",
-        help="train a policy on an environment",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("config", nargs="?", help="a TOML file or the name of a packaged config")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its arguments, and what runs it."""
+    add_config(parser, "a TOML file or the name of a packaged config")
     parser.add_argument("--resume", metavar="RUN", help="go on with this run folder")
     parser.add_argument("--overwrite", action="store_true", help="start over if a run of that name exists")
     parser.set_defaults(run=run)
@@ -40,7 +34,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
     config, resume = _config(args)
-    from agentrl.cli.configs import open_folder
     from agentrl.run.checks import check_train
     from agentrl.run.folder import RunFolder
     from agentrl.run.main import execute
@@ -54,7 +47,7 @@ def _config(args: argparse.Namespace) -> tuple[TrainConfig, Path | None]:
     if args.resume is None:
         if args.config is None:
             raise ConfigError("a config is needed, for example: agentrl train configs/quickstart.toml")
-        return load_config(find_config_file(args.config), args.overrides, find_config_file), None
+        return read_config(args), None
     folder = Path(args.resume)
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder}: not a run folder (it has no config.toml)")

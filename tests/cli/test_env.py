@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -12,16 +11,14 @@ from typing import Any
 import pytest
 
 from agentrl.catalog import make_env
-from agentrl.cli import env as command
 from agentrl.cli.env_play import parse_line, play
+from agentrl.cli.main import build_parser
 from agentrl.errors import UserError
 from agentrl.trajectory import Message, ToolCall
 
 
 def run(*words: str) -> int:
-    parser = argparse.ArgumentParser(prog="agentrl")
-    command.add_parser(parser.add_subparsers(dest="command", required=True))
-    args = parser.parse_args(["env", *words])
+    args = build_parser().parse_args(["env", *words])
     code: int = args.run(args)
     return code
 

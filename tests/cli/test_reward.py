@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import pytest
 
 from agentrl.catalog import EnvRef
 from agentrl.cli import reward as command
+from agentrl.cli.main import build_parser
 from agentrl.errors import UserError
 from agentrl.reward import Context, compile_spec, load_spec
 from agentrl.reward.lint import lint_probes, lint_spec
@@ -22,9 +22,7 @@ CALLS = {"expect": {"$": "/task/gold/calls"}}
 
 
 def agentrl(*argv):
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers(dest="command", required=True))
-    args = parser.parse_args(["reward", *map(str, argv)])
+    args = build_parser().parse_args(["reward", *map(str, argv)])
     return args.run(args)
 
 

@@ -7,14 +7,12 @@ import json
 
 import pytest
 
-from agentrl.cli import doctor
+from agentrl.cli.main import build_parser
 from agentrl.cluster import checks, machine, shipping
 
 
 def parse(*argv: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    doctor.add_parser(parser.add_subparsers())
-    return parser.parse_args(["doctor", *argv])
+    return build_parser().parse_args(["doctor", *argv])
 
 
 def test_the_quick_checks_pass_here_and_print_json(capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from train_batches import make_batch, toy_optim
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentrl.cli import export as command
+from agentrl.cli.main import build_parser
 from agentrl.cluster.launch import launch
 from agentrl.config.load import to_toml
 from agentrl.config.schema import AlgorithmConfig, EnvConfig, ModelConfig, TrainConfig
@@ -52,8 +51,7 @@ def test_export_is_the_model_of_that_step(run_folder: Path, tmp_path: Path, step
 
 
 def test_the_best_is_the_one_that_was_evaluated_best(run_folder: Path, tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
+    parser = build_parser()
     args = parser.parse_args(["export", str(run_folder), str(tmp_path / "best"), "--best"])
     with pytest.raises(CheckpointError, match="no checkpoint was evaluated"):
         args.run(args)
@@ -66,8 +64,7 @@ def test_the_best_is_the_one_that_was_evaluated_best(run_folder: Path, tmp_path:
 
 
 def test_command_and_errors(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
+    parser = build_parser()
     out = str(tmp_path / "out")
     args = parser.parse_args(["export", str(run_folder), out])
     assert args.run(args) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentrl.cli import init_model as command
+from agentrl.cli.main import build_parser
 from agentrl.config.schema import InitModelConfig
 from agentrl.errors import ConfigError
 from agentrl.train import tokenizer
@@ -77,8 +76,7 @@ def test_head_counts_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
+    parser = build_parser()
     args = parser.parse_args(["init-model", str(tmp_path / "m"), "--layers", "1", "--hidden", "32"])
     assert args.run(args) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "m").config.num_hidden_layers == 1
