@@ -1,4 +1,4 @@
-"""Low-rank adapters on their own (Hu et al. 2021, arXiv:2106.09685): into plain weights, or as a folder that peft writes."""
+"""Low-rank adapters on their own (Hu et al. 2021, arXiv:2106.09685): merged into plain weights, or written as a peft folder."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
 
 def apply_adapter(parameters: dict[str, nn.Parameter], base: dict[str, Tensor], adapter: Adapter) -> None:
-    """W = base + alpha / rank * B A, in float32, in place. `base` keeps the weights of the adapted layers as they are
-    without any adapter, and is filled here. Raises EngineError, with nothing changed, if the adapter does not fit."""
+    """W = base + alpha / rank * B A, in float32, in place. `base` keeps the adapted layers' weights without any
+    adapter; it is filled here. Raises EngineError, with nothing changed, if the adapter does not fit."""
     layers = sorted(name.removesuffix(DOWN) for name in adapter.tensors if name.endswith(DOWN))
     if not layers or len(adapter.tensors) != 2 * len(layers):
-        raise EngineError("the adapter is no set of lora_A / lora_B pairs")
+        raise EngineError("the adapter is not a set of lora_A / lora_B pairs")
     for layer in layers:
         target = parameters.get(f"{layer}.weight")
         up = adapter.tensors.get(layer + UP)
         if target is None or up is None:
-            raise EngineError(f"adapter: {layer!r} is no linear layer of this model, or has no lora_B")
+            raise EngineError(f"adapter: {layer!r} is not a linear layer of this model, or has no lora_B")
         shape = (up.shape[0], adapter.tensors[layer + DOWN].shape[1])
         if shape != target.shape:
-            raise EngineError(f"adapter: {layer!r} changes a weight of shape {shape}, it is {tuple(target.shape)}")
+            raise EngineError(f"adapter: {layer!r} is for a weight of shape {shape}, but it has shape {tuple(target.shape)}")
     with torch.no_grad():
-        for name, weight in base.items():  # a layer that this adapter leaves alone
+        # First undo the previous adapter: this one may leave some of its layers alone.
+        for name, weight in base.items():
             parameters[name].copy_(weight)
         for layer in layers:
             target = parameters[f"{layer}.weight"]
@@ -41,7 +42,7 @@ def apply_adapter(parameters: dict[str, nn.Parameter], base: dict[str, Tensor], 
 
 
 def write_adapter(folder: Path, adapter: Adapter) -> None:
-    """Write `folder` as peft does, for engines that load adapters from there."""
+    """Write `folder` in peft's format, for engines that load adapters from disk."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapter.tensors.items()}
     save_file(tensors, folder / "adapter_model.safetensors")

@@ -1,4 +1,4 @@
-"""What a publish must bring: the parameters of a model folder, by name and shape, without loading it."""
+"""What a publish must contain: the parameters of a model folder, by name and shape, without loading them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from agentrl.errors import EngineError, ModelError
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """`shapes` by parameter name, tied ones once; `tied` maps each further name of a tied parameter to the
-    name it goes by in `shapes`."""
+    """`shapes` by parameter name, tied ones once; `tied` maps each further name of a tied parameter to its
+    name in `shapes`."""
 
     shapes: dict[str, tuple[int, ...]]
     tied: dict[str, str]
@@ -43,15 +43,15 @@ def expected_parameters(path: str) -> Expected:
 
 
 class Arrivals:
-    """Checks a publish as its tensors come in."""
+    """Checks a publish as its tensors arrive."""
 
     def __init__(self, expected: Expected) -> None:
         self._expected = expected
         self._seen: set[str] = set()
 
     def check(self, name: str, shape: tuple[int, ...]) -> str:
-        """The parameter's name in `Expected.shapes`. Raises EngineError if it is unknown, sent twice or
-        of another shape."""
+        """The parameter's name in `Expected.shapes`. Raises EngineError if it is unknown, was sent twice or
+        has another shape."""
         canonical = self._expected.tied.get(name, name)
         wanted = self._expected.shapes.get(canonical)
         if wanted is None:
@@ -64,7 +64,7 @@ class Arrivals:
         return canonical
 
     def complete(self) -> None:
-        """Raises EngineError if parameters did not come."""
+        """Raises EngineError if parameters are missing."""
         missing = sorted(self._expected.shapes.keys() - self._seen)
         if missing:
             count = f"{len(missing)} of {len(self._expected.shapes)}"

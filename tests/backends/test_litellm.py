@@ -59,5 +59,5 @@ async def test_a_failing_api_is_an_engine_error(renderer):
         prompt = engine.renderer.start([Message("user", "q")], [])
         with pytest.raises(EngineError, match="out of order"):
             await engine.generate(prompt, SAMPLING, "e")
-    with pytest.raises(EngineError, match="no message"):
+    with pytest.raises(EngineError, match="not a message"):
         await engine.generate([99], SAMPLING, "e")

@@ -139,7 +139,7 @@ async def test_a_new_replica_has_the_newest_weights_before_it_takes_requests(mod
     fresh = spawned[2]
     assert fresh.calls.index("load") < fresh.calls.index("end_update") < fresh.calls.index("resume")
     assert fresh.version == 2 and fresh.calls.count("load") == 1
-    assert "replica 0 (pid 1000) died" in caplog.text and "replica 0 (pid 1002) is up" in caplog.text
+    assert "replica 0 (pid 1000) died" in caplog.text and "replica 0 (pid 1002) has replaced" in caplog.text
     # it takes part: the next new episodes go to both
     homes = [engine.generate([5], SHORT, f"n{i}") for i in range(4)]
     assert {generation.versions[0] for generation in await asyncio.gather(*homes)} == {2}
@@ -158,7 +158,7 @@ async def test_requests_wait_for_the_only_replica_to_come_back(model_folder, spa
     assert (await asyncio.wait_for(waiting, 5)).token_ids == [1, 2]
     # a second death is one too many
     spawned[1].dead = True
-    with pytest.raises(EngineError, match="no replica of the vLLM engine lives"):
+    with pytest.raises(EngineError, match="no replica of the vLLM engine is alive"):
         await engine.generate([5], SHORT, "a")
     await engine.close()
 

@@ -107,7 +107,7 @@ async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
 
     await until(back, 120)
     assert engine.pids[0] != victim and engine.pids[1] == survivor
-    assert f"replica 0 (pid {engine.pids[0]}) is up" in caplog.text
+    assert f"replica 0 (pid {engine.pids[0]}) has replaced" in caplog.text
     # without another publish, what comes back serves the newest weights under their version
     model.load_state_dict(weights[UPDATES], strict=False)
     for i in range(2):

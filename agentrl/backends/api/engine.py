@@ -1,10 +1,10 @@
 """Any API model through litellm, for evaluation only.
 
-An API takes and gives messages, not token ids. To run in the same episode loop, `ApiRenderer` gives every
+An API takes and returns messages, not token ids. To run in the same episode loop, `ApiRenderer` gives every
 message a number and `LiteLlmEngine` reads the conversation back from the numbers: one id stands for one
-message, nothing else. Such ledgers hold no tokens and no probabilities, so nothing can be trained on them:
-`publish` refuses. Budgets in tokens count messages here; bound such runs by turns. The provider's own count of
-tokens, and what they cost, come back as `Generation.usage`.
+message, nothing else. Such ledgers hold no tokens and no probabilities, so nothing can be trained on them
+(`untrainable`). Token budgets count messages here, so limit such runs by turns. The provider's own token counts
+and their cost come back as `Generation.usage`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from agentrl.trajectory import Json, Message, ToolCall
 
 
 class Transcript:
-    """Numbers for messages: what the renderer and the engine of one API model share. Equal messages have one number.
+    """Numbers for messages, shared by the renderer and the engine of one API model. Equal messages have the same number.
 
-    `on_new` hears of every new one; `entries` are known from the start, under their numbers.
+    `on_new` is called with every new one; `entries` are known from the start, by their numbers.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Transcript:
         return number
 
     def get(self, number: int) -> dict[str, Json]:
-        """Raises EngineError for an id that this transcript did not give."""
+        """Raises EngineError for an id that is not in this transcript."""
         if number not in self._entries:
-            raise EngineError(f"{number} is no message of this API model's transcript")
+            raise EngineError(f"{number} is not a message of this API model's transcript")
         return self._entries[number]
 
 
@@ -70,7 +70,7 @@ def _text(entry: Json) -> str:
 
 
 class ApiRenderer(Renderer):
-    """One id a message; see the module."""
+    """One id per message; see the module."""
 
     def __init__(self, transcript: Transcript) -> None:
         self._transcript = transcript
@@ -99,9 +99,9 @@ class ApiRenderer(Renderer):
 
 
 class LiteLlmEngine(Engine):
-    """Asks an API model; `renderer` is the one to run it with."""
+    """Calls an API model; `renderer` is the one to use with it."""
 
-    untrainable = "an API model gives no token ids and takes no weights; it can be evaluated: agentrl eval ENV --model api:NAME"
+    untrainable = "an API model returns no token ids and takes no weights; it can be evaluated: agentrl eval ENV --model api:NAME"
 
     def __init__(
         self,
@@ -112,9 +112,9 @@ class LiteLlmEngine(Engine):
         options: Mapping[str, Any] | None = None,
         transcript: Transcript | None = None,
     ) -> None:
-        """`model` in litellm's form, such as `openai/gpt-5-mini`. `options` go to litellm as they are (`api_key`, ...).
-        Between attempts it waits what the server's Retry-After says, else `backoff` seconds doubled each time; if that is
-        longer than `cfg.max_wait`, it gives up. Raises DependencyError without the extra."""
+        """`model` in litellm's form, such as `openai/gpt-5-mini`. `options` are passed to litellm unchanged (`api_key`, ...).
+        Between attempts it waits as long as the server's Retry-After says, or else `backoff` seconds, doubled each time; if
+        that is longer than `cfg.max_wait`, it gives up. Raises DependencyError without the extra."""
         if importlib.util.find_spec("litellm") is None:
             raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
         self._model, self._cfg, self._backoff = model, cfg, backoff
@@ -127,7 +127,7 @@ class LiteLlmEngine(Engine):
         self.renderer = ApiRenderer(self._transcript)
 
     async def start(self) -> None:
-        # litellm takes seconds to import; other engines start meanwhile.
+        # In a thread, because litellm takes seconds to import and other engines can start meanwhile.
         litellm = await in_thread("load", load_litellm)
         litellm.telemetry = False
 
@@ -142,12 +142,14 @@ class LiteLlmEngine(Engine):
             tools = entry.get("tools", tools)
             if "message" in entry:
                 messages.append(entry["message"])
+        # A task of its own, so that `abort` can cancel the request without cancelling the caller.
         task = asyncio.ensure_future(self._ask(messages, tools, sampling, request_key))
         self._begun[request_key] = None
         self._running.setdefault(request_key, set()).add(task)
         try:
             answer = await task
         except asyncio.CancelledError:
+            # Cancelled from outside (pass it on) or by `abort` (return an empty generation)? `cancelling` tells.
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 task.cancel()
@@ -159,7 +161,7 @@ class LiteLlmEngine(Engine):
         return self._read(answer, sum(1 for row in messages if row["role"] == "assistant"))
 
     def progress(self, request_key: str) -> Underway | None:
-        """Seconds since the call left this engine's own queue. Nobody knows whether tokens come."""
+        """Seconds since the call left this engine's own queue. Whether tokens are arriving is unknown."""
         if request_key not in self._begun:
             return None
         began = self._begun[request_key]
@@ -183,7 +185,7 @@ class LiteLlmEngine(Engine):
             await self.abort(key)
 
     async def _ask(self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], sampling: Sampling, key: str) -> Any:
-        """The answer of the first attempt that gets one. Raises EngineError: its first word is the error's class."""
+        """The answer of the first successful attempt. Raises EngineError; its message starts with the error's class."""
         options = {**self._options, **({"tools": tools} if tools else {})}
         if sampling.top_p < 1:
             options["top_p"] = sampling.top_p
@@ -192,6 +194,7 @@ class LiteLlmEngine(Engine):
                 async with self._gate:
                     self._attempts += 1
                     self._begun[key] = self._begun.get(key) or time.monotonic()
+                    # litellm's own retries are off: they would neither respect `max_wait` nor leave the queue meanwhile.
                     return await load_litellm().acompletion(
                         model=self._model,
                         messages=messages,
@@ -202,7 +205,7 @@ class LiteLlmEngine(Engine):
                         max_retries=0,
                         **options,
                     )
-            except Exception as problem:  # what litellm raises has no common base of its own
+            except Exception as problem:  # litellm's errors have no common base class of their own
                 wait = self._wait(problem, attempt)
                 if wait is None:
                     text = " ".join(str(problem).split())[:300]
@@ -211,15 +214,15 @@ class LiteLlmEngine(Engine):
         raise AssertionError("the last attempt returns or raises")
 
     def _wait(self, problem: Exception, attempt: int) -> float | None:
-        """Seconds until the next attempt; None if there is none, or it would not help."""
-        import openai  # litellm's own dependency: its errors are openai's
+        """Seconds until the next attempt; None if none is left or another would not help."""
+        import openai  # a dependency of litellm, whose errors are subclasses of openai's
 
         passing = (openai.RateLimitError, openai.APIConnectionError, openai.InternalServerError)
         if attempt == self._cfg.retries or not isinstance(problem, passing):
             return None
         wait = self._backoff * 2**attempt * random.uniform(0.75, 1.25)
         if isinstance(problem, openai.APIStatusError):
-            # litellm makes a response of its own; the server's headers it keeps beside it, if there were any.
+            # litellm replaces the response; if the server sent headers, they are in this attribute.
             headers = vars(problem).get("litellm_response_headers") or problem.response.headers
             wait = max(wait, retry_after(headers) or 0.0)
         return wait if wait <= self._cfg.max_wait else None
@@ -238,7 +241,7 @@ class LiteLlmEngine(Engine):
         return Generation([number], [0.0], [0], finish, usage)
 
     def _usd(self, answer: Any) -> float | None:
-        """What the call cost; None if nobody knows the price, or the provider counted nothing."""
+        """What the call cost; None if the price is unknown or the provider reported no token counts."""
         usage = answer.usage
         if not usage.prompt_tokens:
             return None
@@ -248,12 +251,12 @@ class LiteLlmEngine(Engine):
         litellm = load_litellm()
         names = (self._model, self._model.partition("/")[2])
         known = next((name for name in names if "input_cost_per_token" in litellm.model_cost.get(name, {})), None)
-        # litellm's own sum knows the cheaper prices of cached prompt tokens.
+        # litellm's own calculation also knows the lower prices of cached prompt tokens.
         return None if known is None else float(litellm.completion_cost(answer, model=known))
 
 
 def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> float | None:
-    """Seconds that a Retry-After header (RFC 9110, section 10.2.3: seconds or a date) asks to wait; None without one."""
+    """Seconds to wait according to a Retry-After header (RFC 9110, section 10.2.3: seconds or a date); None without one."""
     text = headers.get("retry-after")
     if text is None:
         return None

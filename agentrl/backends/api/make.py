@@ -1,4 +1,4 @@
-"""API models, as `--model api:NAME` asks for them: for evaluation, never for training."""
+"""API models, requested by `--model api:NAME`: for evaluation, never for training."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from agentrl.backends.api.engine import LiteLlmEngine, Transcript
 
 API = "api:"
-"""What the name of an API model begins with, where a model is asked for."""
+"""Prefix of an API model's name, wherever a model is named."""
 
 UNBOUNDED = 2**31 - 1
-"""An API model's ids are messages: their number bounds nothing, its own limit does."""
+"""An API model's ids are messages, so their number is not limited; the provider's own context limit applies."""
 
 
 def api_name(model: str | None) -> str | None:
-    """The model in litellm's form, if `model` is `api:NAME`; None for a folder or hub name."""
+    """The model in litellm's form if `model` is `api:NAME`; None for a folder or hub name."""
     return model.removeprefix(API) if model is not None and model.startswith(API) else None
 
 
 @ENGINES.register("api", traits={"messages"})
 class ApiMaker(EngineMaker):
-    """The model of `api:NAME`, asked as the section `api` says."""
+    """The model of `api:NAME`, called as the section `api` says."""
 
     @classmethod
     def engine(cls) -> type[Engine]:
@@ -57,7 +57,7 @@ class ApiMaker(EngineMaker):
         return self.make_with(Transcript())
 
     def make_with(self, transcript: Transcript) -> LiteLlmEngine:
-        """The engine over a transcript of the caller's; its `renderer` is the one to use."""
+        """The engine over the caller's transcript; its `renderer` is the one to use."""
         from agentrl.backends.api.engine import LiteLlmEngine
 
         name = api_name(self.config.model.path)

@@ -1,8 +1,8 @@
-"""Attention over slots, as an attention function of transformers: every model that takes its attention
+"""Attention over cache slots, as an attention function of transformers: every model that gets its attention
 from `AttentionInterface` runs on it unchanged.
 
-A step's tokens come as one flat row [1, T], prefill and decode together. A `AttentionPlan` says which of them
-belong to which slot; the function stores their keys and values there and attends each token to its own
+A step's tokens arrive as one flat row [1, T], prefill and decode together. An `AttentionPlan` says which of them
+belong to which slot; the function stores their keys and values there, and each token attends to its own
 slot up to its own position.
 """
 
@@ -26,7 +26,7 @@ NAME = "agentrl_slots"
 class Span:
     """Tokens of several sequences of one pool that attend together.
 
-    Row i holds `counts[i]` tokens of one slot, from position `starts[i]` on; the tokens lie flat, row
+    Row i holds `counts[i]` tokens of one slot, starting at position `starts[i]`; the tokens are stored flat, row
     after row, at `[offset, offset + tokens)`. `parts` must be sorted by slot.
     """
 
@@ -47,9 +47,11 @@ class Span:
             self._lay_out_prefill(counts)
 
     def _lay_out_decode(self, slots: list[int]) -> None:
-        """One token a row. If most slots from the lowest to the highest take part, all of them do (the
-        idle ones look at position 0 and are dropped), so that keys and values are read in place."""
+        """One token per row. If most slots between the lowest and the highest take part, all of them do (the
+        idle ones attend to position 0 and are dropped), so that keys and values are read in place."""
         self.token_slots, self.positions = self.slots, self.starts
+        # A contiguous range of slots is a view, while a gather copies the cache of every row in every layer; fewer idle
+        # rows than busy ones cost less than that copy.
         reach = slots[-1] + 1 - slots[0]
         self.view = slice(slots[0], slots[-1] + 1) if reach < 2 * len(slots) else None
         self.scatter = None if self.view is None or reach == len(slots) else self.slots - slots[0]
@@ -66,12 +68,13 @@ class Span:
         self.view, self.scatter = None, None
 
     def cached(self, kv: Tensor) -> Tensor:
-        """Keys and values [2, rows, heads, longest, dim] of a layer's [2, slots, heads, capacity, dim]."""
+        """The keys and values [2, rows, heads, longest, dim] in a layer's [2, slots, heads, capacity, dim]."""
         kv = kv[:, :, :, : self.longest]
         return kv.index_select(1, self.slots) if self.view is None else kv[:, self.view]
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask [rows, 1, width, longest]: 0 where a token may look, -inf elsewhere."""
+        """Additive mask [rows, 1, width, longest]: 0 where a token may attend, -inf elsewhere."""
+        # Cached because all layers of a step with the same window share one mask.
         if window not in self._masks:
             keys = torch.arange(self.longest, device=self.slots.device)
             queries = self.starts.unsqueeze(1) + torch.arange(self.width, device=keys.device)
@@ -85,7 +88,7 @@ class Span:
 
 
 class AttentionPlan:
-    """One step: its spans, in the order in which their tokens lie in the flat row."""
+    """One step: its spans, in the order of their tokens in the flat row."""
 
     def __init__(self, spans: list[Span]) -> None:
         self.spans = spans
@@ -107,13 +110,14 @@ def attend(
     """`query` [1, heads, T, dim], `key` and `value` [1, kv heads, T, dim] -> ([1, T, heads, dim], None)."""
     for name in ("softcap", "s_aux", "position_bias"):
         if other.get(name) is not None:
-            raise ModelError(f"the embedded engine does not know attention with {name!r}; use engine = vllm")
+            raise ModelError(f"the embedded engine does not support attention with {name!r}; use engine = vllm")
     layer = cast(int, module.layer_idx)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     outputs = []
     for span in slot_plan.spans:
         flat = slice(span.offset, span.offset + span.tokens)
         kv = span.pool.kv[:, layer]
+        # Stored before attending: the tokens of a prefill chunk attend to each other through the cache.
         kv[0][span.token_slots, :, span.positions] = key[0, :, flat].transpose(0, 1)
         kv[1][span.token_slots, :, span.positions] = value[0, :, flat].transpose(0, 1)
         q = query[0, :, flat].transpose(0, 1)
@@ -124,14 +128,14 @@ def attend(
 
 
 def _decode(span: Span, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """`query` [rows, heads, dim] -> the same shape. The query heads that share a key head are laid out as
-    its query positions."""
+    """`query` [rows, heads, dim] -> the same shape. The query heads that share a key head are treated as
+    query positions of that head."""
     _, rows, kv_heads, length, dim = kv.shape
     if span.scatter is not None:
         query = query.new_zeros(rows, *query.shape[1:]).index_copy_(0, span.scatter, query)
     query = query.reshape(rows, kv_heads, -1, dim)
     if query.device.type == "cpu" and query.dtype == torch.float32:
-        # On a CPU and for one query a key head, two batched products beat the fused kernel twofold.
+        # On a CPU, with one query per key head, two batched products are twice as fast as the fused kernel.
         key, value = kv[0].reshape(-1, length, dim), kv[1].reshape(-1, length, dim)
         bias = mask.expand(-1, kv_heads, -1, -1).reshape(-1, 1, length)
         scores = torch.baddbmm(bias, query.reshape(rows * kv_heads, -1, dim), key.transpose(1, 2), alpha=scale)
@@ -143,7 +147,7 @@ def _decode(span: Span, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -
 
 
 def _prefill(span: Span, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """`query` [tokens, heads, dim] -> the same shape; rows are padded to the widest of the span."""
+    """`query` [tokens, heads, dim] -> the same shape; rows are padded to the span's widest."""
     padded = query[span.padded].transpose(1, 2)
     out = F.scaled_dot_product_attention(
         padded, kv[0], kv[1], attn_mask=mask, scale=scale, enable_gqa=padded.shape[1] != kv.shape[2]

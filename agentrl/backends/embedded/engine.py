@@ -1,8 +1,8 @@
 """The embedded engine: continuous batching with a KV cache in this process, for any causal language model
 whose attention goes through transformers' `AttentionInterface`.
 
-It needs nothing beyond the core dependencies. Steps run on the asyncio loop itself, with one turn of the
-loop between two of them, so a run whose tools are coroutines without clocks or threads forms the same
+It needs nothing beyond the core dependencies. Steps run on the asyncio loop itself, with one iteration of the
+loop between two steps, so a run whose tools are coroutines without clocks or threads forms the same
 batches every time and samples the same tokens.
 """
 
@@ -41,10 +41,10 @@ class EmbeddedEngine(Engine, WeightTarget):
         step_tokens: int = 2048,
         device: str | None = None,
     ) -> None:
-        """`max_slots`: episodes held at once, running or idle. `max_context`: tokens of an episode (the
-        model's own limit, or what the cache holds, by default). `kv_cache_mib`: upper limit of the cache;
-        it grows on demand. `step_tokens`: prompt tokens computed in one step. `device`: "cpu", "cuda", ...
-        (a GPU if there is one, by default).
+        """`max_slots`: episodes held at once, running or idle. `max_context`: the most tokens of an episode (by
+        default the model's own limit or what the cache holds, whichever is less). `kv_cache_mib`: upper limit of the
+        cache; it grows on demand. `step_tokens`: prompt tokens computed in one step. `device`: "cpu", "cuda", ...
+        (by default a GPU if there is one).
         """
         self._path, self._dtype = model_path, dtype
         self._max_slots, self._max_context = max_slots, max_context
@@ -63,14 +63,14 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._prompt_tokens = 0
 
     async def start(self) -> None:
-        """Load the model. Raises ModelError or, if one episode does not fit the cache, ResourceError."""
+        """Load the model. Raises ModelError, or ResourceError if one episode does not fit in the cache."""
         model = EmbeddedModel(self._path, self._dtype, self._device)
-        room = self._limit // model.shape.token_bytes
-        context = self._max_context or min(model.positions, room)
-        if context > room:
-            raise ResourceError(f"one episode of {context} tokens does not fit kv_cache_mib = {self._limit >> 20}")
+        cache_tokens = self._limit // model.shape.token_bytes
+        context = self._max_context or min(model.positions, cache_tokens)
+        if context > cache_tokens:
+            raise ResourceError(f"one episode of {context} tokens does not fit in kv_cache_mib = {self._limit >> 20}")
         if context > model.positions:
-            raise ResourceError(f"max_context = {context}, but the model ends at {model.positions} positions")
+            raise ResourceError(f"max_context = {context}, but the model supports only {model.positions} positions")
         self._context = context
         slots = Slots(model.shape, context, self._limit)
         self._model = model
@@ -118,7 +118,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         return ("this process",)
 
     async def attach(self, offer: Offer) -> None:
-        # A thread: joining a group waits for the other side.
+        # In a thread, because joining a group blocks until the other side joins.
         receiver = await in_thread("weights", open_receiver, offer, 0)
         if self._receiver is not None:
             self._receiver.close()
@@ -128,10 +128,11 @@ class EmbeddedEngine(Engine, WeightTarget):
         batcher, model = self._awake()
         if self._receiver is None:
             raise EngineError("no route for weights is attached")
-        self._unfit = f"weights version {version} were published in part"
+        # Set first, so that any failure below leaves the engine refusing to sample from half-written weights.
+        self._unfit = f"weights version {version} were only partly published"
         was_paused, self._paused = self._paused, True
         self._arriving = True
-        batcher.reset()
+        batcher.reset()  # keys and values of the old weights must not be attended to with the new ones
         try:
             writing = model.begin_write()
             async for bucket in buckets:
@@ -212,9 +213,10 @@ class EmbeddedEngine(Engine, WeightTarget):
                 continue
             try:
                 batcher.step()
-            except Exception as problem:  # every caller must hear of it; nothing is swallowed
+            except Exception as problem:  # every caller must be told; nothing is swallowed
                 self._fail_all(f"a step of the embedded engine failed: {problem!r}", problem)
                 batcher.reset()
+            # The one place where tools and new requests get to run: without it, they would wait until the batch is done.
             await asyncio.sleep(0)
 
     def _fail_all(self, reason: str, cause: Exception | None = None) -> None:
@@ -231,13 +233,13 @@ class EmbeddedEngine(Engine, WeightTarget):
 
     def _awake(self) -> tuple[Batcher, EmbeddedModel]:
         if self._asleep:
-            raise EngineError("the engine sleeps; wake its weights before a publish")
+            raise EngineError("the engine is asleep; wake its weights before a publish")
         return self._started()
 
     def _ready(self) -> Batcher:
         batcher, _ = self._started()
-        # While weights arrive a request waits for them, as those that run do: an episode whose tool answers in that
-        # moment has no fault. `_run` fails it if they do not arrive whole.
+        # While weights arrive, a new request waits for them like the running ones: an episode whose tool answers at that
+        # moment has done nothing wrong. `_run` fails it if they do not all arrive.
         if self._unfit is not None and not self._arriving:
             raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
         return batcher
@@ -255,7 +257,8 @@ class EmbeddedEngine(Engine, WeightTarget):
 
 
 def _stream(seed: int | None) -> np.random.Generator:
-    """The request's own random stream; from the system's entropy if it has no seed."""
+    """The request's own random stream; seeded from the system's entropy if the request has no seed."""
     if seed is None:
         return np.random.default_rng()
+    # Philox is counter-based with the seed as its key, so the streams of different seeds do not overlap.
     return np.random.Generator(np.random.Philox(key=seed % 2**128))

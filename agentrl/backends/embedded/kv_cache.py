@@ -1,6 +1,6 @@
-"""The embedded engine's KV cache: one slot a sequence, slots of like capacity together in one tensor.
+"""The embedded engine's KV cache: one slot per sequence, slots of equal capacity together in one tensor.
 
-Sequences of one capacity class lie side by side, so that a decode step attends over all of them with
+Sequences of one capacity class are adjacent in memory, so that a decode step attends over all of them with
 batched matrix products on a view, without copying keys or values. A sequence that outgrows its class
 moves to the next (twice the capacity).
 """
@@ -30,7 +30,7 @@ class KvShape:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Tokens whose keys and values are cached: `tokens[:computed]` are in the slot, the rest is still due."""
+    """Tokens and their cache: keys and values of `tokens[:computed]` are in the slot, the rest is still to be computed."""
 
     key: str
     tokens: list[int]
@@ -62,9 +62,10 @@ class Pool:
         return self.slots * self.capacity * self.shape.token_bytes
 
     def grow(self, budget_bytes: int) -> bool:
-        """Have a free slot: double the slots, or add what the budget allows. False if it allows none."""
+        """Ensure a free slot: double the slots, or add as many as the budget allows. False if it allows none."""
         if self._free:
             return True
+        # Doubling keeps copies rare; from 64 slots on growth is linear, so that a pool does not take memory it may never use.
         more = min(max(1, min(self.slots, 64)), budget_bytes // (self.capacity * self.shape.token_bytes))
         if more < 1:
             return False
@@ -75,7 +76,7 @@ class Pool:
         return True
 
     def take(self) -> int:
-        """The lowest free slot, of which `grow` found one (low ones first keeps a decode step's view dense)."""
+        """The lowest free slot; call `grow` first. Taking low ones first keeps a decode step's view dense."""
         slot = min(self._free)
         self._free.remove(slot)
         return slot
@@ -84,15 +85,15 @@ class Pool:
         self._free.append(slot)
 
     def vacate(self) -> None:
-        """Take every slot back; the memory stays, since the next sequences need it at once."""
+        """Free every slot; the memory stays allocated, since the next sequences need it at once."""
         self._free = list(range(self.slots))
 
     def clear(self) -> None:
-        """Give the memory back; only for a pool without used slots."""
+        """Free the memory; only for a pool without used slots."""
         self.kv, self._free = self._zeros(0), []
 
     def _zeros(self, slots: int) -> Tensor:
-        # Zeros, not empty memory: masked positions still enter a product, and 0 x NaN is NaN.
+        # Zeros rather than uninitialized memory: masked positions still enter a product, and 0 x NaN is NaN.
         s = self.shape
         return torch.zeros(2, s.layers, slots, s.heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device)
 
@@ -110,12 +111,12 @@ class Slots:
         self.pools = [Pool(shape, size) for size in sizes]
 
     def new(self, key: str, tokens: list[int]) -> Sequence | None:
-        """A sequence with a slot for all its tokens, or None if memory does not reach."""
+        """A sequence with a slot for all its tokens, or None if there is not enough memory."""
         pool = self._room(len(tokens))
         return None if pool is None else Sequence(key, tokens, pool, pool.take())
 
     def widen(self, sequence: Sequence) -> bool:
-        """Make room for all tokens of a sequence; False if memory does not reach."""
+        """Make room for all tokens of a sequence; False if there is not enough memory."""
         if len(sequence.tokens) <= sequence.pool.capacity:
             return True
         pool = self._room(len(sequence.tokens))
@@ -136,21 +137,22 @@ class Slots:
         sequence.pool.give(sequence.slot)
 
     def reset(self, wipe: bool) -> None:
-        """Forget everything; sequences made before are void. `wipe`: what lies there may not be finite."""
+        """Forget everything; existing sequences become invalid. `wipe`: the cached values may not be finite."""
         for pool in self.pools:
             pool.vacate()
             if wipe:
                 pool.clear()
 
     def clear(self) -> None:
-        """Forget everything and give the memory back."""
+        """Forget everything and free the memory."""
         self.reset(wipe=True)
 
     def _room(self, length: int) -> Pool | None:
-        """A pool with a free slot of that length, the smallest first; None if memory allows none."""
+        """The smallest pool with a free slot of that length; None if memory allows none."""
         fitting = [pool for pool in self.pools if pool.capacity >= length]
         if fitting[0].grow(self._limit - self._bytes()):
             return fitting[0]
+        # Unused pools keep their memory, and it counts against the limit until it is freed here.
         for pool in self.pools:
             if pool.slots and not pool.used:
                 pool.clear()

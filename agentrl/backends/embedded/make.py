@@ -1,4 +1,4 @@
-"""The embedded engine, as a run asks for it."""
+"""How a run makes its embedded engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentrl.rollout.engine_maker import ENGINES, EngineMaker
 
 @ENGINES.register("embedded", traits={"sleeps"})
 class EmbeddedMaker(EngineMaker):
-    """In the driver's own process; suits every machine."""
+    """Runs in the driver's own process, on every machine."""
 
     @classmethod
     def engine(cls) -> type[Engine]:
@@ -27,8 +27,8 @@ class EmbeddedMaker(EngineMaker):
         from agentrl.backends.embedded.engine import EmbeddedEngine
 
         rollout = self.config.rollout
-        # One slot an episode: its cache stays for its next turn. An episode whose conversation is rewritten may hold
-        # more tokens in all than any one prompt of it.
+        # One slot per episode, so that its cache is still there for its next turn. `max_context` is also bounded by the
+        # model's positions: an episode whose conversation is rewritten may have more tokens in total than any one prompt.
         return EmbeddedEngine(
             model,
             dtype=self.config.model.dtype,

@@ -1,4 +1,4 @@
-"""The embedded engine's model: loading, the check that slot attention reproduces it, forward, new weights."""
+"""The embedded engine's model: loading, checking that slot attention reproduces it, the forward pass, new weights."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from agentrl.backends.parameters import Arrivals, expected_parameters
 from agentrl.errors import ModelError
 from agentrl.weights.target import Adapter
 
-# Largest log-probability difference between the model's own attention and ours on the probe tokens.
+# Largest allowed difference in log probability between the model's own attention and ours on the probe tokens.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """New weights on their way in; `arrivals.complete()` ends it."""
+    """A write of new weights in progress; `arrivals.complete()` ends it."""
 
     parameters: dict[str, torch.nn.Parameter]
     arrivals: Arrivals
@@ -37,16 +37,16 @@ class Writing:
 
 
 class EmbeddedModel:
-    """A causal language model that runs over slots."""
+    """A causal language model that runs over cache slots."""
 
     def __init__(self, path: str, dtype: str, device: torch.device) -> None:
-        """Raises ModelError if the folder cannot be loaded or the model's attention not reproduced."""
+        """Raises ModelError if the folder cannot be loaded or the model's attention cannot be reproduced."""
         self.device = device
         self.module = _load(path, getattr(torch, dtype), device)
         text = self.module.config.get_text_config()
         heads = getattr(text, "num_attention_heads", None)
         if not isinstance(heads, int):
-            raise ModelError(f"{path} has no attention heads that slots could serve; use engine = vllm")
+            raise ModelError(f"{path} has no attention heads that a KV cache could serve; use engine = vllm")
         self._expected = expected_parameters(path)
         self.vocab, self.positions = self._expected.vocab, self._expected.positions
         self.shape = KvShape(
@@ -74,31 +74,31 @@ class EmbeddedModel:
         return logits
 
     def begin_write(self) -> Writing:
-        """Take new weights, a bucket at a time."""
+        """Start to receive new weights, one bucket at a time."""
         self._base.clear()
         return Writing(dict(self.module.named_parameters(remove_duplicate=False)), Arrivals(self._expected))
 
     def unload(self) -> None:
-        """Give the parameters' memory back."""
+        """Free the parameters' memory."""
         self._base.clear()
         for parameter in self.module.parameters():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
 
     def allocate(self) -> None:
-        """Have memory for the parameters again, with nothing in it yet."""
+        """Allocate the parameters' memory again, uninitialized."""
         names = dict(self.module.named_parameters())
         for name, shape in self._expected.shapes.items():
             names[name].data = torch.empty(shape, dtype=self.shape.dtype, device=self.device)
 
     def adapt(self, adapter: Adapter) -> None:
-        """Put a low-rank adapter on the weights as last written, in place of the one before. Raises EngineError
+        """Apply a low-rank adapter to the weights as last written, replacing the previous adapter. Raises EngineError
         if it does not fit; nothing is changed then."""
         apply_adapter(dict(self.module.named_parameters()), self._base, adapter)
 
     @torch.inference_mode()
     def _check(self, path: str) -> None:
         """Compare our attention with the model's own on a few tokens, prefill and decode: a model with state
-        or masks that slots do not carry (recurrent layers, attention sinks) shows here, not in training."""
+        or masks that a KV cache does not hold (recurrent layers, attention sinks) fails here, not in training."""
         ids = [(7 * i + 3) % self.vocab for i in range(9)]
         reference = self.module(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0].float()
         try:
@@ -116,10 +116,11 @@ class EmbeddedModel:
             rows.append(self.forward(chunk, plan, list(range(count))))
             sequence.computed += count
         error = (torch.cat(rows).log_softmax(-1) - reference.log_softmax(-1)).abs().max().item()
+        # Not `error > ...`: NaN must fail too.
         if not error <= _TOLERANCE[self.shape.dtype]:
             raise ModelError(
                 f"the embedded engine does not reproduce {path} (log probabilities differ by "
-                f"{error:.3g}): its layers keep something that a KV cache does not; use engine = vllm"
+                f"{error:.3g}): its layers keep state that a KV cache does not hold; use engine = vllm"
             )
 
 
@@ -135,7 +136,7 @@ def _load(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     attention.register()
     module = module.to(device).eval().requires_grad_(False)
     for parameter in module.parameters():
-        # A loaded parameter is a piece of the mapped file, wherever that begins there; products of one token round by it.
-        # Memory of torch's own begins at a multiple of 64 bytes, as it does after a sleep.
+        # A loaded parameter is a slice of the memory-mapped file at any alignment, and how the product of a single token
+        # rounds depends on the alignment. Memory that torch allocates starts at a multiple of 64 bytes, as after a sleep.
         parameter.data = parameter.data.clone()
     return module

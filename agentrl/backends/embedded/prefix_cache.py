@@ -1,4 +1,4 @@
-"""Which cached sequence begins with the same tokens: a hash chain over blocks, verified token by token."""
+"""Finds a cached sequence that starts with the same tokens: a hash chain over blocks, verified token by token."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ BLOCK = 16
 
 
 class PrefixIndex:
-    """Block hashes to the sequence that holds (or is about to compute) the tokens up to that block."""
+    """Maps a block's hash to the sequence that holds (or is about to compute) the tokens up to that block."""
 
     def __init__(self) -> None:
         self._holders: dict[int, Sequence] = {}
 
     def find(self, tokens: list[int]) -> tuple[Sequence | None, int, list[int]]:
         """The holder of the longest known prefix of `tokens[:-1]`, that prefix's length in tokens (a
-        multiple of BLOCK), and the hashes of all blocks of `tokens`. The last token is never part of it:
-        its logits are needed."""
+        multiple of BLOCK), and the hashes of all blocks of `tokens`. The last token is never part of the prefix,
+        because its logits are needed."""
         blocks: list[int] = []
         chain = 0
         for start in range(0, len(tokens) - BLOCK, BLOCK):
@@ -25,6 +25,7 @@ class PrefixIndex:
         for number in range(len(blocks), 0, -1):
             holder = self._holders.get(blocks[number - 1])
             length = number * BLOCK
+            # Hashes may collide, and a wrong hit would attend to another prompt's cache.
             if holder is not None and holder.tokens[:length] == tokens[:length]:
                 return holder, length, blocks
         return None, 0, blocks
@@ -49,6 +50,7 @@ def common_prefix(left: list[int], right: list[int]) -> int:
     shorter = min(len(left), len(right))
     if left[:shorter] == right[:shorter]:
         return shorter
+    # Bisection: comparing list slices runs in C, and contexts have tens of thousands of tokens.
     low, high = 0, shorter
     while high - low > 1:
         middle = (low + high) // 2

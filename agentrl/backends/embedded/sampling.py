@@ -1,4 +1,4 @@
-"""Drawing tokens: temperature, top-k, top-p, and the log probability of what was drawn."""
+"""Sampling tokens: temperature, top-k, top-p, and the log probability of the sampled token."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ from torch import Tensor
 
 
 def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token a row by inverting the cumulative distribution.
+    """Draw one token per row by inverting the cumulative distribution.
 
-    `logits` [B, V] float32; `temperature` [B] (0 takes the likeliest token), `top_k` [B] int (0 is off),
+    `logits` [B, V] float32; `temperature` [B] (0 takes the most likely token), `top_k` [B] int (0 is off),
     `top_p` [B] (1 is off), `uniform` [B] float64 in [0, 1). Returns ids [B] and logprobs [B].
 
     The logprob is that of the policy, log_softmax(z / T) over the whole vocabulary: top-k and top-p say which
-    tokens may be drawn (in proportion to their probability), not what they are worth. At temperature 0 it is
-    log_softmax(z), since the distribution drawn from is a point. A row's result depends on that row alone.
+    tokens may be drawn (in proportion to their probability) and do not change its value. At temperature 0 it is
+    log_softmax(z), since the sampling distribution is a single point. A row's result depends on that row alone.
     """
     greedy = temperature == 0
     logp = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature).unsqueeze(1), dim=-1)
     drawable = torch.exp(logp)
     if bool(((top_k > 0) | (top_p < 1)).any()):
         drawable.masked_fill_(~kept_set(logp, top_k, top_p), 0.0)
-    # float64, because a float32 sum over a vocabulary of 150k loses tokens of probability under 1e-7. The kept set is
-    # renormalized by `total`.
+    # float64, because a float32 sum over a vocabulary of 150k loses tokens of probability below 1e-7. Scaling the draw by
+    # `total` renormalizes the kept set.
     cumulative = drawable.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1]
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    # Strictly below `total`, and `right=True`: a draw on a boundary never lands on a token of probability 0.
     ids = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
     ids = torch.where(greedy, logp.argmax(dim=-1), ids).clamp_(max=logits.shape[1] - 1)
     return ids, logp.gather(1, ids.unsqueeze(1)).squeeze(1)
 
 
 def kept_set(logp: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Mask [B, V] of the tokens that may be drawn: the `top_k` likeliest, then the smallest set of those
-    whose renormalized probability reaches `top_p` (at least one; ties of the k-th stay in)."""
+    """Mask [B, V] of the tokens that may be drawn: the `top_k` most likely ones, then the smallest set of those
+    whose renormalized probability reaches `top_p` (at least one; ties with the k-th are kept)."""
     vocab = logp.shape[1]
     ordered, order = logp.sort(dim=-1, descending=True)
     k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)

@@ -1,4 +1,4 @@
-"""Continuous batching: which requests run, on which cached tokens, one model step at a time."""
+"""Continuous batching: which requests run, with which cached tokens, one model step at a time."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from agentrl.rollout.engine import Finish, Generation, Sampling
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One `generate` call under way. `tokens` are the prompt and what was sampled so far; `uniforms` the
-    request's random numbers, one for each token it may sample. `active_s`: seconds of the steps that it was part of."""
+    """One `generate` call in progress. `tokens` are the prompt and what was sampled so far; `uniforms` the
+    request's random numbers, one for each token it may sample. `active_s`: seconds of the steps that it took part in."""
 
     key: str
     tokens: list[int]
@@ -69,12 +69,12 @@ class Batcher:
         return [*self.running, *self.waiting]
 
     def step(self) -> None:
-        """Admit what fits, run the model once, sample where a prompt is complete."""
+        """Admit what fits, run the model once, and sample a token for each request whose prompt is complete."""
         began = time.monotonic()
         self._admit()
         if self.waiting and not self.running:
             request = self.waiting[0]
-            self.fail(request, EngineError(f"{len(request.tokens)} tokens do not fit an empty KV cache"))
+            self.fail(request, EngineError(f"{len(request.tokens)} tokens do not fit in an empty KV cache"))
         work = list(self._schedule())
         if not work:
             return
@@ -110,11 +110,11 @@ class Batcher:
             request.done.set_exception(error)
 
     def drop(self, request: Request) -> None:
-        """Forget a request whose caller is gone, with its cache."""
+        """Forget a request whose caller is gone, and its cache."""
         self._leave(request, keep=False)
 
     def reset(self) -> None:
-        """Forget all caches; running requests go back to the queue, in order, and are computed anew."""
+        """Forget all caches; running requests go back to the queue, in order, and are computed again from the start."""
         for request in self.running:
             request.sequence = None
         self.waiting.extendleft(reversed(self.running))
@@ -125,7 +125,7 @@ class Batcher:
         self._poisoned = False
 
     def clear(self) -> None:
-        """As `reset`, and the cache's memory is given back."""
+        """As `reset`, and free the cache's memory."""
         self.reset()
         self._slots.clear()
 
@@ -164,13 +164,13 @@ class Batcher:
         self.waiting.extendleft(reversed(held))
 
     def _attach(self, request: Request) -> Sequence | None:
-        """A slot for the request, with as much of its prompt cached as is known. None: not now, either for
-        want of room or (`_deferred`) because another request is just computing the same prefix."""
+        """A slot for the request, with as much of its prompt cached as possible. None: not now, either because there
+        is no room or (`_deferred`) because another request is currently computing the same prefix."""
         self._deferred = False
         tokens = request.tokens
         own = self._idle.pop(request.key, None)
         if own is not None:
-            # Equal length proves nothing: a context policy may have rewritten the episode's history.
+            # The prefix is compared token by token: a context policy may have rewritten the episode's history at equal length.
             own.computed = min(common_prefix(own.tokens, tokens), own.computed, len(tokens) - 1)
             if own.computed:
                 own.tokens = tokens
@@ -178,6 +178,7 @@ class Batcher:
             self._release(own)
         source, length, blocks = self._index.find(tokens)
         if source is not None and source.computed < length:
+            # A running holder will soon have computed it; waiting is cheaper than computing it twice. An idle one never will.
             if self._idle.get(source.key) is not source:
                 self._deferred = True
                 return None
@@ -185,7 +186,7 @@ class Batcher:
         sequence = self._new(request)
         while sequence is None:
             if not self._evict(spare=source):
-                # The last resort is the cache that was to be copied from.
+                # As a last resort, evict the very sequence whose cache was to be copied.
                 if not self._evict():
                     return None
                 source = None
@@ -201,7 +202,7 @@ class Batcher:
         return self._slots.new(request.key, request.tokens)
 
     def _schedule(self) -> Iterator[tuple[Request, Sequence, int]]:
-        """Tokens each request computes in this step: one while decoding, a share of the budget in prefill."""
+        """The tokens that each request computes in this step: one while decoding, a share of the budget in prefill."""
         budget = self._step_tokens
         for request in list(self.running):
             sequence = request.sequence
@@ -215,11 +216,12 @@ class Batcher:
                 yield request, sequence, count
 
     def _make_room(self, request: Request, sequence: Sequence) -> bool:
-        """Let a sequence grow: evict idle episodes, then send the youngest requests back to the queue, the
-        growing one itself if it comes to that (its next slot is then the only one)."""
+        """Let a sequence grow: evict idle episodes, then send the youngest requests back to the queue, if necessary
+        the growing one itself (it is then the only one, and gets a slot alone)."""
         while not self._slots.widen(sequence):
             if self._evict():
                 continue
+            # The youngest has the least computed to lose, and the oldest are sure to finish, so nothing starves.
             youngest = self.running.pop()
             if youngest.sequence is not None:
                 self._release(youngest.sequence)
@@ -230,7 +232,7 @@ class Batcher:
         return True
 
     def _evict(self, spare: Sequence | None = None) -> bool:
-        """Forget the episode that has been idle longest. False if none is."""
+        """Forget the episode that has been idle longest, except `spare`. False if there is none."""
         for key, sequence in self._idle.items():
             if sequence is not spare:
                 del self._idle[key]
@@ -255,6 +257,7 @@ class Batcher:
         )
         for request, token, logprob in zip(ready, ids.tolist(), logprobs.tolist(), strict=True):
             if not math.isfinite(logprob):
+                # The cache now holds NaN, which would spread to every sequence that gets the slot; `reset` wipes it.
                 self._poisoned = True
                 self.fail(request, EngineError(f"the output of weights version {self.version} is not finite"))
                 continue
@@ -271,7 +274,7 @@ class Batcher:
 def _lay_out(
     work: list[tuple[Request, Sequence, int]], device: torch.device
 ) -> tuple[list[tuple[Request, Sequence, int]], AttentionPlan]:
-    """Group a step's work by pool and by token count (to the next power of two, which bounds padding)."""
+    """Group a step's work by pool and by token count (rounded up to a power of two, which bounds padding)."""
     groups: dict[tuple[int, int], list[tuple[Request, Sequence, int]]] = {}
     for item in work:
         groups.setdefault((item[1].pool.capacity, (item[2] - 1).bit_length()), []).append(item)

@@ -1,4 +1,4 @@
-"""OpenAI chat messages to agentrl's and back; what cannot be carried over is refused by name."""
+"""Converts OpenAI chat messages to agentrl's and back; what cannot be converted is refused by name."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 class RequestError(UserError):
-    """A request asks for what this server does not do; names the field."""
+    """A request asks for something that this server does not support; names the field."""
 
 
 def read_messages(rows: Json) -> list[Message]:
-    """Raises RequestError for a message of another shape (images, unknown roles, arguments that are no JSON)."""
+    """Raises RequestError for a message of another form (images, unknown roles, arguments that are not JSON)."""
     if not isinstance(rows, list) or not rows:
         raise RequestError("messages: expected a non-empty list")
     return [_message(row, f"messages[{index}]") for index, row in enumerate(rows)]
 
 
 def read_sampling(body: Mapping[str, Json], default: Sampling, stops: tuple[int, ...]) -> Sampling:
-    """The request's sampling over the defaults. Raises RequestError for options the ledger could not record."""
+    """The defaults, overridden by the request's options. Raises RequestError for options the ledger could not record."""
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
     if unknown:
         raise RequestError(f"not supported: {', '.join(unknown)}")
@@ -50,29 +50,29 @@ def read_sampling(body: Mapping[str, Json], default: Sampling, stops: tuple[int,
 
 
 def read_stops(body: Mapping[str, Json]) -> tuple[str, ...]:
-    """The request's stop strings. Raises RequestError if they are none."""
+    """The request's stop strings. Raises RequestError if they are not valid."""
     stop = body.get("stop")
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or len(stops) > 4 or not all(isinstance(text, str) and text for text in stops):
-        raise RequestError("stop: expected a string or up to 4 of them, none empty")
+        raise RequestError("stop: expected a string or up to 4 of them, none of them empty")
     return tuple(stops)
 
 
 def wants_logprobs(body: Mapping[str, Json]) -> bool:
-    """Whether the request asks for log probabilities. Raises RequestError for those of other tokens."""
+    """Whether the request asks for log probabilities. Raises RequestError if it asks for those of other tokens too."""
     if body.get("top_logprobs"):
-        raise RequestError("top_logprobs: only 0 is supported; the engine tells the log probability of the sampled token alone")
+        raise RequestError("top_logprobs: only 0 is supported; the engine reports only the log probability of the sampled token")
     return bool(body.get("logprobs"))
 
 
 def unique_ids(message: Message, turn: int) -> Message:
-    """The same turn with call ids that no other turn of the conversation has."""
+    """The same turn with call ids that are unique in the conversation."""
     calls = tuple(replace(call, id=f"call_{turn}_{i}") for i, call in enumerate(message.tool_calls))
     return replace(message, tool_calls=calls)
 
 
 def write_message(message: Message) -> dict[str, Json]:
-    """The assistant message of a response. A malformed call has no place there but the text."""
+    """The assistant message of a response. A malformed call can only be shown as text."""
     broken = [call.raw for call in message.tool_calls if call.arguments is None]
     content = "\n".join(part for part in (message.content, *broken) if part)
     row: dict[str, Json] = {"role": "assistant", "content": content or None}
@@ -92,7 +92,7 @@ def write_message(message: Message) -> dict[str, Json]:
 
 
 def identity(row: Mapping[str, Json]) -> str:
-    """What makes two messages of a history the same, however a client re-encodes them on the way back."""
+    """A key that is equal for equal messages of a history, however a client re-encodes them on the way back."""
     calls = [
         (call["id"], call["function"]["name"], _loads(call["function"]["arguments"])) for call in row.get("tool_calls") or []
     ]
@@ -107,7 +107,7 @@ def _message(row: Json, where: str) -> Message:
     for index, call in enumerate(row.get("tool_calls") or []):
         arguments = _loads(call["function"]["arguments"])
         if not isinstance(arguments, dict):
-            raise RequestError(f"{where}.tool_calls[{index}]: arguments are no JSON object")
+            raise RequestError(f"{where}.tool_calls[{index}]: arguments are not a JSON object")
         calls.append(ToolCall(call["function"]["name"], arguments, id=call["id"]))
     return Message(
         role=_ROLES[row["role"]],  # type: ignore[arg-type]

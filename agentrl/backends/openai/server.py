@@ -1,13 +1,13 @@
 """An OpenAI-compatible endpoint in front of any engine: an agent written with the openai client, or with any
-framework over it, is rolled out unchanged, and its tokens are recorded for training.
+framework on top of it, is rolled out unchanged, and its tokens are recorded for training.
 
     async with OpenAiServer(engine, renderer) as server:
         client = openai.AsyncOpenAI(base_url=server.url("episode-1"), api_key="unused")
         ...                                   # the agent runs
         ledgers = server.take("episode-1").ledgers
 
-A streaming request gets its turn as a stream, but whole, when it is sampled: the engine protocol answers with whole
-turns, and tool calls can only be read from one.
+A streaming request gets its turn as a stream, but all at once when it has been sampled: the engine protocol returns
+whole turns, and tool calls can only be parsed from a whole turn.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class OpenAiServer:
         port: int = 0,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """`sampling`: defaults for what a request leaves open; its `max_tokens` is also the upper limit.
-        `port` 0 takes a free one. `decode`: the tokenizer's; without it a request for `logprobs` or with `stop`
+        """`sampling`: defaults for what a request leaves unset; its `max_tokens` is also the upper limit.
+        `port` 0 picks a free one. `decode`: the tokenizer's; without it a request for `logprobs` or with `stop`
         strings is refused. Raises DependencyError without the extra 'server'."""
         for package in ("starlette", "uvicorn"):
             if importlib.util.find_spec(package) is None:
@@ -66,6 +66,7 @@ class OpenAiServer:
         """Raises ResourceError if the port is taken."""
         import uvicorn
 
+        # Bound here rather than by uvicorn, so that the port is known at once and a taken one is an error, not an exit.
         listener = socket.socket()
         try:
             listener.bind((self._host, self._port))
@@ -97,7 +98,7 @@ class OpenAiServer:
         return f"http://{self._host}:{self._port}/s/{session}/v1"
 
     def take(self, session: str) -> AgentSession:
-        """Hand over what a session recorded and forget it; an empty one if it asked nothing."""
+        """Return what a session recorded and forget it; an empty session if it made no request."""
         return self._sessions.pop(session, AgentSession(session))
 
     def _app(self) -> Any:
@@ -176,19 +177,19 @@ def _error(message: str, kind: str) -> dict[str, Json]:
 
 
 def _logprobs(generation: Generation, decode: Callable[[Sequence[int]], str]) -> dict[str, Json]:
-    """One entry a sampled token, special ones included: log pi under the distribution that was sampled from."""
+    """One entry per sampled token, special ones included: log pi under the distribution that was sampled from."""
     content = []
     for token_id, logprob in zip(generation.token_ids, generation.logprobs, strict=True):
         token = decode([token_id])
-        # A part of a character has no text of its own.
+        # A token that holds only part of a character decodes to U+FFFD, which does not reveal its bytes.
         raw = None if "\ufffd" in token else list(token.encode())
         content.append({"token": token, "logprob": logprob, "bytes": raw, "top_logprobs": []})
     return {"content": content, "refusal": None}
 
 
 async def _stream(answer: dict[str, Json], usage: bool) -> AsyncIterator[str]:
-    """The finished turn as a stream of two chunks (three with usage): clients that stream work, though nothing comes
-    early."""
+    """The finished turn as a stream of two chunks (three with usage), so that clients that stream work, although nothing
+    arrives early."""
     choice = answer["choices"][0]
     delta = dict(choice["message"])
     if "tool_calls" in delta:

@@ -15,7 +15,7 @@ from agentrl.trajectory import Json, Message, TokenLedger
 
 @dataclass(slots=True)
 class Branch:
-    """One line of conversation: its messages so far and the ledger that holds them as tokens."""
+    """One conversation: its messages so far and the ledger that holds them as tokens."""
 
     tools: str
     ledger: TokenLedger
@@ -38,7 +38,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class StopStrings:
-    """Texts that end a turn, over an engine that only knows stop tokens."""
+    """Texts that end a turn, for an engine that only supports stop tokens."""
 
     texts: tuple[str, ...]
     decode: Callable[[Sequence[int]], str]
@@ -46,16 +46,17 @@ class StopStrings:
     def cut(self, generation: Generation) -> Generation:
         """The generation up to the token that completes the first stop string; the same object if there is none.
 
-        Its finish is then "length": no stop token was sampled, so the renderer closes the turn.
+        Its finish becomes "length": no stop token was sampled, so the renderer closes the turn.
         """
         ids = generation.token_ids
         if not self._has(ids):
             return generation
+        # A longer prefix keeps the stop string once it is complete, so bisection finds the token with few decodings.
         count = bisect_left(range(len(ids)), True, key=lambda index: self._has(ids[: index + 1])) + 1
         return Generation(ids[:count], generation.logprobs[:count], generation.versions[:count], "length")
 
     def strip(self, message: Message) -> Message:
-        """The message without the stop string and what its last token brought along."""
+        """The message without the stop string and whatever follows it in its last token."""
         reasoning = None if message.reasoning is None else self._before(message.reasoning)
         return replace(message, content=self._before(message.content), reasoning=reasoning)
 
@@ -64,14 +65,14 @@ class StopStrings:
         return any(stop in text for stop in self.texts)
 
     def _before(self, text: str) -> str:
-        places = [place for stop in self.texts if (place := text.find(stop)) >= 0]
-        return text[: min(places, default=len(text))]
+        starts = [start for stop in self.texts if (start := text.find(stop)) >= 0]
+        return text[: min(starts, default=len(text))]
 
 
 @dataclass(slots=True)
 class AgentSession:
-    """All that one agent asked. A request that continues an earlier answer extends that ledger; any other (a
-    sub-agent, an edited history) opens a new one. Each sampled token is in exactly one ledger as sampled."""
+    """All requests of one agent. A request that continues an earlier answer extends that ledger; any other (a
+    sub-agent, an edited history) starts a new one. Each sampled token is marked as sampled in exactly one ledger."""
 
     key: str
     branches: list[Branch] = field(default_factory=list)
@@ -91,9 +92,9 @@ class AgentSession:
         stops: StopStrings | None = None,
     ) -> Answer:
         """Answer one request. With `stops` the turn ends at the first of them: what was sampled after the token that
-        completed it is thrown away, as if sampling had stopped there.
+        completes it is discarded, as if sampling had stopped there.
 
-        Raises EngineError, RenderError or RequestError; the session is then as it was.
+        Raises EngineError, RenderError or RequestError; the session is then unchanged.
         """
         messages = read_messages(rows)
         history = [identity(row) for row in rows]
@@ -113,8 +114,9 @@ class AgentSession:
         message = unique_ids(renderer.with_tools(tools).parse(generation.token_ids, generation.finish), turns)
         if stops is not None and stopped:
             message = stops.strip(message)
+        # While the engine sampled, another request may have continued the same branch: this one then gets its own.
         if parent is not None and len(ledger) != keep:
-            ledger, parent = ledger.fork(keep), None  # another request went on from here meanwhile
+            ledger, parent = ledger.fork(keep), None
         ledger.append_context(prompt[keep:], turns)
         ledger.append_sampled(generation.token_ids, generation.logprobs, generation.versions, turns)
         branch = Branch(
@@ -135,7 +137,7 @@ class AgentSession:
         return {"session": self.key, "ledgers": [ledger.to_json() for ledger in self.ledgers]}
 
     def _parent(self, history: list[str], tools: str, messages: list[Message], renderer: Renderer) -> Branch | None:
-        """The longest branch whose messages the request repeats and then only adds answers to."""
+        """The longest branch whose messages the request repeats and to which it then adds only answers."""
         fitting = [
             branch
             for branch in self.branches

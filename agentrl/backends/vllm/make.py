@@ -1,4 +1,4 @@
-"""vLLM, as a run asks for it."""
+"""How a run makes its vLLM engine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from agentrl.rollout.engine import Engine
 from agentrl.rollout.engine_maker import ENGINES, PROCESS_MIB, EngineMaker, Processes
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of an attention head that the CPU build of vLLM has kernels for; with another it dies at the first request."""
+"""Attention head sizes that the CPU build of vLLM has kernels for; with any other it crashes at the first request."""
 
 
 @ENGINES.register("vllm", needs={"ray"})
 class VllmMaker(EngineMaker):
-    """Replicas in Ray actors, as the section `vllm` says. Suits a machine with a GPU where vLLM is installed."""
+    """Replicas in Ray actors, as the section `vllm` says. Preferred on a machine with a GPU on which vLLM is installed."""
 
     @classmethod
     def engine(cls) -> type[Engine]:
@@ -74,5 +74,5 @@ class VllmMaker(EngineMaker):
 
 
 def _adapter_rank(config: TrainConfig) -> int | None:
-    """The rank of adapters that the engine gets beside its weights; None if they are merged."""
+    """The rank of the adapters that the engine gets separately from its weights; None if they are merged."""
     return config.model.lora.rank if config.model.lora is not None and config.weights.lora == "adapter" else None

@@ -1,7 +1,7 @@
-"""How far the requests of vLLM's replicas are, for deadlines that count only active time (`Engine.progress`).
+"""Progress of the requests in vLLM's replicas, for deadlines that count only active time (`Engine.progress`).
 
-In a replica, `Pace` looks at its requests ten times a second; the driver's `Paces` asks each replica twice a second, and
-only while somebody wants to know. So seconds are right to a tenth, and what the driver knows is half a second old.
+In a replica, `Pace` checks its requests ten times per second; the driver's `Paces` polls each replica twice per second, and
+only while a caller asks for progress. So times are accurate to 0.1 s, and what the driver knows is up to 0.5 s old.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ ASK = 0.5
 
 
 class Pace:
-    """A replica's side. A request is active from its first token on, but while the engine is paused."""
+    """The replica's side. A request is active from its first token on, except while the engine is paused."""
 
     def __init__(self, states: Callable[[], Iterable[Any]]) -> None:
-        """`states`: vLLM's states of the requests that it has."""
+        """`states`: vLLM's states of its current requests."""
         self._states, self._paused = states, False
         self._active: dict[str, float] = {}
         self._looked = time.monotonic()
 
     def pause(self, paused: bool) -> None:
-        """The engine stops or goes on."""
-        self.look()
+        """The engine was paused, or resumed."""
+        self.look()  # the time up to now belongs to the old state
         self._paused = paused
 
     def look(self) -> None:
@@ -42,10 +42,11 @@ class Pace:
         for state in self._states():
             if not state.is_prefilling:
                 name = state.external_req_id
+                # -step: a request that is active for the first time starts at 0, not with the interval before its first token.
                 self._active[name] = self._active.get(name, -step) + step
 
     def told(self) -> Told:
-        """Of every request that the replica has."""
+        """Active seconds and sampled tokens of every request in the replica."""
         self.look()
         return {
             state.external_req_id: (self._active.get(state.external_req_id, 0.0), state.detokenizer.num_output_tokens())
@@ -53,7 +54,7 @@ class Pace:
         }
 
     def over(self, request_id: str) -> float:
-        """Active seconds of a request that has ended, whatever way; it is forgotten."""
+        """Active seconds of a request that has ended in any way; it is forgotten."""
         since = 0.0 if self._paused else time.monotonic() - self._looked
         return self._active.pop(request_id, 0.0) + since
 
@@ -65,7 +66,7 @@ class Pace:
 
 
 class Paces:
-    """The driver's side. `ask` brings what all replicas tell."""
+    """The driver's side. `ask` returns what each replica reports."""
 
     def __init__(self, ask: Callable[[], Awaitable[list[Told]]]) -> None:
         self._ask = ask
@@ -74,7 +75,7 @@ class Paces:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, key: str, request_id: str) -> None:
-        """Episode `key` makes a request."""
+        """Episode `key` starts a request."""
         self._ids[key] = request_id
 
     def end(self, key: str, request_id: str) -> None:
@@ -84,7 +85,7 @@ class Paces:
         self._told.pop(request_id, None)
 
     def of(self, key: str) -> Underway | None:
-        """What is known of the episode's request; from now on it is asked for."""
+        """What is known about the episode's request; polling starts with the first call."""
         if key not in self._ids:
             return None
         if self._task is None or self._task.done():
@@ -92,7 +93,7 @@ class Paces:
         return Underway(*self._told.get(self._ids[key], (0.0, 0)))
 
     def close(self) -> None:
-        """Ask no more; idempotent."""
+        """Stop polling; idempotent."""
         if self._task is not None:
             self._task.cancel()
             self._task = None

@@ -1,4 +1,4 @@
-"""vLLM's own tool-call parsers as agentrl parsers, for model families that agentrl has none for."""
+"""vLLM's own tool-call parsers as agentrl parsers, for model families without one in agentrl."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> Parser:
     """The parser that vLLM calls `name` ("deepseek_v3", "glm45", ...); some need the tools' schemas.
 
-    Pass it to `make_renderer(tokenizer, parser=...)`. vLLM's parsers drop what they cannot read: a malformed
-    call comes back as prose, not as a call with an error. Raises DependencyError without vLLM, ModelError
+    Pass it to `make_renderer(tokenizer, parser=...)`. vLLM's parsers drop what they cannot parse: a malformed
+    call comes back as text, not as a call with an error. Raises DependencyError without vLLM, ModelError
     for an unknown name or a tokenizer without the parser's control tokens.
     """
     if importlib.util.find_spec("vllm") is None:
@@ -39,18 +39,18 @@ def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[M
         raise ModelError(f"vLLM's tool parser {name!r} does not fit this tokenizer: {problem}") from problem
 
     def parse(text: str) -> Parsed:
-        found = parser.extract_tool_calls(text, request)
-        calls = tuple(_call(item, f"call_{index}") for index, item in enumerate(found.tool_calls))
-        content = found.content if found.tools_called else text
+        extracted = parser.extract_tool_calls(text, request)
+        calls = tuple(_call(item, f"call_{index}") for index, item in enumerate(extracted.tool_calls))
+        content = extracted.content if extracted.tools_called else text
         return (content or "").strip(), calls
 
     return parse
 
 
 def vllm_parser_for_tools(name: str, tokenizer: PreTrainedTokenizerBase) -> ForTools:
-    """The same, made for the tools of each episode. Raises at once what `vllm_parser` raises."""
+    """The same, made for the tools of each episode. Raises immediately what `vllm_parser` raises."""
     parser = ForTools(lambda tools: vllm_parser(name, tokenizer, tools))
-    parser.bind(())
+    parser.bind(())  # a parser that does not fit fails here, not in the first episode
     return parser
 
 

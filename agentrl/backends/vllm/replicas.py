@@ -1,4 +1,4 @@
-"""The replicas of a vLLM engine: one Ray actor each; which episode lives where; death and respawn."""
+"""The replicas of a vLLM engine, one Ray actor each: routing of episodes, failures and respawns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KEYS_REMEMBERED = 65536
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """One actor. `cause` says why it is dead; `seen` are the last counters that it gave."""
+    """One actor. `cause`: why it is dead, None while it is alive. `seen`: the last counters that it reported."""
 
     number: int
     actor: Any
@@ -48,7 +48,7 @@ class Replica:
 
 
 class Replicas:
-    """Starts `cfg.replicas` replicas, sends each episode where its prefix cache is, and replaces those that die."""
+    """Starts `cfg.replicas` replicas, routes each episode to its prefix cache, and replaces replicas that die."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Replicas:
         catch_up: Callable[[Replica], Awaitable[None]],
         ray_options: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """`options`: for vLLM. `catch_up` brings a new replica to the current weights and then calls `join`. `ray_options`: Ray's
-        options of each replica, if a pool says where it runs."""
+        """`options`: for vLLM. `catch_up` brings a new replica to the current weights and then calls `join`. `ray_options`:
+        Ray options of each replica, if a pool says where it runs."""
         self._options, self._cfg = options, cfg
         self._startup_timeout, self._respawns = startup_timeout, 0
         self._catch_up, self._ray_options = catch_up, ray_options
@@ -71,7 +71,7 @@ class Replicas:
         self._past: list[EngineStats] = []
 
     async def start(self) -> None:
-        """Raises EngineError if one does not come up; the others are then ended too."""
+        """Raises EngineError if one does not start; the others are then stopped too."""
         self._replicas = [self._spawn(number) for number in range(self._cfg.replicas)]
         try:
             await asyncio.gather(*(self._boot(replica) for replica in self._replicas))
@@ -81,7 +81,7 @@ class Replicas:
         self._started = True
 
     async def close(self) -> None:
-        """End every process, also those that are just starting; idempotent."""
+        """End every process, including those that are still starting; idempotent."""
         self._started = False
         coming = list(self._coming)
         for task in coming:
@@ -90,7 +90,7 @@ class Replicas:
         replicas, self._replicas = self._replicas, []
         for replica in replicas:
             if replica.cause is None:
-                with contextlib.suppress(EngineError, TimeoutError):  # it is killed next, whatever it answers
+                with contextlib.suppress(EngineError, TimeoutError):  # it is killed next in any case
                     await asyncio.wait_for(self.ask(replica, "close"), 30)
             ray.kill(replica.actor)
         self._home.clear()
@@ -107,28 +107,29 @@ class Replicas:
         return [replica for replica in self._replicas if replica.cause is None]
 
     def homes(self) -> dict[str, int]:
-        """The replica's number for each episode that is remembered."""
+        """The replica's number for each remembered episode."""
         return {key: replica.number for key, replica in self._home.items()}
 
     async def route(self, key: str) -> Replica:
-        """The replica that has the episode's cache; the one with the least in flight for a new episode, or
-        one whose replica died. Waits if none lives but one is being started. Raises EngineError if
-        none lives and none comes."""
+        """The replica that has the episode's cache; for a new episode, or one whose replica died, the replica with the
+        fewest requests in flight. Waits if none is alive but one is being started. Raises EngineError if none is alive
+        or being started."""
         replica = self._home.pop(key, None)
         if replica is None or replica.cause is not None:
             while not (alive := self.alive()):
                 if not self._coming:
-                    raise EngineError(f"no replica of the vLLM engine lives: {self._deaths()}")
+                    raise EngineError(f"no replica of the vLLM engine is alive: {self._deaths()}")
                 await asyncio.wait(self._coming, return_when=asyncio.FIRST_COMPLETED)
             replica = min(alive, key=lambda item: item.in_flight)
+        # Episodes never sign off; as an LRU map (popped above, re-added here) it forgets the ones that ended long ago.
         self._home[key] = replica
         if len(self._home) > _KEYS_REMEMBERED:
             self._home.popitem(last=False)
         return replica
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every live replica. One that turns out dead is left out. EngineError if one
-        fails, or if none lives and none comes."""
+        """Call a method of every live replica. One that turns out to be dead is left out. Raises EngineError if one
+        fails, or if none is alive or being started."""
         replicas = self.alive()
         calls = [self.control(replica, method, *args) for replica in replicas]
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -136,17 +137,16 @@ class Replicas:
             if isinstance(answer, BaseException) and not isinstance(answer, ReplicaDeadError):
                 raise answer
         if not self.alive() and not self._coming:
-            raise EngineError(f"no replica of the vLLM engine lives: {self._deaths()}")
+            raise EngineError(f"no replica of the vLLM engine is alive: {self._deaths()}")
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def ask(self, replica: Replica, method: str, *args: Any) -> Any:
-        """Await a remote call; failures come as EngineError that names the replica, its death as
-        ReplicaDeadError."""
+        """Await a remote call. Raises EngineError naming the replica if it fails, ReplicaDeadError if it is dead."""
         with self._failures(replica):
             return await getattr(replica.actor, method).remote(*args)
 
     async def generate(self, replica: Replica, request: Request) -> Generation:
-        """`ask` for a turn; those asked for together travel together."""
+        """`ask` for a turn; requests made at the same time are sent in one call."""
         with self._failures(replica):
             return await replica.request_batcher.generate(request)
 
@@ -167,14 +167,14 @@ class Replicas:
         return EngineError(f"{replica.name}: {cause}")
 
     async def control(self, replica: Replica, method: str, *args: Any) -> Any:
-        """`ask` for a call that is answered soon: a replica that hangs is killed, so that its requests move."""
+        """`ask` for a call that should be answered soon: a replica that hangs is killed, so that its requests move on."""
         try:
             return await asyncio.wait_for(self.ask(replica, method, *args), self._cfg.call_timeout)
         except TimeoutError:
             raise self._died(replica, f"no answer to {method} within {self._cfg.call_timeout:g} s") from None
 
     async def progress(self) -> list[Told]:
-        """What each live replica tells of its requests; nothing from one that does not answer."""
+        """What each live replica reports about its requests; nothing from one that does not answer."""
         answers = await asyncio.gather(
             *(asyncio.wait_for(self.ask(replica, "progress"), self._cfg.call_timeout) for replica in self.alive()),
             return_exceptions=True,
@@ -182,7 +182,7 @@ class Replicas:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def counters(self) -> list[EngineStats]:
-        """Of every replica, the dead ones (as they last were, nothing running) among them."""
+        """The counters of every replica, including dead ones (their last counters, with nothing running)."""
         alive = self.alive()
         parts = await asyncio.gather(*(self.control(replica, "stats") for replica in alive), return_exceptions=True)
         for replica, part in zip(alive, parts, strict=True):
@@ -193,17 +193,18 @@ class Replicas:
         return [*self._past, *(r.seen if r.cause is None else _at_rest(r.seen) for r in self._replicas)]
 
     def join(self, replica: Replica) -> None:
-        """Put a replica that has the weights of the day in its predecessor's place."""
+        """Put a replica that has the current weights in its predecessor's place."""
         self._past.append(_at_rest(self._replicas[replica.number].seen))
         self._replicas[replica.number] = replica
-        log.warning("%s is up in place of the one that died and takes requests", replica.name)
+        log.warning("%s has replaced the one that died and takes requests", replica.name)
 
     def _spawn(self, number: int) -> Replica:
         gpu = torch.cuda.is_available()
         environment = ENVIRONMENT if gpu else {**ENVIRONMENT, **CPU_ENVIRONMENT}
         anywhere = {"num_cpus": 0, "num_gpus": self._cfg.tensor_parallel if gpu else 0}
-        place = self._ray_options[number] if self._ray_options else anywhere
-        actor = ray.remote(VllmActor).options(max_concurrency=4096, runtime_env={"env_vars": environment}, **place)
+        options = self._ray_options[number] if self._ray_options else anywhere
+        # An async actor runs at most `max_concurrency` calls, and control calls must get through beside all the requests.
+        actor = ray.remote(VllmActor).options(max_concurrency=4096, runtime_env={"env_vars": environment}, **options)
         return Replica(number, actor.remote(self._options))
 
     async def _boot(self, replica: Replica) -> None:
@@ -213,20 +214,20 @@ class Replicas:
             raise EngineError(f"vLLM did not start within {self._startup_timeout:g} s") from None
 
     def _died(self, replica: Replica, cause: str) -> ReplicaDeadError:
-        """Record a death once, however many requests hear of it, and start another while that is allowed."""
+        """Record a death once, however many requests report it, and start a new replica if that is still allowed."""
         if replica.cause is None:
-            told = " ".join(cause.split())  # Ray writes a paragraph
-            replica.cause = f"{replica.name} died: {told[:400]}"
+            reason = " ".join(cause.split())  # Ray writes a paragraph
+            replica.cause = f"{replica.name} died: {reason[:400]}"
             ray.kill(replica.actor)  # the process may outlive the engine inside it
             if self._started and self._respawns < self._cfg.max_respawns:
                 self._respawns += 1
-                log.warning("%s; its %d requests move, and it is started again (%d of max_respawns = %d)",
+                log.warning("%s; its %d requests move on, and it is started again (%d of max_respawns = %d)",
                             replica.cause, replica.in_flight, self._respawns, self._cfg.max_respawns)  # fmt: skip
                 task = asyncio.create_task(self._respawn(replica), name=f"respawn {replica.name}")
                 self._coming.add(task)
                 task.add_done_callback(self._coming.discard)
             elif self._started:
-                log.error("%s; %d of %d replicas live and no more are started (max_respawns = %d)", replica.cause,
+                log.error("%s; %d of %d replicas are alive and no more are started (max_respawns = %d)", replica.cause,
                           len(self.alive()), self._cfg.replicas, self._cfg.max_respawns)  # fmt: skip
         return ReplicaDeadError(replica.cause)
 
@@ -246,5 +247,5 @@ class Replicas:
 
 
 def _at_rest(stats: EngineStats) -> EngineStats:
-    """The counters of a replica that runs nothing any more."""
+    """The counters of a replica that no longer runs anything."""
     return EngineStats(prompt_tokens=stats.prompt_tokens, cached_tokens=stats.cached_tokens, sampled_tokens=stats.sampled_tokens)

@@ -1,5 +1,5 @@
-"""The ends of a weight route in a vLLM engine: one in every worker process, and one in the driver if it keeps weights
-for replicas that are started later."""
+"""The receivers of a weight route in a vLLM engine: one in every worker process, and one in the driver if it keeps
+weights for replicas that are started later."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Kept:
 
 
 class VllmRoutes:
-    """See the module. `workers`: processes a replica; `keep`: whether the driver keeps a copy of what comes."""
+    """See the module. `workers`: processes per replica; `keep`: whether the driver keeps a copy of what it receives."""
 
     def __init__(self, replicas: Replicas, workers: int, keep: bool) -> None:
         self._replicas, self._workers, self._keep = replicas, workers, keep
         self._attached: tuple[str, ...] = ()
-        self._mine: Receiver | None = None
+        self._own: Receiver | None = None
 
     def members(self) -> tuple[str, ...]:
         workers = [f"{r.number}.{r.pid}.{rank}" for r in self._replicas.alive() for rank in range(self._workers)]
@@ -44,50 +44,53 @@ class VllmRoutes:
         """Raises ConfigError with the reason if one process cannot be served, MembersChangedError if one died meanwhile."""
         self._attached = ()
         members, alive = self.members(), self._replicas.alive()
-        # All at once: an end of a group waits until all the others are there.
-        ends = [self._replicas.ask(replica, "attach", offer, at * self._workers) for at, replica in enumerate(alive)]
-        mine = in_thread("weights", open_receiver, offer, len(members) - 1) if self._keep else _nothing()
-        receiver, *answers = await asyncio.gather(mine, *ends, return_exceptions=True)
+        # All concurrently: joining a group blocks until every other member has joined.
+        workers = [self._replicas.ask(replica, "attach", offer, at * self._workers) for at, replica in enumerate(alive)]
+        own = in_thread("weights", open_receiver, offer, len(members) - 1) if self._keep else _nothing()
+        receiver, *answers = await asyncio.gather(own, *workers, return_exceptions=True)
         self.close()
-        self._mine = receiver if isinstance(receiver, Receiver) else None
+        # Kept before the answers are checked, so that `close` frees it even if another process failed.
+        self._own = receiver if isinstance(receiver, Receiver) else None
         _check_answers([receiver, *answers])
         self._attached = members
 
     def check(self) -> None:
-        """Raises MembersChangedError if a process has no end."""
+        """Raises MembersChangedError if a process has no receiver."""
         if not self._attached or self.members() != self._attached:
             raise MembersChangedError("a replica of the vLLM engine was replaced after the route for weights was attached")
 
     async def load(self, bucket: Bucket, expected: Expected, arrivals: Arrivals) -> list[Kept]:
-        """Load one bucket everywhere; it, if the driver keeps weights. Raises EngineError for one that does not fit."""
+        """Load one bucket in every process. Returns the driver's copy, if it keeps weights. Raises EngineError for a bucket
+        that does not fit the model."""
         for entry in bucket.entries:
             arrivals.check(entry.name, entry.shape)
-        # vLLM packs a tied output head of its own on a CPU: without its name in the update it would go on with the
+        # On a CPU, vLLM packs its own copy of a tied output head: without its name in the update, it would keep the
         # old weights.
         whole = bucket.with_aliases(expected.tied)
         loading = self._replicas.all("receive", whole.to_wire())
+        # Both at once: a collective broadcast ends only when the driver has received its copy too.
         keeping = in_thread("weights", self._copy, whole)
         kept: list[Kept]
         kept, _ = await asyncio.gather(keeping, loading)
         return kept
 
     def _copy(self, bucket: Bucket) -> list[Kept]:
-        if self._mine is None:
+        if self._own is None:
             return []
         data = torch.empty(bucket.nbytes, dtype=torch.uint8)
-        for entry, (_, tensor) in zip(bucket.entries, self._mine.receive(bucket), strict=True):
+        for entry, (_, tensor) in zip(bucket.entries, self._own.receive(bucket), strict=True):
             view(data, entry).copy_(tensor)
         return [Kept(bucket, ray.put(data.numpy()))]
 
     def close(self) -> None:
-        """Close the driver's end; idempotent."""
-        if self._mine is not None:
-            self._mine.close()
-            self._mine = None
+        """Close the driver's receiver; idempotent."""
+        if self._own is not None:
+            self._own.close()
+            self._own = None
 
 
 def _check_answers(answers: list[Receiver | BaseException | str | None]) -> None:
-    """Raise for the first process that has no end of the route; for one that died before any other."""
+    """Raise the error of the first process that has no receiver; one that died counts before any other error."""
     if any(isinstance(answer, ReplicaDeadError) for answer in answers):
         raise MembersChangedError("a replica of the vLLM engine died while a route for weights was attached")
     for answer in answers:

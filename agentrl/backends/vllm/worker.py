@@ -1,4 +1,4 @@
-"""Runs inside vLLM's worker processes: takes published weights out of shared memory into the live model.
+"""Runs inside vLLM's worker processes: loads published weights into the live model.
 
 vLLM adds `WeightReceiver` to its worker class (`worker_extension_cls`) and calls the methods through
 `collective_rpc`. No scheduler step may fall between `begin` and `end`: the engine is paused meanwhile.
@@ -29,22 +29,22 @@ class WeightReceiver:
     agentrl_receiver: Receiver | None = None
 
     def agentrl_begin(self) -> None:
-        """Prepare every layer for new weights; what an earlier, broken update left is dropped."""
+        """Prepare every layer for new weights; what an earlier, failed update left behind is dropped."""
         with set_current_vllm_config(self.vllm_config):
             model = self.model_runner.get_model()
             finalize_layerwise_reload(model, self.model_config)
             initialize_layerwise_reload(model)
 
     def agentrl_load(self, path: str, wire: Wire) -> None:
-        """Load one bucket whose bytes are the file `path`. The mapping lives on in the tensors until the last layer that
-        holds one of them is complete, so the file may be unlinked at once."""
+        """Load one bucket whose bytes are the file `path`. The tensors keep the mapping alive until the last layer that
+        holds one of them is complete, so the file may be deleted immediately."""
         bucket = Bucket.from_wire(wire)
         tensors = bucket.cut(torch.from_file(path, shared=True, size=bucket.nbytes, dtype=torch.uint8))
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(tensors)
 
     def agentrl_attach(self, offer: tuple[str, int, int, list[str]], base: int) -> str:
-        """Open this worker's end of a route; why it cannot be, or "". Its receiver's index is `base` + rank."""
+        """Open this worker's receiver of a route, with index `base` + rank. Returns why that is impossible, or ""."""
         route, slot_bytes, receivers, where = offer
         try:
             receiver = open_receiver(Offer(route, slot_bytes, receivers, tuple(where)), base + self.rank)
@@ -63,7 +63,7 @@ class WeightReceiver:
         with set_current_vllm_config(self.vllm_config):
             model = self.model_runner.get_model()
             model.load_weights(tensors)
-        # The bucket's bytes are written over soon. vLLM keeps tensors of a layer that is not complete yet.
+        # vLLM holds on to the tensors of a layer that is not complete yet, and the bucket's memory is about to be reused.
         for layer in model.modules():
             for _, bound in get_layerwise_info(layer).loaded_weights:
                 for name, value in bound.arguments.items():
