@@ -23,7 +23,8 @@ from agentrl.config.schema import (
     VllmConfig,
 )
 from agentrl.errors import ConfigError, ResourceError
-from agentrl.run.placement import check_placement, roles_of
+from agentrl.run.checks.placement import check_placement
+from agentrl.run.placement import roles_of
 
 NODES = [ClusterNode("a", 4, 2), ClusterNode("b", 4, 0)]
 
