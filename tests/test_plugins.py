@@ -16,7 +16,7 @@ from agentrl.errors import ConfigError, ResourceError
 from agentrl.registry import Registry
 from agentrl.rollout.engine_maker import ENGINES
 from agentrl.run.checks import check_config
-from agentrl.run.checks.machine import check_machine
+from agentrl.run.checks.capacity import check_capacity
 from agentrl.run.folder import RunFolder
 from agentrl.run.main import execute
 from agentrl.run.placement import roles_of
@@ -198,7 +198,7 @@ def test_a_run_of_plugins_alone(shelf: Path) -> None:
         f"weights={{route='told',folder='{shelf}'}}", "trackers=[{name='lines',args={file='lines.txt'}}]",
         "rollout.max_turn_tokens=12", "rollout.max_turns=9", "cluster.backend=ray",
     )  # fmt: skip
-    check_machine(config)
+    check_capacity(config)
     check_config(config)
     folder = RunFolder.create(config)
     assert execute(config, folder, resumed=False) == 0
@@ -259,7 +259,7 @@ def test_an_engine_says_which_processes_it_has(shelf: Path) -> None:
     config = run_of("engine=far", "cluster.backend=ray")
     assert roles_of(config, "far") == ["actor", "rollout"] and roles_of(config, "mine") == ["actor"]
     with pytest.raises(ResourceError, match=r"cannot carry 100 worker processes \(cluster.actors=1, far.count=99\)"):
-        check_machine(config)
+        check_capacity(config)
 
 
 def test_agentrls_own_engines_are_what_they_say() -> None:

@@ -9,12 +9,9 @@ import torch
 from tensordict import TensorDict
 
 from agentrl.batch.rows import build, jagged
-from agentrl.reward import credit
+from agentrl.reward.credit import Spot, reward_spots
 from agentrl.reward.score import Score
 from agentrl.trajectory import TokenLedger, Trajectory
-
-TOKEN_COLUMNS = ("token_ids", "sampled", "logprobs", "versions", "turns", "rewards")
-ROW_COLUMNS = ("group", "member", "trajectory", "reward")
 
 
 def collate(
@@ -23,7 +20,7 @@ def collate(
     """One batch of N rows (a row is a non-empty ledger), T_i tokens in row i.
 
     Ragged columns [N, T_i]: `token_ids` int32, `sampled` bool, `logprobs` float32, `versions` int32,
-    `turns` int16, all as in the ledgers, `rewards` float32 (see `reward_spots`; they sum to the trajectory's reward over its
+    `turns` int16, all as in the ledgers, `rewards` float32 (placed by `reward.credit`; they sum to the trajectory's reward over its
     rows). Row columns [N]: `group` int64, `member` int64, `trajectory` int64 (index into the argument),
     `reward` float32 (the trajectory's reward, the same on all of its rows).
 
@@ -43,7 +40,7 @@ def collate(
         if trajectory.reward is None and not allow_unscored:
             raise ValueError(f"trajectory {index} (task {trajectory.task.id!r}) is unscored; drop it before collating")
         reward = float("nan") if trajectory.reward is None else trajectory.reward
-        spots = reward_spots(trajectory)
+        spots = _spots(trajectory)
         for place, ledger in enumerate(trajectory.ledgers):
             if len(ledger) == 0:
                 continue
@@ -69,15 +66,7 @@ def number_groups(trajectories: Sequence[Trajectory]) -> list[int]:
     return numbers
 
 
-def token_rewards(trajectory: Trajectory) -> list[np.ndarray]:
-    """Rewards by token, one float32 array a ledger; over all ledgers they sum to `trajectory.reward`."""
-    columns = [np.zeros(len(ledger), dtype=np.float32) for ledger in trajectory.ledgers]
-    for ledger, token, amount in reward_spots(trajectory):
-        columns[ledger][token] = amount
-    return columns
-
-
-def reward_spots(trajectory: Trajectory) -> list[credit.Spot]:
+def _spots(trajectory: Trajectory) -> list[Spot]:
     """Where `trajectory.reward` lies, as (ledger, token, amount).
 
     The turns' rewards and what they leave of the episode's lie where `reward.credit.reward_spots` puts
@@ -87,7 +76,7 @@ def reward_spots(trajectory: Trajectory) -> list[credit.Spot]:
     total = float("nan") if trajectory.reward is None else trajectory.reward
     if any(turn.ledger >= 0 and turn.end >= 0 for turn in trajectory.turns):
         turns = {turn.index: turn.reward for turn in trajectory.turns if turn.reward is not None}
-        return credit.reward_spots(trajectory, Score(total, turns))
+        return reward_spots(trajectory, Score(total, turns))
     last = max((at for at, ledger in enumerate(trajectory.ledgers) if ledger.sampled_tokens), default=None)
     if last is None:
         return []

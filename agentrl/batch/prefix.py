@@ -155,13 +155,3 @@ def share(view: Ragged, rows: Rows, trees: Sequence[Tree] | None = None) -> Shar
         torch.from_numpy(at),
         chosen,
     )
-
-
-def visible(spans: torch.Tensor) -> torch.Tensor:
-    """Who sees whom: bool [U, U], row = query. For tests and small inputs; it is quadratic."""
-    size = int(spans[-1, 3])
-    mask = torch.zeros(size, size, dtype=torch.bool)
-    for first, last, start, stop in spans.tolist():
-        mask[start:stop, first:last] = True
-        mask[start:stop, start:stop] = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
-    return mask

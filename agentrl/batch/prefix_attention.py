@@ -53,21 +53,6 @@ def _branch(first: int, last: int, rests: Sequence[tuple[int, int]], device: tor
     return Branch(first, last, len(rests), width, *(part.to(device) for part in parts))
 
 
-def shared_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: Sequence[Branch],
-    scaling: float | None = None,
-) -> torch.Tensor:
-    """Attention of U tokens: query [U, H, D], key and value [U, H or fewer, D] -> [U, H, D].
-
-    Rests are right-padded to the longest of their tree; a real token never sees the padding behind it.
-    """
-    out = torch.zeros_like(query)
-    return into(out, query, key, value, layout, scaling)
-
-
 def into(
     out: torch.Tensor,
     query: torch.Tensor,

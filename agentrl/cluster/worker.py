@@ -59,10 +59,6 @@ class Worker:
         """This worker's coordinate along a mesh axis."""
         return self.context.mesh.index(self.rank, axis)
 
-    def mesh_size(self, axis: str = "dp") -> int:
-        """Number of ranks along a mesh axis."""
-        return self.context.mesh.size(axis)
-
     def init_process_group(self, backend: str | None = None, timeout: float = 1800.0) -> None:
         """Join the group's torch.distributed default process group; every rank must call it.
 

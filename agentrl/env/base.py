@@ -201,11 +201,6 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         """Whether an episode is running: reset, and neither over nor closed."""
         return self._open
 
-    @property
-    def malformed_calls(self) -> int:
-        """Tool calls of this episode that could not be read."""
-        return sum(call.arguments is None for _, call, _ in self.trajectory.calls())
-
     # -- Gymnasium ---------------------------------------------------------------------------------
 
     @cached_property

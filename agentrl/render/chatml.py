@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 START, END = "<|im_start|>", "<|im_end|>"
-CONTROL_TOKENS = (START, END, "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """What a tokenizer for this format holds as added tokens (the last four may also be ordinary text)."""
 
 CHATML_TEMPLATE = """\

@@ -14,13 +14,13 @@ from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.backends.openai.server import OpenAiServer
 from agentrl.errors import EngineError, ResourceError
 from agentrl.render import make_renderer
-from agentrl.render.chatml import CHATML_TEMPLATE, CONTROL_TOKENS
+from agentrl.render.chatml import CHATML_TEMPLATE
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.trajectory import Message, ToolCall
 
 sys.path.append(str(Path(__file__).parent.parent / "render"))
 from render_conversations import TOOLS
-from render_tokenizers import build_tokenizer
+from render_tokenizers import CONTROL_TOKENS, build_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,22 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.batch.prefix import Tree, find_trees, share, visible
-from agentrl.batch.prefix_attention import branches, shared_attention
+from agentrl.batch.prefix import Tree, find_trees, share
+from agentrl.batch.prefix_attention import branches, into
 from agentrl.batch.rows import Ragged, build, jagged, pack
 from agentrl.batch.schedule import token_ratio, with_trees
 
 SHORT = 2
+
+
+def visible(spans: torch.Tensor) -> torch.Tensor:
+    """Who sees whom: bool [U, U], row = query."""
+    size = int(spans[-1, 3])
+    mask = torch.zeros(size, size, dtype=torch.bool)
+    for first, last, start, stop in spans.tolist():
+        mask[start:stop, first:last] = True
+        mask[start:stop, start:stop] = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+    return mask
 
 
 def group_batch(texts, groups):
@@ -75,7 +85,7 @@ def test_attention_equals_the_dense_mask(rows):
     size = len(made.token_ids)
     query = torch.randn(size, 4, 8, generator=generator)
     key, value = (torch.randn(size, 2, 8, generator=generator) for _ in range(2))
-    out = shared_attention(query, key, value, branches(made.spans))
+    out = into(torch.zeros_like(query), query, key, value, branches(made.spans))
     full = [tensor.repeat_interleave(2, 1).transpose(0, 1) for tensor in (key, value)]
     dense = F.scaled_dot_product_attention(query.transpose(0, 1), *full, attn_mask=visible(made.spans))
     assert torch.allclose(out, dense.transpose(0, 1), atol=1e-5)
@@ -98,7 +108,7 @@ def test_logprobs_and_gradients_of_a_transformers_model_are_those_of_plain_packi
 
     def shared(module, query, key, value, attention_mask, *, layout, scaling=None, **_):
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return shared_attention(q, k, v, layout, scaling)[None], None
+        return into(torch.zeros_like(q), q, k, v, layout, scaling)[None], None
 
     AttentionInterface.register("test_shared_prefix", shared)
     AttentionMaskInterface.register("test_shared_prefix", lambda *_, **__: None)

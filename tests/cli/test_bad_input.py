@@ -72,7 +72,7 @@ def test_a_mistake_is_named_and_leaves_nothing_behind(
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "odd.json").write_text('{"agentrl_reward": 1, "name": "x", "root": {"use": "text.equls"}}')
     if any("actors" in arg for arg in args):
-        monkeypatch.setattr("agentrl.run.checks.machine.MEMORY_PER_PROCESS_MIB", 0)
+        monkeypatch.setattr("agentrl.run.checks.capacity.MEMORY_PER_PROCESS_MIB", 0)
     assert main(args) == 2
     message = capsys.readouterr().err
     for part in expected:

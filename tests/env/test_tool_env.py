@@ -75,7 +75,7 @@ def test_text_actions_are_parsed_and_malformed_ones_are_answered() -> None:
     for action in (bad, Message("assistant", bad)):
         observation, _, terminated, _, _ = env.step(action)
         assert json.loads(observation[0].content)["error"] == "malformed_call" and not terminated
-    assert env.malformed_calls == 2
+    assert sum(call.arguments is None for _, call, _ in env.trajectory.calls()) == 2
     assert len({c.id for _, c, _ in env.trajectory.calls()}) == 3
 
 

@@ -5,6 +5,9 @@ import json
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+CONTROL_TOKENS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+"""Of ChatML with Hermes' tool tags."""
+
 CORPUS = [
     '<tool_call>\n{"name": "get", "arguments": {"key": "k3"}}\n</tool_call>',
     "Tools: get(key) set(key, value) list() add(a, b)",

@@ -2,11 +2,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from render_conversations import LOOKALIKES, TOOLS, as_dicts, conversations, plain
-from render_tokenizers import build_tokenizer
+from render_tokenizers import CONTROL_TOKENS, build_tokenizer
 
 from agentrl.errors import ModelError, RenderError
 from agentrl.render import make_renderer
-from agentrl.render.chatml import CHATML_TEMPLATE, CONTROL_TOKENS, ChatML
+from agentrl.render.chatml import CHATML_TEMPLATE, ChatML
 from agentrl.trajectory import Message, ToolCall
 
 quick = settings(max_examples=60, deadline=None)

@@ -271,7 +271,7 @@ def test_the_batch_places_rewards_on_the_same_tokens():
     trajectory.reward = score.value
     for turn in trajectory.turns:
         turn.reward = score.turns.get(turn.index)
-    np.testing.assert_allclose(collate.token_rewards(trajectory)[0], token_rewards(trajectory, score)[0])
+    np.testing.assert_allclose(collate.collate([trajectory])["rewards"].values(), token_rewards(trajectory, score)[0])
 
 
 def test_a_part_that_may_be_skipped_may_count_as_nothing_in_the_range():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.batch.collate import token_rewards as batch_rewards
+from agentrl.batch.collate import collate
 from agentrl.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec, token_rewards
@@ -71,7 +71,7 @@ def test_rewards_lie_on_the_last_sampled_token_of_their_turn(renderer: Renderer,
     [ledger] = trajectory.ledgers
     # Found from the ledger's own columns, not from where the turns say that they end.
     ends = {turn: int(np.flatnonzero(ledger.sampled & (ledger.turns == turn))[-1]) for turn in range(5)}
-    for rewards in (token_rewards(trajectory, score), batch_rewards(trajectory)):
+    for rewards in (token_rewards(trajectory, score), [collate([trajectory])["rewards"].values().numpy()]):
         [column] = rewards
         there = np.flatnonzero(np.abs(column) > 1e-12)  # what sums of floats leave over is no reward
         assert {int(i): float(column[i]) for i in there} == pytest.approx({ends[turn]: amount for turn, amount in wanted.items()})

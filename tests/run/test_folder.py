@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.config import TrainConfig, load_config
 from agentrl.errors import ConfigError, ResourceError
-from agentrl.run.checks import machine
+from agentrl.run.checks import capacity
 from agentrl.run.curve import draw_curve
 from agentrl.run.folder import RunFolder, atomic_write
 
@@ -63,16 +63,16 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
 
 
 def test_too_little_disk_memory_or_cores_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.check_machine(config(tmp_path))
+    capacity.check_capacity(config(tmp_path))
     with pytest.raises(ResourceError, match=r"cores cannot carry 64 worker processes"):
-        monkeypatch.setattr(machine, "MEMORY_PER_PROCESS_MIB", 1)
-        machine.check_machine(config(tmp_path, cluster={"actors": 64}))
-    monkeypatch.setattr(machine, "MIN_MEMORY_MIB", 1 << 30)
+        monkeypatch.setattr(capacity, "MEMORY_PER_PROCESS_MIB", 1)
+        capacity.check_capacity(config(tmp_path, cluster={"actors": 64}))
+    monkeypatch.setattr(capacity, "MIN_MEMORY_MIB", 1 << 30)
     with pytest.raises(ResourceError, match=r"MiB of memory are free, about .* are needed"):
-        machine.check_machine(config(tmp_path))
-    monkeypatch.setattr(machine, "MIN_DISK_MIB", 1 << 40)
+        capacity.check_capacity(config(tmp_path))
+    monkeypatch.setattr(capacity, "MIN_DISK_MIB", 1 << 40)
     with pytest.raises(ResourceError, match=r"MiB of disk are free, .* are needed"):
-        machine.check_machine(config(tmp_path))
+        capacity.check_capacity(config(tmp_path))
 
 
 def test_the_curve_is_a_picture(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_a_run_goes_on_by_its_own_config(
     Path("run/config.toml").write_text(to_toml(config_from(table)))
     gone_on = []
     monkeypatch.setattr("agentrl.run.main.execute", lambda config, folder, **how: gone_on.append(config) or 0)
-    monkeypatch.setattr("agentrl.run.checks.check_machine", lambda config: None)
+    monkeypatch.setattr("agentrl.run.checks.check_capacity", lambda config: None)
     code = main(["train", "--resume", "run", override])
     assert (code, len(gone_on)) == ((2, 0) if difference else (0, 1))
     if difference:

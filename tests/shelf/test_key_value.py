@@ -155,7 +155,7 @@ def test_malformed_turns_are_raw_text_that_no_parser_reads() -> None:
     assert isinstance(first, Message) and not first.tool_calls and first.content.startswith("<tool_call>")
     observation = env.step(first)[0]
     assert json.loads(observation[0].content)["error"] == "malformed_call"
-    assert env.malformed_calls == 1
+    assert [call.arguments for _, call, _ in env.trajectory.calls()] == [None]
 
 
 def test_the_teacher_needs_only_random() -> None:

@@ -102,7 +102,6 @@ class Slots:
     """All pools, under one memory limit."""
 
     def __init__(self, shape: KvShape, max_context: int, limit_bytes: int, smallest: int = 128) -> None:
-        self._shape = shape
         self._limit = limit_bytes
         sizes = [smallest]
         while sizes[-1] < max_context:

@@ -172,42 +172,6 @@ class RecordingEnv(ToolWrapper):
         self._writer.add(self._episode, kind, self._writer.number(self._episode, kind), ask, answer)
 
 
-class Given:
-    """The message objects that an environment gave the loop, in order. The loop tells a rewritten history's new
-    messages from the old ones by identity, so a record must, too."""
-
-    def __init__(self) -> None:
-        self._messages: list[Message] = []
-        self._places: dict[int, int] = {}
-
-    def extend(self, messages: Sequence[Message]) -> None:
-        """Count messages as given."""
-        for message in messages:
-            self._places[id(message)] = len(self._messages)
-            self._messages.append(message)
-
-    def write(self, history: Sequence[Message]) -> list[Json]:
-        """A history as JSON: the number of an old message, or a new one whole."""
-        rows: list[Json] = []
-        for message in history:
-            place = self._places.get(id(message))
-            rows.append(asdict(message) if place is None else place)
-            if place is None:
-                self.extend([message])
-        return rows
-
-    def read(self, rows: Sequence[Json], message: Callable[[Mapping[str, Json]], Message]) -> list[Message]:
-        """Inverse of `write`."""
-        history: list[Message] = []
-        for row in rows:
-            if isinstance(row, int):
-                history.append(self._messages[row])
-            else:
-                self.extend([new := message(row)])
-                history.append(new)
-        return history
-
-
 class RecordingEngine(Engine):
     """An engine whose generations are written down, with the seconds they took."""
 

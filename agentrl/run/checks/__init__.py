@@ -1,14 +1,14 @@
 """What is refused before a run: every check, in the order in which it refuses. Each says which config keys it reads.
 
 A check raises a UserError that names the key, what was found there and what was expected; no folder is made and no process
-started before the last of them. `machine`, `parts`, `rollout`, `sizes`, `placement`, `reward` and `warm_start` are the files
+started before the last of them. `capacity`, `parts`, `rollout`, `sizes`, `placement`, `reward` and `warm_start` are the files
 of this folder; what only the trainer can know is checked in `train/`, by the file that computes with it.
 """
 
 from __future__ import annotations
 
 from agentrl.config import TrainConfig
-from agentrl.run.checks.machine import check_machine
+from agentrl.run.checks.capacity import check_capacity
 from agentrl.run.checks.parts import check_assembly, check_engine, check_model
 from agentrl.run.checks.placement import check_placement
 from agentrl.run.checks.reward import check_decided, check_judge, check_success
@@ -23,8 +23,8 @@ from agentrl.train.publish import check_weights
 
 
 def check_train(config: TrainConfig) -> None:
-    """All checks of `agentrl train` and `agentrl sft`: the machine, then the config."""
-    check_machine(config)
+    """All checks of `agentrl train` and `agentrl sft`: disk, memory and cores, then the config."""
+    check_capacity(config)
     check_config(config)
 
 

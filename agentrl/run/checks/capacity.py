@@ -18,7 +18,7 @@ MIN_MEMORY_MIB = 1500
 MEMORY_PER_PROCESS_MIB = PROCESS_MIB
 
 
-def check_machine(config: TrainConfig) -> None:
+def check_capacity(config: TrainConfig) -> None:
     """Raise ResourceError where disk, memory or cores are too few for what the config asks.
 
     Reads: out, engine, engine_args, model.path, cluster.backend, cluster.address, cluster.actors, vllm.
