@@ -20,8 +20,8 @@ def collate(
     """One batch of N rows (a row is a non-empty ledger), T_i tokens in row i.
 
     Ragged columns [N, T_i]: `token_ids` int32, `sampled` bool, `logprobs` float32, `versions` int32,
-    `turns` int16, all as in the ledgers, `rewards` float32 (placed by `reward.credit`; they sum to the trajectory's reward over its
-    rows). Row columns [N]: `group` int64, `member` int64, `trajectory` int64 (index into the argument),
+    `turns` int16, all as in the ledgers, `rewards` float32 (placed by `reward.credit`; they sum to the trajectory's reward over
+    its rows). Row columns [N]: `group` int64, `member` int64, `trajectory` int64 (index into the argument),
     `reward` float32 (the trajectory's reward, the same on all of its rows).
 
     `groups[i]` is the group number of `trajectories[i]`; by default trajectories of one task form a
