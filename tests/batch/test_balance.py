@@ -115,6 +115,17 @@ def test_first_fit_decreasing_is_the_plain_algorithm(lengths, ranks):
         assert fits(np.asarray(lengths), where, cap)
 
 
+@settings(max_examples=100, deadline=None)
+@given(sizes, st.integers(1, 9), st.sampled_from([0.0, 30.0]))
+def test_no_bin_costs_more_than_its_shelf_is_high(lengths, ranks, height):
+    """A shelf is as high as its costliest item, at least `height`: what is laid on it later adds nothing to its row."""
+    costs = np.asarray(lengths, dtype=float) ** 2 / 100
+    where = shelves(np.asarray(lengths), costs, ranks, 120, height)
+    for shelf in set(where // ranks):
+        there = where // ranks == shelf
+        assert np.bincount(where[there], weights=costs[there]).max() <= max(height, costs[there].max()) + 1e-9
+
+
 def test_karmarkar_karp_by_hand():
     # tuples (8,7) (6,5) (4,0); (4,0) is widest and meets (8,7): (11,8); that meets (6,5): (16,14)
     where = karmarkar_karp(np.asarray([8.0, 7.0, 6.0, 5.0, 4.0]), 2)

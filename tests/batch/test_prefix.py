@@ -95,6 +95,7 @@ def test_what_could_be_shared_counts_tokens():
     prompt = list(range(1, 41))
     batch = group_batch([prompt + [50 + i] * 10 for i in range(4)], [0] * 4)
     found = with_trees(batch, "auto")
+    assert {found.row(name).dtype for name in ("tree", "tree_prefix")} == {torch.int64}
     assert token_ratio(found) == 200 / 80 and found.numbers("tree").tolist() == [0] * 4
     assert token_ratio(batch) == 1.0 and with_trees(batch, "off") is batch
     apart = group_batch([prompt + [50 + i] * 10 for i in range(4)], [0, 1, 2, 3])

@@ -110,7 +110,15 @@ def test_kl_pulls_back(tiny: str) -> None:
     assert found[1] < 0.5 * found[0]
 
 
-def test_save_and_resume_of_all_roles(tiny: str, tmp_path: Path) -> None:
+async def saved_in_background(learner: Learner, folder: Path) -> None:
+    await learner.begin_save(folder)
+    async with asyncio.timeout(60):
+        while not await learner.saved():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_save_and_resume_of_all_roles(tiny: str, tmp_path: Path, background: bool) -> None:
     algorithm = GAE.model_copy(update={"kl": KlConfig(coef=0.1, target=0.01, horizon=20)})
     config = config_of(algorithm=algorithm, critic=toy_critic())
     straight, broken, resumed = (opened(tiny, config) for _ in range(3))
@@ -119,7 +127,7 @@ def test_save_and_resume_of_all_roles(tiny: str, tmp_path: Path) -> None:
         last = asyncio.run(straight.step(batches[step], step))
     for step in range(2):
         asyncio.run(broken.step(batches[step], step))
-    asyncio.run(broken.save(tmp_path))
+    asyncio.run(saved_in_background(broken, tmp_path) if background else broken.save(tmp_path))
     asyncio.run(resumed.load(tmp_path))
     assert resumed.kl_coef == broken.kl_coef != 0.1
     for step in range(2, 4):
