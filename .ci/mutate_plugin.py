@@ -26,13 +26,17 @@ def _in_stats() -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Errors while collecting are red tests like others (mutmut asks for -x), and mutants in a worker's class are no
-    methods that its table must name."""
-    from agentrl.cluster import worker
-
+    """Errors while collecting are red tests like others (mutmut asks for -x)."""
     if _in_stats() or config.option.collectonly:
         config.option.maxfail = 0
         config.option.continue_on_collection_errors = True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Mutants in a worker's class are no methods that its table must name. Before any conftest: those import workers."""
+    from agentrl.cluster import worker
+
     methods = worker.public_methods
     worker.public_methods = lambda cls: {  # type: ignore[assignment]
         name: method for name, method in methods(cls).items() if "__mutmut_" not in name
