@@ -1,4 +1,4 @@
-"""Calendar arithmetic on ISO dates. There is no clock here: an episode must not depend on the day it ran."""
+"""Calendar arithmetic on ISO dates. No tool reads the clock, since an episode must not depend on the day it runs."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ _OPEN = "<tool_call>"
 def read_action(action: Any, calls_before: int) -> tuple[Message, int]:
     """The assistant message of an action, and the number of calls in the episode with it.
 
-    A string is parsed in the Hermes form; so is the text of a message that holds call markup but no
-    parsed calls. Calls without an id, or with one used in this turn already, get `call_N`, N counting
+    A string is parsed in the Hermes form; so is the text of a message that contains call markup but no
+    parsed calls. Calls without an id, or with one already used in this turn, get `call_N`, with N counted
     over the episode. Raises TypeError for an action that is neither text nor an assistant message.
     """
     if isinstance(action, str):
@@ -22,7 +22,7 @@ def read_action(action: Any, calls_before: int) -> tuple[Message, int]:
     if not isinstance(action, Message) or action.role != "assistant":
         raise TypeError(f"an action is a string or a Message of role assistant, not {action!r}"[:200])
     if not action.tool_calls and _OPEN in action.content:
-        # Imported late: an environment that only ever gets parsed messages needs no parser.
+        # Imported late: an environment that only receives parsed messages needs no parser.
         from agentrl.render.toolcalls import parse_tool_calls
 
         content, calls = parse_tool_calls(action.content)

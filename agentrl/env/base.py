@@ -1,7 +1,7 @@
-"""`ToolEnv`: a conversation with tools, as a true Gymnasium environment.
+"""`ToolEnv`: a conversation with tools, as a real Gymnasium environment.
 
-An author writes a class with tools and a few hooks; everything an episode needs besides (checking calls,
-the record, snapshots, tear-down, the Gymnasium face) is here.
+An author writes a class with tools and a few hooks; everything else that an episode needs (checking calls,
+the record, snapshots, teardown, the Gymnasium interface) is here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
 
 
 class ScoreLike(Protocol):
-    """The part of `agentrl.reward.Score` that the Gymnasium face reads."""
+    """The part of `agentrl.reward.Score` that the Gymnasium interface reads."""
 
     @property
     def value(self) -> float | None: ...
@@ -43,30 +43,30 @@ class ScoreLike(Protocol):
 
 
 class ScorerLike(Protocol):
-    """The part of `agentrl.reward.Scorer` that the Gymnasium face calls."""
+    """The part of `agentrl.reward.Scorer` that the Gymnasium interface calls."""
 
     async def ascore(self, trajectory: Trajectory, /) -> ScoreLike: ...
 
 
 class Teacher(Protocol):
-    """A scripted policy: sees each observation, answers with an assistant turn, None to stop."""
+    """A scripted policy: answers each observation with an assistant turn, or with None to stop."""
 
     def act(self, observation: Observation) -> Message | None: ...
 
 
 class ToolEnv(gymnasium.Env[Observation, Action]):
-    """Base of every environment.
+    """Base class of all environments.
 
-    A subclass sets `id`, `reward` (a spec's name on the shelf, or a path beside the file) and `summary`,
+    A subclass sets `id`, `reward` (the name of a spec in the catalog, or a path relative to the file) and `summary`,
     marks its tools with `@tool`, and implements `make_task` and `prompt`; the other hooks have defaults.
-    Everything that belongs to one episode is set in `setup` as ordinary attributes: snapshots copy all
-    attributes but those named in `shared`.
+    Episode state is set in `setup` as ordinary attributes: snapshots copy all attributes except those named
+    in `shared`.
 
-    For `agentrl env check`: `splits` are the names `make_task` knows, `order_free` says that the calls of a
-    gold solution may come in any order, `idle_share` in which share of tasks doing nothing is right.
+    For `agentrl env check`: `splits` are the names that `make_task` accepts, `order_free` says that the calls of a
+    gold solution may come in any order, `idle_share` is the share of tasks in which doing nothing is correct.
 
-    One object runs one episode at a time. The order of calls is `areset`, `astep`..., `aclose`; the
-    synchronous `reset`, `step` and `close` are the same code.
+    One object runs one episode at a time. The order of calls is `areset`, `astep`..., `aclose`; `reset`, `step`
+    and `close` are the same calls, blocking.
     """
 
     id: ClassVar[str] = ""
@@ -80,7 +80,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
     metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012 - Gymnasium's own attribute
 
     teardown_timeout: float = 120.0
-    """Seconds for `teardown` and for closing tool sessions; what hangs longer is let go with an error in the log."""
+    """Seconds for `teardown` and for closing tool sessions; after that they are abandoned with an error in the log."""
 
     _class_tools: ClassVar[dict[str, Tool]]
 
@@ -93,8 +93,8 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         count_tokens: CountTokens = estimate_tokens,
     ) -> None:
         """`scorer`: rewards the end of an episode; without one every reward is 0.0 and the caller scores
-        the trajectory. `split`: of tasks drawn where `reset` is not told. `count_tokens`: what tools'
-        output budgets are counted in. Raises TypeError for a tool whose signature does not fit."""
+        the trajectory. `split`: of tasks drawn when `reset` is not given one. `count_tokens`: measures the tools'
+        output budgets. Raises TypeError for a tool whose signature does not fit."""
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise ValueError(f"render_mode {render_mode!r}; expected one of {self.metadata['render_modes']}")
         self.split = split
@@ -117,24 +117,24 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
 
     @abstractmethod
     def make_task(self, rng_seed: int, split: str) -> Task:
-        """The task of a seed: the same arguments give the same task, other splits share no content."""
+        """The task of a seed: the same arguments give the same task, and splits share no content."""
         raise NotImplementedError(f"{type(self).__name__}.make_task")
 
     @abstractmethod
     def prompt(self, task: Task) -> list[Message]:
-        """The opening messages (system and user). Nothing of `task.gold` may be in them."""
+        """The opening messages (system and user). They must not contain anything of `task.gold`."""
         raise NotImplementedError(f"{type(self).__name__}.prompt")
 
     def task_count(self, split: str) -> int | None:
-        """How many tasks a split has, where their number is finite: seeds 0 to count - 1 then name each once, and
-        training goes through them without replacement, epoch by epoch. None: as many as there are seeds."""
+        """The number of tasks in a split if it is finite: seeds 0 to count - 1 then name each task once, and
+        training samples them without replacement, epoch by epoch. None: every seed gives a task."""
         return None
 
     async def setup(self, task: Task) -> None:
-        """Set the episode's state. `teardown` runs after it in every case, also where it raised."""
+        """Set the episode's state. `teardown` runs after it in every case, even if it raised."""
 
     async def teardown(self) -> None:
-        """Free what `setup` took. Runs once an episode: at its end, on a fault, on cancellation, on close."""
+        """Free what `setup` acquired. Runs once per episode: at its end, on a fault, on cancellation, on close."""
 
     def state(self) -> Json:
         """The environment's state as JSON, for state leaves of a reward spec."""
@@ -147,7 +147,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
     async def user_reply(self, message: Message) -> list[Message] | None:
         """Answer an assistant turn without tool calls; None ends the episode.
 
-        By default `self.user` (see `agentrl.env.users`), set in `setup`, answers; without one, nobody does.
+        By default `self.user` (see `agentrl.env.users`), set in `setup`, answers; without a user the episode ends.
         """
         if self.user is None:
             return None
@@ -155,34 +155,34 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         return None if text is None else [Message("user", text)]
 
     def gold_turns(self, task: Task) -> list[Message]:
-        """Assistant turns that score the maximum. Raises NotImplementedError where there are none."""
+        """Assistant turns that score the maximum. Raises NotImplementedError if there are none."""
         raise NotImplementedError(f"{self.id} has no scripted gold policy")
 
     def teacher(self, task: Task, rng: Any, **params: Any) -> Teacher:
-        """An imperfect scripted policy for a warm start; `rng.random()` is its only source of chance.
+        """An imperfect scripted policy for a warm start; `rng.random()` is its only source of randomness.
 
-        By default the gold turns, given up before each further one with probability `stop` (see
-        `agentrl.env.teachers`). Raises NotImplementedError where there are none, TypeError for other `params`.
+        By default the gold turns; before each one but the first it gives up with probability `stop` (see
+        `agentrl.env.teachers`). Raises NotImplementedError if there are none, TypeError for other `params`.
         """
         return GoldTeacher(self.gold_turns(task), rng, **params)
 
     def finish(self) -> None:
-        """To be called by a tool or hook: this turn is the episode's last, by the task's own rules."""
+        """Called by a tool or hook: by the task's own rules, this turn is the episode's last."""
         self._ended = True
 
     def cut(self, stop: StopReason) -> None:
-        """The step under way is about to be cancelled, and this is why the episode ends (else it counts as cancelled)."""
+        """The step in progress is about to be cancelled, and this is why the episode ends (else it counts as cancelled)."""
         self._cut_for = stop
 
     def add_source(self, source: ToolSource) -> None:
-        """Tools from outside (an MCP server, say): every later episode opens a session of its own."""
+        """Tools from outside (an MCP server, say): every later episode opens its own session."""
         self._sources += (source,)
 
     # -- the record --------------------------------------------------------------------------------
 
     @property
     def trajectory(self) -> Trajectory:
-        """The record so far; its `state` is of now, or of the episode's end. Raises EnvError before reset."""
+        """The record so far; its `state` is the current one, or that at the episode's end. Raises EnvError before reset."""
         if self._record is None:
             raise EnvError(f"{self.id}: no episode yet; call reset first")
         if self._open:
@@ -198,7 +198,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
 
     @property
     def is_open(self) -> bool:
-        """Whether an episode is running: reset, and neither over nor closed."""
+        """Whether an episode is running: reset, and neither finished nor closed."""
         return self._open
 
     # -- Gymnasium ---------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
             run_sync(self.aclose())
 
     def render(self) -> Any:
-        """In mode "ansi": the newest messages as text."""
+        """In mode "ansi": the latest messages as text."""
         if self.render_mode is None:
             return None
         return "\n".join(f"{message.role}: {message.content}" for message in self._last)
@@ -235,10 +235,10 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
     async def areset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Begin an episode; returns the opening messages.
+        """Start an episode; returns the opening messages.
 
-        `seed` names the task; without it the next one is drawn. `options`: "split", or "task" for a ready
-        Task. Raises ValueError for other options and EnvError where the environment's own setup broke.
+        `seed` names the task; without it the next one is drawn. `options`: "split", or "task" for an
+        existing Task. Raises ValueError for other options and EnvError if the environment's own setup failed.
         """
         options = options or {}
         if unknown := set(options) - {"split", "task"}:
@@ -263,9 +263,9 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
     async def astep(self, action: Action) -> StepResult:
         """Take one assistant turn: answer its tool calls, or let the user answer its text.
 
-        Returns (new messages, reward, terminated, truncated, info). Raises EnvError where the environment
-        broke (ToolTimeoutError where a tool hung); the trajectory then carries the stop reason. Where the policy used up
-        a tool's time, the step truncates the episode, with `info["error"]`.
+        Returns (new messages, reward, terminated, truncated, info). Raises EnvError if the environment
+        failed (ToolTimeoutError if a tool hung); the trajectory then has the stop reason. If the policy used up
+        a tool's time, the step truncates the episode and sets `info["error"]`.
         """
         if self._record is None or not self._open:
             raise EnvError(f"{self.id}: step without a running episode; call reset first")
@@ -290,9 +290,9 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         return list(observation), reward, True, False, self._info()
 
     async def aend(self, stop: StopReason, error: str | None = None) -> float:
-        """End the running episode for a reason, tear it down, and return the reward of the Gymnasium face.
+        """End the running episode for a reason, tear it down, and return the reward of the Gymnasium interface.
 
-        The reward is 0.0 without a scorer and nan where the scorer could not score.
+        The reward is 0.0 without a scorer and nan if the scorer could not score.
         """
         record = self._record
         if record is None:
@@ -308,25 +308,25 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         return float("nan") if score.value is None else float(score.value)
 
     async def aclose(self) -> None:
-        """Tear the running episode down, if there is one; the record stays. Cancelling does not skip it."""
+        """Tear down the running episode, if there is one; the record stays. Cancellation does not skip the teardown."""
         if not self._open or self._record is None:
             return
         try:
             self._record.state = self.state() if not self._record.stop.infrastructure else None
         finally:
             self._open = False
-            # Tools that came or went in this episode are not those of the next one.
+            # Tools added or removed in this episode must not carry over to the next one.
             self.toolbox.table = self._tools_before
             await asyncio.shield(self._tear_down_in_time())
 
     # -- snapshots ---------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """The episode as it is now, detached from this environment. Picklable where its attributes are."""
+        """The current episode, detached from this environment. Picklable if its attributes are."""
         return Snapshot(type(self).__name__, copy_parts(self, self, self._unshared()))
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Go back to a snapshot of an environment of the same class; the snapshot stays usable.
+        """Return to a snapshot of an environment of the same class; the snapshot stays usable.
 
         Raises ValueError for a snapshot of another class.
         """
@@ -337,24 +337,25 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         self.__dict__.update(snapshot.thaw(self))
 
     def fork(self) -> ToolEnv:
-        """A second environment in the same state; from here on neither touches the other.
+        """A second environment in the same state; from here on neither affects the other.
 
-        An environment that holds what cannot be copied (a connection, a process) overrides this.
+        An environment with attributes that cannot be copied (a connection, a process) overrides this.
         """
-        replay_env = type(self).__new__(type(self))
-        replay_env.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _SPACES})
-        replay_env.__dict__.update(copy_parts(self, replay_env, self._unshared()))
-        return replay_env
+        # Spaces are left out: the cached action space refers to this environment's toolbox.
+        forked = type(self).__new__(type(self))
+        forked.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _SPACES})
+        forked.__dict__.update(copy_parts(self, forked, self._unshared()))
+        return forked
 
     # -- inside ------------------------------------------------------------------------------------
 
     @classmethod
     def _table(cls) -> dict[str, Tool]:
-        """The class's tools by name, read once: methods in the order of definition, then `tools`."""
+        """The class's tools by name, read once: methods in order of definition, then `tools`."""
         if "_class_tools" not in cls.__dict__:
             methods: dict[str, Tool] = {}
             for base in reversed(cls.__mro__):
-                # A name that a subclass sets to something else is no tool any more.
+                # A name that a subclass redefines as something else is not a tool any longer.
                 for name, value in vars(base).items():
                     methods.pop(name, None)
                     if isinstance(value, Tool):
@@ -388,8 +389,8 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         try:
             await within(self.teardown_timeout, self._tear_down(), f"the teardown of environment {self.id}")
         except LateError as late:
-            # The episode is over and its state is taken: what hangs here is lost, and the run goes on without it.
-            log.error("%s; it is let go", late)
+            # The episode is over and its state is recorded, so the run can go on without waiting for this.
+            log.error("%s; it is abandoned", late)
 
     async def _tear_down(self) -> None:
         sessions, self._sessions = self._sessions, []
@@ -408,14 +409,14 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         return replies or [], self._ended or replies is None
 
     def _note_new_tools(self) -> None:
-        """Where the tools changed in this turn, the record keeps every schema that was ever offered."""
+        """If the tools changed in this turn, add the new ones' schemas: the record has every schema ever offered."""
         record = self._record
         if record is not None and self.toolbox.table is not self._tools_before:
             known = {schema["function"]["name"] for schema in record.tools}
             record.tools += [item.schema for item in self.toolbox if item.name not in known]
 
     async def _fail(self, fault: BaseException) -> None:
-        """Record why the episode broke and tear it down, whatever the fault was."""
+        """Record why the episode failed and tear it down, whatever the fault was."""
         record = self._record
         assert record is not None
         record.stop, record.error = self._cut_for or _stop_of(fault), f"{type(fault).__name__}: {fault}"

@@ -1,4 +1,4 @@
-"""Wrappers that end an episode as truncated: by turns, by tokens, by time."""
+"""Wrappers that truncate an episode: by turns, by tokens, by time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.trajectory import StopReason
 
 @WRAPPERS.register("turn_limit")
 class TurnLimit(ToolWrapper):
-    """At most `turns` turns of the policy; the last one is still answered. Stops with `max_turns`."""
+    """At most `turns` turns by the policy; the last one is still answered. Stops with `max_turns`."""
 
     def __init__(self, env: ToolEnv, turns: int) -> None:
         """Raises ValueError for less than one turn."""
@@ -36,7 +36,7 @@ class TurnLimit(ToolWrapper):
 class TokenLimit(ToolWrapper):
     """At most `tokens` tokens of text in the whole conversation, by `count`. Stops with `max_tokens`.
 
-    This counts message text. A rollout's own budget counts the exact ledger; this one is for players
+    This counts message text. A rollout's own budget counts the exact ledger; this one is for policies
     without token ids.
     """
 
@@ -64,10 +64,10 @@ class TokenLimit(ToolWrapper):
 
 @WRAPPERS.register("time_budget", traits={"wall_clock"})
 class TimeBudget(ToolWrapper):
-    """At most `seconds` of wall time from reset on, tools and thinking together. Stops with `episode_timeout`.
+    """At most `seconds` of wall time since reset, tools and sampling together. Stops with `episode_timeout`.
 
-    Time says more about the machine than about the policy, so such an episode is truncated and unscored.
-    A turn under way when the time is up is cancelled.
+    Wall time depends more on the machine than on the policy, so such an episode is truncated and unscored.
+    A turn in progress when the time is up is cancelled.
     """
 
     def __init__(self, env: ToolEnv, seconds: float) -> None:
@@ -86,7 +86,7 @@ class TimeBudget(ToolWrapper):
             async with asyncio.timeout(self.deadline - time.monotonic()) as clock:
                 result = await self.env.astep(action)
         except TimeoutError:
-            if not clock.expired():
+            if not clock.expired():  # a TimeoutError of the environment's own, not ours
                 raise
             return await self._truncate(([], 0.0, False, True, {}), StopReason.EPISODE_TIMEOUT)
         if not (result[2] or result[3]) and time.monotonic() >= self.deadline:

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """An episode set aside: the class it belongs to and a private copy of its attributes."""
+    """A saved episode: the class that it belongs to and a private copy of its attributes."""
 
     owner: str
     parts: dict[str, Any]
@@ -21,17 +21,17 @@ class Snapshot:
 
 
 class _Owner:
-    """Stands for the environment inside a snapshot, so that a snapshot holds no environment."""
+    """Placeholder for the environment inside a snapshot, so that a snapshot contains no environment."""
 
 
 _OWNER = _Owner()
 
 
 def copy_parts(source: Any, target: object, names: Iterable[str]) -> dict[str, Any]:
-    """Deep copies of some attributes of `source`, with references to `source` turned to `target`.
+    """Deep copies of some attributes of `source`, with references to `source` redirected to `target`.
 
-    Where `target` is `source` itself the references become a placeholder that `Snapshot.thaw` fills.
-    Raises TypeError, naming the attribute, where one cannot be copied.
+    If `target` is `source` itself, the references become a placeholder that `Snapshot.thaw` replaces.
+    Raises TypeError, naming the attribute, if one cannot be copied.
     """
     memo: dict[int, Any] = {id(source): _OWNER if target is source else target}
     parts: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Texts that match a regular expression, for the `pattern` keyword of JSON Schema."""
+"""Random texts that match a regular expression, for the `pattern` keyword of JSON Schema."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _MORE = 6
 
 
 class Unsupported(ValueError):
-    """The pattern needs something that is not generated: look-around, a back reference, a flag."""
+    """The pattern uses something that is not supported: look-around, a back reference, a flag."""
 
 
 def sample_pattern(pattern: str, rng: np.random.Generator) -> str:
-    """A random text in which `pattern` is found (JSON Schema searches; anchors hold the whole text).
+    """A random text in which `pattern` is found (JSON Schema searches, so that only anchors bind the ends).
 
-    Raises Unsupported where none was found, and re.error for what is no regular expression.
+    Raises Unsupported if none was found, and re.error if `pattern` is not a regular expression.
     """
     made = "".join(_text(_parser.parse(pattern), rng))
     if re.search(pattern, made) is None:
-        raise Unsupported(f"no text made for the pattern {pattern!r}")
+        raise Unsupported(f"no text found for the pattern {pattern!r}")
     return made
 
 
@@ -59,7 +59,7 @@ def _one(kind: Any, value: Any, rng: np.random.Generator) -> str:
 
 
 def _members(items: Iterable[tuple[Any, Any]]) -> str:
-    """The printable members of a character class; others only where it names nothing else."""
+    """The characters of a class; complements are taken within printable ASCII."""
     chosen: set[str] = set()
     negated = False
     for kind, value in items:

@@ -16,16 +16,16 @@ _TRIES = 20
 
 
 def sample_arguments(parameters: Mapping[str, Json], rng: np.random.Generator) -> dict[str, Json]:
-    """One object that the schema of a tool's parameters allows (optional properties now and then)."""
+    """One object that the schema of a tool's parameters allows (each optional property with probability 1/2)."""
     value = sample_value(parameters, rng, parameters, 0)
     return value if isinstance(value, dict) else {}
 
 
 def sample_value(schema: Json, rng: np.random.Generator, root: Mapping[str, Json], depth: int = 0) -> Any:
-    """One value of `schema`; `root` is where local references point to.
+    """One value of `schema`; `root` resolves local references.
 
-    Knows the keywords that typed Python signatures give (types, enum, const, unions, bounds, lengths,
-    references) and patterns without look-around. Other keywords (formats, allOf, not) are not looked at.
+    Supports the keywords that typed Python signatures produce (types, enum, const, unions, bounds, lengths,
+    references) and patterns without look-around. Other keywords (formats, allOf, not) are ignored.
     """
     if not isinstance(schema, Mapping) or not schema:
         return int(rng.integers(0, 10))
@@ -37,7 +37,7 @@ def sample_value(schema: Json, rng: np.random.Generator, root: Mapping[str, Json
         return schema["enum"][int(rng.integers(len(schema["enum"])))]
     for union in ("anyOf", "oneOf"):
         if union in schema:
-            # Deep down the last branch is taken: in a recursive type that is where Optional ends (null).
+            # At depth the last branch is taken: for an Optional field of a recursive type that is null, which ends it.
             branches = schema[union]
             return sample_value(branches[-1 if depth > _MAX_DEPTH else int(rng.integers(len(branches)))], rng, root, depth + 1)
     kind = schema.get("type", "object" if "properties" in schema else "integer")
@@ -65,7 +65,7 @@ def _of_type(kind: str, schema: Mapping[str, Json], rng: np.random.Generator, ro
 
 
 def _patterned(schema: Mapping[str, Json], rng: np.random.Generator) -> str | None:
-    """A text that fits pattern and lengths; None where some tries made none."""
+    """A text that fits the pattern and the lengths; None if no attempt produced one."""
     low, high = int(schema.get("minLength", 0)), schema.get("maxLength")
     for _ in range(_TRIES):
         try:

@@ -1,7 +1,7 @@
-"""Tasks from seeds, with train and held-out content disjoint by construction.
+"""Tasks from seeds, with disjoint train and held-out content by construction.
 
-Which split a piece of content belongs to is a property of the content itself (a hash of it), not of the
-seed: a generator proposes content until it meets some of the wanted split, so no two splits can share any.
+The split of a piece of content is determined by the content itself (a hash of it), not by the seed: a
+generator proposes content until some belongs to the wanted split, so that no two splits can share any.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 def task_rng(env_id: str, split: str, seed: int) -> random.Random:
-    """The random stream of one task: the same in every process, another for every seed, split and env."""
+    """The random stream of one task: the same in every process, different for every seed, split and environment."""
     digest = blake2b(f"{env_id}/{split}/{seed}".encode(), digest_size=8).digest()
     return random.Random(int.from_bytes(digest, "big"))
 
 
 def content_split(fingerprint: str) -> str:
-    """The split that content belongs to: an eighth of all content, spread evenly, is held out."""
+    """The split that content belongs to: an eighth of all content, by a uniform hash, is held out."""
     digest = blake2b(fingerprint.encode(), digest_size=4).digest()
     return "heldout" if int.from_bytes(digest, "big") < HELD_OUT_SHARE * 2**32 else "train"
 
@@ -40,8 +40,8 @@ def draw(
 ) -> T:
     """Propose content until some belongs to `split`.
 
-    `fingerprint` must name everything that makes two tasks the same problem. Raises TaskDataError for an
-    unknown split, and where `tries` proposals met none (the content is too uniform to be split).
+    `fingerprint` must cover everything that makes two tasks the same problem. Raises TaskDataError for an
+    unknown split, and if none of `tries` proposals belongs to it (the content is too uniform to be split).
     """
     if split not in SPLITS:
         raise TaskDataError(f"no split {split!r}; expected one of {', '.join(SPLITS)}")

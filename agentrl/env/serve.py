@@ -17,11 +17,11 @@ START, ANSWER = "start_episode", "final_answer"
 
 _OWN_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
     START: (
-        "Begin an episode on the task of a seed; returns the task. The current episode ends.",
+        "Start an episode on the task of a seed; returns the task. The current episode ends.",
         {"type": "object", "properties": {"seed": {"type": "integer"}}, "additionalProperties": False},
     ),
     ANSWER: (
-        "Say something to the user; where the user has nothing to add this ends the episode.",
+        "Say something to the user; if the user has nothing to add, this ends the episode.",
         {
             "type": "object",
             "properties": {"text": {"type": "string"}},
@@ -33,10 +33,10 @@ _OWN_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Served:
-    """One environment behind a server: one episode at a time, calls one after another."""
+    """One environment behind a server: one episode at a time, one call after another."""
 
     def __init__(self, env: ToolEnv, seed: int, split: str) -> None:
-        """Raises EnvError where a tool of the environment has the name of one of the server's own."""
+        """Raises EnvError if a tool of the environment has the name of one of the server's own tools."""
         taken = [name for name in _OWN_TOOLS if name in env.toolbox]
         if taken:
             raise EnvError(f"{env.id}: a served environment cannot have a tool called {taken[0]!r}")
@@ -45,7 +45,7 @@ class Served:
         self._over = True
 
     async def start(self, seed: int) -> str:
-        """Begin an episode; returns the opening messages as text."""
+        """Start an episode; returns the opening messages as text."""
         observation, _ = await self.env.areset(seed=seed, options={"split": self.split})
         self._over = False
         return "\n\n".join(f"{message.role}: {message.content}" for message in observation)
@@ -53,11 +53,11 @@ class Served:
     def tools(self) -> list[tuple[str, str, dict[str, Any]]]:
         """(name, description, input schema) of the environment's tools and the server's own."""
         functions = [schema["function"] for schema in self.env.toolbox.schemas()]
-        theirs = [(f["name"], f.get("description", ""), f["parameters"]) for f in functions]
-        return [*theirs, *((name, text, schema) for name, (text, schema) in _OWN_TOOLS.items())]
+        env_tools = [(f["name"], f.get("description", ""), f["parameters"]) for f in functions]
+        return [*env_tools, *((name, text, schema) for name, (text, schema) in _OWN_TOOLS.items())]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """(text, whether it is an error) of one call."""
+        """Make one call; returns (text, whether it is an error)."""
         async with self._turns:
             if name == START:
                 return await self.start(int(arguments.get("seed", self.seed))), False
@@ -102,13 +102,13 @@ def serve_mcp(env: ToolEnv, *, seed: int, split: str, port: int | None) -> None:
     """Serve one environment until the client leaves (stdio) or Ctrl-C (HTTP on 127.0.0.1:`port`, path /mcp).
 
     An episode on `seed` is open from the start; its task is in the server's instructions. Over HTTP all
-    clients share the one episode.
+    clients share one episode.
     """
     asyncio.run(_serve(env, seed, split, port))
 
 
 def _listen(port: int) -> socket.socket:
-    """A socket on 127.0.0.1:`port`. Raises ConfigError where the port cannot be had."""
+    """A socket on 127.0.0.1:`port`. Raises ConfigError if the port is not available."""
     try:
         return socket.create_server((HOST, port))
     except (OSError, OverflowError) as problem:

@@ -1,4 +1,4 @@
-"""Gymnasium spaces of a conversation: lists of messages in, an assistant's turn out."""
+"""Gymnasium spaces of a conversation: lists of messages as observations, assistant turns as actions."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class MessagesSpace(gymnasium.Space[Observation]):
 
 
 class ToolCallSpace(gymnasium.Space[Action]):
-    """An assistant's turn: any text, or any assistant message. Malformed calls are legal actions.
+    """An assistant turn: any text, or any assistant message. Malformed calls are legal actions.
 
-    `sample` gives the text of one schema-valid call (now and then plain text, where there is no tool).
+    `sample` gives the text of one schema-valid call (plain text if there are no tools).
     """
 
     def __init__(self, toolbox: Toolbox, seed: int | np.random.Generator | None = None) -> None:
@@ -60,7 +60,7 @@ class ToolCallSpace(gymnasium.Space[Action]):
         self._frozen: list[dict[str, Json]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """A pickled space (AsyncVectorEnv compares them) keeps the schemas and leaves the functions."""
+        """A pickled space (AsyncVectorEnv compares them) has the schemas but not the functions."""
         return {**self.__dict__, "_toolbox": None, "_frozen": self.schemas()}
 
     def schemas(self) -> list[dict[str, Json]]:

@@ -1,4 +1,4 @@
-"""The synchronous face of an asynchronous environment."""
+"""The synchronous interface of an asynchronous environment."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _local = threading.local()
 
 
 def run_sync(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end on this thread's own event loop, which all environments share.
+    """Run a coroutine to completion on this thread's own event loop, which all environments share.
 
-    Raises RuntimeError inside a running event loop: there, `astep` is the call to make.
+    Raises RuntimeError inside a running event loop: use `astep` there.
     """
     try:
         asyncio.get_running_loop()

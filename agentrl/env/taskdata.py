@@ -34,7 +34,7 @@ ROW_SCHEMA: dict[str, Json] = {
     },
     "required": ["data", "gold"],
 }
-"""The shape of a task row where a file does not declare another one."""
+"""The shape of a task row, unless another schema is given."""
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 _SPLIT_NAMES = {
@@ -50,7 +50,7 @@ ToTask = Callable[[Mapping[str, Json]], tuple[Mapping[str, Json], Mapping[str, J
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One task with its place, for messages."""
+    """One task, with its file and line for error messages."""
 
     where: str
     id: str
@@ -65,7 +65,7 @@ class TaskSet:
     """Tasks by split. `task(seed, split)` is a drop-in `make_task`.
 
     Seeds 0..n-1 name the n rows of a split in order. A higher seed draws a training row by weight, the same for
-    the same seed; every other split begins again (row `seed` modulo n).
+    the same seed; the other splits repeat (row `seed` modulo n).
     """
 
     name: str
@@ -84,7 +84,7 @@ class TaskSet:
         return sum(map(len, self.rows.values()))
 
     def task(self, seed: int, split: str) -> Task:
-        """The task of a seed. Raises TaskDataError for a split without tasks, naming those there are."""
+        """The task of a seed. Raises TaskDataError for a split without tasks and names the existing splits."""
         rows = self.rows.get(split)
         if not rows:
             raise TaskDataError(f"{self.name}: no tasks of split {split!r}; {nearest(split, list(self.rows))}")
@@ -92,7 +92,7 @@ class TaskSet:
         return Task(id=row.id, seed=seed, split=split, data=row.data, gold=row.gold)
 
     def count(self, split: str) -> int | None:
-        """For `task_count`: the rows of a split; None where training rows differ in weight and so are drawn by it."""
+        """For `task_count`: the rows of a split; None if training rows have different weights, since they are then drawn."""
         rows = self.rows.get(split, ())
         return None if split == "train" and len({row.weight for row in rows}) > 1 else len(rows)
 
@@ -112,10 +112,10 @@ def load_tasks(
     """Read all tasks of a file, or of a folder of files (one written by `datasets.save_to_disk` included).
 
     Each row must fit `schema` (JSON Schema). `to_task` turns a row of another layout into (data, gold);
-    by default those are its keys `data` and `gold`. A row's split is its `split_column`, else what the
-    file's or folder's name says (train, test, heldout, validation, dev; "test" counts as "heldout"), else a
+    by default those are its keys `data` and `gold`. A row's split is its `split_column`, else the one in the
+    name of the file or folder (train, test, heldout, validation, dev; "test" counts as "heldout"), else a
     hash of its content puts an eighth of the rows into "heldout". Raises TaskDataError naming file, line
-    and field: for a bad row, a doubled id, and a task that is in two splits.
+    and field for an invalid row, a duplicate id, and a task that is in two splits.
     """
     place = Path(path)
     if not place.exists():
@@ -137,7 +137,7 @@ def _validator(schema: Mapping[str, Json], place: Path) -> Draft202012Validator:
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as problem:
-        raise TaskDataError(f"{place}: its declared schema is no JSON Schema: {problem.message}") from problem
+        raise TaskDataError(f"{place}: its declared schema is not a JSON Schema: {problem.message}") from problem
     return Draft202012Validator(schema)
 
 
@@ -153,7 +153,7 @@ def _files(place: Path) -> list[Path]:
 
 
 def _split_of_name(file: Path, place: Path) -> str | None:
-    """By the first word of the file's name, or of a folder's between `place` and the file."""
+    """By the first word of the name of the file, or of a folder between `place` and the file."""
     for part in (file.stem, *(p.name for p in file.parents if place in p.parents)):
         word = part.replace("_", "-").partition("-")[0].lower()
         if word in _SPLIT_NAMES:
@@ -194,7 +194,7 @@ def _read_table(file: Path) -> Iterator[tuple[str, Any]]:
     except pyarrow.ArrowInvalid as problem:
         raise TaskDataError(f"{file}: not a readable {file.suffix} file: {problem}") from problem
     for number, row in enumerate(table.to_pylist()):
-        # A table has every column in every row; what a row lacks is null there and absent here.
+        # A table has every column in every row: a missing field is null there and must be absent here.
         yield f"{file}: row {number}", _without_nulls(row)
 
 
@@ -224,13 +224,13 @@ def _row(
     mark = blake2b(content.encode(), digest_size=6).hexdigest()
     own = raw.get(split_column)
     if own is not None and not isinstance(own, str):
-        raise TaskDataError(f"{where}: field {split_column}: expected a text, got {own!r}")
+        raise TaskDataError(f"{where}: field {split_column}: expected a string, got {own!r}")
     split = _SPLIT_NAMES.get(own, own) if own is not None else named or content_split(content)
     return Row(where, str(raw.get("id", mark)), split, float(raw.get("weight", 1.0)), data, gold)
 
 
 def _check_apart(rows: Sequence[Row]) -> None:
-    """No id twice, and no task in two splits (compared by what the policy sees)."""
+    """Refuse duplicate ids and tasks in two splits (compared by what the policy sees)."""
     by_id: dict[str, Row] = {}
     by_content: dict[str, Row] = {}
     for row in rows:
@@ -238,6 +238,6 @@ def _check_apart(rows: Sequence[Row]) -> None:
         if other is not row:
             raise TaskDataError(f"{row.where}: field id: {row.id!r} is also the id of {other.where}")
         content = json.dumps(row.data, sort_keys=True, default=str)
-        twin = by_content.setdefault(content, row)
-        if twin.split != row.split:
-            raise TaskDataError(f"{row.where}: field data: this {row.split} task is also a {twin.split} task ({twin.where})")
+        same = by_content.setdefault(content, row)
+        if same.split != row.split:
+            raise TaskDataError(f"{row.where}: field data: this {row.split} task is also a {same.split} task ({same.where})")

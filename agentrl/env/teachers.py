@@ -1,4 +1,4 @@
-"""The teacher that any environment with gold turns has: right as far as it goes, but it may give up."""
+"""The default teacher of environments with gold turns: its turns are correct, but it may give up."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ GIVES_UP = "I do not know."
 
 
 class GoldTeacher:
-    """Plays gold turns; before each turn but the first it gives up with probability `stop`.
+    """Plays the gold turns; before each turn but the first it gives up with probability `stop`.
 
-    With `stop` above 0 a model that learned from it has something left for reinforcement learning to teach.
+    `stop` above 0 leaves something for reinforcement learning to improve after training on this teacher.
     """
 
     def __init__(self, turns: Sequence[Message], rng: Any, stop: float = 0.0) -> None:
-        """`rng.random()` is the only source of chance. Raises ValueError for a `stop` outside 0..1."""
+        """`rng.random()` is the only source of randomness. Raises ValueError for a `stop` outside 0..1."""
         if not 0.0 <= stop <= 1.0:
             raise ValueError(f"teacher: stop = {stop!r}; expected a share within 0..1")
         self._turns, self._rng, self._stop = iter(turns), rng, stop
         self._begun = False
 
     def act(self, observation: list[Message]) -> Message | None:
-        """The next gold turn, or giving up; None after either end."""
+        """The next gold turn, or the turn that gives up; None afterwards."""
         turn = next(self._turns, None)
         if turn is not None and self._begun and self._rng.random() < self._stop:
             self._turns = iter(())

@@ -1,4 +1,4 @@
-"""Simulated users: whoever answers an assistant turn that calls no tool."""
+"""Simulated users, which answer assistant turns without tool calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Complete = Callable[[Sequence[Mapping[str, str]]], Awaitable[str]]
 
 
 class User(Protocol):
-    """Answers the policy. Its state belongs to one episode and must be copyable, for forks."""
+    """Answers the policy. Its state belongs to one episode and must be copyable (for forks)."""
 
     async def reply(self, conversation: Sequence[Message]) -> str | None:
         """What the user says next (`conversation` ends with the policy's turn); None ends the episode."""
@@ -24,7 +24,7 @@ class User(Protocol):
 
 
 class ScriptedUser:
-    """Says its lines in order, whatever it hears, and then leaves."""
+    """Says its lines in order, regardless of the conversation, and then leaves."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         self.lines = list(lines)
@@ -34,10 +34,10 @@ class ScriptedUser:
 
 
 class RuleUser:
-    """Answers what it is asked: the first rule whose pattern is found in the policy's turn.
+    """Answers by rules: the first one whose pattern is found in the policy's turn.
 
-    `rules`: (regular expression, answer); an answer None ends the episode. `otherwise`: the answer where no
-    rule fits. After `patience` of those in a row the user leaves.
+    `rules`: (regular expression, answer); the answer None ends the episode. `otherwise`: the answer if no
+    rule matches. After `patience` of those in a row the user leaves.
     """
 
     def __init__(self, rules: Sequence[tuple[str, str | None]], *, otherwise: str = "I do not know.", patience: int = 3) -> None:
@@ -64,7 +64,7 @@ Do not help the assistant and do not invent facts. When your goal is reached, or
 class ModelUser:
     """A language model plays the user (through litellm: any provider, or a local server by `api_base`).
 
-    It sees the conversation with the roles turned round, and never the tool calls or their results.
+    It sees the conversation with the roles swapped, and never the tool calls or their results.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ModelUser:
         **options: Any,
     ) -> None:
         """`complete` replaces litellm. `options` go to `litellm.acompletion`; temperature is 0 by default.
-        Raises DependencyError where neither `complete` nor litellm is there."""
+        Raises DependencyError if there is neither `complete` nor litellm."""
         if complete is None and find_spec("litellm") is None:
             raise DependencyError("a model as user needs litellm: pip install 'agentrl[litellm]'")
         self.goal, self.stop, self.model, self.timeout = goal, stop, model, timeout
@@ -86,7 +86,7 @@ class ModelUser:
         self.complete = complete
 
     async def reply(self, conversation: Sequence[Message]) -> str | None:
-        """Raises EnvError where the model does not answer: the episode is then unscored."""
+        """Raises EnvError if the model does not answer: the episode is then unscored."""
         messages = [{"role": "system", "content": INSTRUCTIONS.format(goal=self.goal, stop=self.stop)}]
         turned = {"assistant": "user", "user": "assistant"}
         messages += [
@@ -105,6 +105,6 @@ class ModelUser:
         litellm = await in_thread("load", load_litellm)
         try:
             answer = await litellm.acompletion(model=self.model, messages=list(messages), timeout=self.timeout, **self.options)
-        except Exception as fault:  # litellm's exceptions share no base of their own
+        except Exception as fault:  # litellm's exceptions have no common base class
             raise EnvError(f"the model that plays the user ({self.model}): {fault}") from fault
         return answer.choices[0].message.content or ""

@@ -26,10 +26,10 @@ WRAPPERS: Registry[Callable[..., ToolEnv]] = Registry(
 
 
 class ToolWrapper(ToolEnv):
-    """Base of wrappers: everything goes through to `env`; a subclass changes `areset`, `astep` or both.
+    """Base class of wrappers: everything is delegated to `env`; a subclass changes `areset`, `astep` or both.
 
-    What a wrapper keeps for an episode it keeps in attributes other than `env`; forks and snapshots copy
-    those, so they must be copyable.
+    A wrapper's own episode state is in attributes other than `env`; forks and snapshots copy those, so they
+    must be copyable.
     """
 
     def __init__(self, env: ToolEnv) -> None:
@@ -42,7 +42,7 @@ class ToolWrapper(ToolEnv):
         self.metadata = env.metadata
         self.render_mode = env.render_mode
 
-    # -- what goes through -------------------------------------------------------------------------
+    # -- delegated to `env` -------------------------------------------------------------------------
 
     @property
     def unwrapped(self) -> ToolEnv:
@@ -158,24 +158,24 @@ class ToolWrapper(ToolEnv):
         self.__dict__.update(copy.deepcopy(snapshot.parts["own"]))
 
     def fork(self) -> ToolEnv:
-        replay_env = type(self).__new__(type(self))
+        forked = type(self).__new__(type(self))
         kept = {name: value for name, value in self.__dict__.items() if name in _THROUGH - {"env"} - _SPACES}
-        replay_env.__dict__.update(kept)
-        replay_env.__dict__.update(copy.deepcopy(self._own()))
-        replay_env.env = self.env.fork()
-        return replay_env
+        forked.__dict__.update(kept)
+        forked.__dict__.update(copy.deepcopy(self._own()))
+        forked.env = self.env.fork()
+        return forked
 
     # -- for subclasses ----------------------------------------------------------------------------
 
     async def _truncate(self, result: StepResult, stop: StopReason) -> StepResult:
-        """The same step, as the episode's last, cut for a reason."""
+        """The same step as the last one of a truncated episode."""
         observation, _, _, _, info = result
         reward = await self.env.aend(stop)
         return observation, reward, False, True, {**info, "stop": stop.value}
 
 
 def text_size(message: Message, count: CountTokens) -> int:
-    """Tokens of a message's text and calls, by `count`; the template's markup is not in it."""
+    """Tokens of a message's text and calls by `count`, without the template's markup."""
     calls = "".join(call.raw or f"{call.name}{call.arguments}" for call in message.tool_calls)
     return count(message.content + calls)
 

@@ -1,4 +1,4 @@
-"""Wrappers that change what a policy can do or sees: tools, faults, lengths, history."""
+"""Wrappers that change what a policy can do or see: tools, faults, lengths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentrl.trajectory import Message
 
 
 class _ChangesTools(ToolWrapper):
-    """Base of wrappers that change the tools of every episode, right after its reset."""
+    """Base class of wrappers that change the tools of every episode, right after its reset."""
 
     async def areset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -40,7 +40,7 @@ class ToolSubset(_ChangesTools):
     """Only some of the environment's tools."""
 
     def __init__(self, env: ToolEnv, names: Sequence[str] | Set[str]) -> None:
-        """A name that the environment lacks raises ConfigError at the first reset."""
+        """The first reset raises ConfigError for a name that the environment does not have."""
         super().__init__(env)
         self.names = frozenset(names)
 
@@ -54,10 +54,10 @@ class ToolSubset(_ChangesTools):
 
 @WRAPPERS.register("tool_faults", traits={"chance_faults"})
 class ToolFaults(_ChangesTools):
-    """A share of the calls fails with an error message, and the tool is not run.
+    """A share of the calls fails with an error message, without running the tool.
 
-    Which calls fail hangs on `seed`, the task, the turn and the arguments alone, so a replay meets the
-    same faults and a fork carries no hidden state.
+    Which calls fail depends only on `seed`, the task, the turn and the arguments, so that a replay has the
+    same faults and a fork has no hidden state.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ToolFaults(_ChangesTools):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Flaky(Tool):
-    """A tool of which a share of the calls fails; the others are calls of `item`, in its own place."""
+    """A tool of which a share of the calls fails; the others are calls of `item`, with its own limits."""
 
     item: Tool
     rate: float
@@ -110,7 +110,7 @@ class _Flaky(Tool):
 
 @WRAPPERS.register("observation_limit")
 class ObservationLimit(ToolWrapper):
-    """Every message of an observation within `tokens` tokens, cut at the end and marked; also in the record."""
+    """Cuts every message of an observation to `tokens` tokens, with a mark at the cut; also in the record."""
 
     def __init__(self, env: ToolEnv, tokens: int, count: CountTokens = estimate_tokens) -> None:
         super().__init__(env)
@@ -129,10 +129,10 @@ class ObservationLimit(ToolWrapper):
 
 
 class ToolSchedule(ToolWrapper):
-    """Tools that come and go in mid-episode.
+    """Tools that are added and removed during an episode.
 
-    `changes`: after how many turns -> (tools to add, names to remove). The policy is told in a user message
-    at the end of that turn's observation, with the schemas of the new tools.
+    `changes`: number of turns -> (tools to add, names to remove) after that many turns. A user message at the
+    end of that turn's observation tells the policy, with the schemas of the new tools.
     """
 
     def __init__(self, env: ToolEnv, changes: Mapping[int, tuple[Sequence[Tool], Sequence[str]]]) -> None:

@@ -1,4 +1,4 @@
-"""Wrappers by name, as a config asks for them."""
+"""Wrappers by name, as configured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentrl.errors import ConfigError
 
 
 def wrap(env: ToolEnv, name: str, args: Mapping[str, Any]) -> ToolEnv:
-    """`env` in the wrapper of that name. Raises ConfigError for an unknown name or unfit arguments."""
+    """`env` in the wrapper of that name. Raises ConfigError for an unknown name or invalid arguments."""
     make = WRAPPERS.bind(name, args)
     try:
         wrapped: ToolEnv = make(env)

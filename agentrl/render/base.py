@@ -1,4 +1,4 @@
-"""The renderer contract: messages to token ids, append-only, and sampled ids back to a message."""
+"""The renderer contract: messages to token ids by appending only, and sampled ids back to a message."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ class Renderer(ABC):
 
     @abstractmethod
     def extend(self, finish: str, messages: Sequence[Message]) -> list[int]:
-        """The suffix after a sampled assistant turn: closes that turn (whole, where `finish` is not
-        "stop" and so no stop token was sampled), adds `messages` and opens the next assistant turn.
+        """The suffix after a sampled assistant turn: closes that turn (in full if `finish` is not
+        "stop", so that no stop token was sampled), adds `messages` and opens the next assistant turn.
 
-        Raises RenderError where the template would rewrite what came before.
+        Raises RenderError if the template would rewrite what came before.
         """
 
     @abstractmethod
     def parse(self, token_ids: Sequence[int], finish: str) -> Message:
-        """The assistant message that sampled ids spell. Malformed tool calls are kept as ToolCall with
-        `arguments=None` and `error` set; never raises on any ids."""
+        """The assistant message that sampled ids decode to. Malformed tool calls are kept as ToolCall with
+        `arguments=None` and `error` set; never raises, whatever the ids."""
 
     @abstractmethod
     def assistant(self, message: Message) -> list[int]:
         """The inverse of `parse`: ids of an assistant turn as a policy would have sampled them, ending in
         the stop token (for supervised training on scripted transcripts).
 
-        Raises RenderError where the message is not an assistant's.
+        Raises RenderError if the message is not an assistant's.
         """
 
     def keeps(self, message: Message, following: Sequence[Message]) -> bool:
         """Whether a sampled assistant turn stays as it was sampled once `following` is appended.
 
-        False where the chat template drops the reasoning of old turns: the ledger then forks, and the new
+        False if the chat template drops the reasoning of old turns: the ledger then forks, and the new
         one begins with `start` of all messages.
         """
         return True
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
-        """The renderer for an episode that offers these tools (function schemas). It differs only where the
-        tool-call syntax does not type its values: `parse` then reads each as its declared type."""
+        """The renderer for an episode that offers these tools (function schemas). It differs only if the
+        tool-call syntax has untyped values: `parse` then reads each value as its declared type."""
         return self

@@ -1,4 +1,4 @@
-"""ChatML with Hermes / Qwen tool calls, in the short form that a small model can afford.
+"""ChatML with Hermes / Qwen tool calls, in a short form for small models.
 
     <|im_start|>system
     {system}
@@ -15,7 +15,7 @@
     </tool_response><|im_end|>
     <|im_start|>assistant
 
-`CHATML_TEMPLATE` is the same format as a Jinja chat template; tokenizers that the project builds carry it.
+`CHATML_TEMPLATE` is the same format as a Jinja chat template; the tokenizers that the project builds have it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 START, END = "<|im_start|>", "<|im_end|>"
-"""What a tokenizer for this format holds as added tokens (the last four may also be ordinary text)."""
+"""The added tokens that a tokenizer for this format must have."""
 
 CHATML_TEMPLATE = """\
 {%- macro signature(tool) -%}
@@ -89,14 +89,14 @@ _CLOSE_TURN = Markup(f"{END}\n")
 
 
 class ChatML(Renderer):
-    """Renders the format above; equal to `apply_chat_template` of `CHATML_TEMPLATE`, token by token."""
+    """Renders the format above, with the same tokens as `apply_chat_template` of `CHATML_TEMPLATE`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises ModelError where the tokenizer lacks a ChatML control token."""
+        """Raises ModelError if the tokenizer lacks a ChatML control token."""
         self._codec = Codec(tokenizer)
         for token in (START, END):
             if token not in self._codec.added:
-                raise ModelError(f"ChatML needs the added token {token!r}, which the tokenizer lacks")
+                raise ModelError(f"ChatML needs the added token {token!r}, which the tokenizer does not have")
         self._end = self._codec.added[END]
 
     @property
@@ -117,6 +117,7 @@ class ChatML(Renderer):
         for message in messages:
             if message.role == "assistant":
                 raise RenderError("an assistant turn is sampled, never appended as a message")
+        # A turn cut by a budget has no end token in its sampled ids, so the suffix supplies it.
         close = Markup("\n") if finish == "stop" else _CLOSE_TURN
         return self._codec.encode(close, *_turns(messages), _OPEN_TURN)
 
@@ -133,7 +134,7 @@ class ChatML(Renderer):
 
 
 def split_reasoning(text: str) -> tuple[str | None, str]:
-    """Split a leading `<think>...</think>` off; without the closing tag all of it is reasoning."""
+    """Split off a leading `<think>...</think>`; without the closing tag the whole text is reasoning."""
     head = text.lstrip()
     if not head.startswith("<think>"):
         return None, text
@@ -150,7 +151,7 @@ def _signature(tool: Mapping[str, Any]) -> str:
 
 
 def _turns(messages: Sequence[Message]) -> list[str]:
-    """The parts of whole turns; neighbouring tool results share one user turn."""
+    """The parts of whole turns; adjacent tool results share one user turn."""
     parts: list[str] = []
     for index, message in enumerate(messages):
         if message.role != "tool":
@@ -176,7 +177,7 @@ def _body(message: Message) -> list[str]:
 
 
 def _tagged(block: str) -> list[str]:
-    """A call's outer tags are markup; what is between them is not, whatever it spells."""
+    """A call's outer tags are markup; the text between them is not, even if it contains the same tags."""
     head, tail = "<tool_call>", "</tool_call>"
     opens, closes = block.startswith(head), block.endswith(tail) and len(block) >= len(head + tail)
     inner = block[len(head) if opens else 0 : len(block) - len(tail) if closes else len(block)]

@@ -1,8 +1,8 @@
-"""Tokenizers for parts of a text: what a tokenizer puts before a whole text must not come again in its middle.
+"""Tokenizers for parts of a text: what a tokenizer adds at the start of a text must not be repeated in the middle.
 
-Tokenizers in the manner of sentencepiece write a space before what they are given. Given a conversation whole
-they do that at its beginning only ("first"), or after every control token too; given the same conversation in
-parts they would do it before each part.
+SentencePiece-style tokenizers put a space before their input. For a whole conversation they do so only at its
+start ("first"), or after every control token as well; if the same conversation is encoded in parts, they would
+do so before each part.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Place(Enum):
 
 
 def plain_tokenizers(full: Tokenizer, control: frozenset[str]) -> dict[Place, Tokenizer]:
-    """For each place, the tokenizer without its control tokens: their spelling is text to it, too."""
+    """For each place, the tokenizer without its control tokens, which it therefore reads as ordinary text."""
     spec = json.loads(full.to_str())
     spec["added_tokens"] = [entry for entry in spec["added_tokens"] if entry["content"] not in control]
     spec["post_processor"] = spec["truncation"] = spec["padding"] = None
     spec["model"]["vocab"] = _unspellable(spec["model"], control)
-    made: dict[str, Tokenizer] = {}  # a large vocabulary takes a second to build: once for places that do not differ
+    made: dict[str, Tokenizer] = {}  # a large vocabulary takes a second to build, so equal places share one
     result: dict[Place, Tokenizer] = {}
     for place in Place:
         parts = {name: _placed(spec[name], place) for name in ("normalizer", "pre_tokenizer")}
@@ -41,8 +41,8 @@ def plain_tokenizers(full: Tokenizer, control: frozenset[str]) -> dict[Place, To
 
 
 def _unspellable(model: dict[str, Any], control: frozenset[str]) -> Any:
-    """The model's vocabulary with control tokens under names that no text holds: a unigram model takes a piece
-    wherever its letters stand. (In a BPE model a piece that no merge makes is found only by whole words.)"""
+    """The model's vocabulary with control tokens renamed to strings that no text contains: a unigram model matches
+    a piece anywhere in a text. (In a BPE model a piece that no merge produces matches only as a whole word.)"""
     vocab = model.get("vocab")
     secret = secrets.token_hex(16)
     if isinstance(vocab, list):
@@ -50,13 +50,14 @@ def _unspellable(model: dict[str, Any], control: frozenset[str]) -> Any:
     if not isinstance(vocab, dict):
         return vocab
     pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model.get("merges") or ()]
+    # Pieces that a merge uses keep their names: the tokenizers library refuses merges of unknown pieces.
     kept = {piece for pair in pairs for piece in (*pair, "".join(pair))} | {model.get("unk_token")}
     hidden = control - kept
     return {f"{secret}{number}" if piece in hidden else piece: number for piece, number in vocab.items()}
 
 
 def _placed(part: Any, place: Place) -> Any:
-    """A normalizer or pre-tokenizer as it acts at `place`; None where nothing of it is left."""
+    """A normalizer or pre-tokenizer as it acts at `place`; None if nothing remains of it."""
     if not isinstance(part, dict):
         return part
     if part["type"] == "Sequence":

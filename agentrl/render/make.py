@@ -1,4 +1,4 @@
-"""Which renderer fits a tokenizer: decided by its chat template."""
+"""Chooses the renderer for a tokenizer by its chat template."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def make_renderer(tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools | None = None) -> Renderer:
-    """The renderer for a tokenizer. Raises ModelError where none fits.
+    """The renderer for a tokenizer. Raises ModelError if none fits.
 
-    `parser` reads tool calls instead of the parser that the chat template's own syntax suggests.
+    `parser` replaces the tool-call parser that is inferred from the chat template's syntax.
     """
     template = tokenizer.chat_template
     if not isinstance(template, str) or not template:

@@ -1,7 +1,7 @@
 """Tool-call syntaxes other than Hermes: Qwen3-coder XML, Llama-3 JSON, Mistral.
 
-Every parser takes the text of a turn and returns (prose, calls) like `parse_tool_calls`, and never raises: what cannot
-be read is kept verbatim in a call with `error` set.
+Every parser takes the text of a turn, returns (prose, calls) like `parse_tool_calls`, and never raises: text that
+cannot be parsed is kept verbatim in a call with `error` set.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Parser = Callable[[str], Parsed]
 
 
 class ForTools:
-    """A parser that reads calls by the schemas of the tools on offer; `make` gives the one for some tools."""
+    """A parser that needs the schemas of the available tools; `make` returns the parser for a list of tools."""
 
     def __init__(self, make: Callable[[Sequence[Mapping[str, Any]]], Parser]) -> None:
         self._make = make
         self._made: dict[str, Parser] = {}
 
     def bind(self, tools: Sequence[Mapping[str, Any]]) -> Parser:
-        """The parser for these tools, made once for equal ones: some read a whole vocabulary for it."""
+        """The parser for these tools, cached for equal lists: building one may mean reading a whole vocabulary."""
         key = json.dumps(tools, sort_keys=True, default=str)
         if key not in self._made:
             if len(self._made) >= _TOOL_LISTS_REMEMBERED:
@@ -47,8 +47,8 @@ _PYTHON_TAG = "<|python_tag|>"
 def parse_qwen_xml(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
     """`<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>`.
 
-    The syntax does not type its values. With the tools' schemas a value is read as its declared type (a string
-    where none is declared); without any tools, as JSON where it is JSON and as a string otherwise.
+    Values in this syntax are untyped. With the tools' schemas a value is read as its declared type (as a string
+    if none is declared); without any tools, as JSON if it is valid JSON and as a string otherwise.
     """
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     prose: list[str] = []
@@ -66,7 +66,7 @@ def parse_qwen_xml(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed
 
 
 def parse_llama_json(text: str) -> Parsed:
-    """`{"name": ..., "parameters": {...}}`, several of them separated by `;`, as the whole of a turn."""
+    """`{"name": ..., "parameters": {...}}`, or several separated by `;`, as the whole turn."""
     body = text.strip().removeprefix(_PYTHON_TAG).strip()
     if not body.startswith("{"):
         return text.strip(), ()
@@ -91,7 +91,7 @@ def parse_llama_json(text: str) -> Parsed:
 
 def parse_mistral(text: str) -> Parsed:
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}, ...]`, or, in newer models,
-    `[TOOL_CALLS]name[ARGS]{...}` once a call."""
+    `[TOOL_CALLS]name[ARGS]{...}` for each call."""
     prose, mark, body = text.partition(_MISTRAL)
     if not mark:
         return text.strip(), ()
@@ -127,7 +127,7 @@ PARSERS: dict[str, Parser | ForTools] = {
 
 
 def parser_for(rendered_call: str) -> str | None:
-    """Which syntax a template writes, told from a call it rendered; None where it writes none of these."""
+    """The tool-call syntax of a template, recognized from a call that it rendered; None if it is none of these."""
     if "<function=" in rendered_call:
         return "qwen_xml"
     if _MISTRAL in rendered_call:

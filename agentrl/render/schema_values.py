@@ -1,6 +1,6 @@
-"""Values of a tool-call syntax that writes everything as text, read as the types that the tool declares.
+"""Values of a tool-call syntax that writes everything as text, read as the types declared by the tool.
 
-The order of the attempts is that of vLLM's Qwen3-coder parser, so that a model served there and trained
+Types are tried in the same order as in vLLM's Qwen3-coder parser, so that a model served there and trained
 here gets the same arguments (`tests/backends/test_vllm_parsers.py` compares the two).
 """
 
@@ -15,10 +15,10 @@ from agentrl.trajectory import Json
 
 
 def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
-    """`text` as the first declared type that it can be: null, integer, number, boolean, object, array, string.
+    """`text` as the first declared type that fits, in the order null, integer, number, boolean, object, array, string.
 
-    A value that is none of them is read as the JSON it is, or stays text, for the validation of the call to
-    refuse. Without a declared type a value is text. `root` is where `#/...` references point.
+    A value that fits none of them is read as JSON if it is valid JSON and otherwise stays text; validation of the
+    call then rejects it. Without a declared type a value is text. `root` resolves `#/...` references.
     """
     declared = set(_types(schema, root, 8))
     for kind, read in _READERS.items():
@@ -34,7 +34,7 @@ def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
 
 
 def _types(schema: Json, root: Mapping[str, Any], depth: int) -> Iterator[str]:
-    """The JSON types that a schema allows, by name; `depth` bounds references that lead to themselves."""
+    """The JSON types that a schema allows, by name; `depth` bounds circular references."""
     if not isinstance(schema, Mapping) or depth == 0:
         return
     kind = schema.get("type")
@@ -49,7 +49,7 @@ def _types(schema: Json, root: Mapping[str, Any], depth: int) -> Iterator[str]:
 
 
 def _target(reference: str, root: Mapping[str, Any]) -> Json:
-    """What a reference within the same schema points at; None where it points nowhere."""
+    """The target of a reference within the same schema; None if there is none."""
     place: Json = root
     for part in reference.removeprefix("#/").split("/"):
         place = place.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
@@ -83,7 +83,7 @@ def _json(text: str) -> Json:
 
 
 def _finite(value: Json) -> bool:
-    """Whether every number in it is one: `1e999` is read as infinity, which JSON cannot write."""
+    """Whether every number in it is finite: `1e999` is read as infinity, which JSON cannot represent."""
     if isinstance(value, float):
         return math.isfinite(value)
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -1,8 +1,8 @@
 """Any chat template as an append-only renderer.
 
-The template itself says what it adds: a short conversation with the new messages is rendered, and what
-follows the assistant's end-of-turn token there is the suffix. When a renderer is made, replaying a probe
-conversation this way must give the very text that the template gives for the whole of it.
+The suffix comes from the template itself: a short conversation with the new messages is rendered, and the text
+after the assistant's end-of-turn token is the suffix. When a renderer is created, a probe conversation rendered
+this way must give exactly the text that the template gives for the whole conversation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TemplateRenderer(Renderer):
     """Renders through the tokenizer's own chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools | None = None) -> None:
-        """`parser` replaces the one chosen by the template's syntax. Raises ModelError where the template
+        """`parser` replaces the one chosen by the template's syntax. Raises ModelError if the template
         does not append, its turns have no end token, or the parser cannot read the calls that it writes."""
         self._tokenizer = tokenizer
         self._codec = Codec(tokenizer)
@@ -75,7 +75,7 @@ class TemplateRenderer(Renderer):
         return bound
 
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Raises RenderError where the template refuses the messages or has no place for the tools."""
+        """Raises RenderError if the template refuses the messages or does not support tools."""
         if tools and self._no_tools:
             raise RenderError(self._no_tools)
         text = self._text(messages, tools, True)
@@ -127,6 +127,7 @@ class TemplateRenderer(Renderer):
     def _suffix(self, messages: Sequence[Message]) -> str:
         """What the template adds after the end of an assistant turn for `messages`."""
         answered = [message for message in messages if message.role == "tool"]
+        # Some templates refuse tool results that no call asked for, so the probe turn makes matching calls.
         calls = tuple(ToolCall(m.name or "probe_tool", {"key": _MARK}, id=m.tool_call_id or "") for m in answered)
         turn = Message("assistant", "", calls) if calls else Message("assistant", _MARK)
         text = self._text([_QUESTION, turn, *messages], (), True)
@@ -154,7 +155,7 @@ class TemplateRenderer(Renderer):
     def _row(self, message: Message) -> dict[str, Json]:
         row: dict[str, Json] = {"role": message.role, "content": self._hidden(message.content)}
         broken = "\n".join(call.raw for call in message.tool_calls if call.arguments is None)
-        if broken:  # no template has a place for a call that is no call; as text it stays what it was
+        if broken:  # no template can render a malformed call; as text it stays exactly as sampled
             row["content"] = self._hidden(f"{message.content}\n{broken}".strip())
         calls = [call for call in message.tool_calls if call.arguments is not None]
         if calls:
@@ -175,7 +176,7 @@ class TemplateRenderer(Renderer):
 
     def _hidden(self, value: Any) -> Any:
         """The value with every control token in its strings replaced by a placeholder, which the template
-        carries through like any letter."""
+        copies like any other text."""
         if isinstance(value, str):
             return self._pattern.sub(lambda match: f"{_HIDE}{self._number(match.group())}{_SHOW}", value)
         if isinstance(value, Mapping):
@@ -199,18 +200,18 @@ class TemplateRenderer(Renderer):
     def _find_stop(self) -> str:
         text = self._text([_QUESTION, Message("assistant", _MARK), _QUESTION], (), False)
         after = text.partition(_MARK)[2].lstrip()
-        found = [token for token in self._control if after.startswith(token)]
-        if not found:
-            raise ModelError(f"no control token ends an assistant turn of the chat template (after it comes {after[:40]!r})")
-        return found[0]
+        matches = [token for token in self._control if after.startswith(token)]
+        if not matches:
+            raise ModelError(f"the chat template ends an assistant turn with {after[:40]!r}, which is not a control token")
+        return matches[0]  # the longest one: `_control` is sorted by length
 
     def _find_parser(self, custom: bool) -> tuple[str, str]:
-        """The tool-call syntax, and why tools are impossible ("" where they are possible)."""
+        """The tool-call syntax, and why tools cannot be used ("" if they can)."""
         turn = Message("assistant", "", (_CALL,))
         try:
             parser = parser_for(self._text([_QUESTION, turn, _ANSWER], [_TOOL], False).partition("Question")[2])
             if parser is None and not custom:
-                return "hermes", "the chat template writes no tool calls that agentrl can parse"
+                return "hermes", "the chat template does not write tool calls in a syntax that agentrl can parse"
             self._verify([turn, _ANSWER])
         except (RenderError, ModelError) as problem:
             return "hermes", f"the chat template cannot be used with tools: {problem}"
@@ -228,7 +229,7 @@ class TemplateRenderer(Renderer):
             )
 
     def _verify(self, rounds: Sequence[Message]) -> None:
-        """Replay a conversation by appending and compare it with the template's rendering of the whole."""
+        """Render a conversation by appending and compare it with the template's rendering of the whole."""
         turn, *following = rounds
         whole = self._text([_QUESTION, turn, *following], (), True)
         replayed = self._opening + whole[len(self._opening) :].partition(self._stop)[0] + self._stop
@@ -236,17 +237,17 @@ class TemplateRenderer(Renderer):
         if replayed != whole or not whole.startswith(self._opening):
             at = next((i for i, (a, b) in enumerate(zip(replayed, whole, strict=False)) if a != b), 0)
             raise ModelError(
-                "the chat template does not append: after "
+                "the chat template does not render by appending: after "
                 f"{whole[max(0, at - 30) : at]!r} it writes {whole[at : at + 30]!r}, "
                 f"appending gives {replayed[at : at + 30]!r}"
             )
         direct = self._tokenizer(whole, add_special_tokens=False)["input_ids"]
         if self._encode(whole, Place.START) != list(direct):
-            raise ModelError("the tokenizer splits text in the middle of a conversation in a way of its own")
+            raise ModelError("the tokenizer splits text in the middle of a conversation differently than on its own")
 
 
 def _nine(call_id: str) -> str:
-    """Nine letters or digits, which some templates demand of an id; others never show it."""
+    """Nine letters or digits, which some templates (Mistral) require of an id; the others do not render ids."""
     if len(call_id) == 9 and call_id.isalnum():
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:9]

@@ -1,8 +1,8 @@
-"""Text to token ids with the template's markup and everybody else's text kept apart.
+"""Text to token ids, with the template's markup kept apart from all other text.
 
-A tokenizer turns the characters `<|im_end|>` into the control token wherever they stand, so a tool that
-prints them could end its own turn and forge another. Here only `Markup`, which renderers write
-themselves, may become an added token; a plain `str` is always encoded as ordinary text.
+A tokenizer turns the characters `<|im_end|>` into the control token wherever they occur, so a tool that
+prints them could end its own turn and forge another. Here only `Markup`, which only renderers
+write, may become an added token; a plain `str` is always encoded as ordinary text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Markup(str):
-    """Text of the template itself, in which the tokenizer's added tokens are recognized."""
+    """Text written by the template, in which the tokenizer's added tokens are recognized."""
 
     __slots__ = ()
 
@@ -30,15 +30,15 @@ class Codec:
     """Encodes and decodes for one tokenizer (a `tokenizers`-backed one of transformers)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises ModelError where the tokenizer has no `tokenizers` backend or spells a control token
-        out of ordinary text."""
+        """Raises ModelError if the tokenizer has no `tokenizers` backend or turns ordinary text
+        into a control token."""
         if not tokenizer.is_fast:
             raise ModelError(f"{type(tokenizer).__name__} has no `tokenizers` backend (no tokenizer.json)")
         self._full: Tokenizer = tokenizer.backend_tokenizer
         entries = self._full.get_added_tokens_decoder()
         self.added = {entry.content: number for number, entry in entries.items()}
-        # An added token is control where it is special or the template uses it (`<tool_call>`); the others
-        # (runs of spaces, HTML tags) are spelling, and outside text keeps them.
+        # An added token is a control token if it is special or the template uses it (`<tool_call>`); the others
+        # (runs of spaces, HTML tags) are ordinary vocabulary, which plain text may use.
         template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
         self.control: frozenset[str] = frozenset(
             entry.content
@@ -56,12 +56,12 @@ class Codec:
             try:
                 self.encode(content)
             except RenderError as problem:
-                raise ModelError(f"the tokenizer cannot spell {content!r} as text: {problem}") from None
+                raise ModelError(f"the tokenizer cannot encode {content!r} as ordinary text: {problem}") from None
 
     def encode(self, *parts: str, after: Place = Place.TOKEN) -> list[int]:
-        """Ids of the joined parts, which come `after` a control token if nothing else is said. Ordinary text
-        between two added tokens is encoded as one piece, as the tokenizer itself would, whichever parts it
-        came from."""
+        """Ids of the joined parts, which by default come `after` a control token. Ordinary text between two
+        added tokens is encoded as one piece, as the tokenizer itself would do, even if it comes from
+        several parts."""
         ids: list[int] = []
         run: list[str] = []
         strip = False
@@ -78,13 +78,13 @@ class Codec:
         return ids + self._ordinary(text.lstrip() if strip else text, False, after)
 
     def place_after(self, text: str) -> Place:
-        """Where a piece stands that comes after `text`, a template's own."""
+        """The place of a piece that comes after `text`, which the template wrote."""
         if not text:
             return Place.START
         return Place.TOKEN if any(text.endswith(token) for token in self.added) else Place.TEXT
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text that ids spell, control tokens by their names; ids the tokenizer lacks are left out."""
+        """The text of the ids, with control tokens by name; ids that the tokenizer does not have are left out."""
         return str(self._full.decode([i for i in ids if 0 <= i < 2**32], skip_special_tokens=False))
 
     def _pieces(self, markup: Markup) -> list[str]:
@@ -106,7 +106,7 @@ class Codec:
 
 
 def _without_surrogates(text: str) -> str:
-    """Lone surrogates become U+FFFD: they are no characters, and no tokenizer takes them."""
+    """Lone surrogates become U+FFFD: they are not characters, and no tokenizer accepts them."""
     try:
         text.encode()
     except UnicodeEncodeError:

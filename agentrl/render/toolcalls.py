@@ -1,6 +1,6 @@
 """Tool calls in the Hermes / Qwen form: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-Parsing never raises: what a policy samples is data. A malformed call stays in the transcript with its raw
+Parsing never raises, since sampled text is data. A malformed call stays in the transcript with its raw
 text and the reason, so that the environment can answer it and a reward spec can count it.
 """
 
@@ -19,9 +19,9 @@ CLOSE = "</tool_call>"
 def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     """Split an assistant turn into its prose and its calls.
 
-    Returns the text outside the call blocks (stripped) and one `ToolCall` a block, with ids `call_0`,
-    `call_1` and so on. A block that is no valid call keeps its text in `raw`, has `arguments=None` and says
-    why in `error`. A string argument may itself contain the closing tag.
+    Returns the text outside the call blocks (stripped) and one `ToolCall` per block, with ids `call_0`,
+    `call_1` and so on. A block that is not a valid call has its text in `raw`, `arguments=None` and the
+    reason in `error`. A string argument may itself contain the closing tag.
     """
     prose: list[str] = []
     calls: list[ToolCall] = []
@@ -35,12 +35,12 @@ def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 
 def render_tool_calls(calls: Sequence[ToolCall]) -> str:
-    """The text that `parse_tool_calls` reads back. A malformed call is given as it was sampled."""
+    """The text that `parse_tool_calls` reads back. A malformed call is written as it was sampled."""
     return "\n".join(_render(call) for call in calls)
 
 
 def call_from_json(value: Json, call_id: str, raw: str, arguments_key: str = "arguments") -> ToolCall:
-    """A `ToolCall` from a decoded `{"name": str, "arguments": object}`, with `error` where it is not one."""
+    """A `ToolCall` from a decoded `{"name": str, "arguments": object}`, with `error` set if it is not one."""
     if not isinstance(value, dict):
         return malformed(call_id, raw, f"expected a JSON object, got {_kind(value)}")
     name = value.get("name")
@@ -56,15 +56,15 @@ def call_from_json(value: Json, call_id: str, raw: str, arguments_key: str = "ar
 
 
 def malformed(call_id: str, raw: str, error: str, name: str = "") -> ToolCall:
-    """The record of a call that cannot be read."""
+    """The record of a call that cannot be parsed."""
     return ToolCall(name=name, arguments=None, id=call_id, raw=raw, error=error)
 
 
 def strict_json(text: str, start: int = 0) -> tuple[Json, int]:
-    """Decode one JSON value at `start` (leading white space allowed); returns it and where it ends.
+    """Decode one JSON value at `start` (leading white space allowed); returns it and the position after it.
 
-    Raises ValueError for anything that is not JSON by the standard (NaN and Infinity among it), for
-    nesting over 64 levels and for lone surrogates, which no tokenizer can encode again.
+    Raises ValueError for anything that is not standard JSON (including NaN and Infinity), for nesting over
+    64 levels and for lone surrogates, which no tokenizer can encode.
     """
     while start < len(text) and text[start] in " \t\r\n":
         start += 1
@@ -83,13 +83,13 @@ def _refuse_constant(name: str) -> NoReturn:
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-# Values that decode here are encoded again deeper in the stack, where less recursion is left.
+# Decoded values are encoded again deeper in the call stack, where less of the recursion limit is left.
 _MAX_DEPTH = 64
 
 
 def _check(value: Json) -> None:
-    """Raises ValueError where a value could not be written as JSON in UTF-8 again."""
-    level: list[Json] = [value]
+    """Raises ValueError if a value could not be written back as JSON in UTF-8."""
+    level: list[Json] = [value]  # level by level, since recursion here could overflow as well
     for _ in range(_MAX_DEPTH):
         inner: list[Json] = []
         for item in level:
@@ -121,7 +121,7 @@ def _block(text: str, start: int, call_id: str) -> tuple[ToolCall, int]:
 
 
 def _broken(text: str, start: int, call_id: str, error: str) -> tuple[ToolCall, int]:
-    """A malformed block reaches to its closing tag, the next opening tag or the end, whichever is first."""
+    """A malformed block ends at its closing tag, the next opening tag or the end of the text, whichever is first."""
     body = start + len(OPEN)
     close = text.find(CLOSE, body)
     following = text.find(OPEN, body)

@@ -1,4 +1,4 @@
-"""Assignment of the calls made to the calls expected: optimal one-to-one, in order, or greedy."""
+"""Assignment of the calls made to the expected calls: optimal one-to-one, in order, or greedy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _EPS = 1e-12
 
 
 def optimal(weights: Weights) -> Pairs:
-    """One-to-one pairs (row, column) of the greatest total weight; rows of weights >= 0, zero pairs left out.
+    """One-to-one pairs (row, column) of maximum total weight, for weights >= 0; pairs of weight 0 are left out.
 
     The Hungarian method as shortest augmenting paths with potentials (Kuhn 1955; Jonker and Volgenant
-    1987), O(min(n, m)^2 max(n, m)). Plain lists: most problems are a handful of calls.
+    1987), O(min(n, m)^2 max(n, m)). Plain lists, because most problems have a handful of calls.
     """
     n, m = len(weights), len(weights[0]) if weights else 0
     if n == 0 or m == 0:
@@ -28,19 +28,19 @@ def optimal(weights: Weights) -> Pairs:
 
 
 def optimal_by_name(rows: Sequence[str], columns: Sequence[str], weight: Callable[[int, int], float]) -> Pairs:
-    """As `optimal`, where a row and a column pair only if their names are equal: each name is a problem of
-    its own, and `weight` is asked only for pairs of one name."""
+    """As `optimal`, but only rows and columns with equal names may pair: each name is a separate problem,
+    and `weight` is called only for pairs with equal names."""
     places = by_name(columns)
     pairs: Pairs = []
     for name, here in by_name(rows).items():
         there = places.get(name, [])
-        found = optimal([[weight(i, j) for j in there] for i in here])
-        pairs.extend((here[i], there[j]) for i, j in found)
+        matched = optimal([[weight(i, j) for j in there] for i in here])
+        pairs.extend((here[i], there[j]) for i, j in matched)
     return sorted(pairs)
 
 
 def by_name(names: Sequence[str]) -> dict[str, list[int]]:
-    """Name -> its places, rising."""
+    """Name -> its positions in ascending order."""
     places: dict[str, list[int]] = {}
     for place, name in enumerate(names):
         places.setdefault(name, []).append(place)
@@ -48,12 +48,13 @@ def by_name(names: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _augment(weights: Weights, m: int) -> list[int]:
-    """Row assigned to each of the m columns (-1: none), for rows <= m, at the greatest total weight."""
+    """Row assigned to each of the m columns (-1: none) at maximum total weight, for at most m rows."""
     row_price, column_price = [0.0] * len(weights), [0.0] * m
     row_of = [-1] * m
     for start in range(len(weights)):
         distance, before, done = [math.inf] * m, [-1] * m, [False] * m
         row, column, reached = start, -1, 0.0
+        # Dijkstra from row `start` over reduced costs (price sums minus weights) to the nearest free column.
         while True:
             offers, price, nearest = weights[row], row_price[row], -1
             for j in range(m):
@@ -69,12 +70,13 @@ def _augment(weights: Weights, m: int) -> list[int]:
             if row_of[column] < 0:
                 break
             row = row_of[column]
+        # The new potentials keep all reduced costs >= 0, on which the next row's Dijkstra depends.
         row_price[start] += reached
         for j in range(m):
             if done[j] and j != column:
                 row_price[row_of[j]] += reached - distance[j]
                 column_price[j] += distance[j] - reached
-        while column >= 0:
+        while column >= 0:  # augment: shift the assignments along the path found
             previous = before[column]
             row_of[column] = start if previous < 0 else row_of[previous]
             column = previous
@@ -82,7 +84,7 @@ def _augment(weights: Weights, m: int) -> list[int]:
 
 
 def in_order(weights: Weights) -> Pairs:
-    """The pairs of the greatest total weight whose rows and columns both rise: O(n m) alignment."""
+    """The pairs of maximum total weight with rows and columns both ascending: O(n m) alignment."""
     n, m = len(weights), len(weights[0]) if weights else 0
     best = [[0.0] * (m + 1) for _ in range(n + 1)]
     for i in range(n - 1, -1, -1):
@@ -103,7 +105,7 @@ def in_order(weights: Weights) -> Pairs:
 
 
 def prefix(weight: Callable[[int, int], float], n: int, m: int) -> Pairs:
-    """Position by position from the start, up to and without the first pair that is not a full match."""
+    """Equal positions from the start, up to but excluding the first pair that is not a full match."""
     pairs: Pairs = []
     for i in range(min(n, m)):
         if weight(i, i) < 1.0 - _EPS:
@@ -113,10 +115,10 @@ def prefix(weight: Callable[[int, int], float], n: int, m: int) -> Pairs:
 
 
 def greedy(weight: Callable[[int, int], float], choices: Sequence[Sequence[int]]) -> Pairs:
-    """Each column in turn takes the first free row that matches it fully (weight 1), and is never revised.
+    """Each column in turn takes the first free row that fully matches it (weight 1); choices are never revised.
 
-    `choices[j]` are the rows that column j may take. This is how the Berkeley leaderboard pairs parallel
-    calls; it can miss a full matching that exists.
+    `choices[j]` are the rows that column j may take. The Berkeley leaderboard pairs parallel calls in this
+    way, which can miss an existing full matching.
     """
     taken: set[int] = set()
     pairs: Pairs = []
@@ -130,7 +132,7 @@ def greedy(weight: Callable[[int, int], float], choices: Sequence[Sequence[int]]
 
 
 def maximum(weight: Callable[[int, int], float], choices: Sequence[Sequence[int]]) -> Pairs:
-    """The most one-to-one pairs that match fully (weight 1); `choices[j]`: the rows that column j may take.
+    """A maximum set of one-to-one full matches (weight 1); `choices[j]`: the rows that column j may take.
 
     Augmenting paths (Kuhn 1955), breadth first; O(columns x candidate pairs).
     """

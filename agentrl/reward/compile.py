@@ -26,8 +26,8 @@ def compile_spec(spec: str | Path | Mapping[str, Any], *, context: Context | Non
     """A Scorer for a spec (a dict, or a path to a JSON file).
 
     Raises RewardSpecError with the JSON Pointer of what is wrong, or of what this run does not provide
-    (`context`: a replay environment for replays, functions for the `python` leaf). `timeout`: seconds that one episode's
-    replays and functions may take (judges keep their own time); scoring that is late raises LateError.
+    (`context`: a replay environment for replays, functions for the `python` leaf). `timeout`: seconds for one episode's
+    replays and functions (judges have their own timeout); later, scoring raises LateError.
     """
     valid = load_spec(spec)
     build = _Builder(valid["name"], context or Context())
@@ -42,7 +42,7 @@ def compile_spec(spec: str | Path | Mapping[str, Any], *, context: Context | Non
 
 
 class _Builder:
-    """Builds nodes. `scope`: the part that a node sees; `mute`: why nothing below may emit at a step."""
+    """Builds nodes. `scope`: the part of the episode that a node sees; `mute`: why no node below may emit at a step."""
 
     def __init__(self, name: str, context: Context) -> None:
         self.name = name
@@ -76,17 +76,17 @@ class _Builder:
         if node["op"] == "mean":
             weights = [child.mods.weight for child in children]
             if min(weights) < 0 or sum(weights) <= 0:
-                self.fail(join(pointer, "of"), f"the weights of a mean are >= 0 and not all 0, not {weights}")
+                self.fail(join(pointer, "of"), f"the weights of a mean must be >= 0 and not all 0, not {weights}")
         return OpNode(pointer, mods, read_ref, node["op"], children)
 
     def _scope(self, node: Mapping[str, Any], mods: Mods, pointer: str, scope: str, mute: str | None) -> str:
         own = mods.scope or scope
         if mods.scope == "group" and not str(node.get("use", "")).startswith("group."):
-            self.fail(join(pointer, "scope"), "scope group belongs to group.rank and group.zscore")
+            self.fail(join(pointer, "scope"), "scope group is only for group.rank and group.zscore")
         if mods.scope != "group" and SCOPES.index(own) < SCOPES.index(scope):
             self.fail(
                 join(pointer, "scope"),
-                f"{own!r} is wider than the scope {scope!r} that this node is inside of",
+                f"{own!r} is wider than the scope {scope!r} around this node",
             )
         narrowed = own in _NARROW and own != scope
         if "reduce" in node and not narrowed:
@@ -98,7 +98,7 @@ class _Builder:
         return scope if own == "group" else own
 
     def _mute(self, node: Mapping[str, Any], mods: Mods, pointer: str) -> str | None:
-        """Why a step's share cannot be told below this node; None where it can."""
+        """Why no node below this one can emit at steps; None if it can."""
         if mods.clip is not None:
             return f"{pointer} clips the total, so a step has no share of its own"
         if mods.scope in _NARROW:
@@ -122,13 +122,13 @@ class _Builder:
         kind, args = node["use"], node.get("args", {})
         if kind in GROUP_LEAVES:
             if pointer.startswith("/success"):
-                self.fail(pointer, f"{kind} compares episodes; whether one of them did its task is said without the others")
+                self.fail(pointer, f"{kind} compares episodes; success must be decided for each episode on its own")
             if scope != "episode":
                 self.fail(pointer, f"{kind} compares whole episodes; it cannot be inside of scope {scope!r}")
             place = join(pointer, "args", "of")
             of = self.node(args["of"], place, scope, f"{kind} compares totals")
             if any(isinstance(below, tuple(GROUP_LEAVES.values())) for below in walk(of)):
-                self.fail(place, "a group leaf cannot hold another group leaf")
+                self.fail(place, "a group leaf cannot contain another group leaf")
             return GROUP_LEAVES[kind](pointer, mods, read_ref, of, args)
         cls = LEAVES[kind]
         if scope not in cls.scopes:
@@ -141,7 +141,7 @@ class _Builder:
         return LeafNode(pointer, mods, read_ref, leaf, _resolver(args))
 
     def _reachable(self, value: Json, pointer: str, scope: str) -> None:
-        """References to a turn or a call only make sense inside of one."""
+        """References to a turn or a call need the scope of a turn or a call."""
         if isinstance(value, Mapping):
             if isinstance(value.get("$"), str):
                 part = parse_pointer(value["$"])[0]
@@ -178,7 +178,7 @@ def _mods(node: Mapping[str, Any]) -> Mods:
 
 
 def read_ref(view: View, ref: Mapping[str, Json]) -> Json | Absent:
-    """What a reference leads to from a view, or ABSENT."""
+    """The value that a reference points to in a view, or ABSENT."""
     return view.read(parse_pointer(str(ref["$"])), ref.get("at"))
 
 
@@ -189,20 +189,20 @@ def _has_ref(value: Json) -> bool:
 
 
 def _resolver(args: Mapping[str, Any]) -> Callable[[View], Mapping[str, Any]] | None:
-    """A function that follows the references of `args`; None where there are none."""
-    moving = {key: _reader(value) for key, value in args.items() if _has_ref(value)}
-    if not moving:
+    """A function that follows the references of `args`; None if there are none."""
+    readers = {key: _reader(value) for key, value in args.items() if _has_ref(value)}
+    if not readers:
         return None
-    fixed = {key: value for key, value in args.items() if key not in moving}
+    fixed = {key: value for key, value in args.items() if key not in readers}
 
     def resolve(view: View) -> Mapping[str, Any]:
-        return {**fixed, **{key: read(view) for key, read in moving.items()}}
+        return {**fixed, **{key: read(view) for key, read in readers.items()}}
 
     return resolve
 
 
 def _reader(value: Json) -> Callable[[View], Json]:
-    """A function that gives the value with its references followed; raises UnscorableError for a dead one."""
+    """A function that gives the value with its references followed; it raises UnscorableError for a dangling one."""
     if is_ref(value):
         tokens, at = parse_pointer(str(value["$"])), value.get("at")
 

@@ -1,4 +1,4 @@
-"""What a run's config lets its reward spec use: allowed functions, a judge, a replay environment."""
+"""What a run's config provides to its reward spec: allowed functions, a judge, a replay environment."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from agentrl.trajectory import Task
 def make_context(config: RewardConfig, *, replay_env: Callable[[Task], ReplayEnv] | None = None) -> Context:
     """The Context for `compile_spec`.
 
-    Functions are imported here, because the run's own config names them, and never because a spec does.
-    Raises ConfigError for a name that does not lead to a function.
+    Functions are imported here because the run's own config names them; a spec can never cause an import.
+    Raises ConfigError for a name that is not a function.
     """
     python = {name: _function(name, target) for name, target in config.python.items()}
     return Context(replay_env=replay_env, python=python, judge=Judge(judge_settings(config.judge)))
 
 
 def judge_settings(config: JudgeConfig) -> JudgeSettings:
-    """The config section as the judge takes it."""
+    """The config section as the judge's settings."""
     return JudgeSettings(
         api_base=config.api_base,
         cache=None if config.cache is None else Path(config.cache),

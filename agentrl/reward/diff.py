@@ -10,8 +10,8 @@ from agentrl.trajectory import Json, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One episode whose rank within its task differs. Ranks count from 1; ties share the best one; None is
-    an episode that a spec could not score."""
+    """One episode whose rank within its task differs. Ranks count from 1; ties share the best rank; None if
+    a spec could not score the episode."""
 
     row: int
     task: str

@@ -1,4 +1,4 @@
-"""A score as a tree that a person can read: every node with its value, its weight and its evidence."""
+"""A score as a readable tree: every node with its value, its weight and its evidence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BELOW = ("of", "if", "then", "else", "parts")
 
 
 def explain_text(score: Score) -> str:
-    """The evidence of a score as an indented tree, one node a line."""
+    """The evidence of a score as an indented tree, one node per line."""
     evidence = score.evidence
     lines = [f"{evidence['spec']}: {_value(score.value)}"]
     if "unscored" in evidence:
@@ -37,7 +37,7 @@ def explain_text(score: Score) -> str:
 
 
 def reasons(evidence: Json) -> Iterator[str]:
-    """Why an evidence tree has no value: from the leaf that could not be scored, outward."""
+    """Why an evidence tree has no value: reasons from the unscorable leaf outward."""
     if isinstance(evidence, Mapping):
         for value in evidence.values():
             yield from reasons(value)

@@ -1,4 +1,4 @@
-"""Gold calls: how a task writes down which calls were right, and how near a made call comes to one."""
+"""Gold calls: how a task states the expected calls, and how well a made call matches one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ARGUMENTS = ("exact", "subset", "superset", "names", "ignore")
 
 
 class GoldCall(NamedTuple):
-    """One expected call. In the forms `sets` and `bfcl` each argument holds the list of its allowed values,
-    and `optional` names the arguments that may be left out. `types`: parameter -> declared JSON Schema."""
+    """One expected call. In the forms `sets` and `bfcl` each argument has a list of allowed values,
+    and `optional` names the arguments that may be omitted. `types`: parameter -> declared JSON Schema."""
 
     name: str
     arguments: Mapping[str, Json]
@@ -27,13 +27,13 @@ class GoldCall(NamedTuple):
 
 
 def gold_calls(value: Json, form: str) -> list[GoldCall]:
-    """Read gold calls. Raises UnscorableError where they have another shape.
+    """Read gold calls. Raises UnscorableError if they have another shape.
 
     `literal` and `sets`: [{"name", "arguments"}, ...]; `bfcl`: [{name: {argument: [allowed, ...]}}, ...],
-    where "" among the allowed values makes an argument optional (so it does with `sets`).
+    in which "" among the allowed values makes an argument optional (also with `sets`).
     """
     if not isinstance(value, (list, tuple)):
-        raise UnscorableError(f"expected calls are a list, not {brief(value, 80)!r}")
+        raise UnscorableError(f"expected calls must be a list, not {brief(value, 80)!r}")
     return [_gold_call(item, form, index) for index, item in enumerate(value)]
 
 
@@ -44,22 +44,22 @@ def _gold_call(item: Json, form: str, index: int) -> GoldCall:
         name, arguments = item["name"], item.get("arguments", {})
     else:
         wanted = "{name: {argument: [values]}}" if form == "bfcl" else '{"name", "arguments"}'
-        raise UnscorableError(f"expected call {index} is {wanted}, not {brief(item, 80)!r}")
+        raise UnscorableError(f"expected call {index} must be {wanted}, not {brief(item, 80)!r}")
     if not isinstance(name, str) or not isinstance(arguments, _OBJECT):
-        raise UnscorableError(f"expected call {index} needs a text name and an object of arguments")
+        raise UnscorableError(f"expected call {index} needs a string name and an object of arguments")
     if form == "literal":
         return GoldCall(name, arguments)
     optional = []
     for key, allowed in arguments.items():
         if not isinstance(allowed, (list, tuple)):
-            raise UnscorableError(f"expected call {index}: argument {key!r} lists its allowed values")
+            raise UnscorableError(f"expected call {index}: argument {key!r} must be a list of allowed values")
         if "" in allowed:
             optional.append(key)
     return GoldCall(name, arguments, frozenset(optional))
 
 
 def declared(gold: list[GoldCall], tools: Sequence[Mapping[str, Json]]) -> list[GoldCall]:
-    """The gold calls with what the offered tools declare: types, and parameters that must be there."""
+    """The gold calls with what the offered tools declare: types and required parameters."""
     functions = [tool.get("function") for tool in tools]
     schemas = {f["name"]: f.get("parameters", {}) for f in functions if isinstance(f, Mapping) and "name" in f}
 
@@ -75,14 +75,14 @@ def declared(gold: list[GoldCall], tools: Sequence[Mapping[str, Json]]) -> list[
 
 @dataclass(frozen=True, slots=True)
 class CallRule:
-    """When a made call counts as an expected one."""
+    """When a made call matches an expected one."""
 
     form: str = "literal"
     arguments: str = "exact"
     values: Rule = LITERAL
 
     def value_fits(self, key: str, made: Json, call: GoldCall) -> bool:
-        """Whether one argument's value is right."""
+        """Whether one argument's value matches."""
         gold = call.arguments[key]
         if self.form == "literal":
             return same(made, gold, self.values)
@@ -91,7 +91,7 @@ class CallRule:
         return any(same(made, allowed, self.values) for allowed in gold)
 
     def full(self, made: ToolCall, gold: GoldCall) -> bool:
-        """Whether a made call matches an expected one in full."""
+        """Whether a made call fully matches an expected one."""
         arguments = made.arguments
         if made.name != gold.name or arguments is None:
             return False
@@ -108,7 +108,7 @@ class CallRule:
         return True
 
     def _keys_fit(self, made: Mapping[str, Json], gold: GoldCall) -> bool:
-        """Whether the names of the arguments are right though they are not the same ones."""
+        """Whether argument names that are not equal are still acceptable."""
         if self.arguments != "superset" and any(key not in gold.arguments for key in made):
             return False
         if self.arguments == "subset":
@@ -116,24 +116,24 @@ class CallRule:
         return all(key in made or key in gold.optional for key in gold.arguments)
 
     def part(self, made: ToolCall, gold: GoldCall) -> float:
-        """Partial credit of one pair: (1 + right arguments) / (1 + arguments counted), 0 for another name.
+        """Partial credit of one pair: (1 + correct arguments) / (1 + arguments counted), 0 if the names differ.
 
-        The arguments counted are those of either side ("exact", "names"), of the made call ("subset") or
-        of the expected one ("superset"). A full match has 1.
+        The arguments counted are those of either call ("exact", "names"), of the made call ("subset") or
+        of the expected one ("superset"). A full match gets 1.
         """
         if self.full(made, gold):
             return 1.0
         arguments = made.arguments
         if made.name != gold.name or arguments is None:
             return 0.0
-        right = sum(
+        correct = sum(
             1
             for key, value in arguments.items()
             if key in gold.arguments and (self.arguments == "names" or self.value_fits(key, value, gold))
         )
         needed = set(gold.arguments) - gold.optional | (set(arguments) & gold.optional)
         counted = {"subset": len(arguments), "superset": len(needed)}
-        return (1 + right) / (1 + counted.get(self.arguments, len(needed | set(arguments))))
+        return (1 + correct) / (1 + counted.get(self.arguments, len(needed | set(arguments))))
 
 
 _BFCL_TYPES: Mapping[str, type] = {
@@ -143,11 +143,11 @@ _BFCL_TYPES: Mapping[str, type] = {
 
 
 def bfcl_type_fits(made: Json, schema: Json, allowed: Sequence[Any]) -> bool:
-    """Whether a value has the declared type as the Berkeley leaderboard checks it.
+    """Whether a value has the declared type by the Berkeley leaderboard's rules.
 
-    An integer passes for a float, nothing else for another type; a value of the type of the first allowed
-    value passes too (the leaderboard's "variables"). Lists are checked one level down. Where nothing is
-    declared, every type passes.
+    An integer is accepted as a float, and no other type as another; a value with the type of the first allowed
+    value is accepted too (the leaderboard's "variables"). Lists are checked one level deep. Without a
+    declaration every type is accepted.
     """
     kind = schema.get("type") if isinstance(schema, _OBJECT) else None
     if not isinstance(kind, str) or kind not in _BFCL_TYPES:
@@ -173,10 +173,10 @@ def _first_type(allowed: Sequence[Any]) -> type | None:
 
 
 def bfcl_fits(made: Json, allowed: Sequence[Any], rule: Rule) -> bool:
-    """Whether a value is among the allowed ones as the Berkeley leaderboard compares them.
+    """Whether a value is among the allowed ones by the Berkeley leaderboard's comparison.
 
-    An object is right where some allowed object lists, key by key, its values (an allowed "" makes a key
-    optional); a list of objects likewise, item by item; texts after normalization; tuples as lists.
+    An object matches if some allowed object lists its values, key by key (an allowed "" makes a key
+    optional); a list of objects likewise, item by item; strings match after normalization, tuples as lists.
     """
     if isinstance(made, str):
         if made in allowed:

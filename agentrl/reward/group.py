@@ -1,4 +1,4 @@
-"""`group.rank` and `group.zscore`: where an episode stands among the episodes of its task."""
+"""`group.rank` and `group.zscore`: an episode relative to the other episodes of its task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ReadRef = Callable[[View, Mapping[str, Json]], "Json | Absent"]
 class GroupNode(Node):
     """Compares the value of the node `of` with that of the other members of the group.
 
-    Members that could not be scored take no part. Without a group there is nothing to compare: no value.
+    Members that could not be scored are left out. Without a group there is nothing to compare, hence no value.
     """
 
     kind: ClassVar[str]
@@ -40,57 +40,57 @@ class GroupNode(Node):
         return 0.0, 1.0
 
     def inner(self, view: View, frame: Frame) -> Result:
-        own = self.of.evaluate(view, frame)
-        evidence: dict[str, Json] = {"of": own.evidence}
+        result = self.of.evaluate(view, frame)
+        evidence: dict[str, Json] = {"of": result.evidence}
         if frame.group is None:
             return Result(None, {"unscored": "scored alone, without its group", **evidence})
         values = frame.group.get(self.pointer, ())
-        mine = values[frame.member] if frame.member < len(values) else None
-        if mine is None:
+        own = values[frame.member] if frame.member < len(values) else None
+        if own is None:
             return Result(None, {"unscored": "the compared value could not be scored", **evidence})
         others = [v for i, v in enumerate(values) if v is not None and i != frame.member]
         if not others:
             return Result(None, {"unscored": "no other member could be scored", **evidence})
-        return Result(self.compare(mine, others), {**evidence, "members": len(others) + 1})
+        return Result(self.compare(own, others), {**evidence, "members": len(others) + 1})
 
     @abstractmethod
-    def compare(self, mine: float, others: Sequence[float]) -> float:
-        """A value in [0, 1] from the member's own value and the others' (at least one)."""
+    def compare(self, own: float, others: Sequence[float]) -> float:
+        """A value in [0, 1] from the member's own value and the other members' values (at least one)."""
 
 
 class GroupRank(GroupNode):
-    """Share of the other members that this one beats; a tie counts half."""
+    """Share of the other members with a lower value; a tie counts half."""
 
     kind: ClassVar[str] = "group.rank"
     formula: ClassVar[str] = "(members below + ties / 2) / (scored members - 1)"
     schema: ClassVar[dict[str, Any]] = object_schema({"of": {"$ref": "#/$defs/node"}}, ("of",))
     example: ClassVar[dict[str, Any]] = {"of": {"use": "cost.turns", "args": {"max": 10}}}
 
-    def compare(self, mine: float, others: Sequence[float]) -> float:
-        below = sum(1 for value in others if value < mine)
-        ties = sum(1 for value in others if value == mine)
+    def compare(self, own: float, others: Sequence[float]) -> float:
+        below = sum(1 for value in others if value < own)
+        ties = sum(1 for value in others if value == own)
         return (below + ties / 2) / len(others)
 
 
 class GroupZscore(GroupNode):
-    """Standard score within the group, cut at +-bound and mapped to [0, 1]."""
+    """Standard score within the group, clipped at +-bound and mapped to [0, 1]."""
 
     kind: ClassVar[str] = "group.zscore"
     formula: ClassVar[str] = (
         "(max(-b, min(b, z)) + b) / (2 b), z = (x - mean) / std over the scored members (unbiased std; "
-        "z = 0 where it is 0); scale [-b, b] gives z back"
+        "z = 0 if it is 0); scale [-b, b] gives z back"
     )
     schema: ClassVar[dict[str, Any]] = object_schema(
         {"of": {"$ref": "#/$defs/node"}, "bound": {"type": "number", "exclusiveMinimum": 0}}, ("of",)
     )
     example: ClassVar[dict[str, Any]] = {"of": {"use": "cost.turns", "args": {"max": 10}}, "bound": 3}
 
-    def compare(self, mine: float, others: Sequence[float]) -> float:
-        values = [mine, *others]
+    def compare(self, own: float, others: Sequence[float]) -> float:
+        values = [own, *others]
         mean = math.fsum(values) / len(values)
         deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
         bound = float(self.args.get("bound", 3.0))
-        z = (mine - mean) / deviation if deviation > 1e-12 else 0.0
+        z = (own - mean) / deviation if deviation > 1e-12 else 0.0
         return (max(-bound, min(bound, z)) + bound) / (2 * bound)
 
 

@@ -17,18 +17,18 @@ REF: dict[str, Any] = {"$ref": "#/$defs/ref"}
 
 
 class Reading(NamedTuple):
-    """What a leaf says: a value in [0, 1], or None (could not score), and why, as JSON."""
+    """A leaf's result: a value in [0, 1], or None (could not score), and the evidence as JSON."""
 
     value: float | None
     evidence: Json
 
 
 class UnscorableError(Exception):
-    """A leaf cannot score this episode (a gold answer of the wrong shape, no state): null, never 0."""
+    """A leaf cannot score this episode (gold of the wrong shape, no state): its value is None, never 0."""
 
 
 class PendingError(Exception):
-    """A leaf waits for an answer from outside; the scorer fetches it and asks the leaf again."""
+    """A leaf needs an answer from outside; the scorer gets it and calls the leaf again."""
 
     def __init__(self, key: str, request: Any) -> None:
         super().__init__(key)
@@ -37,7 +37,7 @@ class PendingError(Exception):
 
 
 class ReplayEnv(Protocol):
-    """What a replay needs of an environment; `agentrl.env.ToolEnv` has it."""
+    """What a replay needs from an environment; `agentrl.env.ToolEnv` has it."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any: ...
 
@@ -49,7 +49,7 @@ class ReplayEnv(Protocol):
 
 
 class JudgeClient(Protocol):
-    """Asks a judge model; `agentrl.reward.judge.Judge` is one. Answers a Verdict, also where it failed."""
+    """Asks a judge model; `agentrl.reward.judge.Judge` is one. Always answers a Verdict, even on failure."""
 
     def ask(self, key: str, request: Any) -> Any: ...
 
@@ -57,7 +57,7 @@ class JudgeClient(Protocol):
 
 
 class Replayed(NamedTuple):
-    """Where calls led on a replay environment: its state, and what its tools answered, in order."""
+    """The result of calls on a replay environment: its state, and its tools' answers in order."""
 
     state: Json
     answers: list[str]
@@ -68,11 +68,11 @@ PythonLeaf = Callable[[View, Json], "float | tuple[float | None, Json] | None"]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a spec may use beside the trajectory; a run's config decides, a spec cannot.
+    """What a spec may use besides the trajectory; the run's config decides, not the spec.
 
-    `replay_env` builds a fresh environment of a task's kind for gold replays; `python` are the functions that
-    the `python` leaf may call, by name; `judge` asks the judge model. `replays` keeps the gold replays of
-    the last 256 tasks or so: the members of a group share their task's.
+    `replay_env` builds a fresh environment for gold replays of a task; `python` are the functions that
+    the `python` leaf may call, by name; `judge` asks the judge model. `replays` caches the gold replays of
+    about the last 256 tasks: the members of a group share that of their task.
     """
 
     replay_env: Callable[[Task], ReplayEnv] | None = None
@@ -82,7 +82,7 @@ class Context:
 
 
 class Leaf(ABC):
-    """One kind of leaf, bound to the arguments of one place in a spec. It has no state."""
+    """One kind of leaf, bound to the arguments of one node of a spec. Stateless."""
 
     kind: ClassVar[str]
     formula: ClassVar[str]
@@ -91,24 +91,24 @@ class Leaf(ABC):
     scopes: ClassVar[tuple[str, ...]] = ("episode", "round", "turn", "call")
 
     def __init__(self, args: Args, context: Context) -> None:
-        """`args` as in the spec, references not yet followed. Raises ValueError where they cannot work."""
+        """`args` as in the spec, references not yet followed. Raises ValueError for invalid ones."""
         self.args = args
         self.context = context
 
     def blocks(self) -> bool:
-        """Whether `read` may take long (a replay, a user's function) and so must stay off an event loop."""
+        """Whether `read` may take long (a replay, a user's function) and so must not run on an event loop."""
         return False
 
     @abstractmethod
     def read(self, view: View, args: Args) -> Reading:
         """The value of this leaf for `view`; `args` with references followed.
 
-        Raises UnscorableError where the episode's data do not fit.
+        Raises UnscorableError if the leaf does not apply to the episode's data.
         """
 
 
 def need_replay_env(args: Args, context: Context) -> None:
-    """Raises ValueError where a leaf replays and the run gives no environment for it."""
+    """Raises ValueError if a leaf replays and the run provides no environment for it."""
     if "replay" in args and context.replay_env is None:
         raise ValueError(
             "replay: needs an environment to replay the gold calls on; name it with --env ID (in Python: Context(replay_env=...))"
@@ -116,7 +116,7 @@ def need_replay_env(args: Args, context: Context) -> None:
 
 
 def object_schema(properties: dict[str, Any], required: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The JSON Schema of an argument object that knows its keys."""
+    """The JSON Schema of an argument object with exactly these keys."""
     schema: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": properties}
     return {**schema, "required": list(required)} if required else schema
 

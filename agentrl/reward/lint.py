@@ -1,4 +1,4 @@
-"""What a spec cannot do, told before a run: from the spec alone, and from an environment's probe episodes."""
+"""Faults of a spec, found before a run: from the spec alone, and from an environment's probe episodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PINNED = re.compile(r"\d{4}[-.]?\d{2}|\d{6}|@[0-9a-f]{7,}|:[0-9a-f]{7,}|[0-9]b\
 
 @dataclass(frozen=True, slots=True)
 class LintFinding:
-    """One thing that is wrong (`error`: the spec cannot do its work) or odd (`warning`)."""
+    """One fault (`error`: the spec cannot work as intended) or suspicious detail (`warning`)."""
 
     level: Literal["error", "warning"]
     code: str
@@ -48,12 +48,12 @@ def lint_spec(scorer: Scorer) -> list[LintFinding]:
 def _constant(scorer: Scorer) -> Iterator[LintFinding]:
     low, high = scorer.range
     if high - low <= _EPS:
-        yield LintFinding("error", "constant-output", "/root", f"the reward is {low:g} whatever happens")
+        yield LintFinding("error", "constant-output", "/root", f"the reward is always {low:g}")
 
 
 def _undecided(scorer: Scorer) -> Iterator[LintFinding]:
     if scorer.success is None:
-        message = 'nothing says whether an episode did its task (costs and sums over turns have no best); write a "success"'
+        message = 'nothing decides whether an episode succeeded (costs and sums over turns have no best value); add a "success"'
         yield LintFinding("error", "no-success", "/root", message)
     elif scorer.success.range()[1] < TRUE:
         message = f"reaches at most {scorer.success.range()[1]:g}, so no episode ever succeeds"
@@ -63,7 +63,7 @@ def _undecided(scorer: Scorer) -> Iterator[LintFinding]:
 def _top(node: Node, root: bool) -> Iterator[LintFinding]:
     if node.mods.weight != 1.0:
         where = "the root" if root else "a top-level node"
-        yield LintFinding("error", "dead-weight", node.pointer, f"{where} has no parent that its weight could matter to")
+        yield LintFinding("error", "dead-weight", node.pointer, f"{where} has no parent, so its weight has no effect")
     if root and node.mods.missing == "skip":
         yield LintFinding("warning", "dead-missing", node.pointer, "the root cannot be skipped; it stays unscored")
 
@@ -133,7 +133,7 @@ def _mods(node: Node) -> Iterator[LintFinding]:
 
 def _judge(node: Node) -> Iterator[LintFinding]:
     if isinstance(node, LeafNode) and node.leaf.kind == "judge" and not _PINNED.search(str(node.leaf.args["model"])):
-        message = f"the model {node.leaf.args['model']!r} names no version; its verdicts may change under you"
+        message = f"the model {node.leaf.args['model']!r} names no version, so its verdicts may change over time"
         yield LintFinding("warning", "unpinned-judge", node.pointer, message)
 
 
@@ -141,19 +141,19 @@ Probes = Mapping[str, Sequence[Trajectory]]
 
 
 def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None) -> list[LintFinding]:
-    """Findings from probe episodes: lists by kind, one episode a task, tasks in the same order.
+    """Findings from probe episodes: lists by kind, one episode per task, tasks in the same order.
 
     Kinds: `gold` (the scripted solution), `empty` (an empty answer) and `silent` (no turn at all), `spam`
-    (calls at random and every number as the answer), `padded` (every gold call three times), `shuffled`
-    (the gold calls in another order). `order_free`: whether the environment says that order is free.
+    (random calls and every number as the answer), `padded` (every gold call three times), `shuffled`
+    (the gold calls in another order). `order_free`: whether the environment declares that order is free.
     """
     scores = {kind: [scorer.score(trajectory) for trajectory in episodes] for kind, episodes in probes.items()}
     if scorer.compares:
-        message = "the spec compares the members of a group; what single probe episodes score tells nothing"
+        message = "the spec compares the members of a group, so the scores of single probe episodes say nothing"
         return [LintFinding("warning", "not-probed", "/root", message), *_succeeding(scorer, probes, scores)]
     ceiling = list(_ceiling(scorer, scores))
     if any(item.code == "gold-unscored" for item in ceiling):
-        return ceiling  # nothing else can be told of a spec that does not fit the environment
+        return ceiling  # the other findings are meaningless for a spec that does not fit the environment
     findings = [*_floor(scorer, scores), *ceiling, *_spam(scores), *_padded(probes, scores)]
     findings += _succeeding(scorer, probes, scores)
     return [*findings, *_shuffled(scores, order_free), *_never_varies(scorer, scores)]
@@ -185,7 +185,7 @@ def _ceiling(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[
     if math.isfinite(high) and worst < high - 1e-6:
         succeeds = all(score.success for score in scores.get("gold", ()))
         yield LintFinding(
-            "warning" if succeeds else "error",  # what it cost may well be taken off
+            "warning" if succeeds else "error",  # a deduction for costs is legitimate
             "gold-below-maximum",
             "/root",
             f"the gold solution earns {worst:g}, the maximum is {high:g}",
@@ -207,15 +207,15 @@ def _succeeding(scorer: Scorer, probes: Probes, scores: Mapping[str, Sequence[Sc
 
 
 def gold_fault(scorer: Scorer, trajectory: Trajectory, score: Score) -> str:
-    """What is to be said of a gold solution that is no success: spec, task, value, and what to do."""
+    """The message for a gold solution that is not a success: spec, task, value, and what to do."""
     value = "unscored" if score.value is None else f"{score.value:g}"
     decided = "could not be scored" if score.success is None else "is not 1"
     why = next(reasons(score.evidence), None) if score.success is None else None
     task = trajectory.task.id
     return (
-        f"reward spec {scorer.name!r}: the gold solution of task {task!r} is no success: {scorer.rule} {decided} "
-        f'(reward {value}{f": {why}" if why else ""}). If the gold turns are right, say by a top-level "success" in the '
-        "spec what counts (docs/rewards.md)"
+        f"reward spec {scorer.name!r}: the gold solution of task {task!r} is not a success: {scorer.rule} {decided} "
+        f'(reward {value}{f": {why}" if why else ""}). If the gold turns are right, define success by a top-level "success" '
+        "in the spec (docs/rewards.md)"
     )
 
 
@@ -231,7 +231,7 @@ def _spam(scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
 
 
 def _padded(probes: Probes, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
-    """Call matching that does not mind every call being made three times."""
+    """Call matching in which making every call three times costs nothing."""
     matched: dict[str, list[bool]] = {}
     for row, (right, more) in enumerate(zip(scores.get("gold", ()), scores.get("padded", ()), strict=False)):
         if len(probes["padded"][row].turns) <= len(probes["gold"][row].turns):
@@ -253,12 +253,12 @@ def _shuffled(scores: Mapping[str, Sequence[Score]], order_free: bool | None) ->
         if gold.value is not None and other.value is not None
     ]
     if order_free and any(other < gold - _EPS for gold, other in pairs):
-        message = "the environment says that the order of calls is free, and the gold calls reordered earn less"
+        message = "the environment declares that the order of calls is free, but the reordered gold calls earn less"
         yield LintFinding("warning", "order-matters", "/root", message)
 
 
 def _never_varies(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
-    """Nodes that every probe reaches and that say the same of all; gates that none of them opens."""
+    """Nodes that every probe reaches with the same value; gates that no probe opens."""
     trees = [_values(score.evidence.get("root")) for row in scores.values() for score in row]
     reached = set[str]().union(*trees)
     for at in sorted(reached):
@@ -273,7 +273,7 @@ def _never_varies(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iter
 
 
 def _values(evidence: Json) -> dict[str, tuple[str, float | None]]:
-    """Pointer -> (kind, value) of the nodes of an evidence tree; skipped ones and parts are left out."""
+    """Pointer -> (kind, value) of the nodes of an evidence tree, without skipped nodes and parts."""
     if not isinstance(evidence, Mapping) or "skipped" in evidence:
         return {}
     found = {str(evidence["at"]): (str(evidence["node"]), evidence.get("value"))} if "at" in evidence else {}

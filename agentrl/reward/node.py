@@ -1,4 +1,4 @@
-"""The compiled tree: nodes that turn a part of an episode into a value, emissions and evidence."""
+"""The compiled tree: nodes that map a part of an episode to a value, emissions and evidence."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from agentrl.reward.view import View
 from agentrl.trajectory import Json
 
 TRUE = 1.0 - 1e-9
-"""From here on a value counts as 1 for `all`, `any` and a gate, so that 1/3 + 1/3 + 1/3 does."""
+"""A value from here on counts as 1 for `all`, `any` and a gate, so that 1/3 + 1/3 + 1/3 does."""
 
 ReadRef = Callable[[View], "Json | Absent"]
 
 
 @dataclass(slots=True)
 class Frame:
-    """One pass over the tree: requests that wait for an answer, the group's values by node, and what leaves said:
-    the same leaf at another place (success repeats parts of the root) is not read again."""
+    """One pass over the tree: pending requests, the group's values by node, and the results of leaves, so that
+    the same leaf at another node (success repeats parts of the root) is not read again."""
 
     pending: dict[str, Any] = field(default_factory=dict)
     group: Mapping[str, Sequence[float | None]] | None = None
@@ -34,8 +34,8 @@ class Frame:
 
 @dataclass(slots=True)
 class Result:
-    """What a node says of a view. `value` None: could not score. `skipped`: leaves its parent's aggregate.
-    `steps`: what of the value is emitted at which turn; the rest is emitted at the end."""
+    """A node's result for a view. `value` None: could not score. `skipped`: left out of its parent's aggregate.
+    `steps`: turn -> the part of the value emitted at that turn; the rest is emitted at the end."""
 
     value: float | None
     evidence: dict[str, Json]
@@ -45,7 +45,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Mods:
-    """What every node may say beside its kind."""
+    """The modifiers that any kind of node may have."""
 
     id: str | None = None
     weight: float = 1.0
@@ -59,7 +59,7 @@ class Mods:
 
 
 class Node(ABC):
-    """A node at one place of a spec."""
+    """One node of a spec."""
 
     label: str
 
@@ -70,18 +70,18 @@ class Node(ABC):
 
     @abstractmethod
     def inner(self, view: View, frame: Frame) -> Result:
-        """The value before the mods."""
+        """The value before the modifiers."""
 
     @abstractmethod
     def raw_range(self) -> tuple[float, float]:
-        """Bounds of the value before the mods."""
+        """Bounds of the value before the modifiers."""
 
     def children(self) -> list[Node]:
-        """Nodes below, in order."""
+        """The child nodes, in order."""
         return []
 
     def evaluate(self, view: View, frame: Frame) -> Result:
-        """The node's value for a view; where its scope is narrower, for each part of it, reduced."""
+        """The node's value for a view; if its scope is narrower, the values of the view's parts, reduced to one."""
         if self.mods.scope is None or self.mods.scope == view.scope or self.mods.scope == "group":
             return self._one(view, frame)
         parts = view.parts(self.mods.scope)
@@ -89,7 +89,7 @@ class Node(ABC):
         return self._reduce(parts, results)
 
     def range(self) -> tuple[float, float]:
-        """Bounds of the node's value, mods and scope included."""
+        """Bounds of the node's value, including modifiers and scope."""
         low, high = self._after_scale(self.raw_range())
         if self.mods.scope in ("round", "turn", "call"):
             if self.mods.reduce == "sum":
@@ -110,7 +110,7 @@ class Node(ABC):
     def _mods(self, value: float) -> float:
         if self.mods.scale is not None:
             low, high = self.mods.scale
-            value = low + (value * (high - low) if high != low else 0.0)  # bounds can be infinite
+            value = low + (value * (high - low) if high != low else 0.0)  # infinite bounds times 0 would be nan
         if self.mods.clip is not None:
             value = min(max(value, self.mods.clip[0]), self.mods.clip[1])
         return value
@@ -121,13 +121,13 @@ class Node(ABC):
             if decided is None:
                 absent = [ref for ref in references(self.mods.when) if self._read_ref(view, ref) is ABSENT]
                 places = " and ".join(dict.fromkeys(str(ref["$"]) for ref in absent))
-                return self._finish(Result(None, {"unscored": f"`when` reads {places}, which is not there"}))
+                return self._finish(Result(None, {"unscored": f"`when` reads {places}, which does not exist"}))
             if not decided:
                 return Result(None, self._header({"skipped": "when"}, None), skipped=True)
         return self._finish(self.inner(view, frame))
 
     def _finish(self, result: Result) -> Result:
-        """Missing, then scale, then clip."""
+        """Apply missing, then scale, then clip."""
         raw = result.value
         if raw is not None and not math.isfinite(raw):
             raw, result.evidence = None, {**result.evidence, "unscored": f"not a finite number: {raw!r}"}
@@ -183,12 +183,12 @@ class Node(ABC):
 
 
 def walk(node: Node) -> list[Node]:
-    """The node and all below it, parents first."""
+    """The node and all nodes below it, parents first."""
     return [node, *(below for child in node.children() for below in walk(child))]
 
 
 def total(values: Sequence[float]) -> float:
-    """The exact sum, rounded once; infinite where it is beyond the range of a float."""
+    """The exact sum, rounded once; infinite if it is beyond the range of a float."""
     try:
         return math.fsum(values)
     except OverflowError:
@@ -196,7 +196,7 @@ def total(values: Sequence[float]) -> float:
 
 
 def _reduced(how: str, values: Sequence[float]) -> tuple[float, list[float]]:
-    """The reduced value and how much of it each part contributes; the contributions add up to it."""
+    """The reduced value and each part's contribution to it; the contributions add up to the value."""
     if how in ("sum", "mean"):
         size = len(values) if how == "mean" else 1
         shares = [value / size for value in values]
@@ -205,7 +205,7 @@ def _reduced(how: str, values: Sequence[float]) -> tuple[float, list[float]]:
         place = len(values) - 1
     elif how == "min":
         place = min(range(len(values)), key=lambda i: values[i])
-    else:  # all: a failure emits 0 wherever it is, and success is known at the last part
+    else:  # all: a failure emits 0 anywhere, and success is known only at the last part
         verdict = float(all(value >= TRUE for value in values))
         return verdict, [0.0] * (len(values) - 1) + [verdict]
     return values[place], [value if i == place else 0.0 for i, value in enumerate(values)]
@@ -235,7 +235,7 @@ class LeafNode(Node):
         place = (self.key, *view.place)
         if place not in frame.readings:
             frame.readings[place] = self._read(view, frame)
-        return replace(frame.readings[place])  # a copy: the node finishes its result in place
+        return replace(frame.readings[place])  # a copy, because the node modifies its result
 
     def _read(self, view: View, frame: Frame) -> Result:
         try:
@@ -250,7 +250,7 @@ class LeafNode(Node):
 
 
 class ConstantNode(Node):
-    """A number where a gate allows one."""
+    """A number as a branch of a gate."""
 
     label = "constant"
 

@@ -1,4 +1,4 @@
-"""Scoring of recorded episodes: JSONL files, in parallel, rows in the order of the file."""
+"""Scores recorded episodes: JSONL files, in parallel, rows in the order of the file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _worker: tuple[Scorer, str] | None = None
 
 
 def read_lines(path: Path) -> Lines:
-    """The rows of a JSONL file that are not empty, with their line numbers (from 1).
+    """The non-empty rows of a JSONL file with their line numbers (from 1).
 
-    Raises UserError where the file cannot be read or holds no row.
+    Raises UserError if the file cannot be read or has no rows.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -30,7 +30,7 @@ def read_lines(path: Path) -> Lines:
         raise UserError(f"{path}: cannot be read: {error}") from error
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
-        raise UserError(f"{path}: holds no trajectory")
+        raise UserError(f"{path}: contains no trajectory")
     return lines
 
 
@@ -46,11 +46,11 @@ def parse_row(path: str, number: int, line: str) -> Trajectory:
 
 
 def score_file(make: MakeScorer, path: Path, workers: int, done: Callable[[int], None]) -> list[dict[str, Json]]:
-    """Scores of all rows, in order: row, task, member, value, turns, metrics and, where unscored, why.
+    """Scores of all rows, in order: row, task, member, value, turns, metrics and, if unscored, why.
 
-    `make` builds the scorer; it must be picklable, for it runs in each worker process.
+    `make` builds the scorer; it must be picklable, since it runs in each worker process.
     `done` is called with the number of rows finished. A spec with a judge is scored by threads of this
-    process, so that one budget and one cache hold. Raises UserError for the first bad row.
+    process, so that all rows share one budget and one cache. Raises UserError for the first invalid row.
     """
     scorer = make()
     chunks = list(_chunks(read_lines(path), bool(scorer.compares), str(path)))
@@ -98,7 +98,7 @@ def _score_lines(scorer: Scorer, path: str, lines: Lines) -> list[dict[str, Json
 
 
 def _scores(scorer: Scorer, trajectories: list[Trajectory]) -> list[Score]:
-    """Rows beyond the judge's budget are unscored, and say so: those before it were paid for."""
+    """Scores; rows beyond the judge's budget are unscored with that reason, since earlier ones are already paid for."""
 
     def unscored(error: JudgeBudgetError) -> Score:
         return Score(None, evidence={"spec": scorer.name, "value": None, "unscored": str(error)})
@@ -132,7 +132,7 @@ def score_row(number: int, trajectory: Trajectory, score: Score) -> dict[str, Js
 
 
 def _chunks(lines: Lines, by_task: bool, path: str) -> Iterator[Lines]:
-    """Rows in portions; where group leaves compare episodes, all rows of a task are one portion."""
+    """Rows in chunks; if group leaves compare episodes (`by_task`), all rows of a task are one chunk."""
     if not by_task:
         for start in range(0, len(lines), _CHUNK):
             yield lines[start : start + _CHUNK]

@@ -1,7 +1,7 @@
 """Combinators: sum, mean, product, min, max, all, any, and the gate.
 
-An aggregate has no value where one of its children could not be scored, whatever the others say; children
-that are skipped (`when` is false, or `missing: skip`) leave it; of nothing it has no value.
+An aggregate has no value if one of its children could not be scored, regardless of the others; skipped children
+(`when` is false, or `missing: skip`) are left out; without any children left it has no value.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ AGGREGATES: Mapping[str, Callable[[Weighted], float | None]] = {
     "any": lambda parts: float(any(value >= TRUE for _, value in parts)),
 }
 LINEAR = frozenset({"sum", "mean"})
-"""Combinators that use weights, and through which a step's emission keeps a share of its own."""
+"""Combinators that use weights and preserve the share of each step's emission."""
 
 
 class OpNode(Node):
@@ -75,11 +75,11 @@ class OpNode(Node):
             return Result(None, {"unscored": "every part was skipped", **evidence})
         value = AGGREGATES[self.label](parts)
         if value is None:
-            return Result(None, {"unscored": "the weights of what is left add up to 0", **evidence})
+            return Result(None, {"unscored": "the weights of the remaining parts add up to 0", **evidence})
         return Result(value, evidence, self._steps([(weight, r) for weight, r in kept]))
 
     def _steps(self, kept: Sequence[tuple[float, Result]]) -> dict[int, float]:
-        """Emissions of the children, weighted as their values are."""
+        """The children's emissions, weighted like their values."""
         if not any(result.steps for _, result in kept):
             return {}
         whole = 1.0 if self.label == "sum" else math.fsum(weight for weight, _ in kept)
@@ -91,7 +91,7 @@ class OpNode(Node):
 
 
 class GateNode(Node):
-    """`then` where `if` reaches `gte`, otherwise `else`. The branch not taken is not evaluated."""
+    """`then` if the value of `if` reaches `gte`, otherwise `else`. Only the branch taken is evaluated."""
 
     label = "gate"
 

@@ -1,4 +1,4 @@
-"""JSON Pointers (RFC 6901) and references `{"$": "/task/..."}`: the only way a spec reads an episode."""
+"""JSON Pointers (RFC 6901) and references `{"$": "/task/..."}`: the only way in which a spec reads an episode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 class Absent:
-    """The type of `ABSENT`: what a pointer that resolves to nothing gives (None is a JSON value)."""
+    """The type of `ABSENT`, the result of a pointer that resolves to nothing (None is a JSON value)."""
 
     def __repr__(self) -> str:
         return "ABSENT"
@@ -23,11 +23,11 @@ ABSENT: Final = Absent()
 
 
 def parse_pointer(text: str) -> tuple[str, ...]:
-    """The tokens of a JSON Pointer. Raises ValueError where it is not one."""
+    """The tokens of a JSON Pointer. Raises ValueError if it is not one."""
     if text == "":
         return ()
     if not text.startswith("/"):
-        raise ValueError(f"a JSON Pointer is empty or begins with '/', not {text!r}")
+        raise ValueError(f"a JSON Pointer is empty or starts with '/', not {text!r}")
     if _ESCAPE.search(text):
         raise ValueError(f"in a JSON Pointer '~' is written ~0 and '/' is written ~1: {text!r}")
     return tuple(token.replace("~1", "/").replace("~0", "~") for token in text[1:].split("/"))
@@ -39,7 +39,7 @@ def join(pointer: str, *tokens: str | int) -> str:
 
 
 def follow(document: Json, tokens: tuple[str, ...]) -> Json | Absent:
-    """What the tokens lead to in a JSON document, or ABSENT."""
+    """The value at the tokens in a JSON document, or ABSENT."""
     for token in tokens:
         if isinstance(document, Mapping):
             if token not in document:

@@ -69,8 +69,7 @@ COMPARISON_SCHEMA: Final[dict[str, Any]] = {
 def holds(found: Json | Absent, comparison: Mapping[str, Json], rule: Rule = LITERAL) -> bool | None:
     """Whether every comparison of the object holds for `found`.
 
-    Where `found` is ABSENT: True or False if only `exists` is asked, else False for `exists: true` and None
-    (not known) without it.
+    If `found` is ABSENT: the truth of `exists` if it is given, else None (not known).
     """
     wanted = comparison.get("exists")
     if isinstance(found, Absent):
@@ -84,7 +83,7 @@ Reader = Callable[[Mapping[str, Json]], "Json | Absent"]
 
 
 def decide(predicate: Mapping[str, Json], read: Reader) -> bool | None:
-    """Value of a predicate `{"$", ...comparisons}`, `{"not"}`, `{"all"}` or `{"any"}`; None: not known."""
+    """Value of a predicate `{"$", ...comparisons}`, `{"not"}`, `{"all"}` or `{"any"}`; None: not known (three-valued logic)."""
     if "not" in predicate:
         inner = decide(predicate["not"], read)
         return None if inner is None else not inner
@@ -97,7 +96,7 @@ def decide(predicate: Mapping[str, Json], read: Reader) -> bool | None:
 
 
 def references(predicate: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
-    """The comparisons that a predicate is made of, each with the reference that it reads."""
+    """The comparisons in a predicate, each with the reference that it reads."""
     if "$" in predicate:
         yield predicate
     below = [predicate["not"]] if "not" in predicate else []

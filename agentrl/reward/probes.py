@@ -1,4 +1,4 @@
-"""Probe episodes for lint: the gold solution of a task, and what should not pass for one."""
+"""Probe episodes for lint: the gold solution of a task, and episodes that should not score like it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EVERY_NUMBER = " ".join(str(number) for number in range(200))
 
 
 class ProbeEnv(ReplayEnv, Protocol):
-    """What probing needs of an environment; `agentrl.env.ToolEnv` has it."""
+    """What probing needs from an environment; `agentrl.env.ToolEnv` has it."""
 
     @property
     def trajectory(self) -> Trajectory: ...
@@ -30,9 +30,9 @@ class ProbeEnv(ReplayEnv, Protocol):
 
 
 def probe_episodes(build: Callable[[], ProbeEnv], tasks: int, seed: int = 0) -> dict[str, list[Trajectory]]:
-    """Episodes by kind, one a task each: gold, empty, silent, spam, padded and shuffled (see lint_probes).
+    """Episodes by kind, one per task: gold, empty, silent, spam, padded and shuffled (see lint_probes).
 
-    Raises NotImplementedError where the environment has no scripted gold policy.
+    Raises NotImplementedError if the environment has no scripted gold policy.
     """
     episodes: dict[str, list[Trajectory]] = {}
     for number in range(tasks):
@@ -54,20 +54,20 @@ def probe_episodes(build: Callable[[], ProbeEnv], tasks: int, seed: int = 0) -> 
 
 
 def gold_episode(build: Callable[[], ProbeEnv], seed: int) -> Trajectory:
-    """The gold solution of one training task. Raises NotImplementedError where the environment scripts none."""
+    """The gold solution of one training task. Raises NotImplementedError if the environment has none."""
     env = build()
     task = env.make_task(seed, "train")
     return play(env, task, env.gold_turns(task))
 
 
 def play(env: ProbeEnv, task: Task, turns: Sequence[Message | str]) -> Trajectory:
-    """The episode of fixed assistant turns. One that does not end by itself is cut as at max_turns."""
+    """The episode of fixed assistant turns. If it does not end by itself, it counts as cut by max_turns."""
     env.reset(seed=task.seed, options={"task": task})
     over = False
     for message in turns:
         if over:
             break
-        outcome = env.step(message)  # type: ignore[arg-type]  # an action is a text or a message
+        outcome = env.step(message)  # type: ignore[arg-type]  # an action is a string or a message
         over = bool(outcome[2] or outcome[3])
     trajectory = env.trajectory
     env.close()
@@ -77,7 +77,7 @@ def play(env: ProbeEnv, task: Task, turns: Sequence[Message | str]) -> Trajector
 
 
 def _spam(env: ProbeEnv, task: Task, seed: int) -> list[Message | str]:
-    """Random calls that fit the schemas, then an answer that holds every number."""
+    """Random schema-valid calls, then an answer with every number."""
     env.reset(seed=task.seed, options={"task": task})
     space = env.action_space
     space.seed(seed)
@@ -87,12 +87,12 @@ def _spam(env: ProbeEnv, task: Task, seed: int) -> list[Message | str]:
 
 
 def _padded(gold: Sequence[Message]) -> list[Message]:
-    """Every turn that makes calls, three times over."""
+    """The gold turns with every turn that makes calls repeated three times."""
     return [message for message in gold for _ in range(_COPIES if message.tool_calls else 1)]
 
 
 def _shuffled(gold: Sequence[Message], rng: random.Random) -> list[Message]:
-    """The gold calls in another order, at the places where calls were made; the other turns stay."""
+    """The gold turns with their calls in another order; the number of calls per turn stays."""
     calls: list[ToolCall] = [call for message in gold for call in message.tool_calls]
     order = list(range(len(calls)))
     if len(order) > 1:

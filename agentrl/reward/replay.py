@@ -1,4 +1,4 @@
-"""Gold replay: the expected calls run on a replay environment, and the state and answers they lead to."""
+"""Gold replay: the expected calls run on a replay environment, which gives the expected state and answers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def replay(context: Context, view: View, gold: Json) -> tuple[Json, Json]:
     """(state after the calls made, state after the gold calls).
 
     For an episode the first is the trajectory's own final state and `gold` the list of gold calls. For
-    round r `gold` is a list of rounds, each a list of calls; both sides are replayed up to and with r.
-    The states are shared with other episodes of the task: they are read, never changed.
-    Raises UnscorableError where the gold has another shape, a replay environment refuses a gold call, or it breaks.
+    round r, `gold` is a list of rounds, each a list of calls; both sides are replayed up to and including r.
+    The states are shared with other episodes of the task and must not be changed.
+    Raises UnscorableError if the gold has another shape, or the replay environment refuses a gold call or fails.
     """
     task = view.trajectory.task
     if view.scope == "episode":
@@ -35,7 +35,7 @@ def replay(context: Context, view: View, gold: Json) -> tuple[Json, Json]:
 
 
 def replay_answers(context: Context, view: View, gold: Json) -> list[str]:
-    """What the tools answer to the gold calls (of the view's round, where the view is one).
+    """The tools' answers to the gold calls (of the view's round, if the view is one).
 
     Raises UnscorableError as `replay` does.
     """
@@ -48,7 +48,7 @@ def replay_answers(context: Context, view: View, gold: Json) -> list[str]:
 
 
 def _by_round(view: View, gold: Json) -> tuple[list[GoldCall], list[GoldCall]]:
-    """Gold calls of the rounds before the view's, and of its own."""
+    """Gold calls of the rounds before the view's round, and of that round."""
     if not isinstance(gold, (list, tuple)) or len(gold) <= view.round:
         raise UnscorableError(f"replay by round: there are no gold calls for round {view.round}")
     before = [call for part in gold[: view.round] for call in gold_calls(part, "literal")]
@@ -56,9 +56,9 @@ def _by_round(view: View, gold: Json) -> tuple[list[GoldCall], list[GoldCall]]:
 
 
 def gold_replay(context: Context, task: Task, gold: Sequence[GoldCall]) -> Replayed:
-    """State and answers of a fresh twin after the gold calls; replayed once for all episodes of the task.
+    """State and answers of a fresh replay environment after the gold calls; cached for all episodes of the task.
 
-    Raises UnscorableError where the replay environment refuses a gold call or breaks.
+    Raises UnscorableError if the replay environment refuses a gold call or fails.
     """
     wanted = [(call.name, call.arguments) for call in gold]
     content = [task.id, task.seed, task.split, task.data, task.gold, wanted]
@@ -73,13 +73,13 @@ def gold_replay(context: Context, task: Task, gold: Sequence[GoldCall]) -> Repla
 
 
 def run_calls(context: Context, task: Task, calls: Sequence[ToolCall]) -> Replayed:
-    """State of a fresh twin after the calls, one a turn, and what its tools answered.
+    """State of a fresh replay environment after the calls, one per turn, and its tools' answers.
 
-    The calls go in as one assistant message each, so the replay environment's own budget of turns must allow them.
-    Raises UnscorableError where it ends before the last call or breaks: a replay environment's fault is never a 0.
+    Each call is one assistant message, so the replay environment's turn limit must allow as many.
+    Raises UnscorableError if it ends before the last call or fails: a replay environment's fault is never a 0.
     """
     if context.replay_env is None:
-        raise UnscorableError("this run gives no environment to replay on")
+        raise UnscorableError("this run provides no environment to replay on")
     replay_env: ReplayEnv | None = None
     try:
         replay_env = context.replay_env(task)
@@ -88,9 +88,9 @@ def run_calls(context: Context, task: Task, calls: Sequence[ToolCall]) -> Replay
         return Replayed(replay_env.state(), answers)
     except UnscorableError:
         raise
-    except (Exception, SystemExit) as error:  # an author's code may raise anything; that is no reason to stop a run
-        log.exception("a gold replay broke (task %s)", task.id)
-        raise UnscorableError(f"the replay environment broke: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # an author's code may raise anything, which must not stop a run
+        log.exception("a gold replay failed (task %s)", task.id)
+        raise UnscorableError(f"the replay environment failed: {type(error).__name__}: {error}") from error
     finally:
         if replay_env is not None:
             replay_env.close()

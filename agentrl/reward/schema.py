@@ -1,4 +1,4 @@
-"""The grammar of reward specs as JSON Schema: one piece a kind of node, and the whole as published."""
+"""The grammar of reward specs as JSON Schema: one schema per kind of node, and the published whole."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REF_DEF: Schema = {
 }
 PREDICATE_DEF: Schema = {
     "type": "object",
-    "description": "A comparison of what a pointer leads to, or not / all / any of predicates.",
+    "description": "A comparison of the value at a pointer, or not / all / any of predicates.",
     "additionalProperties": False,
     "properties": {
         "$": _POINTER,
@@ -56,7 +56,7 @@ MODS: Schema = {
     "clip": {**_PAIR, "description": "bounds, applied after scale"},
     "missing": {
         "enum": ["skip", 0, 1, "invalid"],
-        "description": "what to do where the node could not be scored",
+        "description": "what to do if the node could not be scored",
     },
     "scope": {"enum": list(SCOPES), "description": "evaluate once for each part of this kind"},
     "reduce": {"enum": list(REDUCES), "description": "how the parts become one value (default mean)"},
@@ -109,7 +109,7 @@ SPEC_SCHEMA: Schema = {
             "if": {"anyOf": [{"required": ["use"]}, {"required": ["op"]}]},
             "then": _NODE,
             "else": {"$ref": "#/$defs/success"},
-            "description": "an episode succeeds where this is 1; without it, see docs/rewards.md",
+            "description": "an episode succeeds if this is 1; without it, see docs/rewards.md",
         },
         "metrics": {
             "type": "array",
@@ -141,7 +141,7 @@ def leaf_schema(kind: str, args: Schema) -> Schema:
 
 
 def published_schema() -> Schema:
-    """The whole grammar, for editors: what `rewards/schema.json` holds."""
+    """The whole grammar, for editors: the content of `rewards/schema.json`."""
     leaves = {kind: leaf_schema(kind, args) for kind, args in kinds().items()}
     choices: list[Schema] = [_when("use", {"const": kind}, {"$ref": f"#/$defs/{kind}"}) for kind in leaves]
     choices.append(_when("op", {"const": "gate"}, {"$ref": "#/$defs/gate"}))

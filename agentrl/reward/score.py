@@ -1,4 +1,4 @@
-"""Score and Scorer: a compiled spec, applied to trajectories."""
+"""Score and Scorer: a compiled spec applied to trajectories."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _MOST_PASSES = 64
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a spec says of one trajectory.
+    """The result of a spec for one trajectory.
 
-    `value`: the episode's total reward, or None (could not score). `success`: whether the episode did its task, by
-    `Scorer.rule`; None for an unscored episode, and where that node could not be scored. `turns`: turn index -> the part of
-    `value` that is emitted at that turn; the rest, `terminal`, is emitted at the episode's last turn.
+    `value`: the episode's total reward, or None (could not score). `success`: whether the episode succeeded, by
+    `Scorer.rule`; None for an unscored episode, or if that node could not be scored. `turns`: turn index -> the part
+    of `value` that is emitted at that turn; the rest, `terminal`, is emitted at the episode's last turn.
     `evidence`: the tree of nodes with values and reasons, as JSON. `metrics`: the spec's metrics and every
     node with an id.
     """
@@ -44,7 +44,7 @@ class Score:
 
     @property
     def terminal(self) -> float | None:
-        """`value` less what is emitted at turns (exactly 0 where only rounding is left); None where there is
+        """`value` minus what is emitted at turns (exactly 0 if only rounding error is left); None if there is
         no value."""
         if self.value is None:
             return None
@@ -54,12 +54,11 @@ class Score:
 
 
 class Scorer:
-    """A compiled spec. It has no state of its own and can be shared by threads and episodes.
+    """A compiled spec. It is stateless and can be shared by threads and episodes.
 
     `rule`: what decides success (None: nothing in the spec can), compiled as `success`. `range`: bounds of
-    every value it gives. `ids`: of its nodes that have one; `Score.metrics` holds their
-    values. `compares`: it has group leaves, so `score_group` is the call to
-    make. `asks`: it has judge leaves.
+    its values. `ids`: the ids of its nodes, whose values are in `Score.metrics`. `compares`: it has group leaves,
+    so use `score_group`. `asks`: it has judge leaves.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Scorer:
         self.asks = any(isinstance(node, LeafNode) and node.leaf.kind == "judge" for node in nodes)
 
     def score(self, trajectory: Trajectory) -> Score:
-        """Score one trajectory. Where the spec has a judge, waits for its answer."""
+        """Score one trajectory. If the spec has a judge, waits for its answer."""
         return self._drive(self._scoring(trajectory, None, 0))
 
     async def ascore(self, trajectory: Trajectory) -> Score:
@@ -99,7 +98,7 @@ class Scorer:
         return await self._adrive(self._scoring(trajectory, None, 0))
 
     def score_group(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Score the trajectories of one task together, so that group leaves have what to compare."""
+        """Score the trajectories of one task together, as group leaves need."""
         group = self._by_node([self._drive(self._comparing(trajectory)) for trajectory in trajectories])
         return [self._drive(self._scoring(t, group, i)) for i, t in enumerate(trajectories)]
 
@@ -133,7 +132,10 @@ class Scorer:
         return work
 
     def _drive(self, work: Work[T]) -> T:
-        """Pass over the tree until no leaf waits; every pass answers what the one before it asked for."""
+        """Pass over the tree until no leaf has a pending request; each pass has the answers to the previous requests.
+
+        Leaves thus stay synchronous and stateless, and all requests of a pass can be answered concurrently.
+        """
         answers: Answers = {}
         for _ in range(_MOST_PASSES):
             result, frame = work(answers)
@@ -141,7 +143,7 @@ class Scorer:
                 return result
             client = self._client()
             answers.update({key: client.ask(key, request) for key, request in frame.pending.items()})
-        raise RuntimeError(f"reward spec {self.name!r}: a leaf asks anew on every pass")
+        raise RuntimeError(f"reward spec {self.name!r}: a leaf makes a new request on every pass")
 
     async def _adrive(self, work: Work[T]) -> T:
         answers: Answers = {}
@@ -152,14 +154,14 @@ class Scorer:
             client, keys = self._client(), list(frame.pending)
             verdicts = await asyncio.gather(*(client.aask(key, frame.pending[key]) for key in keys))
             answers.update(zip(keys, verdicts, strict=True))
-        raise RuntimeError(f"reward spec {self.name!r}: a leaf asks anew on every pass")
+        raise RuntimeError(f"reward spec {self.name!r}: a leaf makes a new request on every pass")
 
     async def _in_thread(self, work: Work[T], answers: Answers) -> tuple[T, Frame]:
         async with SCORING.place():
             return await within(self.timeout, SCORING.call(self.name, work, answers), f"reward spec {self.name}")
 
     def _client(self) -> JudgeClient:
-        assert self._judge is not None  # only a judge leaf waits, and it does not compile without a client
+        assert self._judge is not None  # only a judge leaf makes requests, and it does not compile without a client
         return self._judge
 
     def _pass(self, trajectory: Trajectory, frame: Frame, answers: Answers) -> Score:
@@ -185,23 +187,23 @@ class Scorer:
     def _success(
         self, view: View, frame: Frame, value: float | None, evidence: dict[str, Json], metrics: dict[str, float | None]
     ) -> bool | None:
-        """Whether the node of `rule` is true. An unscored episode has no success; one that is only scored without the
-        group that its reward compares it with does have it."""
+        """Whether the node of `rule` is true. An unscored episode has none, unless it is unscored only because
+        its reward needs the group for comparison."""
         if self.rule is None or self.success is None:
             return None
-        found = self.success.evaluate(view, frame)
+        result = self.success.evaluate(view, frame)
         alone = self.compares and frame.group is None
-        known = found.value is not None and (value is not None or alone)
-        success = found.value >= TRUE if known and found.value is not None else None
+        known = result.value is not None and (value is not None or alone)
+        success = result.value >= TRUE if known and result.value is not None else None
         evidence["success"] = {"by": str(self.rule), "value": success}
-        if not self.rule.derived:  # the evidence of a derived one is that of the root
-            evidence["success"]["node"] = found.evidence
-            _collect(found.evidence, metrics)
+        if not self.rule.derived:  # the evidence of a derived rule is in that of the root
+            evidence["success"]["node"] = result.evidence
+            _collect(result.evidence, metrics)
         return success
 
 
 def _collect(evidence: Json, metrics: dict[str, float | None]) -> None:
-    """Values of the nodes with an id, from the evidence tree; not of the parts of a scoped node."""
+    """Collect the values of nodes with an id from the evidence tree, except from the parts of a scoped node."""
     if isinstance(evidence, dict):
         if isinstance(evidence.get("id"), str) and "node" in evidence:
             metrics[evidence["id"]] = evidence["value"]

@@ -1,4 +1,4 @@
-"""Reading and validating a spec: every fault is a RewardSpecError that names the place by JSON Pointer."""
+"""Reads and validates a spec: every fault is a RewardSpecError that names the place by JSON Pointer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load_spec(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     elif isinstance(source, (str, Path)):
         spec, where = _parse(Path(source)), str(source)
     else:
-        raise RewardSpecError(f"reward spec: at (the top): a spec is a JSON object or a path, not {_kind(source)}")
+        raise RewardSpecError(f"reward spec: at (the top): a spec must be a JSON object or a path, not {_kind(source)}")
     _Check(where).spec(spec)
     return spec  # type: ignore[no-any-return]
 
@@ -72,7 +72,7 @@ def _no_constant(token: str) -> NoReturn:
 
 
 class _Check:
-    """Walks a spec, one node at a time, so that an error speaks of the node it is in, not of its parents."""
+    """Checks a spec node by node, so that an error is reported for the node that it is in, not for a parent."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -83,7 +83,7 @@ class _Check:
 
     def spec(self, spec: Any) -> None:
         if not isinstance(spec, Mapping):
-            self.fail("", f"a reward spec is a JSON object, not {_kind(spec)}")
+            self.fail("", f"a reward spec must be a JSON object, not {_kind(spec)}")
         self._finite(spec, "")
         self._against("spec", spec, "")
         self.node(spec["root"], "/root", 0)
@@ -97,7 +97,7 @@ class _Check:
 
     def node(self, node: Any, pointer: str, depth: int) -> None:
         if not isinstance(node, Mapping):
-            self.fail(pointer, f'a node is an object with "use" or "op", not {_kind(node)}')
+            self.fail(pointer, f'a node must be an object with "use" or "op", not {_kind(node)}')
         if depth > _DEEPEST:
             self.fail(pointer, f"nested more than {_DEEPEST} nodes deep")
         self._against(self._choice(node, pointer), node, pointer)
@@ -113,11 +113,11 @@ class _Check:
             self._refs(args, join(pointer, "args"))
 
     def _choice(self, node: Mapping[str, Any], pointer: str) -> str:
-        """Which piece of the grammar a node is measured by."""
+        """The schema in the grammar that applies to a node."""
         if ("use" in node) == ("op" in node):
             both = "both" if "use" in node else "neither"
             near = _near(node, ("use", "op")) if both == "neither" else ""
-            self.fail(pointer, f'a node has either "use" (a leaf) or "op" (a combinator); this has {both}{near}')
+            self.fail(pointer, f'a node has either "use" (a leaf) or "op" (a combinator); this one has {both}{near}')
         key, known = ("use", grammar.kinds()) if "use" in node else ("op", [*AGGREGATES, "gate"])
         name = node[key]
         if not isinstance(name, str) or name not in known:
@@ -128,7 +128,7 @@ class _Check:
     def _mods(self, node: Mapping[str, Any], pointer: str) -> None:
         for key in ("scale", "clip"):
             if key in node and node[key][0] > node[key][1] and key == "clip":
-                self.fail(join(pointer, key), f"the lower bound {node[key][0]} is above the upper {node[key][1]}")
+                self.fail(join(pointer, key), f"the lower bound {node[key][0]} is above the upper bound {node[key][1]}")
         if "id" in node:
             if node["id"] in self.ids:
                 self.fail(join(pointer, "id"), f"{node['id']!r} is also the id of {self.ids[node['id']]}")
@@ -137,7 +137,7 @@ class _Check:
             self._refs(node["when"], join(pointer, "when"))
 
     def _refs(self, value: Any, pointer: str) -> None:
-        """References must name something that an episode can have."""
+        """Check that references name something that an episode can have."""
         if isinstance(value, Mapping):
             if "$" in value and (is_ref(value) or pointer.find("/when") >= 0):
                 self._ref(value["$"], join(pointer, "$"))
@@ -149,14 +149,14 @@ class _Check:
 
     def _ref(self, text: Any, pointer: str) -> None:
         if not isinstance(text, str):
-            self.fail(pointer, f'a reference is a text like "/task/gold/answer", not {_kind(text)}')
+            self.fail(pointer, f'a reference must be a string like "/task/gold/answer", not {_kind(text)}')
         try:
             tokens = parse_pointer(text)
         except ValueError as error:
             self.fail(pointer, str(error))
         head = tokens[0] if tokens else ""
         if head not in FIELDS:
-            self.fail(pointer, f"{text!r} begins with {head!r}; {_suggest(head, FIELDS)}")
+            self.fail(pointer, f"{text!r} starts with {head!r}; {_suggest(head, FIELDS)}")
         if len(tokens) > 1 and tokens[1] not in FIELDS[tokens[0]]:
             self.fail(pointer, f"{tokens[0]} has no {tokens[1]!r}; {_suggest(tokens[1], FIELDS[tokens[0]])}")
 
@@ -168,13 +168,13 @@ class _Check:
         if isinstance(value, Mapping):
             for key, item in value.items():
                 if not isinstance(key, str):
-                    self.fail(pointer, f"the key {key!r} is not a text")
+                    self.fail(pointer, f"the key {key!r} is not a string")
                 self._finite(item, join(pointer, key), depth + 1)
         elif isinstance(value, (list, tuple)):
             for index, item in enumerate(value):
                 self._finite(item, join(pointer, index), depth + 1)
         elif value is not None and not isinstance(value, (str, int, float)):
-            self.fail(pointer, f"{type(value).__name__} is no JSON value")
+            self.fail(pointer, f"{type(value).__name__} is not a JSON value")
 
     def _against(self, piece: str, instance: Mapping[str, Any], pointer: str) -> None:
         error = jsonschema.exceptions.best_match(_validator(piece).iter_errors(instance))
@@ -197,7 +197,7 @@ def _children(node: Mapping[str, Any], pointer: str) -> Iterator[tuple[Any, str]
 
 @cache
 def _validator(piece: str) -> jsonschema.Draft202012Validator:
-    """Validator of one node, in which the nodes below are only objects (they are checked on their own)."""
+    """The validator of one node; child nodes may be anything here, since they are checked on their own."""
     if piece == "spec":
         body = grammar.SPEC_SCHEMA
     elif piece in ("op", "gate"):
@@ -214,7 +214,7 @@ def _validator(piece: str) -> jsonschema.Draft202012Validator:
 
 
 def _explained(error: jsonschema.ValidationError, place: str, instance: Mapping[str, Any]) -> tuple[str, str]:
-    """(pointer, message) in a reader's words."""
+    """(pointer, message) of a schema error, in readable form."""
     rule = error.validator
     found: Any = error.instance
     wanted: Any = error.validator_value
@@ -260,7 +260,7 @@ def _near(node: Mapping[str, Any], keys: Iterable[str]) -> str:
 
 
 def _suggest(name: Any, known: Iterable[Any]) -> str:
-    """ "did you mean" and the list of what there is."""
+    """ "did you mean" and the list of known names."""
     options = list(known)
     listed = ", ".join("null" if item is None else str(item) for item in options)
     return f"{did_you_mean(name, options)} known: {listed}".lstrip()

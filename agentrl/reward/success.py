@@ -1,12 +1,12 @@
-"""Which node says that an episode did its task: the spec's own `success`, or what the root asks for at its best.
+"""Which node decides whether an episode succeeded: the spec's own `success`, or the task part of a node.
 
-    1. `success`, a node or `{"id": name, "gte": x}`, where the spec has one;
+    1. `success`, a node or `{"id": name, "gte": x}`, if the spec has it;
     2. else the task part of the node with the id `success`, if every episode reaches that node;
     3. else the task part of the root.
 
-The task part of a node is 1 where everything in it that earns reward is at its own best, whatever it is scaled,
-clipped or weighted to. What only shapes a reward is no part of it: costs, comparisons within a group, parts that can
-only take away, sums over turns (they have no best).
+The task part of a node is 1 if everything in it that earns reward has its best value, regardless of scale, clip and
+weight. It excludes everything that only shapes a reward: costs, comparisons within a group, parts that can only reduce
+the reward, sums over turns (they have no best value).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentrl.reward.ops import LINEAR, GateNode, OpNode
 from agentrl.reward.pointer import join
 
 NAME = "success"
-"""The id of a node that decides where the spec has no `success`."""
+"""The id of the node that decides if the spec has no `success`."""
 
 _NARROW = ("round", "turn", "call")
 _OWN = ("when", "missing", "scope", "reduce")
@@ -32,8 +32,8 @@ Grown = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What decides. `at`: the JSON Pointer of the node in the spec; `node`: the node as it is asked, in the grammar of
-    specs; `derived`: it is the task part of that place, not the place itself."""
+    """The node that decides. `at`: its JSON Pointer in the spec; `node`: the node that is evaluated, in the grammar of
+    specs; `derived`: that is the task part of the node at `at`, not the node itself."""
 
     at: str
     node: Mapping[str, Any]
@@ -44,7 +44,7 @@ class Rule:
 
 
 def success_rule(spec: Spec, root: Node, metrics: list[Node]) -> Rule | None:
-    """The rule of a spec; None where nothing in it has a best. Raises KeyError for an unknown id in `success`.
+    """The rule of a spec; None if nothing in it has a best value. Raises KeyError for an unknown id in `success`.
 
     `root` and `metrics` are its compiled nodes.
     """
@@ -64,12 +64,12 @@ def success_rule(spec: Spec, root: Node, metrics: list[Node]) -> Rule | None:
 def _stated(spec: Spec, wanted: Spec) -> Rule:
     if "use" in wanted or "op" in wanted:
         return Rule("/success", wanted, derived=False)
-    found = _by_id(spec, wanted["id"])
-    return Rule("/success", {"op": "gate", "if": _plain(found), "gte": wanted.get("gte", 1), "then": 1, "else": 0}, derived=False)
+    node = _by_id(spec, wanted["id"])
+    return Rule("/success", {"op": "gate", "if": _plain(node), "gte": wanted.get("gte", 1), "then": 1, "else": 0}, derived=False)
 
 
 def ids_of(spec: Spec) -> dict[str, tuple[Spec, bool]]:
-    """Every node with an id, and whether it is inside of a scope that is narrower than the episode."""
+    """Every node with an id, and whether it is inside a scope that is narrower than the episode."""
     found: dict[str, tuple[Spec, bool]] = {}
 
     def look(node: Any, inside: bool) -> None:
@@ -94,7 +94,7 @@ def _by_id(spec: Spec, name: str) -> Spec:
 
 
 def _named(item: Spec, node: Node, at: str) -> tuple[Spec, Node, str] | None:
-    """The node with the id `success`, if every episode reaches it: no branch, no `when`, no parts above it."""
+    """The node with the id `success`, if every episode reaches it: not below a branch, a `when` or a narrower scope."""
     if item.get("id") == NAME:
         return item, node, at
     if "when" in item or item.get("scope") in _NARROW:
@@ -108,7 +108,7 @@ def _named(item: Spec, node: Node, at: str) -> tuple[Spec, Node, str] | None:
 
 
 def task_part(item: Spec, node: Node, flipped: bool = False) -> Grown | None:
-    """The task part of a node, as a node of a spec; None where it has none. `flipped`: its best is its lowest."""
+    """The task part of a node, as a node of a spec; None if it has none. `flipped`: its best value is its lowest."""
     scale = item.get("scale", (0, 1))
     flipped ^= scale[1] < scale[0]
     if isinstance(node, ConstantNode) or item.get("reduce") == "sum" or scale[0] == scale[1]:
@@ -118,13 +118,13 @@ def task_part(item: Spec, node: Node, flipped: bool = False) -> Grown | None:
         return None if part is None else _joined("all", [part], {key: item[key] for key in ("when",) if key in item})
     if isinstance(node, LeafNode) or node.label in ("all", "any"):
         return _truth(item, node, flipped)
-    if flipped:  # which of several parts is at its lowest tells nothing of a task
+    if flipped:  # a combination at its lowest does not say which of its parts should be
         return None
     return _gate(item, node) if isinstance(node, GateNode) else _aggregate(item, node)
 
 
 def _truth(item: Spec, node: Node, flipped: bool) -> Grown | None:
-    """A leaf, or what is true or false already: as it is, unscaled."""
+    """A leaf, or a node that is already true or false: without scale and clip."""
     kept = _without_groups(item, node)
     if kept is None or not _asks(node):
         return None
@@ -133,9 +133,9 @@ def _truth(item: Spec, node: Node, flipped: bool) -> Grown | None:
 
 
 def _aggregate(item: Spec, node: Node) -> Grown | None:
-    """All parts at their best; of a `max`, one of those that can be the highest.
+    """All parts at their best value; for a `max`, any of those that can be the highest.
 
-    Parts of a sum that can only take away count where nothing in it can earn.
+    Parts of a sum that can only reduce it count only if no part can increase it.
     """
     earning: list[Grown] = []
     taking: list[Grown] = []
@@ -152,7 +152,7 @@ def _aggregate(item: Spec, node: Node) -> Grown | None:
 
 
 def _gate(item: Spec, node: GateNode) -> Grown | None:
-    """The branch that earns most, and the test that leads there; a test that asks for nothing but costs is left out."""
+    """The branch that earns most and the test that leads to it; a test of costs only is left out."""
     own = {key: item[key] for key in _OWN if key in item}
     high, low = node.then.range()[1], node.otherwise.range()[1]
     yes = None if isinstance(node.then, ConstantNode) else task_part(item["then"], node.then)
@@ -176,7 +176,7 @@ def _joined(op: str, parts: list[Grown], own: Spec) -> Grown | None:
 
 
 def _without_groups(item: Spec, node: Node) -> Spec | None:
-    """`all` or `any` less the parts that compare members; a leaf as it is."""
+    """`all` or `any` without the parts that compare members; a leaf as it is."""
     if isinstance(node, LeafNode):
         return item
     kept = [child for child, below in zip(item["of"], node.children(), strict=True) if not _compares(below)]
@@ -188,14 +188,14 @@ def _compares(node: Node) -> bool:
 
 
 def _asks(node: Node) -> bool:
-    """Whether anything in it is more than a cost or a comparison of costs."""
+    """Whether the node has a leaf that is not a cost."""
     if isinstance(node, LeafNode):
         return not node.leaf.kind.startswith("cost.")
     return any(_asks(child) for child in node.children())
 
 
 def _plain(item: Spec) -> Grown:
-    """A copy without its weight, and without ids and emissions: they belong to the place that it is copied from."""
+    """A copy without weight, ids and emissions, which belong to the original node."""
     grown: Grown = copy.deepcopy({key: value for key, value in item.items() if key not in ("id", "weight", "emit")})
     for key in ("if", "then", "else"):
         if isinstance(item.get(key), Mapping):

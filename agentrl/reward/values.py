@@ -1,4 +1,4 @@
-"""JSON values: equality as reward specs mean it, string normalization, number tokens, short evidence."""
+"""JSON values: equality as in reward specs, string normalization, number tokens, short evidence."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def _tau(text: str) -> str:
 
 
 NORMALIZERS: Mapping[str, Normalizer] = {"exact": _exact, "fold": _fold, "bfcl": _bfcl, "tau": _tau}
-"""`exact`: as it is. `fold`: Unicode NFKC, case folded, runs of white space as one blank, ends trimmed.
-`bfcl`: blanks and `, . / - _ * ^` dropped, lower case, ' as " (the Berkeley leaderboard's rule).
-`tau`: lower case, commas dropped (tau-bench)."""
+"""`exact`: unchanged. `fold`: Unicode NFKC, case-folded, runs of white space as one space, ends trimmed.
+`bfcl`: spaces and `, . / - _ * ^` removed, lower case, ' as " (the Berkeley leaderboard's rule).
+`tau`: lower case, commas removed (tau-bench)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When two JSON values count as equal. `absolute` and `relative` bound |a - b| for numbers."""
+    """When two JSON values count as equal. `absolute` and `relative` are tolerances for |a - b| of numbers."""
 
     absolute: float = 0.0
     relative: float = 0.0
@@ -55,7 +55,7 @@ class Rule:
 
     @property
     def strict(self) -> bool:
-        """Without a tolerance for numbers: equality is then an equivalence, and `canonical` its key."""
+        """Whether numbers have no tolerance: equality is then an equivalence relation, with `canonical` as its key."""
         return self.absolute == 0.0 and self.relative == 0.0
 
 
@@ -63,7 +63,7 @@ LITERAL = Rule()
 
 
 def same(a: Json, b: Json, rule: Rule = LITERAL) -> bool:
-    """True where two JSON values are equal: 1 equals 1.0, True does not equal 1, NaN equals nothing."""
+    """True if two JSON values are equal: 1 equals 1.0, True does not equal 1, NaN equals nothing."""
     if isinstance(a, str):
         if not isinstance(b, str):
             return False
@@ -80,7 +80,7 @@ def same(a: Json, b: Json, rule: Rule = LITERAL) -> bool:
 
 
 def canonical(value: Json, normalize: Normalizer = _exact) -> Hashable:
-    """A key that is equal for two values exactly where `same` finds them equal without a tolerance."""
+    """A key that is equal for two values exactly if `same` finds them equal without a tolerance."""
     if isinstance(value, str):
         return normalize(value)
     if isinstance(value, bool):
@@ -108,12 +108,12 @@ def close(a: float, b: float, absolute: float = 0.0, relative: float = 0.0) -> b
 
 
 def numbers(text: str) -> list[str]:
-    """Every whole number token of a text, thousands commas removed: "170" holds no 17, "v17" none at all."""
+    """Every complete number token of a text, without thousands commas: "170" does not contain 17, and "v17" no number."""
     return [token.replace(",", "") for token in _NUMBER.findall(text) if 0 < len(token) <= _LONGEST_NUMBER]
 
 
 def as_decimal(value: Json) -> Decimal | None:
-    """A finite number, or a text that is one whole number token; None for anything else (and booleans)."""
+    """A finite number, or a string that is one complete number token; None for anything else (booleans included)."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):
@@ -131,7 +131,7 @@ def as_decimal(value: Json) -> Decimal | None:
 
 
 def decimals_close(a: Decimal, b: Decimal, absolute: float, relative: float) -> bool:
-    """|a - b| <= max(absolute, relative * |b|); exact equality, at any size, where both are 0."""
+    """|a - b| <= max(absolute, relative * |b|); exact equality at any size if both tolerances are 0."""
     if a == b:
         return True
     if absolute == 0.0 and relative == 0.0:
@@ -140,7 +140,7 @@ def decimals_close(a: Decimal, b: Decimal, absolute: float, relative: float) -> 
 
 
 def leaves_of(value: Json, path: str = "") -> Iterator[tuple[str, Json]]:
-    """(JSON Pointer, scalar or empty container) for every end point of a JSON value, in order."""
+    """(JSON Pointer, scalar or empty container) for every leaf of a JSON value, in order."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from leaves_of(item, f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}")
@@ -152,7 +152,7 @@ def leaves_of(value: Json, path: str = "") -> Iterator[tuple[str, Json]]:
 
 
 def brief(value: Any, limit: int = 200, items: int = 20, depth: int = 6) -> Json:
-    """A JSON value short enough for evidence: long texts and lists are cut with a mark, NaN becomes text."""
+    """A JSON value short enough for evidence: long strings and lists are cut with a mark, NaN becomes a string."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):

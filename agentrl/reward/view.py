@@ -1,4 +1,4 @@
-"""What a leaf sees: an episode, or the part of it (a round, a turn, a call) that its scope names."""
+"""What a leaf sees: an episode, or a part of it (a round, a turn, a call), depending on its scope."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from agentrl.reward.pointer import ABSENT, Absent, follow
 from agentrl.trajectory import Json, ToolCall, ToolResult, Trajectory, Turn
 
 SCOPES = ("group", "episode", "round", "turn", "call")
-"""From widest to narrowest. A round is what the policy does between two messages of the user."""
+"""From widest to narrowest. A round is the policy's turns between two user messages."""
 
 
 class Made(NamedTuple):
-    """One call that the policy made, with its turn and its answer (None where it got none)."""
+    """One call that the policy made, with its turn and its result (None if it got none)."""
 
     turn: Turn
     call: ToolCall
@@ -23,8 +23,8 @@ class Made(NamedTuple):
 
 
 def calls_made(turns: Sequence[Turn]) -> list[Made]:
-    """Every call of the turns, in order. Answers are found by call id within the turn, or by their place where
-    the ids do not tell the calls apart (a record from elsewhere)."""
+    """Every call of the turns, in order. Results are matched by call id within the turn, or by position if
+    the ids are not unique (a record from elsewhere)."""
     made: list[Made] = []
     for turn in turns:
         calls = turn.message.tool_calls
@@ -43,9 +43,8 @@ def calls_made(turns: Sequence[Turn]) -> list[Made]:
 class View:
     """A part of one trajectory.
 
-    `index` is its number among the parts of its scope (0 for an episode), `answers` what was fetched
-    from outside for the leaves that asked, `memo` what leaves keep for the other parts of the episode.
-
+    `index` is its number among the parts of its scope (0 for an episode), `answers` the answers to the
+    leaves' requests, `memo` a cache that leaves share between the parts of the episode.
     """
 
     trajectory: Trajectory
@@ -59,24 +58,24 @@ class View:
 
     @property
     def place(self) -> tuple[Hashable, ...]:
-        """Which part of the episode this is, as a key: equal for equal parts only."""
+        """A key for this part of the episode; equal for equal parts only."""
         if self.scope == "call":
             return "call", self.index, id(self.calls[0].call)
         return self.scope, self.index, self.last_turn
 
     @property
     def last_turn(self) -> int | None:
-        """Index of the turn that a reward of this part lands on; None where there is no turn."""
+        """Index of the turn that gets a reward for this part; None if there is no turn."""
         return self.turns[-1].index if self.turns else None
 
     def answer(self) -> str | None:
-        """The text of the last turn, where it makes no call: the answer to the user. Else None."""
+        """The text of the last turn if it makes no call: the answer to the user. Else None."""
         if not self.turns or self.turns[-1].message.tool_calls:
             return None
         return self.turns[-1].message.content
 
     def parts(self, scope: str) -> list[View]:
-        """This part cut into narrower ones, in order."""
+        """This part split into narrower ones, in order."""
         if scope == "call":
             return [self._part("call", [made.turn], [made], i) for i, made in enumerate(self.calls)]
         if scope == "turn":
@@ -100,14 +99,14 @@ class View:
         return turn_rounds(self.trajectory).get(self.turns[-1].index, 0)
 
     def read(self, tokens: tuple[str, ...], at: str | None) -> Json | Absent:
-        """What `{"$": "/<tokens>", "at": at}` refers to from here, or ABSENT."""
-        found = self._root(tokens)
-        if at is None or found is ABSENT:
-            return found
+        """The value of the reference `{"$": "/<tokens>", "at": at}` for this part, or ABSENT."""
+        value = self._root(tokens)
+        if at is None or value is ABSENT:
+            return value
         position = {"round": self.round, "turn": self.turns[-1].index if self.turns else -1}.get(at, self.index)
-        if not isinstance(found, (list, tuple)) or not 0 <= position < len(found):
+        if not isinstance(value, (list, tuple)) or not 0 <= position < len(value):
             return ABSENT
-        return found[position]
+        return value[position]
 
     def _root(self, tokens: tuple[str, ...]) -> Json | Absent:
         part = tokens[0]
@@ -184,10 +183,9 @@ def _failed(made: Made) -> bool:
 
 
 def turn_rounds(trajectory: Trajectory) -> dict[int, int]:
-    """Turn index -> number of its round: how many messages of the user came before it, less one.
+    """Turn index -> number of its round: the number of user messages before it, minus one.
 
-    Where the messages do not hold one assistant message a turn (a record without messages, say), every
-    turn is in round 0.
+    If the record does not have one assistant message per turn (no messages, say), every turn is in round 0.
     """
     numbers: list[int] = []
     users = 0
@@ -220,4 +218,4 @@ FIELDS = {
     "turn": ("index", "content", "reasoning", "finish", "calls", "results", "sampled_tokens", "errors"),
     "call": ("name", "arguments", "error", "result"),
 }
-"""What a reference can name below its first token."""
+"""The names that a reference can have as its second token, by first token."""

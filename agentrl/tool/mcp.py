@@ -1,4 +1,4 @@
-"""Tools of any Model Context Protocol server, through the official SDK; a session of its own each episode."""
+"""Tools of any Model Context Protocol server, through the official SDK; each episode has its own session."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class McpSource:
     """A server by name and config: gives each episode its own session (and process, over stdio)."""
 
     def __init__(self, name: str, server: McpServerConfig, build: Callable[[], Any] | None = None) -> None:
-        """`build` makes a server object of the SDK that runs in this process, instead of a command or url.
+        """`build` makes an SDK server object that runs in this process, instead of a command or url.
 
-        Raises DependencyError without the SDK, ConfigError where not just one of command, url, `build` is set.
+        Raises DependencyError without the SDK, ConfigError unless exactly one of command, url and `build` is set.
         """
         if find_spec("mcp") is None:
             raise DependencyError("tools.mcp needs the MCP SDK: pip install 'agentrl[mcp]'")
         if sum((bool(server.command), bool(server.url), build is not None)) != 1:
-            raise ConfigError(f"tools.mcp.{name}: give a command (a list of words) or a url, one of the two")
+            raise ConfigError(f"tools.mcp.{name}: give either a command (a list of words) or a url")
         self.name = name
         self.server = server
         self.build = build
@@ -42,7 +42,7 @@ class McpSource:
 
 
 class McpSession:
-    """One connection. The SDK's client must be entered and left in one task, so a task holds it open."""
+    """One connection. The SDK's client must be entered and exited in the same task, so one task holds it open."""
 
     def __init__(self, name: str, server: McpServerConfig, build: Callable[[], Any] | None = None) -> None:
         self.name = name
@@ -52,12 +52,12 @@ class McpSession:
         self._holder: asyncio.Task[None] | None = None
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> McpSession:
-        raise TypeError(f"the session of MCP server {self.name!r} lives in another process")
+        raise TypeError(f"the session of MCP server {self.name!r} cannot be copied: it runs in another process")
 
     async def open(self) -> list[Tool]:
-        """Start or reach the server and list its tools (those named in `tools`, where some are).
+        """Start or reach the server and list its tools (only those named in `tools`, if any are).
 
-        Raises EnvError where the server does not start or answer in time, or lacks a named tool.
+        Raises EnvError if the server does not start or answer in time, or does not have a named tool.
         """
         ready: asyncio.Future[tuple[Client, list[Any]]] = asyncio.get_running_loop().create_future()
         self._holder = asyncio.create_task(self._hold(ready), name=f"mcp {self.name}")
@@ -65,7 +65,7 @@ class McpSession:
             async with asyncio.timeout(self.server.timeout):
                 client, listed = await ready
         except TimeoutError:
-            self._holder.cancel()  # it does not listen to `close` before the session is open
+            self._holder.cancel()  # it waits for `close` only once the session is open
             raise EnvError(f"MCP server {self.name!r}: no answer within {self.server.timeout:g} s") from None
         wanted = self.server.tools
         known = [item.name for item in listed]
@@ -75,7 +75,7 @@ class McpSession:
         return [self._tool(client, item) for item in listed if wanted is None or item.name in wanted]
 
     async def close(self) -> None:
-        """End the session, and the server's process where this session started it."""
+        """End the session, and the server's process if this session started it."""
         if self._holder is None:
             return
         self._stop.set()
@@ -92,7 +92,7 @@ class McpSession:
         target: Any = server.url
         if server.command:
             program = StdioServerParameters(command=server.command[0], args=server.command[1:], env=dict(server.env) or None)
-            # Not sys.stderr, which the SDK keeps from its import: a notebook's or a test's has no file descriptor.
+            # Not sys.stderr, which the SDK binds at import: in a notebook or a test it has no file descriptor.
             target = stdio_client(program, errlog=cast(TextIO, sys.__stderr__))
         elif self._build is not None:
             target = self._build()
@@ -109,7 +109,7 @@ class McpSession:
                     ready.set_result((client, tools))
                 await self._stop.wait()
         except Exception as fault:
-            # After the session was open a broken connection shows in the next call, which fails by itself.
+            # Once the session is open, a broken connection makes the next call fail, so nothing is reported here.
             if not ready.done():
                 where = server.url or " ".join(server.command) or "in this process"
                 ready.set_exception(EnvError(f"MCP server {self.name!r} ({where}): {_cause(fault)}"))
@@ -131,7 +131,7 @@ class McpSession:
 
         hints = item.annotations
         read_only = bool(hints is not None and hints.read_only_hint)
-        # Calls of one turn that may write go in one after another: their outcome must not hang on a race.
+        # Calls of one turn that may write run one after another: their outcome must not depend on a race.
         options = Options(
             timeout=self.server.timeout,
             late=self.server.late,
@@ -144,7 +144,7 @@ class McpSession:
 
 
 def _text(result: Any) -> str:
-    """The text blocks of a result, others by kind and size; structured content where there is no text."""
+    """The text blocks of a result, with other blocks by kind and size; structured content if there are no blocks."""
     parts = [block.text if block.type == "text" else _other(block) for block in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
@@ -157,7 +157,7 @@ def _other(block: Any) -> str:
 
 
 def _cause(fault: BaseException) -> str:
-    """The first real cause inside of task groups' exception groups."""
+    """The first real cause inside the exception groups that task groups raise."""
     while isinstance(fault, BaseExceptionGroup):
         fault = fault.exceptions[0]
     return f"{type(fault).__name__}: {fault}"

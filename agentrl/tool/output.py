@@ -1,4 +1,4 @@
-"""What a tool returned, as the text that the model reads, within the tool's budget."""
+"""A tool's return value as the text that the model reads, within the tool's token budget."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ MARK = "... [cut: {cut} of {total} characters]"
 
 
 def estimate_tokens(text: str) -> int:
-    """Four bytes a token, rounded up: the usual figure for English in a large vocabulary.
+    """Four bytes per token, rounded up: the usual figure for English with a large vocabulary.
 
-    Pass a tokenizer's own count to `Toolbox` where the budget has to be exact.
+    Pass a tokenizer's own count to `Toolbox` if the budget has to be exact.
     """
     return -(-len(text.encode("utf-8", "replace")) // 4)
 
 
 def to_json(name: str, value: Any) -> Json:
-    """The value as JSON (dataclasses, models, enums, dates among it).
+    """The value as JSON (dataclasses, pydantic models, enums and dates included).
 
-    Raises EnvError where a tool returned something that has no JSON form: that is the tool's fault.
+    Raises EnvError if a tool returned something that has no JSON form, which is an error in the tool.
     """
     if value is None or type(value) in (str, int, bool):
         return value
@@ -37,7 +37,7 @@ def to_json(name: str, value: Any) -> Json:
 
 
 def to_text(value: Json) -> str:
-    """Strings as they are, everything else as JSON; "ok" where a tool returned nothing."""
+    """Strings as they are, everything else as JSON; "ok" if a tool returned nothing."""
     if value is None:
         return "ok"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -50,10 +50,11 @@ def error_text(kind: str, message: str) -> str:
 
 
 def fit(text: str, budget: int, count: CountTokens) -> str:
-    """`text` within `budget` tokens, cut at the end and marked where it was cut.
+    """`text` within `budget` tokens, cut at the end with a mark at the cut.
 
     The mark is kept whole: a budget smaller than the mark alone gives the mark alone.
     """
+    # At most 4 tokens per character (its UTF-8 bytes): short texts need no counting.
     if len(text) * 4 <= budget or count(text) <= budget:
         return text
     low, high = 0, len(text)

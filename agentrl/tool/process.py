@@ -1,7 +1,7 @@
-"""Tools in child processes, which can be killed: `@tool(process=True)`.
+"""Tools that run in child processes, which can be killed: `@tool(process=True)`.
 
-A child serves one call after the other; one whose call is given up on (a timeout, a cancelled episode) is killed, and
-the next call starts another. It imports the tool's module anew, so the tool is a plain function of a module.
+A child serves one call after the other; if a call is abandoned (a timeout, a cancelled episode), its child is killed
+and the next call starts another. A child imports the tool's module itself, so the tool is a plain module function.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _idle: list[Child] = []
 
 
 def where(function: Callable[..., Any], name: str) -> Where:
-    """What a child needs to find the function. Raises TypeError, naming the tool, for one that no child could."""
+    """What a child needs to find the function. Raises TypeError, naming the tool, if no child could import it."""
     kind = (
         "a coroutine function"
         if inspect.iscoroutinefunction(function)
@@ -50,8 +50,8 @@ def where(function: Callable[..., Any], name: str) -> Where:
 
 @asynccontextmanager
 async def child_for(name: str, place: Where) -> AsyncIterator[Child]:
-    """A child that has imported the function, so that its start is no time of the tool's."""
-    child = _rested()
+    """A child that has imported the function already, so that its start does not count as the tool's time."""
+    child = _idle_child()
     if child is None:
         child = await TOOLS.call(name, Child)
     try:
@@ -62,8 +62,8 @@ async def child_for(name: str, place: Where) -> AsyncIterator[Child]:
             _idle.append(child)
 
 
-def _rested() -> Child | None:
-    """An idle child that still runs; one that ended meanwhile (killed for memory, say) is no fault of the next call."""
+def _idle_child() -> Child | None:
+    """An idle child that still runs; one that has ended meanwhile (killed for memory, say) must not fail the next call."""
     while _idle:
         child = _idle.pop()
         if child.runs():
@@ -75,7 +75,7 @@ class Child:
     """A process that serves calls, and this side of its pipe."""
 
     def __init__(self) -> None:
-        # spawn: a fork of a process with threads (this one has them) may hang on a lock that one of them held.
+        # spawn: a fork of a process with threads (this one has them) may hang on a lock that one of them holds.
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, list(sys.path)), daemon=True, name="agentrl-tool")
@@ -83,15 +83,15 @@ class Child:
         theirs.close()
         self.lives = True
         self.used = 0.0
-        """Seconds of processor time that the call which it was killed in had used."""
+        """Seconds of CPU time used by the call during which it was killed."""
 
     def runs(self) -> bool:
-        """Whether the process is there."""
+        """Whether the process is alive."""
         return self._process.is_alive()
 
     async def call(self, name: str, place: Where, values: Mapping[str, Any] | None) -> Any:
-        """Call the function (with values None, only import it). Raises what it raises, and EnvError where the child ends
-        instead of answering. Where the caller gives up, the child is killed."""
+        """Call the function (with values None, only import it). Raises what it raises, and EnvError if the child ends
+        instead of answering. If the caller gives up (is cancelled), the child is killed."""
         began = self._processor_s()
         try:
             answered, result = await TOOLS.call(name, self._ask, place, values)
@@ -100,7 +100,7 @@ class Child:
             self._kill()
             raise
         except (EOFError, OSError):
-            await TOOLS.call(name, self._process.join, 1)  # it is about to end by itself, with an exit code that says why
+            await TOOLS.call(name, self._process.join, 1)  # it is about to end by itself, and its exit code says why
             self._kill()
             raise EnvError(f"tool {name}: its process ended with exit code {self._process.exitcode}") from None
         if not answered:
@@ -108,7 +108,7 @@ class Child:
         return result
 
     def _ask(self, place: Where, values: Mapping[str, Any] | None) -> tuple[bool, Any]:
-        """Blocks. Raises EOFError or OSError where the process is gone."""
+        """Blocks. Raises EOFError or OSError if the process is gone."""
         self._pipe.send((place, values))
         answer: tuple[bool, Any] = pickle.loads(self._pipe.recv_bytes())
         return answer
@@ -120,7 +120,7 @@ class Child:
 
     def _processor_s(self) -> float:
         with suppress(OSError):
-            # Linux numbers the processor clock of a process so (clock_getcpuclockid).
+            # The id that Linux gives to the CPU clock of a process (clock_getcpuclockid).
             return time.clock_gettime((~(self._process.pid or 0) << 3) | 2)
         return 0.0
 
@@ -128,7 +128,7 @@ class Child:
 def serve(pipe: Connection, path: list[str]) -> None:
     """The child: answer calls until the other side is gone."""
     sys.path[:] = path
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal; the run then ends its step
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the run still finishes its step
     while True:
         try:
             place, values = pipe.recv()
@@ -150,7 +150,7 @@ def _pickled(answer: tuple[bool, Any]) -> bytes:
     try:
         packed = pickle.dumps(answer)
         if not answered:
-            pickle.loads(packed)  # an exception that takes other arguments than its words travels only one way
+            pickle.loads(packed)  # an exception with more constructor arguments than its message may not unpickle
         return packed
     except Exception as problem:
         if isinstance(result, ToolError):
@@ -163,7 +163,7 @@ def _pickled(answer: tuple[bool, Any]) -> bytes:
 def _find(module: str, name: str, file: str) -> Callable[..., Any]:
     package, _, _ = module.rpartition(".")
     if package.startswith("_agentrl_shelf_") and package not in sys.modules:
-        # Content files are modules of a package that only the catalog's loader makes.
+        # Content files are modules of a package that only the catalog's loader creates.
         parent = types.ModuleType(package)
         parent.__path__ = [str(Path(file).parent)]
         sys.modules[package] = parent

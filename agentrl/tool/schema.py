@@ -1,7 +1,7 @@
-"""A typed Python signature as JSON Schema, and JSON arguments back as Python values.
+"""A typed Python signature as JSON Schema, and JSON arguments as Python values.
 
-pydantic does the typing work; this file only decides which parameters are arguments, where their
-descriptions come from, and in which plain form the schema is shown to a model.
+pydantic handles the types; this file only decides which parameters are arguments, where their
+descriptions come from, and in what simplified form a model sees the schema.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _AS_JSON = frozenset({str, bool, Any, dict, list})
 
 
 def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
-    """Read name, types, defaults and docstring of `function` (`method`: its first parameter is `self`).
+    """Read the name, types, defaults and docstring of `function` (`method`: its first parameter is `self`).
 
-    Raises TypeError where a parameter has no annotation, is `*args` or `**kwargs`, or has a type that
+    Raises TypeError if a parameter has no annotation, is `*args` or `**kwargs`, or has a type that
     has no JSON form.
     """
     try:
@@ -60,7 +60,7 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
             hidden.append(parameter.name)
             continue
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
-        # The alias is the argument's name; the field's own name (see _model) never shows.
+        # The alias is the argument's name; the field's own name (see _model) is never visible.
         info = Field(default=default, alias=parameter.name, description=described.get(parameter.name))
         fields[parameter.name] = (hint, info)
     model = _model(function, fields)
@@ -98,7 +98,7 @@ def _schema(function: Callable[..., Any], model: type[BaseModel]) -> dict[str, J
 
 
 def _converter(model: type[BaseModel], fields: Mapping[str, Any]) -> Callable[[Mapping[str, Json]], dict[str, Any]]:
-    """Arguments that already are the Python values they are declared as skip pydantic."""
+    """A converter that skips pydantic for arguments that already have their declared Python types."""
     hints = {name: hint for name, (hint, _) in fields.items()}
     if all(hint in _AS_JSON for hint in hints.values() if _hashable(hint)) and all(map(_hashable, hints.values())):
         return dict
@@ -106,7 +106,7 @@ def _converter(model: type[BaseModel], fields: Mapping[str, Any]) -> Callable[[M
     def convert(arguments: Mapping[str, Json]) -> dict[str, Any]:
         if all(type(arguments[name]) is hints[name] for name in arguments):
             return dict(arguments)
-        # JSON text on purpose: pydantic then reads enums, dates and tuples in their JSON form only.
+        # JSON text on purpose: pydantic then accepts enums, dates and tuples in their JSON form only.
         value = model.model_validate_json(json.dumps(arguments))
         return {name.removeprefix(_PREFIX): getattr(value, name) for name in value.model_fields_set}
 
@@ -118,14 +118,14 @@ def _hashable(hint: Any) -> bool:
 
 
 def conversion_problem(error: ValidationError) -> str:
-    """One line for the first thing that pydantic refuses."""
+    """One line for the first value that pydantic refuses."""
     first = error.errors(include_url=False, include_context=False)[0]
     place = ".".join(str(part) for part in first["loc"])
     return f"{place}: {first['msg']}" if place else str(first["msg"])
 
 
 def plain_schema(schema: Mapping[str, Json]) -> dict[str, Json]:
-    """The same schema as short as it gets: no titles, references written out unless they recurse."""
+    """The same schema as short as possible: no titles, references inlined unless they are recursive."""
     definitions = dict(schema.get("$defs", {}))
     recursive = {name for name in definitions if _reaches(definitions, name, name)}
     body = {key: value for key, value in schema.items() if key not in ("$defs", "title", "description")}
@@ -159,7 +159,7 @@ def _reaches(definitions: Mapping[str, Json], start: str, target: str) -> bool:
 
 
 def _inline(node: Json, definitions: Mapping[str, Json], recursive: set[str], *, named: bool) -> Json:
-    """`named`: the keys of `node` are property names, so a property called "title" stays."""
+    """`named`: the keys of `node` are property names, so that a property called "title" stays."""
     if isinstance(node, list):
         return [_inline(item, definitions, recursive, named=False) for item in node]
     if not isinstance(node, dict):
@@ -210,7 +210,7 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _describe(section: str, line: str, current: str, described: dict[str, list[str]]) -> str:
-    """Take one line of a parameter section; returns the parameter that the next line may continue."""
+    """Read one line of a parameter section; returns the parameter that the next line may continue."""
     numpy = section.startswith("numpy ")
     if section == "sphinx":
         described[current].append(line.strip())

@@ -1,4 +1,4 @@
-"""Tools that come from outside and live as long as an episode."""
+"""Tools from outside, which exist for one episode."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from agentrl.tool.tool import Tool
 
 
 class ToolSession(Protocol):
-    """One episode's connection to where tools come from."""
+    """One episode's connection to a source of tools."""
 
     async def open(self) -> list[Tool]:
-        """Connect and list the tools. Raises EnvError where the other side does not answer."""
+        """Connect and list the tools. Raises EnvError if the other side does not answer."""
         ...
 
     async def close(self) -> None:
@@ -20,7 +20,7 @@ class ToolSession(Protocol):
 
 
 class ToolSource(Protocol):
-    """Makes a session of its own for every episode."""
+    """Makes a separate session for every episode."""
 
     def session(self) -> ToolSession:
         """A new, unopened session."""

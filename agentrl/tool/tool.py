@@ -27,15 +27,15 @@ Blame = Literal["policy", "infrastructure"]
 class Options:
     """How a tool is called.
 
-    `timeout` (seconds) and `max_output` (tokens) bound every call. `on_timeout` says what a late answer does: "stop"
-    the episode, or "answer": the policy is told, and goes on. `late` says whose doing it is: the "infrastructure"'s
-    (the default of "stop": the episode ends unscored) or the "policy"'s (the default of "answer", and right for tools
-    that run what the policy wrote: the episode ends there and is scored).
-    `parallel=False` keeps calls of one turn from overlapping this one. `concurrency` bounds the calls that
-    run at once in this process, over all episodes. `inline` runs a plain function on the event loop instead
-    of in a thread: for functions that take microseconds and never wait. `process` runs a plain function of a module
-    in a child process, which is killed where it is late: for functions that may hang. Arguments and result are
-    pickled; nothing else is shared. `read_only` promises that the call changes no state.
+    `timeout` (seconds) and `max_output` (tokens) bound every call. `on_timeout` says what happens after a timeout: "stop"
+    ends the episode; with "answer" the policy is told and continues. `late` says who is responsible for it: the
+    "infrastructure" (default with "stop": the episode ends unscored) or the "policy" (default with "answer", and right
+    for tools that run what the policy wrote: the episode ends there and is scored).
+    `parallel=False` keeps other calls of the turn from overlapping this one. `concurrency` bounds the calls that
+    run at the same time in this process, over all episodes. `inline` runs a plain function on the event loop instead
+    of in a thread: for functions that take microseconds and never wait. `process` runs a plain module function
+    in a child process, which is killed after a timeout: for functions that may hang. Arguments and result are
+    pickled; nothing else is shared. `read_only` promises that the call does not change any state.
     """
 
     timeout: float = 30.0
@@ -50,16 +50,16 @@ class Options:
 
     @property
     def policy_late(self) -> bool:
-        """Whether the time of a late call is the policy's doing."""
+        """Whether the policy is responsible for a call that timed out."""
         return self.late == "policy" or (self.late is None and self.on_timeout == "answer")
 
 
 @dataclass(frozen=True, eq=False)
 class Tool:
-    """One function with its name, schema and call options; shared by all episodes, it holds no state.
+    """One function with its name, schema and call options; stateless and shared by all episodes.
 
-    On a class it is a method: read through an instance it is the bound function, so `env.get("a")` works
-    in plain Python, unvalidated. A `Toolbox` makes the validated calls.
+    Defined in a class it is a method: accessed through an instance it is the bound function, so that `env.get("a")`
+    works in plain Python, without validation. A `Toolbox` makes the validated calls.
     """
 
     function: Callable[..., Any]
@@ -74,7 +74,7 @@ class Tool:
         return self.function.__get__(instance, owner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tool:
-        """A tool has no state, so copies of whatever holds it share it."""
+        """A tool has no state, so copies of its owner share it."""
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ class Tool:
         function: Callable[..., Any],
         options: Options = Options(),
     ) -> Tool:
-        """A tool with a ready schema (an MCP server's, a data set's); `function` takes keyword arguments."""
+        """A tool with an existing schema (from an MCP server or a dataset); `function` takes keyword arguments."""
         return cls(function, name, options, explicit=Signature(description, dict(parameters), (), dict))
 
     def with_options(self, **changes: Any) -> Tool:
@@ -98,7 +98,7 @@ class Tool:
 
     @cached_property
     def signature(self) -> Signature:
-        """Read once. Raises TypeError where the function's parameters have no JSON form."""
+        """Read once. Raises TypeError if the function's parameters have no JSON form."""
         return self.explicit or read_signature(self.function, method=self.method)
 
     @cached_property
@@ -125,11 +125,12 @@ class Tool:
 
     @cached_property
     def _slots(self) -> WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]:
+        # A semaphore belongs to one event loop, and tools are shared between loops (one per thread).
         return WeakKeyDictionary()
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[Child | None]:
-        """Wait for room under the tool's own limit of concurrency, and for a thread or a child process where it needs
+        """Wait for a slot under the tool's own concurrency limit, and for a thread or a child process if it needs
         one."""
         async with AsyncExitStack() as places:
             if self.options.concurrency is not None:
@@ -148,14 +149,14 @@ class Tool:
         return self._slots[loop]
 
     def convert(self, arguments: Mapping[str, Json]) -> dict[str, Any] | Problem:
-        """Valid arguments as Python values; a Problem where a type refuses what its schema allows."""
+        """Valid arguments as Python values; a Problem if a type refuses what its schema allows."""
         try:
             return self.signature.convert(arguments)
         except ValidationError as error:
             return Problem("invalid_argument", conversion_problem(error))
 
     async def invoke(self, owner: object | None, values: Mapping[str, Any], child: Child | None = None) -> Any:
-        """Call the function with Python values, as its kind asks for. `child`: what `place` gave."""
+        """Call the function with Python values: awaited, inline, in a thread or in a child. `child`: what `place` gave."""
         if child is not None:
             return await child.call(self.name, where(self.function, self.name), values)
         target = self.function.__get__(owner) if self.method else self.function
@@ -181,12 +182,12 @@ def tool(
         @tool(timeout=5, on_timeout="answer")
         def run(code: str) -> str: ...
 
-    An async function is awaited on the event loop; a plain one runs in a thread, so it may block, unless
-    `inline=True`. A thread cannot be killed: after a timeout it runs on, unheard, and where 256 calls of one tool
-    do, no more of them are begun (HungError); `process=True` is for functions that may hang. The docstring becomes the
-    description, `Annotated[..., Hidden()]` parameters are filled in by the environment. Raises TypeError for an unknown
-    option, and for `process=True` on what a child process cannot import; types are read at first use, so that they may
-    be declared further down.
+    An async function is awaited on the event loop; a plain one runs in a thread (so it may block) unless
+    `inline=True`. A thread cannot be killed: after a timeout it keeps running with its result ignored, and once 256
+    calls of one tool do so, no further ones are started (HungError); use `process=True` for functions that may hang.
+    The docstring becomes the description; `Annotated[..., Hidden()]` parameters are filled in by the environment.
+    Raises TypeError for an unknown option, and for `process=True` on a function that a child process cannot import;
+    types are resolved at first use, so that they may be declared further down.
     """
 
     def decorate(target: Callable[..., Any]) -> Tool:

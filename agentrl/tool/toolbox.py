@@ -1,4 +1,4 @@
-"""`Toolbox`: an ordered set of tools, and the one place where a policy's call becomes a Python call."""
+"""`Toolbox`: an ordered set of tools; here a policy's call becomes a Python call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 @dataclass(eq=False, slots=True)
 class Waiting:
-    """A call under way: `since` when (time.monotonic()), and whether it runs or still queues for a place."""
+    """A call in progress: `since` when (time.monotonic()), and whether it runs or still waits for a slot."""
 
     tool: Tool
     call_id: str
@@ -29,15 +29,15 @@ class Waiting:
     running: bool = False
 
     def __str__(self) -> str:
-        doing = "runs" if self.running else "waits for a place to run"
+        doing = "has been running" if self.running else "has been waiting for a slot"
         return f"tool {self.tool.name} ({self.call_id}), which {doing} for {time.monotonic() - self.since:.0f} s"
 
 
 class Toolbox:
     """An ordered set of tools, bound to the object whose methods they are.
 
-    Tools are shared between toolboxes; adding or removing one changes only this toolbox, at once, so an
-    environment may offer other tools in mid-episode.
+    Tools are shared between toolboxes; adding or removing one takes effect at once and in this toolbox only, so that
+    an environment may change its tools during an episode.
     """
 
     __slots__ = ("_count", "_owner", "_tools", "_waiting", "hidden")
@@ -50,7 +50,7 @@ class Toolbox:
         hidden: Mapping[str, Any] = _NOTHING,
         count_tokens: CountTokens = estimate_tokens,
     ) -> None:
-        """`hidden`: values of Hidden parameters by name. Raises TypeError for a bad or doubled tool."""
+        """`hidden`: values of Hidden parameters by name. Raises TypeError for an invalid or duplicate tool."""
         self._tools: Mapping[str, Tool] = {}
         self._owner = owner
         self._count = count_tokens
@@ -61,13 +61,13 @@ class Toolbox:
 
     @classmethod
     def shared(cls, tools: Mapping[str, Tool], owner: object, count_tokens: CountTokens) -> Toolbox:
-        """A toolbox over a ready table that many episodes share; the table itself is never changed."""
+        """A toolbox over an existing table that many episodes share; the table itself is never changed."""
         box = cls(owner=owner, count_tokens=count_tokens)
         box._tools = tools
         return box
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Toolbox:
-        """Same tools, bound to the copy of the owner."""
+        """The same tools, bound to the copy of the owner."""
         box = Toolbox.shared(self._tools, memo.get(id(self._owner), self._owner), self._count)
         box.hidden = dict(self.hidden)
         return box
@@ -86,13 +86,13 @@ class Toolbox:
 
     @property
     def waiting(self) -> Sequence[Waiting]:
-        """The calls that are under way."""
+        """The calls in progress."""
         return self._waiting
 
     @property
     def table(self) -> Mapping[str, Tool]:
-        """The tools by name. Changing the toolbox makes a new table, so a kept one is a snapshot; setting
-        it goes back to that."""
+        """The tools by name. Changing the toolbox makes a new table, so that a table kept elsewhere is a snapshot;
+        setting it restores that snapshot."""
         return self._tools
 
     @table.setter
@@ -108,21 +108,21 @@ class Toolbox:
         return [item.schema for item in self._tools.values()]
 
     def add(self, item: Tool | Callable[..., Any]) -> None:
-        """Add a tool at the end. Raises TypeError where the name is taken or the signature unfit."""
+        """Add a tool at the end. Raises TypeError if the name is taken or the signature does not fit."""
         added = item if isinstance(item, Tool) else make_tool(item)
         if added.name in self._tools:
             raise TypeError(f"two tools are called {added.name!r}")
-        _ = added.schema, added.check
+        _ = added.schema, added.check  # both are lazy: a bad signature should fail here, not in an episode
         self._tools = {**self._tools, added.name: added}
 
     def replace(self, item: Tool) -> None:
-        """Put a tool in the place of the one with the same name. Raises KeyError where there is none."""
+        """Replace the tool with the same name. Raises KeyError if there is none."""
         if item.name not in self._tools:
             raise KeyError(item.name)
         self._tools = {**self._tools, item.name: item}
 
     def remove(self, name: str) -> None:
-        """Take a tool away. Raises KeyError where there is none of that name."""
+        """Remove a tool. Raises KeyError if there is none with that name."""
         if name not in self._tools:
             raise KeyError(name)
         self._tools = {key: value for key, value in self._tools.items() if key != name}
@@ -130,8 +130,8 @@ class Toolbox:
     async def call(self, call: ToolCall) -> ToolResult:
         """Answer one call. A bad call is answered with a structured error, never raised.
 
-        Raises EnvError where the tool itself breaks. Where it is late and its `on_timeout` is "stop": PolicyTimeoutError
-        if that is the policy's doing (`Options.late`), else ToolTimeoutError.
+        Raises EnvError if the tool itself fails. If it times out and its `on_timeout` is "stop": PolicyTimeoutError
+        if the policy is responsible (`Options.late`), else ToolTimeoutError.
         """
         began = time.monotonic()
         prepared = self._prepare(call)
@@ -151,7 +151,7 @@ class Toolbox:
         return ToolResult(call.id, call.name, content, value, None, time.monotonic() - waiting.since)
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """Answer the calls of one turn, in order. Neighbours run in parallel where their tools allow it."""
+        """Answer the calls of one turn, in order. Adjacent calls run in parallel if their tools allow it."""
         results: list[ToolResult] = []
         batch: list[ToolCall] = []
         for call in calls:
@@ -171,7 +171,7 @@ class Toolbox:
         try:
             return list(await asyncio.gather(*tasks))
         finally:
-            # Where one call broke or the turn was cancelled, the others must not run on unseen.
+            # If one call failed or the turn was cancelled, the others must not keep running in the background.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -195,11 +195,11 @@ class Toolbox:
         item, child = waiting.tool, None
         try:
             async with item.place() as child:
-                # Only here: time in a queue is no time of the tool's.
+                # The clock starts only here: time in a queue does not count as the tool's time.
                 waiting.since, waiting.running = time.monotonic(), True
                 answer = item.invoke(self._owner, values, child)
                 if item.options.inline and not item.is_async:
-                    return await contained(answer, item.name)  # on the loop itself: over before a clock could run
+                    return await contained(answer, item.name)  # it blocks the loop, so no timeout could fire
                 return await within(item.options.timeout, answer, f"tool {item.name}")
         except ToolError as refusal:
             return Problem("tool_error", str(refusal))
@@ -210,11 +210,11 @@ class Toolbox:
             if item.options.on_timeout == "answer":
                 return Problem("timeout", message)
             if child is not None:
-                message += f"; its process used {child.used:.2f} s of processor time"
+                message += f"; its process used {child.used:.2f} s of CPU time"
             kind = PolicyTimeoutError if item.options.policy_late else ToolTimeoutError
             raise kind(f"tool {item.name}: {message}") from None
         except Exception as fault:
-            raise EnvError(f"tool {item.name} broke: {type(fault).__name__}: {fault}") from fault
+            raise EnvError(f"tool {item.name} failed: {type(fault).__name__}: {fault}") from fault
 
     def _refuse(self, call: ToolCall, problem: Problem, began: float) -> ToolResult:
         content = error_text(problem.kind, problem.message)

@@ -1,4 +1,4 @@
-"""Arguments against a JSON Schema, and one line that says what is wrong with them."""
+"""Checks arguments against a JSON Schema and says in one line what is wrong with them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compile_validator(name: str, parameters: Mapping[str, Json]) -> Callable[[Js
     try:
         Draft202012Validator.check_schema(parameters)
     except SchemaError as problem:
-        raise TypeError(f"tool {name}: its parameters are no valid JSON Schema: {problem.message}") from problem
+        raise TypeError(f"tool {name}: its parameters are not a valid JSON Schema: {problem.message}") from problem
     validator = Draft202012Validator(parameters)
     simple = _simple(parameters)
 
@@ -44,7 +44,7 @@ _TYPES: dict[str, type] = {"string": str, "integer": int, "boolean": bool}
 def _simple(parameters: Mapping[str, Json]) -> dict[str, tuple[type, bool]] | None:
     """For a flat schema of plain strings, integers and booleans: name -> (type, required).
 
-    Such a schema needs no general validator to say yes, which is the case to be fast in.
+    For such a schema valid arguments, the common case, are recognized without the general validator, which is slow.
     """
     known = {"type", "properties", "required", "additionalProperties"}
     if set(parameters) - known or parameters.get("type") != "object":
@@ -96,7 +96,7 @@ def _problem(error: ValidationError, parameters: Mapping[str, Json]) -> Problem:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """A hint for a misspelt name: the nearest known one, or all of them."""
+    """A hint for a misspelled name: the nearest known one, or all of them."""
     return did_you_mean(name, known, f"known: {', '.join(known[:20])}" if known else "there are none")
 
 

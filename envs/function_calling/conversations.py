@@ -1,4 +1,4 @@
-"""Readers of conversation layouts: ToolACE and Hermes. Every assistant turn that makes calls is one task."""
+"""Readers of conversation layouts, ToolACE and Hermes. Every assistant turn that makes calls is one task."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _WORDS: dict[str, Json] = {"true": True, "false": False, "null": None, "none": N
 
 def toolace(row: Mapping[str, Json], number: int) -> Iterator[Row]:
     """{"system": text with a JSON list of functions, "conversations": [{"from", "value"}, ...]}; calls are
-    written `[Name(key=value, ...), ...]`, and names may hold blanks."""
+    written `[Name(key=value, ...), ...]`, and names may contain spaces."""
     system = row.get("system")
     if not isinstance(system, str):
-        bad("system", "expected a text that lists the functions")
+        bad("system", "expected a string that lists the functions")
     tools = _declared(_first_list(system), "system")
     yield from _turns(row, number, tools, bracket_calls, _toolace_results)
 
 
 def hermes(row: Mapping[str, Json], number: int) -> Iterator[Row]:
     """{"conversations": [{"from": "system" | "human" | "gpt" | "tool", "value"}, ...], "tools"?: JSON text};
-    without "tools" they stand in <tools> tags of the system turn; calls stand in <tool_call> tags."""
+    without "tools" they are in <tools> tags in the system turn; calls are in <tool_call> tags."""
     listed = row.get("tools")
     if listed is None:
         texts = [str(turn.get("value")) for turn in _conversation(row) if turn.get("from") == "system"]
@@ -48,14 +48,14 @@ def hermes(row: Mapping[str, Json], number: int) -> Iterator[Row]:
 
 
 def _turns(row: Mapping[str, Json], number: int, tools: list[dict[str, Json]], read_calls: Any, results: Any) -> Iterator[Row]:
-    """One task for each assistant turn with calls; what came before it is the task's history."""
+    """One task for each assistant turn with calls; the turns before it are the task's history."""
     history: list[dict[str, Json]] = []
     open_calls: list[dict[str, Json]] = []
     for index, turn in enumerate(_conversation(row)):
         place = f"conversations[{index}]"
         role, text = _ROLES.get(str(turn.get("from"))), turn.get("value")
         if role is None or not isinstance(text, str):
-            bad(place, f"expected 'from' (one of {', '.join(_ROLES)}) and a text 'value'")
+            bad(place, f"expected 'from' (one of {', '.join(_ROLES)}) and a string 'value'")
         if role == "system":
             continue
         if role == "tool":
@@ -71,9 +71,9 @@ def _turns(row: Mapping[str, Json], number: int, tools: list[dict[str, Json]], r
 
 
 def _answers(calls: list[dict[str, Json]], parts: list[str], text: str, place: str) -> list[dict[str, Json]]:
-    """A tool message for each open call; where the parts do not match the calls, all is the first one's."""
+    """A tool message for each open call; if the parts do not match the calls, the whole text goes to the first call."""
     if not calls:
-        bad(place, "a tool's answer without a call before it")
+        bad(place, "a tool result without a call before it")
     if len(parts) != len(calls):
         parts = [text] + [""] * (len(calls) - 1)
     return [
@@ -105,7 +105,7 @@ def _declared(listed: Json, where: str) -> list[dict[str, Json]]:
     for item in listed:
         inner = item.get("function", item) if isinstance(item, Mapping) else None
         if not isinstance(inner, Mapping):
-            bad(where, f"a function is an object, not {item!r}"[:200])
+            bad(where, f"a function must be an object, not {item!r}"[:200])
         name = inner.get("name")
         parameters = from_schema(inner.get("parameters", inner.get("arguments")), f"{where}.{name}")
         tools.append(function(name, inner.get("description"), parameters))
@@ -127,7 +127,7 @@ def _first_list(text: str) -> Json:
 
 
 def tagged_calls(text: str, place: str) -> list[Call]:
-    """Calls in <tool_call> tags, as JSON or as a Python literal. Raises BadRowError for what is neither."""
+    """Calls in <tool_call> tags, as JSON or as a Python literal. Raises BadRowError for anything else."""
     calls = []
     for body in _CALL_TAG.findall(text):
         value = _value(body, place)
@@ -139,9 +139,9 @@ def tagged_calls(text: str, place: str) -> list[Call]:
 
 
 def bracket_calls(text: str, place: str) -> list[Call]:
-    """`[Name one(key=value, ...), Name two(...)]`; an empty list where the text is no such list of calls.
+    """`[Name one(key=value, ...), Name two(...)]`; an empty list if the text is not such a list of calls.
 
-    Raises BadRowError where it begins as one and then breaks.
+    Raises BadRowError if it starts as one but is malformed.
     """
     text = text.strip()
     if not re.match(r"^\[[^\[\](){}\"']+\(", text) or not text.endswith(")]"):
@@ -155,14 +155,14 @@ def bracket_calls(text: str, place: str) -> list[Call]:
         for pair in _pieces(inside[:-1], place):
             key, equals, value = pair.partition("=")
             if not equals:
-                bad(place, f"an argument is key=value, not {pair.strip()[:100]!r}")
+                bad(place, f"an argument must be key=value, not {pair.strip()[:100]!r}")
             arguments[key.strip()] = _value(value.strip(), place)
         calls.append((name.strip(), arguments))
     return calls
 
 
 def _pieces(text: str, place: str) -> list[str]:
-    """Parts between commas outside of brackets and quotes. Raises BadRowError where one never closes."""
+    """Parts between commas outside brackets and quotes. Raises BadRowError if one is never closed."""
     parts, stack, quote, skip = [""], 0, "", False
     for letter in text:
         if skip:
@@ -171,7 +171,7 @@ def _pieces(text: str, place: str) -> list[str]:
             skip = letter == "\\"
             quote = "" if letter == quote else quote
         elif letter in "\"'":
-            # An apostrophe inside of a name or an unquoted word opens nothing.
+            # An apostrophe inside a name or an unquoted word does not open a string.
             quote = letter if parts[-1].rstrip()[-1:] in ("=", "(", "[", "{", ",", ":", "") else ""
         elif letter == "," and stack == 0:
             parts.append("")
@@ -185,14 +185,14 @@ def _pieces(text: str, place: str) -> list[str]:
 
 
 def _value(text: str, place: str) -> Json:
-    """A JSON value, or a Python literal in which true, false and null may stand too."""
+    """A JSON value, or a Python literal that may contain true, false and null."""
     try:
         return json.loads(text)
     except ValueError:
         pass
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # odd escapes in somebody's data are not the user's code
+            warnings.simplefilter("ignore")  # invalid escapes in the data are not a fault of the user's code
             return _literal(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         bad(place, f"neither JSON nor a literal: {text[:100]!r}")
@@ -211,4 +211,4 @@ def _literal(node: ast.AST) -> Json:
         value = _literal(node.operand)
         if isinstance(value, (int, float)):
             return -value
-    raise ValueError(f"no literal: {ast.dump(node)[:80]}")
+    raise ValueError(f"not a literal: {ast.dump(node)[:80]}")

@@ -1,4 +1,4 @@
-"""Function calling in one turn: the right calls with the right arguments, or none where none is right."""
+"""Function calling in one turn: the correct calls with the correct arguments, or no call if none is correct."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROTOCOL = (
 
 
 class FunctionCalling(ToolEnv):
-    """The tools are the task's own; a call is written down and not carried out. One turn ends the episode."""
+    """The tools are the task's own; a call is recorded, not executed. One turn ends the episode."""
 
     id = "agentrl/FunctionCalling-v0"
     reward = "function_calling"
@@ -53,13 +53,13 @@ class FunctionCalling(ToolEnv):
     ) -> None:
         """`data`: a local file (or a folder of the Berkeley leaderboard's files) to take tasks from, in a
         `layout` (auto, native, bfcl, xlam, toolace, hermes); seed i is row i of the split. `splits_by`:
-        "content" holds an eighth of the rows out, "none" gives every row to both splits (to evaluate on a
+        "content" holds out an eighth of the rows, "none" gives every row to both splits (to evaluate on a
         whole file). `bad_rows`: "raise" or "skip".
 
         Without `data`, tasks are generated: `kinds` (names or name -> weight), `calls` (2..8, a number or
-        [low, high]) of the parallel kinds, `distractors` (0..12) further functions.
+        [low, high]) for the parallel kinds, `distractors` (0..12) additional functions.
 
-        Raises ConfigError for values outside these ranges, TaskDataError for bad data."""
+        Raises ConfigError for values outside these ranges, TaskDataError for invalid data."""
         super().__init__(**base)
         low, high = (calls, calls) if isinstance(calls, int) else (calls[0], calls[-1])
         if not 2 <= low <= high <= 8:
@@ -119,7 +119,7 @@ class FunctionCalling(ToolEnv):
         self.made = []
         for declared in task.data["tools"]:
             self.toolbox.add(_recorder(json.dumps(declared)))
-        # The first turn is the last, whatever is in it: what counts is what the policy does at once.
+        # The first turn is always the last one: the task is to be solved in one turn.
         self.finish()
 
     def state(self) -> Json:
@@ -145,7 +145,7 @@ class FunctionCalling(ToolEnv):
 
 @lru_cache(maxsize=4096)
 def _recorder(declared: str) -> Tool:
-    """A tool that notes the call in its environment and does nothing else. Made once for each declaration."""
+    """A tool that only records the call in its environment. Cached by declaration."""
     body = json.loads(declared)["function"]
 
     async def record(env: FunctionCalling, /, **arguments: Json) -> str:
@@ -170,7 +170,7 @@ def _weights(kinds: Sequence[str] | Mapping[str, float]) -> dict[str, float]:
 
 
 def _split(rows: tuple[Row, ...], by: str, data: str) -> dict[str, tuple[Row, ...]]:
-    """Rows of each split. By content: what is asked and what is right, so that copies stay together."""
+    """Rows of each split; by the content of request and answer, so that duplicates stay together."""
     if by == "none":
         return {"train": rows, "heldout": rows}
     parts: dict[str, list[Row]] = {"train": [], "heldout": []}

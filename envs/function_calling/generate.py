@@ -1,4 +1,4 @@
-"""The environment's own set: requests built from the function library, with their gold by construction."""
+"""The generated set: requests built from the function library, with gold by construction."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ OPENINGS = ("{}.", "Please {}.", "Could you {}?", "I need this: {}.", "{}, pleas
 
 
 def propose(rng: random.Random, kinds: dict[str, float], calls: Sequence[int], distractors: int) -> Row:
-    """One task. `kinds`: weights; `calls`: [lowest, highest] for the parallel kinds; `distractors`: further
-    functions that are offered (of the same domain first)."""
+    """One task. `kinds`: weights; `calls`: [lowest, highest] for the parallel kinds; `distractors`: additional
+    functions in the task (of the same domain first)."""
     kind = rng.choices(list(kinds), list(kinds.values()))[0]
     count = rng.randint(calls[0], calls[-1]) if kind.startswith("parallel") else 1
     chosen = rng.sample(FUNCTIONS, min(count, len(FUNCTIONS))) if kind == "parallel_multiple" else (
@@ -26,7 +26,7 @@ def propose(rng: random.Random, kinds: dict[str, float], calls: Sequence[int], d
         omitted = rng.choice([argument.name for argument in chosen[0].arguments if argument.required])
     asked = [_ask(function, rng, omitted) for function in chosen]
     while len({json.dumps(call, sort_keys=True) for _, call in asked}) < len(asked):
-        asked = [_ask(function, rng, omitted) for function in chosen]  # two calls alike would be one
+        asked = [_ask(function, rng, omitted) for function in chosen]  # two identical calls would count as one
     offered = [] if kind == "irrelevance" else list(dict.fromkeys(chosen))
     least = {"irrelevance": 1, "multiple": 1}.get(kind, 0)
     extra = 0 if kind == "single" else max(least, distractors)
@@ -41,14 +41,14 @@ def propose(rng: random.Random, kinds: dict[str, float], calls: Sequence[int], d
 
 
 def fingerprint(row: Row) -> str:
-    """What is asked for and what is right: the same request with other functions beside it is the same task."""
+    """The request and its answer: the same request with other distractors is the same task."""
     calls = sorted(json.dumps(call, sort_keys=True) for call in row.calls)
     said = [] if row.calls else [message["content"] for message in row.messages]
     return json.dumps([row.scoring, calls, row.answers, said])
 
 
 def _ask(function: Function, rng: random.Random, omitted: str) -> tuple[str, dict[str, Json]]:
-    """The words of a request and its gold call."""
+    """The text of a request and its gold call."""
     words = function.ask
     allowed: dict[str, list[Json]] = {}
     taken: set[str] = set()
@@ -60,7 +60,7 @@ def _ask(function: Function, rng: random.Random, omitted: str) -> tuple[str, dic
                 allowed[argument.name] = [argument.schema["default"], ""]
             continue
         said, values = argument.pool(rng)
-        while said in taken:  # no journey from a town to itself
+        while said in taken:  # no trip from a city to itself
             said, values = argument.pool(rng)
         taken.add(said)
         words += argument.clause.format(said)

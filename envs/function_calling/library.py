@@ -1,7 +1,7 @@
-"""A library of functions, each with the words that ask for it: a verb phrase and a clause for each argument.
+"""A library of functions, each with the text of a request for it: a verb phrase and a clause per argument.
 
-A clause's value comes from a pool of (how the user says it, allowed values); a user says "an hour and a half"
-where the function takes 90.
+A clause's value comes from a pool of (the user's wording, allowed values); a user says "an hour and a half"
+and the function takes 90.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Pool = Callable[[random.Random], Said]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Argument:
-    """`clause` holds {} where the value is said."""
+    """`clause` contains {} in place of the value."""
 
     name: str
     schema: dict[str, Json]
@@ -29,7 +29,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Function:
-    """`ask` begins the request; the clauses follow in the order of the arguments."""
+    """`ask` starts the request; the clauses follow in the order of the arguments."""
 
     name: str
     domain: str

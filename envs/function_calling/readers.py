@@ -1,4 +1,4 @@
-"""Rows of a local file in any of the known layouts, checked as they are read."""
+"""Rows of a local file in any of the supported layouts, checked while reading."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CATEGORIES = frozenset(
 def native(row: Mapping[str, Json], number: int) -> Iterator[Row]:
     """{"messages", "tools", "calls": [{"name", "arguments": {key: [allowed, ...]}}], "answers"?, "kind"?, "id"?}.
 
-    Without calls, `answers` (by default "NO FUNCTION") lists the texts that are right.
+    Without calls, `answers` (by default "NO FUNCTION") lists the correct texts.
     """
     messages, tools, calls = row.get("messages"), row.get("tools"), row.get("calls", [])
     for name, value in (("messages", messages), ("tools", tools), ("calls", calls)):
@@ -39,12 +39,12 @@ def native(row: Mapping[str, Json], number: int) -> Iterator[Row]:
     for index, call in enumerate(calls):
         sets = call.get("arguments")
         if not isinstance(call.get("name"), str) or not isinstance(sets, Mapping):
-            bad(f"calls[{index}]", "expected a text 'name' and an object 'arguments'")
+            bad(f"calls[{index}]", "expected a string 'name' and an object 'arguments'")
         if lone := [key for key, allowed in sets.items() if not isinstance(allowed, list) or not allowed]:
-            bad(f"calls[{index}].arguments.{lone[0]}", "expected the list of its allowed values")
+            bad(f"calls[{index}].arguments.{lone[0]}", "expected a list of its allowed values")
     answers = row.get("answers", [] if calls else [NO_FUNCTION])
     if not isinstance(answers, list) or not all(isinstance(text, str) and text.strip() for text in answers):
-        bad("answers", "expected a list of texts, none of them empty")
+        bad("answers", "expected a list of non-empty strings")
     scoring = "sets" if calls else "answer"
     yield check_row(
         Row(str(row.get("id", number)), list(messages or []), functions, scoring, list(calls), answers,
@@ -60,10 +60,10 @@ def _openai(tool: Mapping[str, Json], where: str) -> dict[str, Json]:
 
 
 def xlam(row: Mapping[str, Json], number: int) -> Iterator[Row]:
-    """{"id", "query", "tools": JSON text, "answers": JSON text}; tools declare Python annotations."""
+    """{"id", "query", "tools": JSON string, "answers": JSON string}; types are Python annotations."""
     query = row.get("query")
     if not isinstance(query, str) or not query:
-        bad("query", "expected a text")
+        bad("query", "expected a non-empty string")
     tools, answers = (_listed(row.get(key), key) for key in ("tools", "answers"))
     functions = [
         function(tool.get("name"), tool.get("description"), from_flat(tool.get("parameters", {}), f"tools[{i}]"))
@@ -79,7 +79,7 @@ def _listed(value: Json, name: str) -> list[Mapping[str, Json]]:
     try:
         value = json.loads(value) if isinstance(value, str) else value
     except ValueError as problem:
-        bad(name, f"no JSON: {problem}")
+        bad(name, f"not JSON: {problem}")
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
         bad(name, "expected a list of objects")
     return value
@@ -129,10 +129,10 @@ LAYOUTS: dict[str, Reader] = {"native": native, "xlam": xlam, "toolace": toolace
 
 
 def read_rows(path: str, layout: str, bad_rows: str) -> tuple[tuple[Row, ...], tuple[str, ...]]:
-    """All tasks of a file (or of a folder of the Berkeley leaderboard's files), and what was skipped and why.
+    """All tasks of a file (or of a folder of the Berkeley leaderboard's files), and the skipped rows with reasons.
 
-    Raises ConfigError for an unknown layout, TaskDataError (file, row, field) for the first bad row unless
-    `bad_rows` is "skip", and where there is no task at all.
+    Raises ConfigError for an unknown layout, TaskDataError (file, row, field) for the first invalid row unless
+    `bad_rows` is "skip", and if there are no tasks.
     """
     if layout not in (*LAYOUTS, "bfcl", "auto"):
         raise ConfigError(f"function_calling: layout = {layout!r}; expected auto, bfcl, {', '.join(LAYOUTS)}")
@@ -149,12 +149,12 @@ def read_rows(path: str, layout: str, bad_rows: str) -> tuple[tuple[Row, ...], t
         rows += found
         skipped += left
     if not rows:
-        raise TaskDataError(f"{path}: no task in it" + (f"; the first problem: {skipped[0]}" if skipped else ""))
+        raise TaskDataError(f"{path}: it contains no tasks" + (f"; the first problem: {skipped[0]}" if skipped else ""))
     return tuple(rows), tuple(skipped)
 
 
 def _bfcl_files(folder: Path) -> list[Path]:
-    """The folder's files of categories that are known here; the others are left out."""
+    """The folder's files of supported categories; the others are ignored."""
     files = [file for file in sorted(folder.iterdir()) if (match := BFCL.match(file.name)) and match[1] in CATEGORIES]
     if not files:
         raise TaskDataError(f"{folder}: no BFCL_v3_*.json or BFCL_v4_*.json of {', '.join(sorted(CATEGORIES))}")
@@ -179,7 +179,7 @@ def _read_file(file: Path, layout: str, modified: int) -> tuple[tuple[Row, ...],
 
 
 def _items(file: Path) -> Iterator[tuple[int, Mapping[str, Json] | str]]:
-    """(number from 1, object or what is wrong) for each entry of a JSON list or line of a JSONL file."""
+    """(number from 1, object or error message) for each entry of a JSON list or line of a JSONL file."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
@@ -188,7 +188,7 @@ def _items(file: Path) -> Iterator[tuple[int, Mapping[str, Json] | str]]:
         try:
             entries = json.loads(text)
         except ValueError as problem:
-            raise TaskDataError(f"{file}: no JSON: {problem}") from problem
+            raise TaskDataError(f"{file}: not JSON: {problem}") from problem
         for number, entry in enumerate(entries, 1):
             yield number, entry if isinstance(entry, dict) else "expected an object"
         return
@@ -197,7 +197,7 @@ def _items(file: Path) -> Iterator[tuple[int, Mapping[str, Json] | str]]:
             try:
                 entry = json.loads(line)
             except ValueError as problem:
-                yield number, f"no JSON: {problem}"
+                yield number, f"not JSON: {problem}"
                 continue
             yield number, entry if isinstance(entry, dict) else "expected an object"
 
@@ -217,7 +217,7 @@ def _reader(file: Path, layout: str, first: Mapping[str, Json]) -> Reader:
     beside = file.parent / "possible_answer" / file.name
     if not category.endswith("relevance"):
         if not beside.is_file():
-            raise TaskDataError(f"{file}: its answers are looked for in {beside}, and there is no such file")
+            raise TaskDataError(f"{file}: its answers should be in {beside}, which does not exist")
         for number, item in _items(beside):
             if isinstance(item, str) or "id" not in item or "ground_truth" not in item:
                 raise TaskDataError(f"{beside}, row {number}: expected 'id' and 'ground_truth'")

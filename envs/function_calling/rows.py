@@ -1,4 +1,4 @@
-"""One function-calling task in the form that all layouts are brought to, and how a bad one is named."""
+"""The common form of a function-calling task, to which all layouts are converted, and its check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("single", "multiple", "parallel", "parallel_multiple", "irrelevance", "
 
 
 class BadRowError(Exception):
-    """A row that cannot be used: `field` names the place in it."""
+    """An invalid row: `field` names the place in it."""
 
     def __init__(self, field_name: str, message: str) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ def bad(field_name: str, message: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`messages` up to the turn that is asked for; `tools` in OpenAI's format; what is right.
+    """`messages` up to the policy's turn; `tools` in OpenAI's format; the correct answer.
 
     `scoring`: "sets" (`calls`: name and, for each argument, the allowed values), "bfcl" (`calls` as in the
     Berkeley leaderboard's answers), "any" (some valid call) or "answer" (no call, and one of `answers`).
@@ -43,7 +43,7 @@ class Row:
     kind: str = ""
 
     def named(self) -> str:
-        """The kind: as given, or by how many calls and tools there are."""
+        """The kind: as given, or from the number of calls and tools."""
         if self.kind or self.scoring == "any":
             return self.kind or "relevance"
         if self.scoring == "answer":
@@ -55,20 +55,20 @@ class Row:
 
 
 def call_name(call: dict[str, Json]) -> str:
-    """The function's name of a gold call of either form."""
+    """The function name of a gold call in either form."""
     return str(call["name"]) if "name" in call and isinstance(call["name"], str) else next(iter(call))
 
 
 def check_row(row: Row) -> Row:
-    """The row itself. Raises BadRowError where its parts do not fit together."""
+    """Returns the row. Raises BadRowError if its parts are not consistent."""
     names = [tool["function"]["name"] for tool in row.tools]
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        bad("tools", f"two tools are called {twice[0]!r}")
+    if duplicates := [name for name, count in Counter(names).items() if count > 1]:
+        bad("tools", f"two tools are called {duplicates[0]!r}")
     if not row.messages or row.messages[-1]["role"] not in ("user", "tool"):
         bad("messages", "the last message must be the user's or a tool's")
     for call in row.calls:
         if call_name(call) not in names:
-            bad("calls", f"{call_name(call)!r} is none of the tools ({', '.join(names[:8]) or 'there are none'})")
+            bad("calls", f"{call_name(call)!r} is not one of the tools ({', '.join(names[:8]) or 'there are none'})")
     if row.scoring in ("sets", "bfcl") and not row.calls:
         bad("calls", "expected at least one call")
     if row.scoring == "any" and not names:

@@ -1,4 +1,4 @@
-"""Function declarations of every layout as JSON Schema in OpenAI's function format, and gold values as sets."""
+"""Function declarations of all layouts as JSON Schema in OpenAI's function format, and gold values as sets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GENERIC = re.compile(r"^\s*([\w.]+)\s*(?:\[(.*)\])?\s*$", re.S)
 
 
 def function(name: Json, description: Json, parameters: dict[str, Json]) -> dict[str, Json]:
-    """A declaration in OpenAI's format. Raises BadRowError for a name that is no text."""
+    """A declaration in OpenAI's format. Raises BadRowError for a name that is not a string."""
     if not isinstance(name, str) or not name:
         bad("tools", f"a function needs a name, got {name!r}")
     return {
@@ -34,12 +34,12 @@ def function(name: Json, description: Json, parameters: dict[str, Json]) -> dict
 
 
 def from_schema(parameters: Json, where: str) -> dict[str, Json]:
-    """The parameters of a function, from JSON Schema as data sets write it: other type names ("dict",
-    "float"), `required` at the property, missing parts. Raises BadRowError for what is no schema at all."""
+    """The parameters of a function, from JSON Schema as found in datasets: other type names ("dict",
+    "float"), `required` at the property, missing parts. Raises BadRowError for anything that is not a schema."""
     if not parameters:
         return {"type": "object", "properties": {}}
     if not isinstance(parameters, Mapping):
-        bad(where, f"parameters are an object, not {type(parameters).__name__}")
+        bad(where, f"parameters must be an object, not {type(parameters).__name__}")
     if "properties" not in parameters and parameters.get("type") not in ("object", "dict"):
         parameters = {"type": "object", "properties": parameters}
     schema = _node({**parameters, "type": "object"}, where)
@@ -49,7 +49,7 @@ def from_schema(parameters: Json, where: str) -> dict[str, Json]:
 
 def _node(node: Json, where: str) -> dict[str, Json]:
     if not isinstance(node, Mapping):
-        bad(where, f"a parameter's schema is an object, not {node!r}"[:200])
+        bad(where, f"a parameter's schema must be an object, not {node!r}"[:200])
     schema: dict[str, Json] = {key: node[key] for key in _KEPT if key in node}
     if not isinstance(schema.get("enum", []), list) or not schema.get("enum", [None]):
         del schema["enum"]
@@ -81,14 +81,14 @@ def _type(kind: Json, where: str) -> dict[str, Json]:
     if kind is None:
         return {}
     if not isinstance(kind, str):
-        bad(where, f"a type is a text, not {kind!r}")
+        bad(where, f"a type must be a string, not {kind!r}")
     return from_annotation(kind)[0]
 
 
 def from_annotation(text: str) -> tuple[dict[str, Json], bool]:
     """JSON Schema of a Python annotation such as "List[int]" or "str, optional", and whether it is optional.
 
-    A type that has no JSON form (a callable, say) constrains nothing.
+    A type that has no JSON form (a callable, say) becomes no constraint.
     """
     head, _, tail = text.rpartition(",")
     optional = tail.strip().lower() == "optional"
@@ -111,7 +111,7 @@ def from_annotation(text: str) -> tuple[dict[str, Json], bool]:
 
 
 def _split(text: str) -> list[str]:
-    """Parts of a text between commas that stand in no bracket."""
+    """Parts of a text between commas outside brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "[({") - (letter in "])}")
@@ -125,15 +125,15 @@ def _split(text: str) -> list[str]:
 def from_flat(parameters: Json, where: str) -> dict[str, Json]:
     """xLAM's declaration: name -> {"type": Python annotation, "description", "default"?}.
 
-    A parameter is required where it has no default and is not called optional.
+    A parameter is required if it has no default and is not marked optional.
     """
     if not isinstance(parameters, Mapping):
-        bad(where, f"parameters are an object, not {type(parameters).__name__}")
+        bad(where, f"parameters must be an object, not {type(parameters).__name__}")
     properties: dict[str, Json] = {}
     required: list[str] = []
     for name, node in parameters.items():
         if not isinstance(node, Mapping):
-            bad(f"{where}.{name}", f"a parameter is an object, not {node!r}"[:200])
+            bad(f"{where}.{name}", f"a parameter must be an object, not {node!r}"[:200])
         schema, optional = from_annotation(str(node.get("type", "any")))
         properties[name] = {"description": str(node.get("description", "")), **schema}
         if "default" in node:
@@ -144,7 +144,7 @@ def from_flat(parameters: Json, where: str) -> dict[str, Json]:
 
 
 def _typed(value: Json, kind: Any) -> Json:
-    """A default that is written as text ("10", "True") in its declared type."""
+    """A default that is given as a string ("10", "True"), in its declared type."""
     if not isinstance(value, str) or kind not in ("integer", "number", "boolean"):
         return value
     if kind == "boolean":
@@ -156,13 +156,13 @@ def _typed(value: Json, kind: Any) -> Json:
 
 
 def as_sets(name: Json, arguments: Json, tools: list[dict[str, Json]]) -> dict[str, Json]:
-    """A call that a data set states once, as sets of allowed values.
+    """A dataset's single gold call as sets of allowed values.
 
-    Leaving an argument out and giving its declared default are the same call, so each stands for the other.
-    Raises BadRowError for what is no call.
+    Omitting an argument and giving its declared default are the same call, so either one is allowed.
+    Raises BadRowError for anything that is not a call.
     """
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
-        bad("calls", f"a call is a name with an object of arguments, got {name!r}, {arguments!r}"[:200])
+        bad("calls", f"a call must be a name with an object of arguments, got {name!r}, {arguments!r}"[:200])
     allowed: dict[str, list[Json]] = {key: [value] for key, value in arguments.items()}
     for tool in tools:
         if tool["function"]["name"] != name:
@@ -174,7 +174,7 @@ def as_sets(name: Json, arguments: Json, tools: list[dict[str, Json]]) -> dict[s
 
 
 def one_of(call: Mapping[str, Json], tools: list[dict[str, Json]]) -> tuple[str, dict[str, Json]]:
-    """A call that fits a gold call of either form: the first allowed values, optional arguments left out."""
+    """A call that matches a gold call in either form: the first allowed values, without optional arguments."""
     literal = isinstance(call.get("name"), str)
     name, sets = (call["name"], call["arguments"]) if literal else next(iter(call.items()))
     required: set[str] = set()
@@ -190,7 +190,7 @@ def one_of(call: Mapping[str, Json], tools: list[dict[str, Json]]) -> tuple[str,
 
 
 def _pick(values: list[Json]) -> Json:
-    """The first allowed value of the Berkeley form, whose objects list the allowed values of each key."""
+    """The first allowed value in the Berkeley form, in which objects list the allowed values of each key."""
     first = values[0]
     if isinstance(first, Mapping):
         return _object(first)

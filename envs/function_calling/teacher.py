@@ -1,4 +1,4 @@
-"""An imperfect scripted policy: mostly the right calls, sometimes one too few or a wrong value."""
+"""An imperfect scripted policy: mostly the correct calls, sometimes one too few or a wrong value."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from agentrl.env import Message, Observation, ToolCall
 
 
 class Teacher:
-    """Takes the gold turn and errs.
+    """Plays the gold turn with random errors.
 
-    `wrong`: chance that a call has a wrong or lost argument. `fewer`: chance that the last of several calls is
-    left out. `abstain`: chance to make no call where some are asked for, and the reverse. `rng` needs only
+    `wrong`: probability that a call has a wrong or missing argument. `fewer`: probability that the last of several
+    calls is left out. `abstain`: probability of no call if some are expected, and the reverse. `rng` needs only
     `random()`.
     """
 

@@ -1,4 +1,4 @@
-"""Key-value store: look hidden numbers up, add them, store others, and report the total."""
+"""Key-value store: look up hidden numbers, add them, store others, and report the total."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_TOTAL = 99
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a prompt asks for: numbers to store, keys to report, and whether the keys are to be listed."""
+    """The content of a prompt: numbers to store, keys to report, and whether the keys must be listed first."""
 
     store: dict[str, int]
     sets: dict[str, int]
@@ -29,13 +29,13 @@ class Problem:
     listed: bool
 
     def fingerprint(self) -> str:
-        """Everything a policy has to do and look up, in any order; keys that no goal names do not count."""
+        """Everything that a policy has to do and look up, in any order; keys that are not in the goal do not count."""
         values = sorted((key, {**self.store, **self.sets}[key]) for key in self.reads)
         return json.dumps([sorted(self.sets.items()), values, self.listed])
 
 
 class KeyValue(ToolEnv):
-    """Report the sum of stored values. `calls` is the number of calls the shortest solution needs."""
+    """Report the sum of stored values. `calls` is the number of calls in the shortest solution."""
 
     id = "agentrl/KeyValue-v0"
     reward = "key_value"
@@ -54,7 +54,7 @@ class KeyValue(ToolEnv):
     ) -> None:
         """`calls`: a number or [lowest, highest] of required calls, 2..50. `set_share`, `list_share`: share
         of tasks that first store numbers, or that first list the keys. `keys`: size of the key alphabet
-        (grows where a task needs more). `max_value`: largest stored value, lowered so that no total passes
+        (larger if a task needs more). `max_value`: largest stored value, lowered so that no total exceeds
         99. Raises ConfigError for values outside these ranges."""
         super().__init__(**base)
         pair = list(calls) if isinstance(calls, Sequence) else [calls, calls]
@@ -103,7 +103,7 @@ class KeyValue(ToolEnv):
         chosen = names[:reads]
         stored = names[reads : reads + sets]
         if sets and reads > 1 and rng.random() < 0.5:
-            # One of the stored keys is reported too; at least one other key has to be looked up.
+            # One of the stored keys is reported too, but at least one other key has to be looked up.
             stored = [chosen[-1], *stored[1:]]
         values = {key: rng.randint(1, top) for key in [*chosen, *names[reads + sets :]] if key not in stored}
         wanted = sorted(values) if listed else chosen

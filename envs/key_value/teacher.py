@@ -1,4 +1,4 @@
-"""An imperfect scripted policy for the warm start: it copies well, errs at random and stops too early."""
+"""An imperfect scripted policy for the warm start: it copies well, makes random errors and stops too early."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ LETTERS = "abcdefghij"
 
 
 class Teacher:
-    """Works through the goal, item by item, by what the tools really answer.
+    """Works through the goal item by item, using the actual tool results.
 
-    `wrong`: chance that a turn's decision is a wrong one (key, number or answer). `malformed`: chance
-    that a turn is a call that cannot be read; it is then made again. `stop`: chance that an episode with
-    more than one item ends after one of them but the last, with the total so far. `rng` needs only
+    `wrong`: probability that a turn's decision is wrong (key, number or answer). `malformed`: probability
+    that a turn is a call that cannot be parsed; it is then repeated correctly. `stop`: probability that an episode
+    with more than one item ends before the last one, with the total so far. `rng` needs only
     `random()`, uniform in [0, 1).
     """
 
@@ -66,11 +66,11 @@ class Teacher:
         self._step = "get"
         return _call("get", {"key": self._letter(self._keys.pop(0))})
 
-    def _letter(self, right: str) -> str:
-        return LETTERS[self._below(len(LETTERS))] if self._chance(self._wrong) else right
+    def _letter(self, correct: str) -> str:
+        return LETTERS[self._below(len(LETTERS))] if self._chance(self._wrong) else correct
 
-    def _number(self, right: int) -> int:
-        return 1 + self._below(9) if self._chance(self._wrong) else right
+    def _number(self, correct: int) -> int:
+        return 1 + self._below(9) if self._chance(self._wrong) else correct
 
     def _chance(self, share: float) -> bool:
         return bool(self._rng.random() < share)

@@ -50,7 +50,7 @@ ROW: dict[str, Json] = {
 
 
 class Mcp(ToolEnv):
-    """Each episode has a session of its own; a fork is a new session that has seen the same calls."""
+    """Each episode has its own session; a fork is a new session after the same calls."""
 
     id = "agentrl/Mcp-v0"
     reward = "mcp"
@@ -74,20 +74,20 @@ class Mcp(ToolEnv):
     ) -> None:
         """The server: the `command` that starts it (with environment `variables`), or its `url`; with neither,
         the packaged stock server, inside this process. `tasks`: JSONL, Parquet, or a folder (see the README).
-        `level`: a number or [lowest, highest], only tasks of these levels. `tools` the policy may use
+        `level`: a number or [lowest, highest], only tasks of these levels. `tools`: those that the policy may use
         (default: all but `state_tool` and those of the tasks' `setup`). `state_tool`: its answer at the end of
-        an episode is the final state. `timeout`: seconds for the start and each call. `late`: whose doing a late call
-        of the policy's is, as in `McpServerConfig`. Raises ConfigError, TaskDataError, and DependencyError without the
-        MCP SDK."""
+        an episode is the final state. `timeout`: seconds for the start and each call. `late`: who is responsible for
+        a call by the policy that times out, as in `McpServerConfig`. Raises ConfigError, TaskDataError, and
+        DependencyError without the MCP SDK."""
         super().__init__(**base)
         own = command is not None or url is not None
         if own and tasks is None:
-            raise ConfigError("mcp: a server of your own needs tasks of its own: set tasks to a file or folder")
+            raise ConfigError("mcp: your own server needs its own tasks: set tasks to a file or folder")
         self.state_tool = state_tool if own else state_tool or "dump"
         self.allowed = None if tools is None else tuple(tools)
         self.system = system
         self.tasks = _of_levels(_read(Path(tasks) if tasks else HERE / "tasks.jsonl"), level)
-        self.splits = self.tasks.splits  # type: ignore[misc]  # those that the file has
+        self.splits = self.tasks.splits  # type: ignore[misc]  # the splits in the file
         self.private: dict[str, Tool] = {}
         self.final: Json = None
         if late not in get_args(Blame):
@@ -116,7 +116,7 @@ class Mcp(ToolEnv):
         await self._prepare(task)
 
     async def _prepare(self, task: Task) -> None:
-        """Take the tools away that are not the policy's, and bring the server to where the task begins."""
+        """Hide the tools that are not for the policy, and bring the server to the task's initial state."""
         setup = task.data.get("setup", [])
         if self.allowed is None:
             hidden = {self.state_tool, *(call["name"] for call in setup)}
@@ -134,7 +134,7 @@ class Mcp(ToolEnv):
             await self._own_call(everything[call["name"]], call["arguments"])
 
     async def _own_call(self, item: Tool, arguments: Mapping[str, Json]) -> str:
-        """A call that is not the policy's: whatever goes wrong is the environment's fault."""
+        """A call by the environment, not the policy: any failure is the environment's fault."""
         try:
             return str(await within(self.timeout, item.invoke(None, arguments), f"{self.id}: {item.name}"))
         except ToolError as refusal:
@@ -142,10 +142,10 @@ class Mcp(ToolEnv):
         except EnvError:
             raise
         except Exception as fault:  # the SDK's errors have no common base
-            raise EnvError(f"{self.id}: {item.name} broke: {type(fault).__name__}: {fault}") from fault
+            raise EnvError(f"{self.id}: {item.name} failed: {type(fault).__name__}: {fault}") from fault
 
     async def aclose(self) -> None:
-        """As ToolEnv.aclose; before that the server is asked for the final state."""
+        """As ToolEnv.aclose, after asking the server for the final state."""
         try:
             if self.is_open and self.state_tool and not self.trajectory.stop.infrastructure:
                 item = self.private.get(self.state_tool) or self.toolbox[self.state_tool]
@@ -164,17 +164,17 @@ class Mcp(ToolEnv):
     # -- forks: a server's state cannot be copied, but it can be reached again ---------------------------
 
     def fork(self) -> ToolEnv:
-        """A replay environment on a session of its own, brought here by the same calls. Raises EnvError where the server
+        """A copy on a new session, brought to the same state by the same calls. Raises EnvError if the server
         answers them differently, RuntimeError inside a running event loop."""
-        replay_env = super().fork()
-        assert isinstance(replay_env, Mcp)
-        replay_env._sessions, replay_env.private = [], {}
-        if replay_env.is_open:
-            run_sync(replay_env._replay())
-        return replay_env
+        forked = super().fork()
+        assert isinstance(forked, Mcp)
+        forked._sessions, forked.private = [], {}
+        if forked.is_open:
+            run_sync(forked._replay())
+        return forked
 
     def restore(self, snapshot: Snapshot) -> None:
-        """As ToolEnv.restore, on a new session with the same calls; raises as `fork` does."""
+        """As ToolEnv.restore, on a new session with the same calls; raises like `fork`."""
         sessions, self._sessions = self._sessions, []
         for session in sessions:
             run_sync(session.close())
@@ -207,7 +207,7 @@ class Mcp(ToolEnv):
 
 
 def gold_turns(env_id: str, task: Task) -> Iterator[Message]:
-    """One turn a gold call, then the answer. Raises NotImplementedError for a task without gold calls."""
+    """One turn per gold call, then the answer. Raises NotImplementedError for a task without gold calls."""
     if "calls" not in task.gold:
         raise NotImplementedError(f"{env_id}: task {task.id!r} has no gold calls")
     for call in task.gold["calls"]:
@@ -216,14 +216,14 @@ def gold_turns(env_id: str, task: Task) -> Iterator[Message]:
 
 
 def _packaged() -> Any:
-    # Imported here: without the SDK the file still loads, and McpSource says what is missing.
+    # Imported here, so that the file loads without the SDK and McpSource can say what is missing.
     from .server import build
 
     return build()
 
 
 def _read(path: Path) -> TaskSet:
-    """The tasks of a file or folder, read again only where it changed: a run builds many environments."""
+    """The tasks of a file or folder, read again only if it changed: a run builds many environments."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     return _read_once(path, tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
 

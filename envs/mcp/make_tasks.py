@@ -1,6 +1,6 @@
 """Writes tasks.jsonl, the tasks of the default server: `python envs/mcp/make_tasks.py > envs/mcp/tasks.jsonl`.
 
-Level n names n items: each is searched for and counted, and from level 2 on something is taken or added first.
+Level n is about n items: each is searched for and counted, and from level 2 on some of it is taken or added first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LEVELS, EACH = 4, 60
 
 
 def row(number: int, level: int) -> dict[str, Any]:
-    """One task: its stock, what is asked, and the calls, numbers and final stock that answer it."""
+    """One task: its stock, the request, and the calls, answer and final stock of its solution."""
     rng = random.Random(f"mcp/{level}/{number}")
     names = rng.sample([f"{color} {thing}" for color in COLORS for thing in THINGS], 8)
     codes = [f"k{value}" for value in rng.sample(range(1000, 10000), len(names))]

@@ -1,6 +1,6 @@
-"""A small stock-keeping server, the default of `agentrl/Mcp-v0`: `python server.py` serves it over stdio.
+"""A small inventory server, the default of `agentrl/Mcp-v0`: `python server.py` serves it over stdio.
 
-`load` and `dump` set and tell the whole state; the environment calls them, the policy never sees them.
+`load` and `dump` set and return the whole state; the environment calls them, and the policy never sees them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ READS = ToolAnnotations(read_only_hint=True)
 
 
 def build() -> MCPServer:
-    """A new server with an empty stock of its own."""
+    """A new server with its own, empty stock."""
     server = _quiet_server("stock")
     items: dict[str, dict[str, Any]] = {}
 
@@ -69,7 +69,7 @@ def build() -> MCPServer:
 
 
 def _quiet_server(name: str) -> MCPServer:
-    """The SDK sets up logging for the whole process with every server; here that is the run's business."""
+    """A server without the SDK's process-wide logging setup, which here is up to the run."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     server = MCPServer(name)

@@ -1,4 +1,4 @@
-"""Problems to be solved with a Python interpreter that runs in a locked-down process."""
+"""Problems to solve with a Python interpreter that runs in a sandboxed process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENDS = {
 
 
 class Python(ToolEnv):
-    """State of an episode: the files of its folder, as bytes. No process lives between two runs."""
+    """An episode's state is the files in its folder, as bytes. No process persists between runs."""
 
     id = "agentrl/Python-v0"
     reward = "python"
@@ -48,10 +48,10 @@ class Python(ToolEnv):
         **base: Any,
     ) -> None:
         """`level`: a number or [lowest, highest] within 1..3. `cpu_s` (1..60), `wall_s` (1..300), `memory_mb`
-        (64..8192) and `file_mb` (0.01..64, one file; the folder may hold four times as much) bound one run.
-        `isolate_files=False` gives up keeping code inside its folder, for kernels without Landlock.
+        (64..8192) and `file_mb` (0.01..64, one file; the folder may be four times as large) bound one run.
+        `isolate_files=False` does not confine code to its folder, for kernels without Landlock.
 
-        Raises ConfigError for values outside these ranges and ResourceError where the kernel cannot hold
+        Raises ConfigError for values outside these ranges and ResourceError if the kernel does not support
         the sandbox."""
         super().__init__(**base)
         low, high = (level, level) if isinstance(level, int) else (level[0], level[-1])
@@ -88,7 +88,7 @@ class Python(ToolEnv):
         )
 
     def _propose(self, rng: random.Random) -> Problem:
-        """A problem whose answer is not in its statement and is no small number that a guess would hit."""
+        """A problem whose answer is not in its statement and is not a small number that is easy to guess."""
         while True:
             problem = rng.choice(FAMILIES[rng.choice(self.levels)])(rng)
             if problem.answer > 9 and str(problem.answer) not in re.findall(r"\d+", problem.statement):
@@ -107,7 +107,7 @@ class Python(ToolEnv):
         sizes = {name: len(content) for name, content in sorted(self.files.items())}
         return {"files": sizes, "runs": self.runs}
 
-    # The sandbox keeps its own time; the tool's limit only catches a machine that stands still.
+    # The sandbox enforces its own time limit; the tool's timeout only catches a machine that hangs.
     @tool(timeout=600, parallel=False, concurrency=8)
     async def run(self, code: str) -> str:
         """Run Python code; returns what it prints (the value of a last expression too).

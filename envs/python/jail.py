@@ -1,11 +1,11 @@
-"""The program inside the sandbox: locks itself down, then runs the policy's code. Standard library only.
+"""The program inside the sandbox: it drops its rights, then runs the policy's code. Standard library only.
 
-It is started as a script (never imported), reads one JSON object from its standard input, and gives up, one
-after the other: resources (rlimits), root's capabilities, the file system but for its own folder and
+It is started as a script (never imported), reads one JSON object from its standard input, and drops one
+after the other: resources (rlimits), root's capabilities, the file system except for its own folder and
 Python's library (Landlock), and the system calls that reach beyond the process (a seccomp filter). The
-kernel holds all of these; none can be taken back by the code that runs afterwards. Only when everything is
-in place does it write one byte to the status pipe: without that byte the caller knows that the sandbox,
-not the code, failed.
+kernel enforces all of these, and the code that runs afterwards cannot undo any. Once everything is
+in place, it writes one byte to the status pipe: without that byte the caller knows that the sandbox
+failed, not the code.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import sys
 import traceback
 from typing import Any
 
-# System call numbers on (x86_64, aarch64); None where the architecture does not have the call.
+# System call numbers on (x86_64, aarch64); None if the architecture does not have the call.
 DENIED: dict[str, tuple[int | None, int | None]] = {
-    # network; a pair of sockets reaches nobody, but nothing here needs one either
+    # network; a socket pair is harmless, but nothing here needs one either
     "socket": (41, 198),
     "socketpair": (53, 199),
     "connect": (42, 203),
@@ -33,12 +33,12 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "listen": (50, 201),
     "accept": (43, 202),
     "accept4": (288, 242),
-    # other ways to reach a socket or a file behind the filter's back
+    # other ways to a socket or a file that bypass the filter
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
     "open_by_handle_at": (304, 265),
-    # new processes and programs (`clone` is looked at below: threads are allowed)
+    # new processes and programs (`clone` is filtered below: threads are allowed)
     "fork": (57, None),
     "vfork": (58, None),
     "execve": (59, 221),
@@ -62,7 +62,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "setpriority": (141, 140),
     "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122),
-    # memory that the address-space limit does not see, or that outlives the process
+    # memory that the address-space limit does not count, or that outlives the process
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -109,8 +109,8 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "sethostname": (170, 161),
     "setdomainname": (171, 162),
 }
-# Landlock does not cover a file's mode, owner, times and attributes. These calls do nothing and say "done",
-# so that ordinary code (a copy of a file) still works.
+# Landlock does not cover a file's mode, owner, times and attributes. These calls do nothing and report
+# success, so that ordinary code (copying a file) still works.
 IGNORED: dict[str, tuple[int | None, int | None]] = {
     "chmod": (90, None),
     "fchmod": (91, 52),
@@ -147,7 +147,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def checked(result: int, what: str) -> int:
-    """The result of a C call. Raises OSError where it failed."""
+    """The result of a C call. Raises OSError if it failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -155,7 +155,7 @@ def checked(result: int, what: str) -> int:
 
 
 def limit_resources(limits: dict[str, Any]) -> None:
-    """Limits are set hard as well as soft. CPU: SIGXCPU first, SIGKILL a second later."""
+    """Set hard and soft limits. CPU: SIGXCPU first, SIGKILL a second later."""
     cpu = int(limits["cpu"])
     memory, size = int(limits["memory"]), int(limits["file_size"])
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
@@ -168,7 +168,7 @@ def limit_resources(limits: dict[str, Any]) -> None:
 
 
 def drop_capabilities() -> None:
-    """An empty capability set (version 3, two words): root without root's powers."""
+    """Set an empty capability set (version 3, two words), so that even root has no special rights."""
     header = struct.pack("Ii", 0x20080522, 0)
     checked(libc.capset(header, bytes(24)), "capset")
 
@@ -237,7 +237,7 @@ def filter_calls() -> None:
 
 
 def lock_down(job: dict[str, Any]) -> None:
-    """Everything, in the order in which one step does not forbid the next."""
+    """Apply all restrictions, in an order in which no step forbids a later one."""
     checked(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
     limit_resources(job["limits"])
     checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
@@ -248,7 +248,7 @@ def lock_down(job: dict[str, Any]) -> None:
 
 
 def run(source: str) -> int:
-    """Run the code as `__main__`; the value of a last expression is printed, as in a notebook."""
+    """Run the code as `__main__`; the value of a final expression is printed, as in a notebook."""
     linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
     space: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     try:
@@ -267,7 +267,7 @@ def run(source: str) -> int:
         return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     except BaseException as fault:
         if isinstance(fault, MemoryError):
-            space.clear()  # or there is no room left to say so
+            space.clear()  # or there is no memory left for the report
         report(fault)
         return 1
     return 0
@@ -303,7 +303,7 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        # Without the interpreter's own end: exit handlers and other threads have no say.
+        # Skips the interpreter's shutdown, so that exit handlers and other threads of the code cannot interfere.
         os._exit(code & 0xFF)
 
 

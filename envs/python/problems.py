@@ -1,7 +1,7 @@
-"""Problem families: each proposes a statement, the answer, a solution in Python, and the files it reads.
+"""Problem families: each proposes a statement, the answer, a solution in Python, and the files that it reads.
 
-The answer is computed here, by a method other than the printed solution where that is cheap, and the
-solution is what the scripted gold policy runs in the sandbox.
+The answer is computed here, by a different method than the solution if that is cheap; the scripted gold
+policy runs the solution in the sandbox.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Problem:
     files: dict[str, str] = field(default_factory=dict)
 
     def fingerprint(self) -> str:
-        """What makes two problems the same: the statement and what is in the files."""
+        """Two problems are the same if their statements and files are."""
         return "\n".join([self.statement, *(f"{name}\n{text}" for name, text in sorted(self.files.items()))])
 
 
@@ -34,7 +34,7 @@ Family = Callable[[random.Random], Problem]
 
 
 def _code(text: str, **values: Json) -> str:
-    """A solution with its numbers put in; `@name@` marks a place."""
+    """A solution with its values filled in; `@name@` is a placeholder."""
     code = textwrap.dedent(text).strip("\n")
     for name, value in values.items():
         code = code.replace(f"@{name}@", repr(value))

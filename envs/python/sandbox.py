@@ -1,4 +1,4 @@
-"""Run a policy's Python code in a locked-down process of its own (see jail.py for what holds it)."""
+"""Runs a policy's Python code in a separate, sandboxed process (see jail.py for the restrictions)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ End = Literal["ok", "error", "cpu", "wall", "disk", "output", "killed"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one run may use. `cpu` and `wall` in seconds, the rest in bytes (`files`: a count).
+    """Limits of one run. `cpu` and `wall` in seconds, the rest in bytes (`files`: a count).
 
-    `wall` runs from the code's first line. `file_size` bounds one file and `disk` the folder as a whole; `output`
-    is what is kept of the output, and a run that writes 64 times as much is stopped.
+    `wall` starts at the code's first line. `file_size` bounds one file and `disk` the whole folder; `output`
+    bounds the output that is kept, and a run that writes 64 times as much is stopped.
     """
 
     cpu: int = 2
@@ -46,9 +46,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a run: its output (stdout and stderr as written), how it ended, the folder's files.
+    """The result of a run: its output (stdout and stderr interleaved), how it ended, the folder's files.
 
-    `dropped` names files that were not kept: links, devices, or beyond the limits.
+    `dropped` names files that were not kept: links, devices, or files beyond the limits.
     """
 
     output: str
@@ -62,7 +62,7 @@ class Outcome:
 
 @cache
 def require_sandbox(isolate_files: bool) -> None:
-    """Raises ResourceError where this machine's kernel cannot hold the sandbox, and says what it lacks."""
+    """Raises ResourceError, naming what is missing, if this machine's kernel does not support the sandbox."""
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
         raise ResourceError(f"the Python sandbox needs Linux on x86_64 or aarch64, not {sys.platform} {platform.machine()}")
     import ctypes
@@ -78,10 +78,10 @@ def require_sandbox(isolate_files: bool) -> None:
 
 
 async def run_code(code: str, files: Mapping[str, bytes], limits: Limits, *, isolate_files: bool = True) -> Outcome:
-    """Run `code` in a fresh process in a fresh folder that holds `files`.
+    """Run `code` in a fresh process in a fresh folder with `files`.
 
-    Whatever happens, cancellation included, the process group is killed and the folder removed before this
-    returns. Raises EnvError where the sandbox itself did not come up.
+    In every case, also on cancellation, the process group is killed and the folder removed before this
+    returns. Raises EnvError if the sandbox itself did not start.
     """
     folder = Path(tempfile.mkdtemp(prefix="agentrl-python-")).resolve()
     try:
@@ -110,7 +110,7 @@ async def run_code(code: str, files: Mapping[str, bytes], limits: Limits, *, iso
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process group ended; `status` is what it wrote to its status pipe."""
+    """How a process group ended; `status`: the bytes that it wrote to its status pipe."""
 
     output: bytes
     cut: int
@@ -121,10 +121,10 @@ class Ended:
 
 
 async def run_group(command: Sequence[str], stdin: bytes, work: Path, limits: Limits) -> Ended:
-    """Run a program in a session of its own and leave nothing of it behind.
+    """Run a program in its own session and clean up everything after it.
 
-    The number of its status pipe is added to the command. The whole group is killed at the time limit,
-    when the folder passes the disk limit, on cancellation, and also after a normal end.
+    The file descriptor of its status pipe is appended to the command. The whole group is killed at the time
+    limit, when the folder exceeds the disk limit, on cancellation, and also after a normal end.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -157,8 +157,8 @@ async def run_group(command: Sequence[str], stdin: bytes, work: Path, limits: Li
 
 
 class _Attended:
-    """What is known of a running process. Its time runs from the moment at which its code begins, which it
-    tells by its status; a machine that is slow to start a process takes nothing from the policy."""
+    """The state of a running process. Its time limit starts when its code starts, which it reports by its
+    status, so that a slow process start does not count against the policy."""
 
     def __init__(self, reader: int, limits: Limits) -> None:
         self.output = bytearray()
@@ -169,7 +169,7 @@ class _Attended:
         self._deadline = time.monotonic() + START_SECONDS
 
     def take(self, chunk: bytes) -> None:
-        """Keep what fits of a piece of output."""
+        """Keep as much of a chunk of output as fits."""
         room = self._limits.output - len(self.output)
         self.output.extend(chunk[:room])
         self.cut += max(0, len(chunk) - room)
@@ -177,7 +177,7 @@ class _Attended:
             self.stopped = "output"
 
     def look(self, work: Path, *, running: bool) -> None:
-        """Read the status, and see whether a limit is passed."""
+        """Read the status, and check the limits."""
         if not self.status and (status := _drain(self._reader)):
             self.status = status
             self._deadline = time.monotonic() + self._limits.wall
@@ -189,7 +189,7 @@ class _Attended:
 
 
 async def _attend(process: asyncio.subprocess.Process, stdin: bytes, work: Path, attended: _Attended) -> None:
-    """Feed, read and await the process; kill its group at a limit."""
+    """Write to, read from and await the process; kill its group at a limit."""
 
     async def read() -> None:
         assert process.stdout is not None
@@ -198,18 +198,18 @@ async def _attend(process: asyncio.subprocess.Process, stdin: bytes, work: Path,
             if attended.stopped is not None:
                 _kill_group(process.pid)
 
-    # The exit is awaited too: code may close its output and run on.
-    work_left = asyncio.ensure_future(asyncio.gather(_feed(process, stdin), read(), process.wait()))
+    # The exit is awaited too, because code may close its output and keep running.
+    finished = asyncio.ensure_future(asyncio.gather(_feed(process, stdin), read(), process.wait()))
     try:
-        while not work_left.done():
-            await asyncio.wait([work_left], timeout=0.05)
+        while not finished.done():
+            await asyncio.wait([finished], timeout=0.05)
             attended.look(work, running=process.returncode is None)
             if attended.stopped is not None or process.returncode is not None:
-                # Also after a normal end: what is left of the group would hold the output open.
+                # Also after a normal end: remaining processes of the group would keep the output open.
                 _kill_group(process.pid)
-        work_left.result()
+        finished.result()
     finally:
-        work_left.cancel()
+        finished.cancel()
 
 
 async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:
@@ -219,20 +219,20 @@ async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:
         await process.stdin.drain()
         process.stdin.close()
     except (BrokenPipeError, ConnectionResetError):
-        return  # it died first; its status pipe says so
+        return  # it died first, which its status pipe shows
 
 
 async def _reap(process: asyncio.subprocess.Process) -> None:
-    """Read a killed process's output to its end and take its exit status, so that nothing stays open."""
+    """Read a killed process's output to the end and collect its exit status, so that nothing stays open."""
     assert process.stdout is not None
-    with suppress(RuntimeError):  # another reader is being cancelled and has the rest
+    with suppress(RuntimeError):  # another reader, which is being cancelled, still has the stream
         while await process.stdout.read(1 << 16):
             pass
     await process.wait()
 
 
 def _end_of(code: int) -> End:
-    """SIGXCPU is the CPU limit; SIGKILL, where nobody here sent one, is its hard end."""
+    """SIGXCPU is the CPU limit; SIGKILL, if it was not sent from here, is the hard CPU limit."""
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
         return "cpu"
     return "ok" if code == 0 else "killed" if code < 0 else "error"
@@ -251,13 +251,13 @@ def _drain(reader: int) -> bytes:
 
 
 def _command() -> list[str]:
-    # -P: the script's own folder is not on the path; -S -s: no site-packages; the environment is empty.
+    # -P keeps the script's own folder off the path, -S -s keep out site-packages; the environment is empty.
     return [sys.executable, "-P", "-S", "-s", "-B", "-X", "utf8", str(JAIL)]
 
 
 @cache
 def _readable() -> list[str]:
-    """Folders of Python's own library and of the shared libraries that its modules load."""
+    """Folders of Python's standard library and of the shared libraries that its modules load."""
     paths = sysconfig.get_paths()
     places = {paths["stdlib"], paths["platstdlib"], "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
     places |= {str(Path(sys.base_prefix) / "lib"), "/usr/share/zoneinfo", "/etc/ld.so.cache"}
@@ -267,7 +267,7 @@ def _readable() -> list[str]:
 def folder_size(folder: Path) -> int:
     """Bytes of all files below a folder; each entry counts at least as one block of 4096.
 
-    What is nested too deep for a path counts as too much.
+    A folder that is nested too deep for a path counts as infinitely large.
     """
     total = 0
     pending = [str(folder)]
@@ -283,14 +283,14 @@ def folder_size(folder: Path) -> int:
         except OSError as problem:
             if problem.errno == errno.ENAMETOOLONG:
                 return sys.maxsize
-            continue  # it went away while it was being read
+            continue  # it disappeared while it was being read
     return total
 
 
 def collect(work: Path, limits: Limits) -> tuple[dict[str, bytes], list[str]]:
-    """The regular files that a run left, by relative path, within the limits; and what was dropped.
+    """The regular files that a run left, by relative path, within the limits; and the names of dropped files.
 
-    Links are never followed: what lies behind one is not the run's own. Folders are looked into four deep.
+    Links are never followed, since their targets may be outside the folder. Folders are read four levels deep.
     """
     kept: dict[str, bytes] = {}
     dropped: list[str] = []
@@ -321,7 +321,7 @@ def _is_text(name: str) -> bool:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder however deep it is nested: inner folders move up before they are looked into."""
+    """Remove a folder of any depth: inner folders are moved up first, because their paths may be too long."""
     pending = [folder]
     moved = 0
     while pending:

@@ -1,4 +1,4 @@
-"""An imperfect scripted policy: runs a solution, reports what came out, sometimes wrongly."""
+"""An imperfect scripted policy: runs a solution and reports its result, sometimes wrongly."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from agentrl.env import Message, Observation, Task, ToolCall
 
 
 class Teacher:
-    """Runs the reference solution and reports the last number that was printed.
+    """Runs the reference solution and reports the last printed number.
 
-    `wrong`: chance that the answer is off by a little. `hasty`: chance to answer without running anything.
-    `broken`: chance that the first attempt has a syntax error. `rng` needs only `random()`.
+    `wrong`: probability that the answer is slightly off. `hasty`: probability of an answer without running anything.
+    `broken`: probability that the first attempt has a syntax error. `rng` needs only `random()`.
     """
 
     def __init__(self, task: Task, rng: Any, *, wrong: float = 0.2, hasty: float = 0.1, broken: float = 0.1) -> None:

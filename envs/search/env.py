@@ -24,7 +24,7 @@ _SYSTEM = (
 
 
 class Search(ToolEnv):
-    """Find a fact that lies `hops` pages away from what the question names."""
+    """Find a fact that is `hops` pages away from the entity in the question."""
 
     id = "agentrl/Search-v0"
     reward = "search"
@@ -42,9 +42,9 @@ class Search(ToolEnv):
         results: int = 5,
         **base: Any,
     ) -> None:
-        """`hops`: a number or [lowest, highest] of facts to chain, 1..8. `documents`: pages of the corpus,
+        """`hops`: a number or [lowest, highest] of facts to chain, 1..8. `documents`: pages in the corpus,
         40..5000. `back_share`: share of hops that go from a fact's object to its subject (the page has to
-        be found by what it mentions), 0..1. `results`: most results of a search, 1..20. Raises ConfigError
+        be found by what it mentions), 0..1. `results`: maximum number of search results, 1..20. Raises ConfigError
         for values outside these ranges."""
         super().__init__(**base)
         low, high = (hops, hops) if isinstance(hops, int) else (hops[0], hops[-1])
@@ -90,7 +90,7 @@ class Search(ToolEnv):
         self.corpus = corpus(int(task.data["world"]), task.split, int(task.data["documents"]))
 
     def state(self) -> Json:
-        # Looking things up changes nothing.
+        # Searching and opening pages does not change any state.
         return {"documents": len(self.corpus.pages) if self.corpus is not None else 0}
 
     @property

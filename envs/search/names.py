@@ -1,4 +1,4 @@
-"""Invented names. Every word of a name belongs to one split only, so the splits share no name."""
+"""Invented names. Every word of a name belongs to one split only, so that the splits share no name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BOOKS = ["The Silence of", "A Winter in", "Letters from", "The Last Days of", "
 
 
 class Names:
-    """Draws names of one split; no name comes twice."""
+    """Draws unique names of one split."""
 
     def __init__(self, rng: random.Random, split: str) -> None:
         self._rng, self._split = rng, split
@@ -46,7 +46,7 @@ class Names:
         return self._word(kind if kind in _ENDINGS else "")
 
     def _family(self) -> str:
-        # Namesakes make a search for a surname alone a poor one.
+        # Shared family names, so that searching for a surname alone is not enough.
         if self._families and self._rng.random() < 0.3:
             return self._rng.choice(self._families)
         self._families.append(self._word(""))

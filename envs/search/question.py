@@ -1,4 +1,4 @@
-"""A question of several hops over a corpus, with the searches and pages that answer it."""
+"""A multi-hop question over a corpus, with the searches and pages that answer it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .world import Corpus, Fact
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`steps` holds (query, page id) for every page that has to be found, in order; `trail` the entities
+    """`steps`: (query, page id) of every page that has to be found, in order; `trail`: the entities
     on the way to the answer, which a hasty policy may mistake for it."""
 
     text: str
@@ -30,8 +30,8 @@ class _Hop:
 def ask(rng: random.Random, corpus: Corpus, hops: int, back_share: float, k: int) -> Question:
     """A question that needs `hops` facts and can be answered through searches of `k` results.
 
-    `back_share`: chance that a hop goes from a fact's object to its subject, where there is only one.
-    Raises TaskDataError where the corpus holds no such chain (hardly ever: 2000 walks are tried).
+    `back_share`: probability that a hop goes from a fact's object to its subject, if the subject is unique.
+    Raises TaskDataError if the corpus has no such chain (rare: 2000 random walks are tried).
     """
     for _ in range(2000):
         start = rng.randrange(len(corpus.names))
@@ -65,7 +65,7 @@ def _walk(rng: random.Random, corpus: Corpus, start: int, hops: int, back_share:
 
 
 def _inverses(corpus: Corpus, here: int) -> list[Fact]:
-    """Facts about `here` that lead back to one subject only."""
+    """Facts with object `here` whose relation has exactly one subject for it."""
     facts = [fact for fact in corpus.of_object.get(here, []) if fact.relation.inverse is not None]
     return [fact for fact in facts if sum(other.relation is fact.relation for other in facts) == 1]
 

@@ -1,4 +1,4 @@
-"""An imperfect scripted policy: it follows the gold trail, opens wrong pages and stops too early."""
+"""An imperfect scripted policy: it follows the gold turns, opens wrong pages and stops too early."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from agentrl.env import Message, Observation, Task, ToolCall
 
 
 class Teacher:
-    """`wrong`: chance that a page opened is another one first (the right one follows). `stop`: chance that an
-    episode ends on the trail, with an entity on the way as its answer. `rng` needs only `random()`."""
+    """`wrong`: probability that a wrong page is opened before the correct one. `stop`: probability that an
+    episode ends early, with an entity on the way as its answer. `rng` needs only `random()`."""
 
     def __init__(self, task: Task, rng: Any, gold: Sequence[Message], *, wrong: float = 0.15, stop: float = 0.4) -> None:
         self._rng, self._wrong = rng, wrong

@@ -1,6 +1,6 @@
-"""A generated encyclopedia: entities, facts between them, and one page an entity.
+"""A generated encyclopedia: entities, facts about them, and one page per entity.
 
-A fact is told on its subject's page only, so each hop of a question needs another page.
+A fact is stated only on its subject's page, so that each hop of a question needs another page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .names import Names
 class Relation:
     """A kind of fact. `target` is the object's kind, or a unit ("year", "metres", "kilometres").
 
-    `phrase` names the object given the subject, `inverse` the subject given the object (None: not asked).
+    `phrase` names the object given the subject, `inverse` the subject given the object (None: not used).
     """
 
     subject: str
@@ -30,7 +30,7 @@ class Relation:
 
     @property
     def entity(self) -> bool:
-        """Whether the object is an entity with a page of its own."""
+        """Whether the object is an entity with its own page."""
         return self.target in KINDS
 
 
@@ -173,7 +173,7 @@ _FILLER = (
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Subject and object as entity numbers; for a figure `value` holds it and `object` is -1."""
+    """Subject and object as entity numbers; if the object is a number, it is in `value` and `object` is -1."""
 
     relation: Relation
     subject: int
@@ -210,7 +210,7 @@ class Corpus:
         self.index = Bm25([f"{page.title} {page.text}" for page in self.pages])
 
     def name_of(self, fact: Fact) -> str:
-        """The object of a fact in words."""
+        """The object of a fact as text."""
         return self.names[fact.object] if fact.relation.entity else fact.value
 
     def _page(self, rng: random.Random, number: int) -> Page:
@@ -223,7 +223,7 @@ class Corpus:
 
 @lru_cache(maxsize=64)
 def corpus(seed: int, split: str, documents: int) -> Corpus:
-    """The world of a seed; kept for the other members of its group."""
+    """The world of a seed; cached for the other members of its group."""
     return Corpus(task_rng("agentrl/Search-v0/world", split, seed), split, documents)
 
 

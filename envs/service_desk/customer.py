@@ -1,6 +1,6 @@
-"""The simulated customer: a scripted person with hidden goals who answers what is asked.
+"""The simulated customer: a scripted person with hidden goals who answers questions.
 
-Chance plays no part. What the customer understands is decided by words in the agent's text, generously.
+The customer is deterministic. It understands the agent's text by keywords, generously.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WANTED = {key: re.compile(pattern, re.I) for key, pattern in _ASKS.items()}
 
 
 class Customer:
-    """`script`: the customer's identity and goals, as a task's data hold them."""
+    """`script`: the customer's identity and goals, as in a task's data."""
 
     def __init__(self, script: Mapping[str, Json]) -> None:
         self.script = script
@@ -50,19 +50,19 @@ class Customer:
 
     @property
     def closed(self) -> int:
-        """How many goals the agent has declared dealt with."""
+        """The number of goals that the agent has declared dealt with."""
         return self.goal
 
     def open(self) -> str:
-        """The first thing the customer says."""
+        """The customer's first message."""
         return f"Hello. {self._now()['opening']}"
 
     def hand_over(self) -> None:
-        """Somebody else takes over: the goal at hand is no longer the desk's."""
+        """A person takes over: the current goal is dealt with as far as the desk is concerned."""
         self.goal += 1
 
     def hear(self, text: str) -> tuple[str | None, str | None]:
-        """(reply, order that is confirmed by it). A reply of None: the customer hangs up."""
+        """Returns (reply, order that it confirms). A reply of None: the customer hangs up."""
         text = _CLOSING.sub(" ", text)
         if self.waiting:
             self.waiting = False
@@ -78,8 +78,8 @@ class Customer:
         return self._answer(text), None
 
     def _untold(self, text: str) -> bool:
-        """Whether the text touches on a detail that the customer has not told yet. Then telling it comes
-        first, and a yes does not: a proposal that guessed the detail is put right."""
+        """Whether the text mentions a detail that the customer has not told yet. The customer then tells it
+        instead of confirming, which corrects a proposal that guessed the detail."""
         told = self._told.union(self._now()["told"])
         known = {"identity", *self._now()["details"]} - {"order"}
         return any(pattern.search(text) for key, pattern in _WANTED.items() if key in known - told)
@@ -89,7 +89,7 @@ class Customer:
         return goal
 
     def _settle(self) -> str | None:
-        """The agent says that the request is dealt with."""
+        """React to the agent's statement that the request is dealt with."""
         goal = self._now()
         if goal["push"] and not self.pushed:
             self.pushed = True

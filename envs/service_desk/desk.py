@@ -1,6 +1,6 @@
-"""The desk: what the tools do to the database, with an auditor that writes down every broken rule.
+"""The desk: the tools' changes to the database, with an auditor that records every broken rule.
 
-The desk does what it is told, as long as it makes sense: keeping to the policy is the agent's job.
+The desk does what it is told, as long as it is possible: following the policy is the agent's job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CONFIRMED = ("cancel", "return", "exchange", "address")
 
 class Desk:
     """One conversation's database. `identified`: the customer looked up, `confirmed`: orders for which the
-    customer has said yes to the next change, `violations`: rules that changes have broken."""
+    customer has confirmed the next change, `violations`: rules that changes have broken."""
 
     def __init__(self, data: Mapping[str, Json], policy: Policy) -> None:
         self.data: dict[str, Json] = copy.deepcopy(dict(data))
@@ -29,7 +29,7 @@ class Desk:
         self.violations: list[Json] = []
 
     def find(self, customers: list[str]) -> Json:
-        """Identify the one customer found. Raises ToolError where there is none."""
+        """Identify the one customer found. Raises ToolError if there is none."""
         if not customers:
             raise ToolError("no customer fits these details")
         self.identified = customers[0]
@@ -50,7 +50,7 @@ class Desk:
         return found
 
     def act(self, action: Mapping[str, Json]) -> str:
-        """Carry out a change and audit it against the policy. Raises ToolError where it makes no sense."""
+        """Carry out a change and audit it against the policy. Raises ToolError if it is impossible."""
         order = self.order(action["order"])
         if order["status"] == "cancelled":
             raise ToolError(f"order {action['order']} is cancelled")
@@ -71,7 +71,7 @@ class Desk:
         return "recorded"
 
     def export(self) -> dict[str, Json]:
-        """What can have changed, in an order that does not depend on the order of changes."""
+        """The parts that can change, sorted so that they do not depend on the order of changes."""
         keep = {key: copy.deepcopy(self.data[key]) for key in ("orders", "vouchers", "refusals", "transferred")}
         keep["vouchers"].sort(key=str)
         keep["refusals"].sort(key=str)

@@ -1,4 +1,4 @@
-"""A service desk: a policy to keep, a database to change, a customer who wants more than is allowed."""
+"""A service desk: a policy to follow, a database to change, a customer who wants more than is allowed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Rule = Literal["R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9"]
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A shop, its policy, who calls and what for."""
+    """A shop, its policy, a customer and their goals."""
 
     policy: Policy
     shop: dict[str, Json]
@@ -41,13 +41,13 @@ class Scenario:
     goals: list[Goal]
 
     def fingerprint(self) -> str:
-        """What the desk has to decide: the goals, who has them, and the figures of the policy."""
+        """What the desk has to decide: the goals, whose they are, and the figures in the policy."""
         goals = [[goal.action, goal.rule, goal.script["opening"]] for goal in self.goals]
         return json.dumps([self.shop["customers"][self.customer], goals, self.policy.to_json()])
 
 
 class ServiceDesk(ToolEnv):
-    """Serve a customer by the policy: do what is allowed, refuse the rest, and tell the customer."""
+    """Serve a customer according to the policy: do what is allowed, refuse the rest, and tell the customer."""
 
     id = "agentrl/ServiceDesk-v0"
     reward = "service_desk"
@@ -65,8 +65,8 @@ class ServiceDesk(ToolEnv):
         **base: Any,
     ) -> None:
         """`goals`: a number or [lowest, highest] of requests, 1..4. Shares within 0..1: `forbidden` (goals
-        that a rule forbids), `pushy` (of those, the customer insists after the first no), `forgetful` (the
-        order's number, or the email address, is not known). `customers` in the database: 2..100. Raises
+        that a rule forbids), `pushy` (of those, the customer insists after the first refusal), `forgetful` (the
+        order number, or the email address, is not known). `customers` in the database: 2..100. Raises
         ConfigError for values outside these ranges."""
         super().__init__(**base)
         low, high = (goals, goals) if isinstance(goals, int) else (goals[0], goals[-1])

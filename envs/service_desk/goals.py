@@ -1,4 +1,4 @@
-"""Scenarios: what a customer wants, whether the policy allows it, and the turns that handle it right."""
+"""Goals: what a customer wants, whether the policy allows it, and what the customer says."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _METHODS = {"original": "the original payment", "gift_card": "a gift card"}
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One request. `action` is what the customer wants done (empty: something that is not the desk's),
-    `rule` the rule that forbids it, `script` what the customer knows and says."""
+    """One request. `action`: what the customer wants done (empty: something outside the desk's responsibility),
+    `rule`: the rule that forbids it, `script`: what the customer knows and says."""
 
     action: dict[str, Json]
     rule: str | None
@@ -47,7 +47,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How often a goal is forbidden, pressed on after a refusal, and lacks the order's number."""
+    """Shares of goals that are forbidden, insisted on after a refusal, and without the order number."""
 
     forbidden: float
     pushy: float
@@ -57,7 +57,7 @@ class Shares:
 def draw_goals(
     rng: random.Random, policy: Policy, data: Mapping[str, Json], customer: str, count: int, shares: Shares
 ) -> list[Goal] | None:
-    """That many goals on different orders, or None where this shop has none that fit."""
+    """`count` goals on different orders, or None if none fit this shop."""
     goals: list[Goal] = []
     used: set[str] = set()
     elsewhere = count > 1 and rng.random() < 0.25
@@ -87,7 +87,7 @@ def _draw(
         for number, order in data["orders"].items()
         if (order["customer"] == customer) != foreign and number not in used and order["status"] != "cancelled"
     ]
-    # A rule is aimed at first, so that the rarer ones come up too; where no order fits it, any will do.
+    # A target rule is drawn first, so that rare rules occur too; if no order fits it, any rule will do.
     aim = rng.choice(list(_KINDS_OF_RULE)) if forbidden and not foreign else None
     for attempt in range(80):
         if not orders:
@@ -132,7 +132,7 @@ def _goal(
     shares: Shares,
 ) -> Goal:
     order = data["orders"][action["order"]]
-    # A number can only be left out where the items alone tell the order from the customer's others.
+    # The number can only be omitted if the items distinguish the order from the customer's other orders.
     known = rule == "R2" or rng.random() >= shares.forgetful or not _unique(data, action["order"])
     items = _items(order, action)
     names = " and the ".join(item["product"] for item in items)
@@ -148,7 +148,7 @@ def _goal(
     if question and rule is None and rng.random() < 0.6:
         figure = _figure(policy, data, action)
     push = rng.choice(_PUSHES) if rule is not None and rng.random() < shares.pushy else None
-    # The customer's own words may have told the variant already.
+    # The opening may have named the variant already.
     told = ["variant"] if action["kind"] == "exchange" and mention[-1] in opening else []
     script = _script(opening + whose, action["order"], details, [*mention])
     asks = {"push": push, "question": question if figure else None, "told": told}
@@ -163,7 +163,7 @@ def _words(
     which: str,
     names: str,
 ) -> tuple[str, dict[str, str], list[str], str | None]:
-    """(opening, details told when asked, words a proposal must hold, the question about an amount)."""
+    """(opening, details told when asked, words that a proposal must contain, the question about an amount)."""
     kind = action["kind"]
     items = [item["product"] for item in _items(data["orders"][action["order"]], action)]
     if kind == "cancel":
@@ -225,7 +225,7 @@ def _items(order: Mapping[str, Json], action: Mapping[str, Json]) -> list[Json]:
 
 
 def _unique(data: Mapping[str, Json], number: str) -> bool:
-    """Whether the first item's product tells this order from all others of the same customer."""
+    """Whether the first item's product distinguishes this order from all others of the same customer."""
     order = data["orders"][number]
     product = order["items"][0]["product"]
     return not any(

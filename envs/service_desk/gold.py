@@ -1,4 +1,4 @@
-"""The turns that serve a customer right, made by playing them against a desk and a customer of their own."""
+"""The turns that serve a customer correctly, found by playing them against a separate desk and customer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Case(Protocol):
 
 
 class _Play:
-    """Turns so far, with the desk and the customer that they have been played against."""
+    """The turns so far, with the desk and the customer that they were played against."""
 
     def __init__(self, case: Case, script: Mapping[str, Json]) -> None:
         self.case = case
@@ -70,7 +70,7 @@ class _Play:
             return
         self.look_up(goal)
         if goal.rule is not None:
-            # Whether these rules forbid it depends on what the customer has not said yet.
+            # Whether these rules apply depends on details that the customer has not told yet.
             if goal.rule == "R6" or (goal.rule == "R7" and not goal.script["told"]):
                 self.say(_ASK[action["kind"]])
             self.call("log_refusal", order_id=action["order"], rule=goal.rule)
@@ -88,13 +88,13 @@ class _Play:
             self.say(f"It is {goal.figure}.")
 
     def look_up(self, goal: Goal) -> None:
-        """Read the orders up to the one meant, as one must who does not know its number."""
+        """Read the orders up to the right one, which is necessary if its number is not known."""
         wanted = goal.action["order"]
         candidates = [wanted]
         if wanted not in goal.script["opening"]:
             orders = self.case.shop["orders"]
-            mine = [number for number, order in orders.items() if order["customer"] == self.case.customer]
-            candidates = mine[: mine.index(wanted) + 1] if wanted in mine else [wanted]
+            own = [number for number, order in orders.items() if order["customer"] == self.case.customer]
+            candidates = own[: own.index(wanted) + 1] if wanted in own else [wanted]
         for number in candidates:
             self.call("get_order", order_id=number)
         for item in self.case.shop["orders"][wanted]["items"]:
@@ -117,7 +117,7 @@ class _Play:
 
 
 def play_gold(case: Case, script: Mapping[str, Json]) -> tuple[list[dict[str, Json]], Desk, Customer]:
-    """(turns, the desk after them, the customer after them)."""
+    """Returns (turns, the desk after them, the customer after them)."""
     play = _Play(case, script)
     play.identify()
     for goal in case.goals:

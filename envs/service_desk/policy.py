@@ -1,4 +1,4 @@
-"""The desk's policy: a text for the agent, and the same rules as code that judges every change."""
+"""The desk's policy: a text for the agent, and the same rules as code that checks every change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REASONS = ("changed my mind", "ordered by mistake", "found it cheaper")
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The figures that differ from task to task. Days are whole days, money is in cents."""
+    """The figures that differ from task to task. Times in whole days, amounts in cents."""
 
     today: str
     cancel: tuple[str, ...]
@@ -38,11 +38,11 @@ class Policy:
         return (date.fromisoformat(self.today) - date.fromisoformat(day)).days
 
     def refund(self, prices: list[int], tier: str) -> int:
-        """What a return pays back (rule R4)."""
+        """The refund for a return (rule R4), in cents."""
         return max(0, sum(prices) - (0 if tier == "plus" else self.label_fee))
 
     def text(self) -> str:
-        """The policy as the agent reads it."""
+        """The policy as text for the agent."""
         return _TEXT.format(
             today=self.today,
             cancel=" or ".join(self.cancel),
@@ -56,7 +56,7 @@ class Policy:
 
 
 def draw_policy(rng: random.Random, categories: list[str]) -> Policy:
-    """A policy of its own for a task, so that it has to be read."""
+    """A random policy for a task, so that it has to be read."""
     return Policy(
         today=date(2031, rng.randint(2, 12), rng.randint(1, 28)).isoformat(),
         cancel=rng.choice([("pending",), ("pending", "packed")]),
@@ -76,7 +76,7 @@ def money(cents: int) -> str:
 def broken_rules(policy: Policy, data: Mapping[str, Any], action: Mapping[str, Any]) -> list[str]:
     """The rules among R3 to R9 that a change of an order breaks.
 
-    `data` is the database, `action` an object with "kind", "order" and what the kind needs.
+    `data` is the database, `action` an object with "kind", "order" and the arguments of the kind.
     """
     order = data["orders"][action["order"]]
     found: list[str] = []

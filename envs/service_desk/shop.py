@@ -39,7 +39,7 @@ _STATUS = {"pending": 3, "packed": 2, "shipped": 2, "delivered": 8, "cancelled":
 
 
 def draw_shop(rng: random.Random, policy: Policy, customers: int) -> dict[str, Json]:
-    """A database with that many customers, three to five orders each."""
+    """A database with `customers` customers and three to five orders each."""
     products = {name: _product(rng, name, number) for number, name in enumerate(_CATALOGUE)}
     people: dict[str, Json] = {}
     orders: dict[str, Json] = {}
@@ -95,7 +95,7 @@ def _customer(rng: random.Random, emails: set[str]) -> Json:
 def _order(rng: random.Random, policy: Policy, customer: str, person: Json, products: dict[str, Json]) -> Json:
     today = date.fromisoformat(policy.today)
     status = rng.choices(list(_STATUS), list(_STATUS.values()))[0]
-    # Days around the end of the return window are likely, so that the date has to be computed.
+    # Dates around the end of the return window are made likely, so that the date has to be computed.
     age = rng.choice([rng.randint(1, 2 * policy.window), policy.window, policy.window + 1])
     delivered = today - timedelta(days=age) if status == "delivered" else None
     arrived = delivered or today

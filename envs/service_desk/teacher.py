@@ -1,4 +1,4 @@
-"""An imperfect scripted policy: it knows the right turns and skips, softens or cuts them short at random."""
+"""An imperfect scripted policy: gold turns, with random omissions, wrong rules and early stops."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _RULES = ("R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9")
 
 
 class Teacher:
-    """`careless`: chance that a question to the customer is left out. `wrong`: chance that a refusal names
-    any rule. `stop`: chance that an episode ends early, half-served. `rng` needs only `random()`."""
+    """`careless`: probability that a question to the customer is left out. `wrong`: probability that a refusal names
+    a random rule. `stop`: probability that an episode ends early. `rng` needs only `random()`."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Teacher:
             self._left = self._left[: 1 + int(rng.random() * (len(gold) - 1))]
 
     def act(self, observation: Observation) -> Message | None:
-        """The next turn; None where there is none left."""
+        """The next turn; None if none is left."""
         while self._left:
             message = self._left.pop(0)
             if "?" in message.content and self._rng.random() < self._careless:

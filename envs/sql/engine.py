@@ -1,9 +1,9 @@
-"""Queries by an untrusted writer: reading only, within limits, on a private copy of the database.
+"""Untrusted queries: read-only, within limits, on a private copy of the database.
 
-Four things hold a query: the connection is opened on a copy in memory; `query_only` refuses writes; an
+Four things confine a query: the connection is opened on a copy in memory; `query_only` refuses writes; an
 authorizer allows SELECT, reading and a list of functions, and nothing else (no PRAGMA, no ATTACH, no
-recursion, no temporary tables); SQLite's own limits bound texts and statements, and a progress handler stops
-a query after a number of steps of SQLite's machine, or of seconds.
+recursion, no temporary tables); SQLite's own limits bound strings and statements, and a progress handler stops
+a query after a number of virtual machine steps, or of seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentrl.trajectory import Json
 
 Row = list[Json]
 
-# Functions that take time and memory in proportion to their input, and reach nothing outside.
+# Functions that need time and memory in proportion to their input, and access nothing outside.
 FUNCTIONS = frozenset(
     """abs avg cast ceil ceiling coalesce count cume_dist date dense_rank first_value floor group_concat hex
     ifnull iif instr julianday lag last_value lead length like likely lower ltrim max min nth_value ntile nullif
@@ -31,7 +31,7 @@ _EVERY = 1000
 
 @dataclass(frozen=True, slots=True)
 class QueryLimits:
-    """`rows` returned, `steps` of SQLite's virtual machine (the same on every machine), wall `seconds`."""
+    """`rows` returned, `steps` of SQLite's virtual machine (the same on every computer), wall-clock `seconds`."""
 
     rows: int = 50
     steps: int = 3_000_000
@@ -40,14 +40,14 @@ class QueryLimits:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A result: column names and rows; `more` says that rows beyond the limit were left out."""
+    """A result: column names and rows; `more`: rows beyond the limit were left out."""
 
     columns: list[str]
     rows: list[Row]
     more: bool = False
 
     def text(self) -> str:
-        """As the policy reads it: a header and a line for each row."""
+        """The result as the policy reads it: a header and one line per row."""
         lines = [" | ".join(self.columns), *(" | ".join(map(_cell, row)) for row in self.rows)]
         if self.more:
             lines.append(f"(only the first {len(self.rows)} rows are shown)")
@@ -57,7 +57,7 @@ class Table:
 
 
 def query(image: bytes, sql: str, limits: QueryLimits) -> Table:
-    """Run one SELECT on a copy of the database `image`. Raises ToolError, in words for the policy."""
+    """Run one SELECT on a copy of the database `image`. Raises ToolError with a message for the policy."""
     connection = sqlite3.connect(":memory:", check_same_thread=False)
     try:
         connection.deserialize(image)
@@ -76,7 +76,7 @@ def query(image: bytes, sql: str, limits: QueryLimits) -> Table:
 
 
 class _Clock:
-    """Counts steps and seconds; its call tells SQLite to go on (0) or to stop (1)."""
+    """SQLite's progress handler: counts steps and seconds; returns 0 to continue or 1 to stop."""
 
     def __init__(self, limits: QueryLimits) -> None:
         self.steps = 0
@@ -108,7 +108,7 @@ def _lock(connection: sqlite3.Connection, limits: QueryLimits) -> _Clock:
         (sqlite3.SQLITE_LIMIT_WORKER_THREADS, 0),
     ):
         connection.setlimit(limit, value)
-    # SQLite's own LIKE takes time exponential in the number of %; no step is counted meanwhile.
+    # SQLite's own LIKE takes time exponential in the number of %, during which no steps are counted.
     connection.create_function("like", 2, _like, deterministic=True)
     connection.set_authorizer(_authorize)
     clock = _Clock(limits)
@@ -123,7 +123,7 @@ def _authorize(action: int, first: str | None, second: str | None, base: str | N
 
 
 def _like(pattern: Json, text: Json) -> int | None:
-    """SQL's LIKE (ASCII letters of either case are equal) in time proportional to the lengths' product."""
+    """SQL's LIKE (case-insensitive) in time proportional to the product of the lengths."""
     if pattern is None or text is None:
         return None
     wanted, found = str(pattern).lower(), str(text).lower()
@@ -166,7 +166,7 @@ def _cell(value: Json) -> str:
 
 
 def canonical(table: Table, ordered: bool) -> list[Row]:
-    """Rows to compare by: floats to six decimals; sorted where the question asks for no order."""
+    """Rows for comparison: floats to six decimals; sorted unless the question asks for an order."""
     rows = [[round(value, 6) if isinstance(value, float) else value for value in row] for row in table.rows]
     return rows if ordered else sorted(rows, key=lambda row: [_rank(value) for value in row])
 

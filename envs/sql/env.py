@@ -1,4 +1,4 @@
-"""Questions over a SQLite database, answered by submitting a query; judged by what the query returns."""
+"""Questions over a SQLite database, answered by submitting a query and scored by its result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANSWER_ROWS = 200
 
 
 class Sql(ToolEnv):
-    """The database is bytes; every query opens a copy of its own, so an episode holds no connection."""
+    """The database is bytes; every query opens its own copy, so that an episode has no open connection."""
 
     id = "agentrl/Sql-v0"
     reward = "sql"
@@ -39,9 +39,9 @@ class Sql(ToolEnv):
         **base: Any,
     ) -> None:
         """`level`: a number or [lowest, highest] within 1..5. `rows` (50..1000) of the largest table. `twins`
-        (0..3): further databases with the same tables and other rows on which the submitted query must be
-        right too, so that a constant is no answer. `show_schema`: whether the prompt shows the tables.
-        `result_rows` (5..200) shown of a query. Raises ConfigError for values outside these ranges."""
+        (0..3): additional databases with the same tables and other rows on which the submitted query must be
+        correct too, so that a constant is not enough. `show_schema`: whether the prompt shows the tables.
+        `result_rows` (5..200) shown of a query result. Raises ConfigError for values outside these ranges."""
         super().__init__(**base)
         low, high = (level, level) if isinstance(level, int) else (level[0], level[-1])
         if not 1 <= low <= high <= max(FORMS):
@@ -61,7 +61,7 @@ class Sql(ToolEnv):
     def make_task(self, rng_seed: int, split: str) -> Task:
         rng = task_rng(self.id, split, rng_seed)
         while True:
-            # The same question over other rows is the same problem: what is asked decides the split.
+            # The same question over other rows is the same problem, so the question alone decides the split.
             world, question = draw(rng, split, self._propose, lambda drawn: drawn[1].sql)
             if (filled := self._fill(world, question, rng)) is not None:
                 break
@@ -85,8 +85,8 @@ class Sql(ToolEnv):
         return world, rng.choice(FORMS[rng.choice(self.levels)])(world, rng)
 
     def _fill(self, world: World, question: Question, rng: random.Random) -> tuple[list[int], list[list[Json]]] | None:
-        """Databases on which the answer is not empty, and none of the twins has that of the first; None
-        where a few tries found none."""
+        """Databases on which the answer is not empty, with a different answer on each twin than on the first; None
+        if a few tries found none."""
         for _ in range(5):
             seeds = [rng.randrange(2**32) for _ in range(1 + self.twins)]
             tables = [query(database(world.name, seed, self.rows), question.sql, QueryLimits(rows=ANSWER_ROWS)) for seed in seeds]
@@ -143,7 +143,7 @@ class Sql(ToolEnv):
         return "submitted"
 
     def _judged(self, table: Table) -> Json:
-        """A result as the reward compares it; one with too many rows is no gold answer's."""
+        """A result as the reward compares it; too many rows never match a gold answer."""
         return "too many rows" if table.more else canonical(table, self.task.data["ordered"])
 
     # -- scripted policies -------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from .worlds import World
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`ordered`: the question asks for an order of the rows, so it counts."""
+    """`ordered`: the question asks for an order of the rows, so that it matters."""
 
     text: str
     sql: str
@@ -23,7 +23,7 @@ Form = Callable[[World, random.Random], Question]
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """Names of a world's tables and columns, short enough to write SQL with."""
+    """Short names for a world's tables and columns, for writing SQL."""
 
     who: str
     label: str

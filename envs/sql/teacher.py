@@ -1,4 +1,4 @@
-"""An imperfect scripted policy: looks, tries its query, submits it, sometimes a wrong one."""
+"""An imperfect scripted policy: reads the tables, tries a query and submits it, sometimes a wrong one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from agentrl.env import Message, Observation, Task, ToolCall
 
 
 class Teacher:
-    """Reads the tables, tries a query, submits it.
+    """Reads the tables, tries a query and submits it.
 
-    `wrong`: chance that the query is a wrong one (a condition is lost). `typo`: chance of a first attempt
-    that does not parse. `hasty`: chance to answer in words and submit nothing. `rng` needs only `random()`.
+    `wrong`: probability that the query is wrong (a condition is missing). `typo`: probability of a first attempt
+    that does not parse. `hasty`: probability of a text answer without a submission. `rng` needs only `random()`.
     """
 
     def __init__(self, task: Task, rng: Any, *, wrong: float = 0.25, typo: float = 0.1, hasty: float = 0.1) -> None:

@@ -1,4 +1,4 @@
-"""Small worlds of three tables (who, what, and what happened), and databases filled from a seed."""
+"""Small worlds of three tables (who, what, and events), and databases filled from a seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table's name and columns. The first column is its key; the words are for questions."""
+    """A table's name and columns. The first column is its key."""
 
     name: str
     columns: tuple[str, ...]
@@ -116,7 +116,7 @@ Koch Lund Moss Nolan Orr Pike Reyes Stone""".split()  # noqa: SIM905
 
 
 def schema(world: World) -> str:
-    """The CREATE statements, as the policy may read them."""
+    """The CREATE statements as the policy reads them."""
     event = world.event.columns
     keys = {event[1]: f" REFERENCES {world.who.name}", event[2]: f" REFERENCES {world.what.name}"}
     return "\n".join(
@@ -135,9 +135,9 @@ def _create(table: Table, types: tuple[str, ...], keys: dict[str, str]) -> str:
 
 @lru_cache(maxsize=256)
 def database(name: str, seed: int, rows: int) -> bytes:
-    """A serialized SQLite database of a world with `rows` events; the same arguments, the same bytes.
+    """A serialized SQLite database of a world with `rows` events; the same arguments give the same bytes.
 
-    There is one who for every eight events and one what for every twelve; about a tenth of each has no event.
+    It has one `who` row per eight events and one `what` row per twelve; about a tenth of each has no event.
     """
     world, rng = WORLDS[name], random.Random(f"{name}/{seed}/{rows}")
     connection = sqlite3.connect(":memory:")
@@ -158,7 +158,7 @@ def database(name: str, seed: int, rows: int) -> bytes:
 
 
 def _titles(world: World, rng: random.Random, count: int) -> list[str]:
-    """Titles of two words or, for number plates and the like, a word and a number; all different."""
+    """Distinct titles of a word and a number."""
     numbered = [f"{label} {number}" for label in world.labels for number in range(10, 60)]
     return rng.sample(numbered, count)
 

@@ -1,4 +1,4 @@
-"""What the four apps share: the world they work on, and how it is compared."""
+"""Common parts of the four apps: the world that they work on, and its form for comparison."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Minutes = Annotated[int, Field(ge=5, le=1440)]
 
 
 class Apps:
-    """Base of the apps: `world` holds everything, as plain JSON."""
+    """Base class of the apps: `world` is the whole state, as plain JSON."""
 
     world: dict[str, Json]
 
     def _one(self, table: str, key: str, what: str) -> dict[str, Json]:
-        """A record by key. Raises ToolError where there is none."""
+        """A record by key. Raises ToolError if there is none."""
         found: dict[str, Json] | None = self.world[table].get(key)
         if found is None:
             raise ToolError(f"no {what} {key[:80]!r}")
@@ -33,7 +33,7 @@ class Apps:
 
 
 def export(world: dict[str, Json]) -> dict[str, Json]:
-    """The world for comparison: without ids, and no matter in which order things were made."""
+    """The world for comparison: without ids and order of creation."""
     return {
         "contacts": {email: {**row, "groups": sorted(row["groups"])} for email, row in sorted(world["contacts"].items())},
         "mail": _rows(world["mail"].values(), "to"),
@@ -50,5 +50,5 @@ def _rows(rows: Iterable[dict[str, Json]], inner: str) -> list[Json]:
 
 
 def has(text: str, part: str) -> bool:
-    """Whether `part` occurs in `text`, case aside."""
+    """Whether `part` occurs in `text`, ignoring case."""
     return part.strip().casefold() in text.casefold()

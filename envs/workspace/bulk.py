@@ -1,4 +1,4 @@
-"""Requests about many things at once, and questions."""
+"""Requests for many actions at once, and questions."""
 
 from __future__ import annotations
 

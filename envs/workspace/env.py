@@ -33,7 +33,7 @@ CANNOT and a colon; do not try to get round it.
 
 
 class Workspace(Files, Mail, Calendar, Contacts, ToolEnv):
-    """Do what a user asks for, request by request; `calls` is what the shortest solution needs."""
+    """Do what a user asks for, request by request; `calls` is the number of calls in the shortest solution."""
 
     id = "agentrl/Workspace-v0"
     reward = "workspace"
@@ -54,9 +54,9 @@ class Workspace(Files, Mail, Calendar, Contacts, ToolEnv):
     ) -> None:
         """`calls`: a number or [lowest, highest] of required calls, 1..60. `requests`: of requests, 1..8, at
         most `calls` and at least a tenth of it. `questions`: share of requests that ask for a value, 0..0.5.
-        `missing`: share of requests that leave a detail out until it is asked for, `withheld`: whose function
-        is not offered, both 0..1. `distractors`: further mails, events, files and contacts, 0..100. `offered`:
-        functions offered beside those needed, 0..40. Raises ConfigError for values outside these ranges."""
+        `missing`: share of requests that omit a detail until it is asked for, `withheld`: share whose function
+        is not available, both 0..1. `distractors`: additional mails, events, files and contacts, 0..100. `offered`:
+        functions available besides those needed, 0..40. Raises ConfigError for values outside these ranges."""
         super().__init__(**base)
         for name, share, top in (("questions", questions, 0.5), ("missing", missing, 1), ("withheld", withheld, 1)):
             if not 0 <= share <= top:
@@ -102,7 +102,7 @@ class Workspace(Files, Mail, Calendar, Contacts, ToolEnv):
 
     def _propose(self, rng: random.Random) -> Plan:
         for _ in range(40):
-            # A world is dearer than a plan: several plans are tried on each.
+            # A world costs more to make than a plan, so several plans are tried on each.
             target = rng.randint(*self.wish.calls)
             before = draw_world(rng, self.wish.distractors + target)
             for _ in range(8):
@@ -159,7 +159,7 @@ def _range(name: str, value: int | Sequence[int], most: int) -> tuple[int, int]:
 
 
 def _fingerprint(plan: Plan) -> str:
-    """What is asked for and what it takes; the rest of the world does not count."""
+    """The requests and their calls; the rest of the world does not count."""
     return json.dumps([[r.move.text, r.calls, r.asked, r.withheld, r.move.answer] for r in plan.requests])
 
 

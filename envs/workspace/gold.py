@@ -1,4 +1,4 @@
-"""The turns that do every request right, and what they tell the user."""
+"""The turns that handle every request correctly, and the values that they tell the user."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Json = Any
 
 
 def gold_script(requests: Sequence[Request]) -> tuple[list[dict[str, Json]], dict[str, str]]:
-    """(turns, answers by request number)."""
+    """Returns (turns, answers by request number)."""
     turns: list[dict[str, Json]] = []
     told: dict[str, str] = {}
     for number, request in enumerate(requests):

@@ -1,4 +1,4 @@
-"""A move: one thing the user may ask for, with the calls that do it."""
+"""A move: one thing that the user may ask for, with the calls that do it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Call = tuple[str, dict[str, Json]]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A detail that can be left out of a request: the request without it, the question that asks for it,
-    the words by which the user knows what is asked, and what the user then says."""
+    """A detail that can be omitted from a request: the request without it, a question for it, the words by
+    which the user recognizes such a question, and the user's reply."""
 
     text: str
     ask: str
@@ -25,8 +25,8 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """`text`: the request in full. `calls`: what does it, lookups included. `answer`: the value asked for.
-    `vital`: the tool without which it cannot be done, where there is no way around it."""
+    """`text`: the full request. `calls`: the calls that do it, including lookups. `answer`: the requested value.
+    `vital`: the tool without which it is impossible, if there is one."""
 
     text: str
     calls: tuple[Call, ...]
@@ -46,7 +46,8 @@ def pick_contact(world: Mapping[str, Json], rng: random.Random, other: str = "")
 
 
 def pick_event(world: Mapping[str, Json], rng: random.Random) -> tuple[str, Json] | None:
-    """(id, record) of one of the events that were there from the start."""
+    """(id, record) of one of the initial events."""
+    # Ids of events created by the user's requests are longer (see Apps._new_id).
     found = [(key, row) for key, row in world["events"].items() if len(key) < 5]
     return rng.choice(found) if found else None
 

@@ -1,4 +1,4 @@
-"""A task: requests in a row, planned on a world of their own so that each fits what the ones before it left."""
+"""A task: a sequence of requests, planned on a separate world so that each one fits the results of the previous ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST_PER_REQUEST = 10
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """How tasks are drawn: ranges of calls and requests, shares of requests, and the world's size."""
+    """Parameters of tasks: ranges of calls and requests, shares of requests, and the world's size."""
 
     calls: tuple[int, int]
     requests: tuple[int, int]
@@ -42,8 +42,8 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A move as it comes up. `asked`: its slot is left out at first. `withheld`: its vital tool is not
-    offered; `restored`: it is once the policy has said that it is missing."""
+    """A move as presented to the policy. `asked`: its slot is omitted at first. `withheld`: its vital tool is not
+    available; `restored`: it becomes available once the policy has said that it is missing."""
 
     move: Move
     asked: bool = False
@@ -52,7 +52,7 @@ class Request:
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """The calls that the request takes in the end."""
+        """The calls that the request finally takes."""
         return () if self.withheld and not self.restored else self.move.calls
 
 
@@ -66,7 +66,7 @@ class Plan:
 
 
 class Desk(Files, Mail, Calendar, Contacts):
-    """The apps on a world of their own."""
+    """The apps on a separate world."""
 
     def __init__(self, world: dict[str, Json]) -> None:
         self.world = world
@@ -78,7 +78,7 @@ class Desk(Files, Mail, Calendar, Contacts):
 
 
 def run_tool(apps: Apps, name: str, arguments: Mapping[str, Json]) -> Json:
-    """Call a tool as plain Python. Raises ToolError where it refuses."""
+    """Call a tool as plain Python. Raises ToolError if it refuses."""
     return TOOLS[name].function(apps, **arguments)
 
 
@@ -94,7 +94,7 @@ def private(world: dict[str, Json]) -> dict[str, Json]:
 
 
 def draw_plan(rng: random.Random, wish: Wish, before: dict[str, Json], target: int) -> Plan | None:
-    """One attempt at requests that take `target` calls in all; None where they do not come out at that."""
+    """One attempt at requests that take `target` calls in total; None if it fails."""
     count = min(rng.randint(*wish.requests), target)
     desk = Desk(private(before))
     requests: list[Request] = []
@@ -129,7 +129,7 @@ def _next(
         spent = len(request.calls) if request is not None else 0
         if request is not None and rest <= left - spent <= MOST_PER_REQUEST * rest:
             return request
-    # What a short request leaves must still be within reach of the requests after it.
+    # The calls that a short request leaves must still fit into the following requests.
     question = rng.random() < wish.questions and left - 1 <= MOST_PER_REQUEST * rest
     fair = left / (rest + 1)
     moves: list[Move] = []

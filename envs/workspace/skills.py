@@ -1,4 +1,4 @@
-"""What a user asks for, one thing at a time."""
+"""Requests for single actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An imperfect scripted policy: it knows the right turns and skips or repeats some, or stops early."""
+"""An imperfect scripted policy: gold turns, of which some are skipped or replaced, or an early stop."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from agentrl.env import Message, Observation
 
 
 class Teacher:
-    """`skip`: chance that a call is left out. `hasty`: chance that a question or a CANNOT is replaced by
-    "Done.". `stop`: chance that the rest of an episode after some turn is "Done." only. `rng` needs only
+    """`skip`: probability that a call is left out. `hasty`: probability that a question or a CANNOT is replaced by
+    "Done.". `stop`: probability that the rest of an episode after some turn is only "Done.". `rng` needs only
     `random()`."""
 
     def __init__(self, rng: Any, gold: Sequence[Message], *, skip: float = 0.03, hasty: float = 0.2, stop: float = 0.2) -> None:
@@ -22,7 +22,7 @@ class Teacher:
             self._left = [*gold[:keep], *[Message("assistant", "Done.")] * ends]
 
     def act(self, observation: Observation) -> Message | None:
-        """The next turn; None where there is none left."""
+        """The next turn; None if none is left."""
         while self._left:
             message = self._left.pop(0)
             if message.tool_calls and self._rng.random() < self._skip:

@@ -1,6 +1,6 @@
-"""The simulated user: makes one request after the other, tells what is asked for, takes no for an answer.
+"""The simulated user: makes one request after the other, answers questions, accepts refusals.
 
-Chance plays no part; what a reply means is decided by its form (a question, a line CANNOT, a line ANSWER).
+The user is deterministic; the meaning of a reply depends on its form (a question, a line CANNOT, a line ANSWER).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _CLOSING = re.compile(
 
 
 class User:
-    """`requests`: as a task's data hold them. Records what was told and declined, and how many
-    questions asked for nothing that was missing, for the state."""
+    """`requests`: as in a task's data. Records the values told, the requests declined, and the number of
+    needless questions, for the state."""
 
     def __init__(self, requests: Sequence[Mapping[str, Json]]) -> None:
         self.requests = requests
@@ -36,11 +36,11 @@ class User:
         self._unclear = 0
 
     def talk(self) -> Json:
-        """What was said, for comparison."""
+        """The conversation, for comparison."""
         return {"told": dict(self.told), "declined": list(self.declined), "closed": self.now}
 
     def hear(self, text: str) -> tuple[str | None, str | None]:
-        """(the user's next words or None at the end, a tool that is switched on now)."""
+        """Returns (the user's reply or None at the end, a tool that is now switched on)."""
         request = self.requests[self.now]
         if _CANNOT.search(text):
             return self._declined(request)
@@ -61,7 +61,7 @@ class User:
         return self._next("All right, then leave it. "), None
 
     def _asked(self, request: Mapping[str, Json], text: str) -> str | None:
-        """The answer to a question; None where the user has had enough of questions."""
+        """The answer to a question; None if the user's patience is exhausted."""
         slot = request["slot"]
         known = slot is not None and any(word in text.casefold() for word in slot["words"])
         if known and not self.supplied:
@@ -81,5 +81,5 @@ class User:
 
 
 def plain(text: str) -> str:
-    """An answer without case, quotes, emphasis and a full stop at its end."""
+    """An answer without case, quotes, emphasis and a final period."""
     return text.strip().strip("*_`\"'").rstrip(".").strip("*_`\"' ").casefold()

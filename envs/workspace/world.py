@@ -1,4 +1,4 @@
-"""A generated world: people, mail, events and files, with names that do not collide where it matters."""
+"""A generated world: people, mail, events and files, with unique names where requests refer to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START = date(2031, 3, 3)
 
 
 def draw_world(rng: random.Random, size: int) -> dict[str, Json]:
-    """A world; `size` (0..200) is how much more of everything there is than the least."""
+    """A world; `size` (0..200) is the amount of everything beyond the minimum."""
     contacts = _contacts(rng, 12 + size // 3)
     world: dict[str, Json] = {"created": 0, "contacts": contacts, "folders": [], "files": {}}
     world["mail_folders"] = ["inbox", "sent", *_FOLDERS]
@@ -65,7 +65,7 @@ def _contacts(rng: random.Random, count: int) -> dict[str, Json]:
 
 def _mail(rng: random.Random, contacts: dict[str, Json], count: int) -> dict[str, Json]:
     people = [f"{row['name']} <{email}>" for email, row in contacts.items()]
-    # A few people write most of the mail, so that requests about all of it come in every size.
+    # A few people write most of the mail, so that requests about all mail of a person vary in size.
     weights = [1 / (rank + 1) for rank in range(len(people))]
     pairs = rng.sample([(topic, kind) for topic in TOPICS for kind in _KINDS], min(count, 170))
     return {

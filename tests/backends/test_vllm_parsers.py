@@ -105,7 +105,7 @@ DEEPSEEK_TOKENS = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>
 def test_a_family_that_agentrl_has_no_parser_for_works_by_name():
     tokenizer = build_tokenizer(DEEPSEEK_TOKENS, DEEPSEEK_TOOLS, bos=DEEPSEEK_TOKENS[0], eos=DEEPSEEK_TOKENS[1])
     question = [Message("user", "q")]
-    with pytest.raises(RenderError, match="no tool calls that agentrl can parse"):
+    with pytest.raises(RenderError, match="does not write tool calls in a syntax that agentrl can parse"):
         renderer_of(ModelConfig(), tokenizer).start(question, TOOLS)
     renderer = renderer_of(ModelConfig(tool_parser="vllm:deepseek_v3"), tokenizer).with_tools(TOOLS)
     calls = (ToolCall("get", {"key": "</s> é"}, id="abcdefghi"), ToolCall("add", {"a": "1", "b": "2"}, id="abcdefghj"))

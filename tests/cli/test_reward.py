@@ -264,7 +264,7 @@ def test_diff(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "holds no trajectory"), ("{}\n", ":1: not a trajectory"), ("junk\n", ":1: not a trajectory"),
+    [("", "contains no trajectory"), ("{}\n", ":1: not a trajectory"), ("junk\n", ":1: not a trajectory"),
      ("[1]\n", ":1: not a trajectory"), ('{"task": 3}\n', ":1: not a trajectory")],
 )  # fmt: skip
 def test_files_that_hold_no_trajectories(tmp_path, content, message):
@@ -381,7 +381,7 @@ def test_score_says_why_episodes_are_unscored(tmp_path, capsys):
     assert agentrl("score", write(tmp_path / "s.json", spec(root)), rows) == 0
     said = capsys.readouterr().err
     assert "0 of 3 episodes scored, no value" in said
-    assert "unscored: 2 x `when` reads /task/gold/part, which is not there" in said
+    assert "unscored: 2 x `when` reads /task/gold/part, which does not exist" in said
     assert "unscored: 1 x '/task/gold/anser' resolves to nothing" in said
     with pytest.raises(UserError, match="there is no folder"):
         agentrl("score", tmp_path / "s.json", rows, "--out", tmp_path / "none" / "x.jsonl")

@@ -206,7 +206,7 @@ BROKEN = [
     (FreeReward, "idling scores nothing", "'do nothing' scores 1.00"),
     (OrderMatters, "free order", "scored"),
     (Fragile, "fuzzed calls", "ZeroDivisionError"),
-    (GlobalState, "instances apart", "plays beside it"),
+    (GlobalState, "instances apart", "runs at the same time"),
     (ShallowFork, "fork", "changed its parent"),
     (Forgetful, "fork", "changed its parent"),
     (Swallows, "hang", "swallowed"),

@@ -204,8 +204,8 @@ def test_templates_that_do_not_append_are_refused():
     endless = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}\n{% endfor %}"
     for template, reason in [
         (dropping, "rewrote|append|ends"),
-        (counting, "does not append"),
-        (endless, "does not append"),
+        (counting, "does not render by appending"),
+        (endless, "does not render by appending"),
     ]:
         with pytest.raises((ModelError, RenderError), match=reason):
             make_renderer(build_tokenizer(IM, template))

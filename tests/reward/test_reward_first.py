@@ -45,7 +45,7 @@ def test_a_call_is_not_an_answer():
 def test_a_gold_answer_of_another_shape_is_unscored(gold):
     score = compile_spec(SPEC).score(episode("17", gold))
     assert score.value is None
-    assert "expected answer is a number" in score.evidence["root"]["unscored"]
+    assert "expected answer must be a number" in score.evidence["root"]["unscored"]
 
 
 @pytest.mark.parametrize("stop", [stop for stop in StopReason if stop.infrastructure])

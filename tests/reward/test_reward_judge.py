@@ -309,7 +309,7 @@ def test_an_unanswered_judge_masks_the_episode_unless_the_spec_says_otherwise(se
     ("args", "message"),
     [
         ({"prompt": "{nothing}"}, "nothing fills {nothing}"),
-        ({"prompt": "x", "inputs": {"goal": 1}}, "no place {goal}"),
+        ({"prompt": "x", "inputs": {"goal": 1}}, "no placeholder {goal}"),
         ({"range": [1, 1]}, "not below the upper"),
     ],
 )
@@ -320,7 +320,7 @@ def test_a_judge_leaf_that_cannot_work_is_refused(server, args, message):
 
 
 def test_a_run_without_a_judge_refuses_the_spec():
-    with pytest.raises(RewardSpecError, match="this run gives none"):
+    with pytest.raises(RewardSpecError, match="this run provides none"):
         compile_spec(SHELF / "judge.json")
 
 

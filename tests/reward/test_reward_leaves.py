@@ -158,7 +158,7 @@ def test_a_reference_that_resolves_to_nothing_is_null():
 def test_gold_calls_of_another_shape_say_which_shape_was_wanted(form, wanted):
     trajectory = episode([call("f")], task_gold={"calls": [{"f": 1, "g": 2}]})
     text = why("calls.match", {"expect": {"$": "/task/gold/calls"}, "form": form}, trajectory)
-    assert text.startswith(f"expected call 0 is {wanted}, not ")
+    assert text.startswith(f"expected call 0 must be {wanted}, not ")
 
 
 def test_toolrl_says_which_calls_it_paired():
@@ -219,7 +219,7 @@ def test_calls_schema_of_nothing():
 
 def test_a_tool_whose_parameters_are_no_schema_is_null():
     tools = [{"function": {"name": "get", "parameters": {"type": "strng"}}}]
-    assert "no JSON Schema" in why("calls.schema", {}, episode([call("get")], tools=tools))
+    assert "not a JSON Schema" in why("calls.schema", {}, episode([call("get")], tools=tools))
 
 
 def test_calls_none():
@@ -265,7 +265,7 @@ def test_state_match_within_a_path_and_without_some():
 
 def test_no_state_and_a_state_that_is_no_json_are_null():
     assert "no final state" in why("state.match", {"expect": STATE}, with_state(None))
-    assert "no JSON" in why("state.match", {"expect": {"a": 1}, "by": "hash"}, with_state({"a": float("nan")}))
+    assert "not a JSON" in why("state.match", {"expect": {"a": 1}, "by": "hash"}, with_state({"a": float("nan")}))
     assert "no final state" in why("state.assert", {"path": "/a", "eq": 1}, with_state(None))
     assert value("state.match", {"expect": {"a": 1}}, with_state({"a": float("nan")})) == 0
 

@@ -97,7 +97,7 @@ def test_a_twin_that_breaks_is_null_closed_and_tried_again():
     scorer = scorer_of(replay_env)
     score = scorer.score(member(5))
     assert score.value is None
-    assert "the replay environment broke: OSError: the database went away" in score.evidence["root"]["unscored"]
+    assert "the replay environment failed: OSError: the database went away" in score.evidence["root"]["unscored"]
     assert built[0].closed
     assert scorer.score(member(5)).value == 1
 

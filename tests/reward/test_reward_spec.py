@@ -21,7 +21,7 @@ FINE = leaf("episode.stopped")
         (spec({"use": "calls.mach", "args": {"expect": []}}), "/root/use", "did you mean 'calls.match'?"),
         (spec({"op": "add", "of": [FINE]}), "/root/op", "known: sum, mean"),
         (spec({"uses": "judge"}), "/root", "'uses': did you mean 'use'?"),
-        (spec({"use": "judge", "op": "sum"}), "/root", "this has both"),
+        (spec({"use": "judge", "op": "sum"}), "/root", "this one has both"),
         (spec(leaf("calls.match", {"expect": [], "oder": "free"})), "/root/args/oder", "did you mean 'order'?"),
         (spec(leaf("calls.match", {"expect": [], "order": "fre"})), "/root/args/order", "did you mean 'free'?"),
         (spec(leaf("calls.match", {"order": "free"})), "/root/args", "'expect' is missing"),
@@ -51,7 +51,7 @@ FINE = leaf("episode.stopped")
         ({"agentrl_reward": 1, "name": "x", "rot": FINE}, "/rot", "did you mean 'root'?"),
         (spec([FINE]), "/root", "not an array"),
         (spec({"op": "sum", "of": [None]}), "/root/of/0", "not null"),
-        (spec(leaf("text.equals", {"expect": {1, 2}})), "/root/args/expect", "no JSON value"),
+        (spec(leaf("text.equals", {"expect": {1, 2}})), "/root/args/expect", "not a JSON value"),
     ],
 )  # fmt: skip
 def test_load_names_the_place_and_a_way_out(broken, place, says):
@@ -67,18 +67,18 @@ TURN = {"scope": "turn", "reduce": "sum"}
 @pytest.mark.parametrize(
     ("root", "place", "says"),
     [
-        (leaf("format.regex", {"pattern": "("}), "/root/args", "no regular expression"),
+        (leaf("format.regex", {"pattern": "("}), "/root/args", "not a regular expression"),
         (leaf("python", {"name": "os.system"}), "/root/args", "does not allow a function 'os.system'"),
         (leaf("python", {"name": "polit"}), "/root/args", "did you mean 'polite'?"),
         (leaf("state.match", {"replay": []}), "/root/args", "name it with --env ID"),
         (leaf("results.contains", {"replay": []}), "/root/args", "name it with --env ID"),
         (leaf("state.match", {"expect": 1, "by": "hash", "abs": 1}), "/root/args", "no effect with by: hash"),
-        (leaf("calls.match", {"expect": [], "order": "ordered", "assign": "greedy"}), "/root/args", "only where order is free"),
+        (leaf("calls.match", {"expect": [], "order": "ordered", "assign": "greedy"}), "/root/args", "only for order: free"),
         (leaf("cost.turns", {"max": 2, "free": 2}), "/root/args", "must be below max"),
-        (leaf("text.contains", {"expect": "a", "mode": "any", "credit": "partial"}), "/root/args", "does not go with"),
+        (leaf("text.contains", {"expect": "a", "mode": "any", "credit": "partial"}), "/root/args", "cannot be used with"),
         ({"op": "mean", "of": [leaf("calls.none", weight=-1)]}, "/root/of", "weights of a mean"),
         (leaf("episode.stopped", scope="turn"), "/root", "sees episode, not a turn"),
-        (leaf("calls.none", scope="group"), "/root/scope", "belongs to group.rank"),
+        (leaf("calls.none", scope="group"), "/root/scope", "only for group.rank"),
         (leaf("calls.none", reduce="sum"), "/root/reduce", "nothing to reduce"),
         (leaf("calls.none", emit="step"), "/root/emit", "only a node with a scope"),
         ({"op": "max", "of": [leaf("calls.none", emit="step", **TURN)]}, "/root/of/0/emit", "no share of its own"),
@@ -99,7 +99,7 @@ def test_compile_names_the_place_and_a_way_out(root, place, says):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "not JSON"), ("{", "line 1 column 2"), ("[1, 2]", "is a JSON object, not an array"),
+        ("", "not JSON"), ("{", "line 1 column 2"), ("[1, 2]", "must be a JSON object, not an array"),
         ('{"a": NaN}', "NaN is not JSON"), ('{"a": Infinity}', "Infinity is not JSON"),
         ('{"name": "a", "name": "b"}', "given twice"), ("[" * 100_000, "nested too deeply"),
         ("junk" * 25_000, "not JSON"), ("\x00", "not JSON"), ("null", "not null"),

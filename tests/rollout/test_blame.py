@@ -349,7 +349,10 @@ def test_an_episode_longer_than_the_stall_timeout_that_moves_is_no_stall(room: A
     ("part", "says"),
     [
         (("queue", 60), r"episode g0\.m0\.a0 for \d s on turn 0 at the engine \(queued or paused\)"),
-        (("call", "work", {"code": "loop"}), r"episode g0\.m0\.a0 for \d s on tool work \(c\w*\), which runs for \d s"),
+        (
+            ("call", "work", {"code": "loop"}),
+            r"episode g0\.m0\.a0 for \d s on tool work \(c\w*\), which has been running for \d s",
+        ),
     ],
 )
 def test_a_stall_says_which_episode_waits_for_what_since_when(room: Any, renderer: Renderer, part: Any, says: str) -> None:
@@ -402,7 +405,7 @@ def test_a_teardown_that_hangs_is_let_go_and_the_episode_counts(room: Any, rende
     with caplog.at_level(logging.ERROR):
         members, _ = play(room(slow="teardown"), renderer, {0: ["bye"], 1: ["think"]}, env_timeout=0.5, turn_timeout=0.3)
     assert [m.reward for m in members] == [1.0, 0.0] and time.monotonic() - began < 30
-    assert "the teardown of environment test/Room-v0: no end within 0.5 s; it is let go" in caplog.text
+    assert "the teardown of environment test/Room-v0: no end within 0.5 s; it is abandoned" in caplog.text
 
 
 @pytest.mark.parametrize(

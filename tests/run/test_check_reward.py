@@ -115,7 +115,7 @@ def test_every_kind_of_task_that_the_sampler_may_choose_is_tried(tmp_path: Path)
     check_config(
         made(tmp_path, short, rollout={"sampler": {"name": "staged", "args": {"stages": sampler["args"]["stages"][:3]}}})
     )
-    with pytest.raises(ConfigError, match="no success"):
+    with pytest.raises(ConfigError, match="is not a success"):
         check_config(made(tmp_path, short, rollout={"sampler": sampler}))
 
 

@@ -448,7 +448,7 @@ def test_files_that_cannot_be_used_say_why(tmp_path: Path) -> None:
         (tmp_path / "BFCL_v4_multi_turn_base.json", "no known layout|multi_turn_base"),
         (unpaired, "possible_answer"),
         (odd, "no known layout has the fields text"),
-        (write(tmp_path / "empty.jsonl", []), "no task in it"),
+        (write(tmp_path / "empty.jsonl", []), "it contains no tasks"),
         (tmp_path / "possible_answer" / "x", "no such file"),
     ):
         with pytest.raises(TaskDataError, match=says):

@@ -235,7 +235,7 @@ def test_tools_that_are_not_there_are_named(clock: dict[str, Any], stdio: dict[s
 
 
 def test_bad_parameters_and_rows_are_told_before_the_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tasks of its own"):
+    with pytest.raises(ConfigError, match="its own tasks"):
         make_env("mcp", command=["x"])
     with pytest.raises(ConfigError, match="late = 'policies'; expected 'policy' or 'infrastructure'"):
         make_env("mcp", late="policies")

@@ -66,9 +66,9 @@ def test_a_call_that_hangs_is_killed_and_leaves_no_thread(hang: Tool) -> None:
 def test_a_process_that_ends_or_answers_what_cannot_travel_is_a_fault_of_the_environment() -> None:
     with pytest.raises(EnvError, match="tool die: its process ended with exit code 3"):
         call(die)
-    with pytest.raises(EnvError, match=r"tool unfit broke: TypeError: what it returned cannot be pickled"):
+    with pytest.raises(EnvError, match=r"tool unfit failed: TypeError: what it returned cannot be pickled"):
         call(unfit)
-    with pytest.raises(EnvError, match=r"tool leave broke: RuntimeError: leave called sys\.exit\(5\)"):
+    with pytest.raises(EnvError, match=r"tool leave failed: RuntimeError: leave called sys\.exit\(5\)"):
         call(leave)
 
 

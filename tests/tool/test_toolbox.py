@@ -77,7 +77,7 @@ def test_the_parsers_own_words_reach_the_model() -> None:
 
 def test_a_tool_that_breaks_or_hangs_is_no_answer() -> None:
     """Neither is the policy's fault: the episode must end unscored, so both raise."""
-    with pytest.raises(EnvError, match="broken broke: ZeroDivisionError: oops"):
+    with pytest.raises(EnvError, match="broken failed: ZeroDivisionError: oops"):
         call("broken", {})
     with pytest.raises(ToolTimeoutError, match="hang"):
         call("hang", {})
@@ -114,7 +114,7 @@ async def leaves_while_others_run() -> str:
 @pytest.mark.parametrize("options", [{}, {"late": "policy"}, {"on_timeout": "answer"}], ids=["stop", "policy", "answer"])
 @pytest.mark.parametrize("function", [cancels_what_it_waits_for, awaits_what_was_cancelled])
 def test_a_cancellation_inside_the_tool_is_a_fault_and_nobody_was_late(function: Any, options: Any) -> None:
-    with pytest.raises(EnvError, match=f"tool {function.__name__} broke: .*was cancelled from inside") as caught:
+    with pytest.raises(EnvError, match=f"tool {function.__name__} failed: .*was cancelled from inside") as caught:
         asyncio.run(Toolbox([tool(**options)(function)]).call(ToolCall(function.__name__, {})))
     assert not isinstance(caught.value, ToolTimeoutError)
 
@@ -122,7 +122,7 @@ def test_a_cancellation_inside_the_tool_is_a_fault_and_nobody_was_late(function:
 @pytest.mark.parametrize("inline", [False, True])
 @pytest.mark.parametrize("function", [leaves, leaves_while_others_run])
 def test_a_tool_that_exits_is_a_fault_and_ends_nothing_else(function: Any, inline: bool) -> None:
-    with pytest.raises(EnvError, match=f"tool {function.__name__} broke: .*sys.exit.*no such option"):
+    with pytest.raises(EnvError, match=f"tool {function.__name__} failed: .*sys.exit.*no such option"):
         asyncio.run(Toolbox([tool(inline=inline)(function)]).call(ToolCall(function.__name__, {})))
 
 

@@ -1,4 +1,4 @@
-"""`agentrl env check`: does an environment keep the contract? Each check reports what it saw."""
+"""`agentrl env check`: does an environment fulfill the contract? Each check reports its evidence."""
 
 from agentrl.env.check.report import CheckFinding, Subject
 from agentrl.env.check.run import CHECKS, check_all

@@ -1,4 +1,4 @@
-"""Reset and step as promised; the same seed, the same episode; no task in two splits."""
+"""Reset and step as documented; the same seed gives the same episode; no task in two splits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.trajectory import Message, Trajectory
 
 
 def check_contract(subject: Subject) -> str:
-    """Gymnasium's own checker, and what a ToolEnv promises beyond it."""
+    """Gymnasium's own checker, and what a ToolEnv guarantees beyond it."""
     env = subject.build()
     if "/" not in env.id or not env.id.rpartition("-v")[2].isdigit():
         raise CheckFailed(f"id {env.id!r} is not of the form Namespace/Name-v0")
@@ -34,7 +34,7 @@ def check_contract(subject: Subject) -> str:
         env.step("")
         record = env.trajectory
         if Trajectory.from_json(json.loads(json.dumps(record.to_json()))) != record:
-            raise CheckFailed(f"{describe(env.task)}: the record is not the same after a trip through JSON")
+            raise CheckFailed(f"{describe(env.task)}: the record is not the same after a round trip through JSON")
     env.close()
     return f"gymnasium's check_env and {subject.tasks} resets; {tools} tools"
 
@@ -49,7 +49,7 @@ def _check_opening(observation: object, info: object, where: str) -> None:
 
 
 def check_seeds(subject: Subject) -> str:
-    """Two instances, the same seed, the same turns: every message and the final state must agree."""
+    """With the same seed and the same turns, two instances must agree in every message and in the final state."""
     digests = set()
     for seed in subject.seeds():
         one, two = (_transcript(subject, seed) for _ in range(2))
@@ -57,7 +57,7 @@ def check_seeds(subject: Subject) -> str:
             raise CheckFailed(f"seed {seed} gave two different episodes: {_first_difference(one, two)}")
         digests.add(one)
     if len(digests) == 1 and subject.tasks > 1:
-        raise CheckFailed(f"{subject.tasks} seeds gave one and the same episode")
+        raise CheckFailed(f"all {subject.tasks} seeds gave the same episode")
     return f"{subject.tasks} seeds twice each, {len(digests)} different episodes"
 
 
@@ -69,6 +69,7 @@ def _transcript(subject: Subject, seed: int) -> str:
             break
     record = env.trajectory
     env.close()
+    # Results are compared without value and duration: the time that a call took differs between runs.
     for turn_record in record.turns:
         for index, result in enumerate(turn_record.results):
             turn_record.results[index] = type(result)(result.call_id, result.name, result.content, None, result.error)
@@ -104,9 +105,9 @@ def digest(env: object, count: int) -> str:
 
 
 def check_process(subject: Subject) -> str:
-    """Another process, with another hash seed, makes the same tasks."""
+    """Another process, with a different hash seed, makes the same tasks."""
     if subject.portable is None:
-        raise Skipped("no reference to the environment that another process could build")
+        raise Skipped("the environment cannot be built in another process (no reference to it)")
     here = digest(subject.build(), subject.tasks)
     done = subprocess.run(
         [sys.executable, "-c", _PROBE, str(subject.tasks)],
@@ -116,14 +117,14 @@ def check_process(subject: Subject) -> str:
         env={**os.environ, "PYTHONHASHSEED": "12345"},
     )
     if done.returncode:
-        raise CheckFailed(f"it does not build elsewhere: {done.stderr.decode(errors='replace').strip()[-300:]}")
+        raise CheckFailed(f"it cannot be built in another process: {done.stderr.decode(errors='replace').strip()[-300:]}")
     if done.stdout.decode().strip() != here:
-        raise CheckFailed("another process makes other tasks of the same seeds (set order? hash()? the clock?)")
-    return f"{subject.tasks} tasks a split agree with those of another process"
+        raise CheckFailed("another process makes other tasks from the same seeds (set order? hash()? the clock?)")
+    return f"{subject.tasks} tasks per split agree with those of another process"
 
 
 def check_splits(subject: Subject) -> str:
-    """What the policy sees and what it has to find never occurs in two splits."""
+    """No task's data and gold occur in two splits."""
     env = subject.build()
     seen: dict[str, str] = {}
     for split in env.splits:

@@ -1,4 +1,4 @@
-"""A tool that hangs or crashes ends the episode as a typed outcome, and everything is torn down."""
+"""A tool that hangs or crashes ends the episode with a typed stop reason, and everything is torn down."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ async def _crash(**arguments: Any) -> None:
 
 
 def check_hang(subject: Subject) -> str:
-    """In place of each tool, one that never answers."""
+    """Replace each tool in turn by one that never answers."""
     return _each(subject, _hang, StopReason.TOOL_TIMEOUT)
 
 
 def check_crash(subject: Subject) -> str:
-    """In place of each tool, one that raises."""
+    """Replace each tool in turn by one that raises."""
     return _each(subject, _crash, StopReason.ENV_ERROR)
 
 
@@ -70,7 +70,7 @@ def _call(tool: Tool) -> Message:
 
 
 def check_teardown(subject: Subject) -> str:
-    """`teardown` runs once for every `setup`: at the end, at a fault, and where the turn is cancelled."""
+    """`teardown` runs once for every `setup`: at the end, on a fault, on cancellation and on a new reset."""
     counts: dict[str, int] = {}
     for case in ("the end", "a fault", "cancellation", "a new reset"):
         env = subject.build()

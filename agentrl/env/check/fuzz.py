@@ -1,4 +1,4 @@
-"""Random inputs for every tool: valid ones, nearly valid ones and rubbish."""
+"""Random inputs for every tool: valid, nearly valid and invalid ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ODD: tuple[Json, ...] = (
 
 
 def check_fuzz(subject: Subject) -> str:
-    """Every input gets an answer: a result, or a structured error; never a crash, never silence."""
+    """Every input gets a result or a structured error, never a crash."""
     env = subject.build()
     env.reset(seed=0)
     names = env.toolbox.names
@@ -45,6 +45,7 @@ def check_fuzz(subject: Subject) -> str:
             base = sample_arguments(tool.signature.parameters, rng)
             _make_fit(base, _words(env), rng)
             made = gold.get(name, [])
+            # Half of the calls start from a gold call, since random arguments seldom reach a tool's deeper code.
             if made and rng.random() < 0.5:
                 base = copy.deepcopy(made[int(rng.integers(len(made)))])
             refused += _one(env, tool, _varied(tool.signature.parameters, base, rng, number), number)
@@ -54,7 +55,7 @@ def check_fuzz(subject: Subject) -> str:
 
 
 def _one(env: ToolEnv, tool: Tool, arguments: Any, number: int) -> int:
-    """Make one call; 1 where it was refused."""
+    """Make one call; 1 if it was refused."""
     try:
         result = run_sync(env.toolbox.call(ToolCall(tool.name, arguments, id=f"f{number}")))
     except EnvError as fault:
@@ -66,21 +67,21 @@ def _one(env: ToolEnv, tool: Tool, arguments: Any, number: int) -> int:
 def _check_answer(tool: Tool, arguments: Json, result: ToolResult) -> None:
     where = f"{tool.name}({brief(arguments)})"
     if tool.check(arguments) is not None and result.error is None:
-        raise CheckFailed(f"{where}: arguments against its own schema were answered with {brief(result.content)}")
+        raise CheckFailed(f"{where}: arguments that violate its own schema were answered with {brief(result.content)}")
     if result.error is not None and json.loads(result.content).get("error") != result.error:
         raise CheckFailed(f"{where}: its error is not structured: {brief(result.content)}")
     result.content.encode("utf-8")
 
 
 def _make_fit(arguments: dict[str, Json], words: list[str], rng: np.random.Generator) -> None:
-    """Put texts of the task in place of random ones, so that calls get past "there is no such thing"."""
+    """Replace most random strings by strings of the task, so that calls get past "no such record" errors."""
     for name, value in arguments.items():
         if isinstance(value, str) and words and rng.random() < 0.8:
             arguments[name] = words[int(rng.integers(len(words)))]
 
 
 def _words(env: ToolEnv) -> list[str]:
-    """Short texts (keys too) of the task and of the calls of its gold solution."""
+    """Short strings (keys included) of the task's data and gold."""
     task = env.task
     found: dict[str, None] = {}
     level: list[Any] = [dict(task.data), dict(task.gold)]
@@ -98,7 +99,7 @@ def _words(env: ToolEnv) -> list[str]:
 
 
 def _gold_calls(env: ToolEnv) -> dict[str, list[dict[str, Json]]]:
-    """Tool -> arguments of its calls in the gold solution: what the environment expects to be asked."""
+    """Tool -> arguments of its calls in the gold solution."""
     try:
         turns = env.gold_turns(env.task)
     except NotImplementedError:
@@ -110,7 +111,7 @@ def _gold_calls(env: ToolEnv) -> dict[str, list[dict[str, Json]]]:
 
 
 def _varied(parameters: Mapping[str, Json], arguments: dict[str, Json], rng: np.random.Generator, number: int) -> Json:
-    """A third as they are, a third with one thing changed, a third with an odd value in them."""
+    """A third of the calls unchanged, a third with one change, a third with an odd value."""
     kind = number % 3
     if kind == 0:
         return arguments
@@ -118,7 +119,7 @@ def _varied(parameters: Mapping[str, Json], arguments: dict[str, Json], rng: np.
     name = names[int(rng.integers(len(names)))]
     if kind == 1:
         return _changed(arguments, name, rng)
-    # Every odd value comes up in turn, whatever the dice say, with valid values beside it.
+    # Odd values are used in turn, not drawn, so that each one occurs; the other arguments stay valid.
     return {**arguments, name: ODD[number // 3 % len(ODD)]}
 
 

@@ -1,4 +1,4 @@
-"""Instances and forks that do not touch each other."""
+"""Instances and forks do not affect each other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _alone(subject: Subject, seed: int) -> tuple[list[Action], str]:
 
 
 def check_instances(subject: Subject) -> str:
-    """Two instances played turn about show what each shows alone."""
+    """Two instances played alternately give the same episodes as each one alone."""
     pairs = 0
     for seed in subject.seeds(max(2, subject.tasks // 2)):
         seeds = (seed, seed + 1000)
@@ -45,42 +45,42 @@ def check_instances(subject: Subject) -> str:
         for index, env in enumerate(envs):
             if view(env) != alone[index][1]:
                 raise CheckFailed(
-                    f"seed {seeds[index]} goes another way while seed {seeds[1 - index]} plays beside it: "
+                    f"seed {seeds[index]} gives a different episode while seed {seeds[1 - index]} runs at the same time: "
                     f"{brief(env.trajectory.messages[-1].content)}"
                 )
             env.close()
         pairs += 1
-    return f"{pairs} pairs of episodes, turn about"
+    return f"{pairs} pairs of episodes, played alternately"
 
 
 def check_fork(subject: Subject) -> str:
-    """A fork starts equal, its moves leave the parent alone, and restore really goes back."""
-    forked = 0
+    """A fork starts equal to its parent, its turns do not change the parent, and restore returns to the snapshot."""
+    count = 0
     for seed in subject.seeds(max(2, subject.tasks // 2)):
         env = subject.build()
         env.reset(seed=seed)
         turns = subject.turns(env, seed)
         half = len(turns) // 2
         if any(env.step(turn)[2] for turn in turns[:half]):
-            continue  # sampled turns may end an episode early; there is nothing to go on with then
-        before, snapshot, replay_env = view(env), env.snapshot(), env.fork()
-        if view(replay_env) != before:
+            continue  # sampled turns may end an episode early, and then there is nothing left to compare
+        before, snapshot, forked = view(env), env.snapshot(), env.fork()
+        if view(forked) != before:
             raise CheckFailed(f"seed {seed}: a fork after {half} turns is not equal to its parent")
-        _play(replay_env, turns[half:])
+        _play(forked, turns[half:])
         if view(env) != before:
             raise CheckFailed(f"seed {seed}: playing the fork changed its parent")
         _play(env, turns[half:])
-        if view(env) != view(replay_env):
+        if view(env) != view(forked):
             raise CheckFailed(f"seed {seed}: parent and fork end differently after the same turns")
         env.restore(snapshot)
         if view(env) != before:
-            raise CheckFailed(f"seed {seed}: restore did not go back to the snapshot")
+            raise CheckFailed(f"seed {seed}: restore did not return to the snapshot")
         env.close()
-        replay_env.close()
-        forked += 1
-    if not forked:
+        forked.close()
+        count += 1
+    if not count:
         raise Skipped("every episode ended before its middle")
-    return f"{forked} episodes forked half-way and restored"
+    return f"{count} episodes forked halfway and restored"
 
 
 def _play(env: ToolEnv, turns: list[Action]) -> None:

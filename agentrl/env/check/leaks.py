@@ -1,4 +1,4 @@
-"""Gold answers never reach the policy: not in a message, not in info."""
+"""Gold answers never reach the policy, neither in a message nor in info."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST = 0.5
 
 
 def check_leaks(subject: Subject) -> str:
-    """Three looks: gold marked with canaries, long gold texts, and answers that stand in the prompt."""
+    """Three tests: gold marked with canaries, long gold texts, and answers that occur in the prompt."""
     env = subject.build()
     marked = 0
     prompts: list[tuple[str, str]] = []
@@ -40,7 +40,7 @@ def check_leaks(subject: Subject) -> str:
 
 
 def _shown(subject: Subject, env: ToolEnv, task: Task, seed: int) -> str:
-    """All that a policy sees in an episode in which it tries every tool once, as text."""
+    """Everything that a policy sees in an episode in which it tries every tool once, as text."""
     observation, info = env.reset(seed=seed, options={"task": task})
     seen: list[Any] = [[m.content for m in observation], info, env.toolbox.schemas()]
     rng = subject.rng(seed)
@@ -54,11 +54,11 @@ def _shown(subject: Subject, env: ToolEnv, task: Task, seed: int) -> str:
 
 
 def _canary(subject: Subject, env: ToolEnv, task: Task, seed: int) -> int:
-    """Play the task with every text of its gold replaced by a marker; 1 where the environment takes it."""
+    """Play the task with every string of its gold replaced by a marker; 1 if the environment accepts such gold."""
     try:
         shown = _shown(subject, env, replace(task, gold=_mark(task.gold)), seed)
     except (AgentrlError, ValueError, TypeError, KeyError, AttributeError):
-        # An environment may need its gold (a simulated user's goal, say) to make sense; the other looks stay.
+        # An environment may need meaningful gold (a simulated user's goal, say); the other tests still apply.
         env.close()
         return 0
     if MARK in shown:
@@ -76,7 +76,7 @@ def _mark(value: Json) -> Any:
 
 
 def _long_texts(value: Json) -> list[str]:
-    """Texts in the gold that are too long to occur by chance."""
+    """Strings in the gold that are too long to occur by chance."""
     if isinstance(value, str):
         return [value] if len(value) >= LONG else []
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -89,4 +89,4 @@ def _answers_in_prompts(prompts: list[tuple[str, str]]) -> None:
         return
     found = [a for a, opening in prompts if a and re.search(rf"(?<!\w){re.escape(a)}(?!\w)", opening)]
     if len(found) / len(prompts) > MOST:
-        raise CheckFailed(f"the gold answer stands in {len(found)} of {len(prompts)} prompts, {found[0]!r} for one")
+        raise CheckFailed(f"the gold answer occurs in {len(found)} of {len(prompts)} prompts, {found[0]!r} for one")

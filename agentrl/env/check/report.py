@@ -15,7 +15,7 @@ from agentrl.trajectory import Message, Task
 
 
 class CheckFailed(Exception):
-    """The environment does not do what the check asks; the message is the evidence."""
+    """The environment fails the check; the message is the evidence."""
 
 
 class Skipped(Exception):
@@ -24,7 +24,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CheckFinding:
-    """The outcome of one check. `ok` is None where it does not apply."""
+    """The outcome of one check. `ok` is None if it does not apply."""
 
     check: str
     ok: bool | None
@@ -34,11 +34,11 @@ class CheckFinding:
 
 @dataclass(frozen=True)
 class Subject:
-    """The environment under check.
+    """The environment that is checked.
 
-    `build` gives a new instance each time, `scorer` judges whole episodes (None: checks of rewards do not
-    apply), `tasks` is how many tasks a check looks at, `fuzz` how many inputs each tool gets. `portable` is
-    a pickled object with `build()`, for looking at the environment from another process.
+    `build` gives a new instance each time, `scorer` scores whole episodes (None: checks of rewards do not
+    apply), `tasks` is the number of tasks per check, `fuzz` the number of inputs per tool. `portable` is
+    a pickled object with `build()`, for building the environment in another process.
     """
 
     build: Callable[[], ToolEnv]
@@ -51,14 +51,14 @@ class Subject:
         return range(count or self.tasks)
 
     def gold(self, env: ToolEnv) -> list[Message]:
-        """The gold turns of the running task. Raises CheckFailed where the environment has none."""
+        """The gold turns of the running task. Raises CheckFailed if the environment has none."""
         try:
             return env.gold_turns(env.task)
         except NotImplementedError as problem:
             raise CheckFailed(f"no gold_turns: {problem}") from problem
 
     def turns(self, env: ToolEnv, seed: int, count: int = 4) -> list[Action]:
-        """Gold turns where there are some, else sampled calls: something meaningful to play."""
+        """Gold turns if there are any, else `count` sampled calls."""
         try:
             return list(env.gold_turns(env.task))
         except NotImplementedError:
@@ -91,11 +91,11 @@ class Subject:
 
 
 def describe(task: Task) -> str:
-    """A task by name, for evidence."""
+    """A task's name for evidence."""
     return f"task {task.id!r} (seed {task.seed}, {task.split})"
 
 
 def brief(value: Any, limit: int = 160) -> str:
-    """A value's repr, cut."""
+    """A value's repr, cut to `limit` characters."""
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

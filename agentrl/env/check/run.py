@@ -1,4 +1,4 @@
-"""All checks in order, each shielded from the others."""
+"""All checks in order; a failure of one does not affect the others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHECKS: dict[str, Check] = {
 
 
 def check_all(subject: Subject, only: Iterable[str] | None = None) -> list[CheckFinding]:
-    """Run the checks (those named in `only`) and report every outcome; raises nothing the environment did.
+    """Run the checks (those named in `only`) and report every outcome; errors of the environment become findings.
 
     Raises KeyError for an unknown name in `only`.
     """
@@ -52,6 +52,6 @@ def _run(name: str, check: Check, subject: Subject) -> CheckFinding:
     except Skipped as reason:
         ok, evidence = None, str(reason)
     except Exception as fault:
-        # The environment is somebody's code under test: whatever it raises is the finding.
+        # The environment is the code under test, so anything that it raises is a finding.
         ok, evidence = False, f"raised {type(fault).__name__}: {fault}"
     return CheckFinding(name, ok, evidence, time.perf_counter() - began)

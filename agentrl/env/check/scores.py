@@ -1,4 +1,4 @@
-"""The reward spec against scripted policies: gold wins, idling does not, free order is free."""
+"""The reward spec against scripted policies: gold succeeds, idling does not, a free order is really free."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_gold(subject: Subject) -> str:
                     what = "ended early" if ended else "did not end"
                     raise CheckFailed(f"{describe(env.task)}: gold {what} at turn {number + 1} of {len(turns)}")
             if not subject.won(env):
-                raise CheckFailed(f"{describe(env.task)}: gold scored {subject.score(env)} and is no success")
+                raise CheckFailed(f"{describe(env.task)}: gold scored {subject.score(env)} and is not a success")
             played += 1
     return f"gold succeeded on {played} tasks"
 
@@ -50,7 +50,7 @@ def _echo(subject: Subject, env: ToolEnv, seed: int) -> list[Message | str]:
 
 
 def _spam(subject: Subject, env: ToolEnv, seed: int) -> list[Message | str]:
-    """Every read-only tool, twice, with sampled arguments, and then no answer."""
+    """Every read-only tool twice, with sampled arguments, and then no answer."""
     rng = subject.rng(seed)
     readers = [item for item in env.toolbox if item.options.read_only]
     calls = [
@@ -66,7 +66,7 @@ IDLERS: dict[str, Idler] = {
 
 
 def check_exploits(subject: Subject) -> str:
-    """Scripts that solve nothing: none may score well on average, save where idling is right by design."""
+    """Scripts that solve nothing must not score well on average, except if idling is correct by design."""
     env = subject.build()
     limit = env.idle_share + LUCK
     means: dict[str, float] = {}
@@ -89,12 +89,12 @@ def check_exploits(subject: Subject) -> str:
 
 
 def _until_silence(turns: list[Message | str], env: ToolEnv) -> list[Message | str]:
-    """A simulated user may ask back: the script says its last line a few times more."""
+    """A simulated user may ask back, so the script repeats its last line a few times."""
     return [*turns, *turns[-1:] * 20]
 
 
 def check_order(subject: Subject) -> str:
-    """Where the class says `order_free`, gold calls in any order succeed as well."""
+    """If the class declares `order_free`, gold calls in any order succeed as well."""
     env = subject.build()
     if not env.order_free:
         raise Skipped("the class does not declare order_free")
@@ -110,7 +110,7 @@ def check_order(subject: Subject) -> str:
             value = subject.play(env, turns, seed)
             if not subject.won(env):
                 names = json.dumps([call.name for turn in turns for call in turn.tool_calls])
-                raise CheckFailed(f"{describe(env.task)}: the order {names} scored {value} and is no success")
+                raise CheckFailed(f"{describe(env.task)}: the order {names} scored {value} and is not a success")
             tried += 1
     if not tried:
         raise Skipped(f"none of {subject.tasks} gold solutions has two calls")
@@ -118,7 +118,7 @@ def check_order(subject: Subject) -> str:
 
 
 def _reordered(gold: list[Message], rng: random.Random) -> list[Message]:
-    """The gold turns with all their calls dealt out anew; every turn keeps its number of calls."""
+    """The gold turns with all their calls shuffled; every turn keeps its number of calls."""
     calls = [call for turn in gold for call in turn.tool_calls]
-    dealt = iter(rng.sample(calls, len(calls)))
-    return [replace(turn, tool_calls=tuple(next(dealt) for _ in turn.tool_calls)) for turn in gold]
+    shuffled = iter(rng.sample(calls, len(calls)))
+    return [replace(turn, tool_calls=tuple(next(shuffled) for _ in turn.tool_calls)) for turn in gold]

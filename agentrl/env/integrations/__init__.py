@@ -1,1 +1,1 @@
-"""Environments of other platforms here, and ours there; each needs that platform's own package."""
+"""Environments of other platforms here, and ours there; each module needs that platform's package."""

@@ -1,7 +1,7 @@
 """A plain Gymnasium environment with small discrete or text spaces, as a tool environment.
 
-The policy acts through one tool, `act`; what it sees is the observation as text. Gymnasium's rewards add up
-in the state, where a reward spec finds them.
+The policy acts through one tool, `act`, and sees the observation as text. Gymnasium's rewards are summed
+in the state, from which a reward spec can read them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class GymTextEnv(ToolEnv):
         rules: str = "",
         **base: Any,
     ) -> None:
-        """`make`, `make_args`: what goes to `gymnasium.make`. `actions`: names of a discrete action space's
-        actions, in order. `rules`: what the policy is told. Raises CatalogError for an unknown id, and for an
+        """`make`, `make_args`: arguments of `gymnasium.make`. `actions`: names of a discrete action space's
+        actions, in order. `rules`: the system message. Raises CatalogError for an unknown id, and for an
         action space that is neither Discrete nor Text."""
         super().__init__(**base)
         self.make, self.make_args, self.rules = make, dict(make_args or {}), rules
@@ -63,12 +63,11 @@ class GymTextEnv(ToolEnv):
             "additionalProperties": False,
         }
         made = Tool.from_schema("act", "take one action", parameters, _act)
-        # As a method the tool is bound to whichever environment it is called on: a fork acts on itself.
-
+        # As a method the tool is bound to the environment that it is called on, so that a fork acts on itself.
         return replace(made, method=True).with_options(parallel=False)
 
     def make_task(self, rng_seed: int, split: str) -> Task:
-        """Even seeds of the inner environment train, odd ones are held out."""
+        """Even seeds of the inner environment are for training, odd ones are held out."""
         if split not in SPLITS:
             raise TaskDataError(f"{self.make}: no split {split!r}; expected one of {', '.join(SPLITS)}")
         inner_seed = rng_seed * 2 % 2**31 + SPLITS.index(split)
@@ -91,7 +90,7 @@ class GymTextEnv(ToolEnv):
         return {"reward": self.total, "steps": self.steps, "ending": self.ending}
 
     def act(self, action: str) -> str:
-        """One step of the inner environment. Raises ToolError where the game is over."""
+        """One step of the inner environment. Raises ToolError if the game is over."""
         if self.ending:
             raise ToolError("the game is over")
         choice: Any = self.names.index(action) if self.names else action

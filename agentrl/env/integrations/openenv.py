@@ -28,7 +28,7 @@ def _require() -> None:
 
 @cache
 def _served_types() -> tuple[type, type, type]:
-    """(action, observation, environment): made late, because their bases come from the other package."""
+    """(action, observation, environment): defined late, because their base classes come from the optional package."""
     from openenv.core.env_server.interfaces import Environment
     from openenv.core.env_server.types import Action, Observation, State
 
@@ -77,7 +77,7 @@ def _served_types() -> tuple[type, type, type]:
 
 
 def openenv_app(build: Callable[..., ToolEnv], scorer: ScorerLike | None = None, sessions: int = 64) -> Any:
-    """A FastAPI app that serves an environment to OpenEnv clients, an instance of its own for each session.
+    """A FastAPI app that serves an environment to OpenEnv clients, with a separate instance for each session.
 
     `build` makes an environment (`EnvRef.build`). Actions are `{"text": ...}`. Raises DependencyError
     without openenv-core.
@@ -99,13 +99,13 @@ def openenv_app(build: Callable[..., ToolEnv], scorer: ScorerLike | None = None,
 class OpenEnv(ToolEnv):
     """An environment behind an OpenEnv server, played through one tool, `act`.
 
-    The tool's parameters are the fields of the server's action type. Rewards add up in the state.
+    The tool's parameters are the fields of the server's action type. Rewards are summed in the state.
     """
 
     id = "openenv/Client-v0"
 
     def __init__(self, *, url: str, rules: str = "", timeout: float = 60.0, **base: Any) -> None:
-        """`url`: of the server. `rules`: what the policy is told first. `timeout`: seconds for every answer.
+        """`url`: of the server. `rules`: the system message. `timeout`: seconds for every answer.
         Raises DependencyError without openenv-core."""
         _require()
         super().__init__(**base)
@@ -114,7 +114,7 @@ class OpenEnv(ToolEnv):
         self.total, self.steps, self.over, self.first = 0.0, 0, False, ""
 
     def make_task(self, rng_seed: int, split: str) -> Task:
-        """Even seeds of the server train, odd ones are held out."""
+        """Even seeds of the server are for training, odd ones are held out."""
         if split not in SPLITS:
             raise TaskDataError(f"{self.url}: no split {split!r}; expected one of {', '.join(SPLITS)}")
         seed = rng_seed * 2 % 2**31 + SPLITS.index(split)
@@ -148,7 +148,7 @@ class OpenEnv(ToolEnv):
         return {"reward": self.total, "steps": self.steps, "done": self.over}
 
     async def act(self, action: Mapping[str, Json]) -> str:
-        """One step on the server. Raises ToolError where the episode is over there."""
+        """One step on the server. Raises ToolError if the server's episode is over."""
         if self.over:
             raise ToolError("the episode is over")
         result = await self.client.step(dict(action))

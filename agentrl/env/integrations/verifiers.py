@@ -56,7 +56,7 @@ def _call(row: dict[str, Any]) -> ToolCall:
     except ValueError as problem:
         return ToolCall(row["name"], None, row["id"], raw, f"not valid JSON: {problem}")
     if not isinstance(arguments, dict):
-        return ToolCall(row["name"], None, row["id"], raw, "the arguments are no JSON object")
+        return ToolCall(row["name"], None, row["id"], raw, "the arguments are not a JSON object")
     return ToolCall(row["name"], arguments, row["id"], raw)
 
 
@@ -80,7 +80,7 @@ def _rows(build: Callable[[], ToolEnv], tasks: int, split: str) -> Any:
 def to_verifiers(
     build: Callable[[], ToolEnv], scorer: ScorerLike, *, tasks: int = 100, max_turns: int = 20, **options: Any
 ) -> Any:
-    """A verifiers MultiTurnEnv over an environment: `tasks` tasks of each of train (dataset) and held-out
+    """A verifiers MultiTurnEnv over an environment: `tasks` tasks each for train (dataset) and held-out
     (eval dataset), scored by our reward spec. An episode that could not be scored has the reward nan.
     `options` go to verifiers. Raises DependencyError without the package.
     """
@@ -119,7 +119,7 @@ def to_verifiers(
     functions = [schema["function"] for schema in build().toolbox.schemas()]
     tools = [vf.Tool(name=f["name"], description=f.get("description", ""), parameters=f["parameters"])
              for f in functions]  # fmt: skip
-    # In a thread of its own, so that this can be called where an event loop runs.
+    # In a separate thread, so that this can also be called while an event loop runs.
     with ThreadPoolExecutor(max_workers=1) as pool:
         train, held_out = pool.map(partial(_rows, build, tasks), SPLITS)
     return Exported(
@@ -132,13 +132,13 @@ def to_verifiers(
 
 
 class VerifiersEnv(ToolEnv):
-    """A verifiers environment (SingleTurn, MultiTurn or Tool). Its own rubric's reward stands in the state."""
+    """A verifiers environment (SingleTurn, MultiTurn or Tool). Its own rubric's reward is in the state."""
 
     id = "verifiers/Env-v0"
     shared = frozenset({"theirs"})
 
     def __init__(self, *, load: str = "", args: dict[str, Any] | None = None, environment: Any = None, **base: Any) -> None:
-        """`load`, `args`: what `verifiers.load_environment` takes; or a ready `environment`. Raises
+        """`load`, `args`: arguments of `verifiers.load_environment`; or an existing `environment`. Raises
         DependencyError without the package."""
         _require()
         import verifiers as vf
@@ -175,7 +175,7 @@ class VerifiersEnv(ToolEnv):
         return dict(self.result)
 
     async def _answer(self, turn: Turn) -> tuple[Observation, bool]:
-        """Their loop, turned round: the turn goes into their state, and their environment answers it."""
+        """Their rollout loop, inverted: our turn goes into their state, and their environment answers it."""
         from verifiers.types import AssistantMessage
 
         state = self.theirs_state
@@ -210,11 +210,11 @@ class VerifiersEnv(ToolEnv):
 
 @cache
 def no_client() -> Any:
-    """Stands where verifiers keeps its model client: the policy is on our side, and this one is never asked."""
+    """Takes the place of verifiers' model client, which is never used because the policy is on our side."""
     from verifiers.clients import Client
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise EnvError("a verifiers environment asked its model client; only the policy speaks here")
+        raise EnvError("a verifiers environment called its model client, which does not exist here; only the policy samples")
 
     return type("NoClient", (Client,), dict.fromkeys(Client.__abstractmethods__, refuse))(object())
 

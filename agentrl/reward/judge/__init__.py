@@ -1,4 +1,4 @@
-"""The judge: a model that is asked for a verdict, with a cache, a budget and a limit on what runs at once."""
+"""The judge: a model that gives verdicts, with a cache, a budget and a concurrency limit."""
 
 from __future__ import annotations
 

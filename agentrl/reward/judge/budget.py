@@ -1,4 +1,4 @@
-"""What judging may cost: a limit on calls and on money, counted before a call is made."""
+"""The judge's budget: limits on calls and on money, checked before each call."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import threading
 
 
 class Budget:
-    """Counts calls and dollars over all threads. A call reserves the most it can cost, and gives back what
-    it did not use, so that calls running at the same time cannot overspend together."""
+    """Counts calls and dollars over all threads. A call reserves its maximum cost and returns what it did
+    not use, so that concurrent calls cannot overspend together."""
 
     def __init__(self, calls: int | None, usd: float | None) -> None:
         self.limit_calls, self.limit_usd = calls, usd
@@ -17,14 +17,14 @@ class Budget:
         self._lock = threading.Lock()
 
     def reserve(self, usd: float | None) -> str | None:
-        """Take one call that costs at most `usd` (None: not known). Why it may not be made, or None."""
+        """Reserve one call that costs at most `usd` (None: not known). Returns why it may not be made, or None."""
         with self._lock:
             if self.limit_calls is not None and self.calls >= self.limit_calls:
                 return f"the budget of {self.limit_calls} judge calls is spent; raise reward.judge.calls"
             if self.limit_usd is not None:
                 if usd is None:
                     return (
-                        "reward.judge.usd: the model's price is not known, so a budget in money cannot hold; set "
+                        "reward.judge.usd: the model's price is not known, so a budget in USD cannot be enforced; set "
                         "reward.judge.usd_per_million"
                     )
                 if self.usd + self._reserved + usd > self.limit_usd + 1e-12:
@@ -36,7 +36,7 @@ class Budget:
             return None
 
     def settle(self, reserved: float | None, used: float) -> None:
-        """Give a reservation back and count what was really used."""
+        """Release a reservation and count the actual cost."""
         with self._lock:
             self._reserved -= reserved or 0.0
             self.usd += used

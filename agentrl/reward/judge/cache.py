@@ -1,4 +1,4 @@
-"""Verdicts on disk, one file each, named by the hash of everything that the verdict depends on."""
+"""Verdicts on disk, one file each, named by the hash of everything that a verdict depends on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from agentrl.trajectory import Json
 
 
 class VerdictCache:
-    """A folder of verdicts; many processes may share it. Without a folder, remembers in memory only."""
+    """A folder of verdicts, which several processes may share; in memory only if there is no folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self._memory: dict[str, Json] = {}
 
     def get(self, key: str) -> Json:
-        """The verdict for a key, or None. A file that cannot be read counts as not there."""
+        """The verdict for a key, or None. An unreadable file counts as missing."""
         if key in self._memory:
             return self._memory[key]
         if self.folder is None:
@@ -31,7 +31,7 @@ class VerdictCache:
         return verdict
 
     def put(self, key: str, verdict: Json) -> None:
-        """Keep a verdict. Written aside and renamed, so that a reader never sees half of one."""
+        """Store a verdict. It is written to a temporary file and renamed, so that readers never see a partial one."""
         self._memory[key] = verdict
         if self.folder is None:
             return

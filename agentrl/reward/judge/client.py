@@ -1,4 +1,4 @@
-"""Asking a judge model through litellm. What cannot be answered is a Verdict without a value, never 0."""
+"""Asks a judge model through litellm. A request that fails gives a Verdict without a value, never 0."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from agentrl.reward.judge.cache import VerdictCache
 from agentrl.reward.judge.load import load_litellm
 from agentrl.trajectory import Json
 
-_CHARACTERS_PER_TOKEN = 2  # low on purpose: it bounds a prompt's cost from above
+_CHARACTERS_PER_TOKEN = 2  # low on purpose, for an upper bound on a prompt's cost
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeSettings:
-    """How a run asks its judges; a spec decides only model, prompt and verdict.
+    """A run's settings for its judges; a spec decides only model, prompt and verdict.
 
-    `calls`, `usd`: budgets of the whole run (None: no limit). `usd_per_million`: (prompt, sampled) prices for
+    `calls`, `usd`: budgets for the whole run (None: no limit). `usd_per_million`: (prompt, sampled) prices for
     models whose price litellm does not know. Times in seconds.
     """
 
@@ -48,7 +48,7 @@ class JudgeSettings:
 
 @dataclass(frozen=True, slots=True)
 class VerdictRequest:
-    """What a judge is asked: everything the verdict depends on, and so the key of the cache."""
+    """A request to a judge: everything that the verdict depends on, and therefore the cache key."""
 
     model: str
     messages: tuple[Mapping[str, str], ...]
@@ -71,7 +71,7 @@ class Verdict:
 
 
 class _Fault(Exception):
-    """One attempt failed; `again` says whether another one may help."""
+    """One attempt failed; `again`: whether to retry."""
 
     def __init__(self, message: str, again: bool) -> None:
         super().__init__(message)
@@ -80,7 +80,7 @@ class _Fault(Exception):
 
 class Judge:
     """A client for all judge leaves of a run: cache, budget, retries, and at most `concurrency` requests at
-    once. Equal requests that are asked at the same time share one call."""
+    a time. Equal requests made at the same time share one call."""
 
     def __init__(self, settings: JudgeSettings | None = None) -> None:
         self.settings = settings or JudgeSettings()
@@ -91,15 +91,16 @@ class Judge:
         self._lock = threading.Lock()
 
     def ask(self, key: str, request: VerdictRequest) -> Verdict:
-        """The verdict, waited for. Raises DependencyError without litellm, JudgeBudgetError where it would cost too much."""
+        """The verdict, blocking. Raises DependencyError without litellm, JudgeBudgetError if the budget is spent."""
         return self._submit(key, request).result()
 
     async def aask(self, key: str, request: VerdictRequest) -> Verdict:
-        """The verdict, awaited. Cancelling lets go of it; the call itself ends at its timeout."""
+        """As `ask`, without blocking. Cancelling stops the waiting only; the call itself ends by its timeout."""
+        # shield: another caller may share this call and still wait for it.
         return await asyncio.shield(asyncio.wrap_future(self._submit(key, request)))
 
     def close(self) -> None:
-        """Take no more requests; what runs ends by itself."""
+        """Accept no more requests; running ones finish by themselves."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, key: str, request: VerdictRequest) -> Future[Verdict]:
@@ -175,7 +176,7 @@ class Judge:
             _refuse(error, again=True)
 
     def _prices(self, litellm: Any, model: str) -> tuple[float, float] | None:
-        """USD per token (prompt, sampled), or None where nobody knows."""
+        """USD per token (prompt, sampled), or None if unknown."""
         if self.settings.usd_per_million is not None:
             prompt, sampled = self.settings.usd_per_million
             return prompt / 1e6, sampled / 1e6
@@ -209,7 +210,7 @@ def _verdict(response: Any, request: VerdictRequest) -> Json:
     choices = response.choices
     text = choices[0].message.content if choices else None
     if not isinstance(text, str):
-        raise _Fault("the judge answered no text", again=True)
+        raise _Fault("the judge's answer has no text", again=True)
     body = text.strip()
     if body.startswith("```"):
         body = body.strip("`").removeprefix("json").strip()

@@ -1,4 +1,4 @@
-"""litellm, loaded when it is first asked."""
+"""litellm, loaded on first use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _IMPORTING = threading.Lock()
 
 
 def load_litellm() -> Any:
-    """litellm, imported at the first question: that takes seconds. Its price table comes from the package, not the network."""
+    """litellm, imported on first use (it takes seconds). Its price table comes from the package, not the network."""
     name = "LITELLM_LOCAL_MODEL_COST_MAP"
-    with _IMPORTING:  # the variable is set for the import only; two threads must not see each other's
+    with _IMPORTING:  # the environment variable is set for the import only; concurrent imports must not see each other's
         before = os.environ.get(name)
         os.environ[name] = "True"
         try:

@@ -1,4 +1,4 @@
-"""`calls.schema` and `calls.none`: whether calls are well formed, and whether there are any."""
+"""`calls.schema` and `calls.none`: whether calls are well-formed, and whether there are any."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MOST_VALIDATORS = 4096
 
 
 class CallsSchema(Leaf):
-    """Share of the calls that name an offered tool and fit its parameters' JSON Schema."""
+    """Share of the calls that name an available tool and match its parameters' JSON Schema."""
 
     kind: ClassVar[str] = "calls.schema"
     formula: ClassVar[str] = (
-        "valid calls / calls (credit=partial), or 1 where all are valid (credit=all); `empty` where there "
-        "is no call; check=parse only asks that the arguments are a JSON object"
+        "valid calls / calls (credit=partial), or 1 if all are valid (credit=all); `empty` if there "
+        "is no call; check=parse only requires that the arguments are a JSON object"
     )
     schema: ClassVar[dict[str, Any]] = object_schema(
         {
@@ -51,10 +51,10 @@ class CallsSchema(Leaf):
 
 
 class CallsNone(Leaf):
-    """1 where no call was made (or none of the named tools was)."""
+    """1 if no call was made (or none of the named tools was called)."""
 
     kind: ClassVar[str] = "calls.none"
-    formula: ClassVar[str] = "1 where no call (of `names`, if given) was made, else 0"
+    formula: ClassVar[str] = "1 if no call (of `names`, if given) was made, else 0"
     schema: ClassVar[dict[str, Any]] = object_schema({"names": {"type": "array", "items": {"type": "string"}, "minItems": 1}})
     example: ClassVar[dict[str, Any]] = {"names": ["delete_account"]}
 
@@ -68,7 +68,7 @@ def _parameters(view: View) -> dict[str, Json]:
     tools = [tool.get("function") for tool in view.trajectory.tools]
     found = {tool["name"]: tool.get("parameters", {}) for tool in tools if isinstance(tool, Mapping) and "name" in tool}
     if not found:
-        raise UnscorableError("the trajectory holds no tool schemas")
+        raise UnscorableError("the trajectory has no tool schemas")
     return found
 
 
@@ -88,7 +88,7 @@ def _fault(
 
 
 def _validator(schema: Json) -> jsonschema.Draft202012Validator:
-    """A validator is compiled once for each schema: building one costs more than most validations."""
+    """The validator of a schema, cached because building one costs more than most validations."""
     key = json.dumps(schema, sort_keys=True, default=repr)
     if key not in _VALIDATORS:
         if len(_VALIDATORS) >= _MOST_VALIDATORS:
@@ -96,6 +96,6 @@ def _validator(schema: Json) -> jsonschema.Draft202012Validator:
         try:
             jsonschema.Draft202012Validator.check_schema(schema)
         except jsonschema.exceptions.SchemaError as error:
-            raise UnscorableError(f"a tool's parameters are no JSON Schema: {error.message}") from error
+            raise UnscorableError(f"a tool's parameters are not a JSON Schema: {error.message}") from error
         _VALIDATORS[key] = jsonschema.Draft202012Validator(schema)
     return _VALIDATORS[key]

@@ -1,4 +1,4 @@
-"""`calls.match`: how well the calls made match the calls expected."""
+"""`calls.match`: how well the calls made match the expected calls."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _NUMBER = {"type": "number", "minimum": 0}
 
 
 class CallsMatch(Leaf):
-    """Pairs made and expected calls one to one and counts the pairs (see `formula`)."""
+    """Pairs made and expected calls one-to-one and scores the pairs (see `formula`)."""
 
     kind: ClassVar[str] = "calls.match"
     formula: ClassVar[str] = (
         "M / D: M = sum of the pairs' credit under the assignment (matched: 1 for a full match; partial: "
-        "(1 + right arguments) / (1 + arguments)); D = max(made, expected) for exact, expected for superset, "
-        "made for subset. credit=all: 1 where every one of D is a full match, else 0. credit=toolrl: "
+        "(1 + correct arguments) / (1 + arguments)); D = max(made, expected) for exact, expected for superset, "
+        "made for subset. credit=all: 1 if M / D is 1, else 0. credit=toolrl: "
         "(r_name + r_param + r_value) / (1 + |G| + sum |keys(G_j)|)."
     )
     schema: ClassVar[dict[str, Any]] = object_schema(
@@ -59,9 +59,9 @@ class CallsMatch(Leaf):
         values = Rule(float(args.get("abs", 0.0)), float(args.get("rel", 0.0)), NORMALIZERS[strings])
         self.rule = CallRule(self.form, str(args.get("arguments", "exact")), values)
         if self.assign == "greedy" and self.order != "free":
-            raise ValueError("assign: greedy pairs calls only where order is free")
+            raise ValueError("assign: greedy is only for order: free")
         if self.credit == "toolrl" and (self.order != "free" or self.form != "literal" or "arguments" in args):
-            raise ValueError("credit: toolrl goes with order free, form literal and no 'arguments'")
+            raise ValueError("credit: toolrl needs order free and form literal, without 'arguments'")
 
     def read(self, view: View, args: Args) -> Reading:
         gold = self._gold(view, args["expect"])
@@ -77,12 +77,13 @@ class CallsMatch(Leaf):
 
     def _gold(self, view: View, expect: Json) -> list[GoldCall]:
         """The gold calls, read once for all parts of an episode that share them."""
+        # By id, since hashing the gold would cost more than it saves; the memo holds `expect`, so ids stay unique.
         key = (self.form, id(expect))
         if key not in view.memo:
             gold = gold_calls(expect, self.form)
             view.memo[key] = (declared(gold, view.trajectory.tools) if self.form == "bfcl" else gold, expect)
-        found: list[GoldCall] = view.memo[key][0]
-        return found
+        calls: list[GoldCall] = view.memo[key][0]
+        return calls
 
     def _pair(self, made: Sequence[Made], gold: Sequence[GoldCall]) -> tuple[assign.Pairs, Credit]:
         n, m = len(made), len(gold)
@@ -99,7 +100,7 @@ class CallsMatch(Leaf):
 
         straight = assign.prefix(match, n, m)
         if self.order == "prefix" or len(straight) == min(n, m):
-            return straight, match  # no assignment can do better than a full match of the shorter side
+            return straight, match  # no assignment is better than a full match of the shorter side
         credit = part if self.credit == "partial" else match
         if self.order == "ordered":
             return assign.in_order([[credit(i, j) for j in range(m)] for i in range(n)]), credit
@@ -117,7 +118,7 @@ Credit = Callable[[int, int], float]
 
 
 def _ratio(total: float, made: int, gold: int, compare: str) -> float:
-    """Matched share; nothing made earns nothing unless nothing was expected."""
+    """Matched share; no calls made earn nothing unless none were expected."""
     size = {"exact": max(made, gold), "superset": gold, "subset": made}[compare]
     if size == 0:
         return 1.0 if gold == 0 else 0.0

@@ -15,7 +15,7 @@ class EpisodeStopped(Leaf):
     """Whether the episode ended for one of the given reasons."""
 
     kind: ClassVar[str] = "episode.stopped"
-    formula: ClassVar[str] = "1 where the stop reason is among `reasons` (default: done), else 0"
+    formula: ClassVar[str] = "1 if the stop reason is among `reasons` (default: done), else 0"
     schema: ClassVar[dict[str, Any]] = object_schema(
         {"reasons": {"type": "array", "items": {"enum": list(POLICY_STOPS)}, "minItems": 1}}
     )
@@ -28,7 +28,7 @@ class EpisodeStopped(Leaf):
 
 
 class _Cost(Leaf):
-    """Share of a budget that was used: 0 up to `free`, 1 from `max` on, linear between."""
+    """Share of a budget that was used: 0 up to `free`, 1 from `max` on, linear in between."""
 
     formula: ClassVar[str] = "min(1, max(0, (used - free) / (max - free)))"
     schema: ClassVar[dict[str, Any]] = object_schema(
@@ -78,7 +78,7 @@ class CostTokens(_Cost):
 
 
 class CostSeconds(_Cost):
-    """Seconds of the turns: sampling and tools."""
+    """Seconds of the turns, for sampling and tools."""
 
     kind: ClassVar[str] = "cost.seconds"
 
@@ -87,7 +87,7 @@ class CostSeconds(_Cost):
 
 
 class CostUsd(_Cost):
-    """Money at a price per million tokens read (prompt) and sampled."""
+    """Cost in USD at prices per million prompt and sampled tokens."""
 
     kind: ClassVar[str] = "cost.usd"
     formula: ClassVar[str] = (

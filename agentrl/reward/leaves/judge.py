@@ -23,10 +23,10 @@ _SYSTEM = (
 
 
 class JudgeLeaf(Leaf):
-    """Asks a model for a score within `range`, by a prompt that the spec holds in full."""
+    """Asks a model for a score within `range`, with a prompt that is entirely in the spec."""
 
     kind: ClassVar[str] = "judge"
-    formula: ClassVar[str] = "(score - low) / (high - low), score within range [low, high] by the judge's JSON verdict"
+    formula: ClassVar[str] = "(score - low) / (high - low), score in the range [low, high] from the judge's JSON verdict"
     schema: ClassVar[dict[str, Any]] = object_schema(
         {
             "model": {"type": "string", "minLength": 1, "description": "a litellm model name, with its date"},
@@ -37,7 +37,7 @@ class JudgeLeaf(Leaf):
             },
             "inputs": {
                 "type": "object",
-                "description": "name -> value or reference, for the prompt's places",
+                "description": "name -> value or reference, for the prompt's placeholders",
             },
             "range": {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2},
             "max_tokens": {"type": "integer", "minimum": 1, "maximum": 8192},
@@ -56,17 +56,17 @@ class JudgeLeaf(Leaf):
     def __init__(self, args: Args, context: Context) -> None:
         super().__init__(args, context)
         if context.judge is None:
-            raise ValueError("a judge leaf needs a judge, and this run gives none (Context.judge)")
+            raise ValueError("a judge leaf needs a judge, and this run provides none (Context.judge)")
         self.low, self.high = (float(end) for end in args.get("range", (0, 1)))
         if not self.low < self.high:
-            raise ValueError(f"range: the lower end {self.low} is not below the upper {self.high}")
+            raise ValueError(f"range: the lower end {self.low} is not below the upper end {self.high}")
         known = {*_BUILT_IN, *args.get("inputs", {})}
         for place in _PLACE.findall(args["prompt"]):
             if place not in known:
                 raise ValueError(f"prompt: nothing fills {{{place}}}; known: {', '.join(sorted(known))}")
         unused = sorted(set(args.get("inputs", {})) - set(_PLACE.findall(args["prompt"])))
         if unused:
-            raise ValueError(f"inputs: the prompt has no place {{{unused[0]}}}")
+            raise ValueError(f"inputs: the prompt has no placeholder {{{unused[0]}}}")
         self.verdict_schema = {
             "type": "object",
             "properties": {
@@ -96,7 +96,7 @@ class JudgeLeaf(Leaf):
         return Reading((score - self.low) / (self.high - self.low), evidence)
 
     def request(self, view: View, args: Args) -> VerdictRequest:
-        """The question for this part of an episode."""
+        """The request for this part of an episode."""
         values: dict[str, Json] = {**args.get("inputs", {}), "answer": view.answer() or ""}
         values["transcript"] = transcript(view, int(args.get("transcript_chars", 20_000)))
         filled = _PLACE.sub(lambda found: _as_text(values[found.group(1)]), args["prompt"])
@@ -108,9 +108,9 @@ class JudgeLeaf(Leaf):
 
 
 def transcript(view: View, most: int) -> str:
-    """The part's turns as JSON lines, the middle cut out where it is longer than `most` characters.
+    """The part's turns as JSON lines, with the middle cut out if they are longer than `most` characters.
 
-    JSON keeps what a policy or a tool wrote inside of quotes, where it cannot pose as the grader's prompt.
+    JSON keeps what a policy or a tool wrote inside quotes, so that it cannot pose as the grader's prompt.
     """
     lines: list[str] = []
     for turn in view.turns:

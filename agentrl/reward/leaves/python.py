@@ -1,4 +1,4 @@
-"""`python`: a function of the run's own, named by the spec and allowed by the run."""
+"""`python`: a function that the spec names and the run allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.reward.view import View
 
 
 class PythonFunction(Leaf):
-    """Calls `context.python[name](view, args)`. A spec can name a function; it cannot bring or import one."""
+    """Calls `context.python[name](view, args)`. A spec can name a function but not define or import one."""
 
     kind: ClassVar[str] = "python"
     formula: ClassVar[str] = "what the function returns: a number in [0, 1], None, or (number or None, evidence)"
@@ -34,7 +34,7 @@ class PythonFunction(Leaf):
     def read(self, view: View, args: Args) -> Reading:
         try:
             answer: Any = self.function(view, args.get("args"))
-        except (Exception, SystemExit) as error:  # the user's own code may raise anything; that is no reason to stop a run
+        except (Exception, SystemExit) as error:  # user code may raise anything, which must not stop a run
             raise UnscorableError(f"{args['name']} raised {type(error).__name__}: {error}") from error
         value, evidence = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         if value is None:

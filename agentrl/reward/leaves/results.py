@@ -1,4 +1,4 @@
-"""`results.contains`: what the tools answered."""
+"""`results.contains`: the tools' answers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from agentrl.reward.view import View
 
 
 class ResultsContains(Leaf):
-    """Whether the tools' answers hold what was expected: texts, or the answers to the gold calls."""
+    """Whether the tools' answers contain what was expected: texts, or the answers to the gold calls."""
 
     kind: ClassVar[str] = "results.contains"
     formula: ClassVar[str] = (
-        "expect: as text.contains, over the answers of the calls made (errors left out). replay: 1 where "
-        "every answer that the gold calls get on a replay environment was also got here (as a multiset; in a round: up to "
-        "its end), "
-        "credit=partial: the share that was"
+        "expect: as text.contains, over the answers to the calls made (without errors). replay: 1 if every "
+        "answer to the gold calls on a replay environment also occurs here (as a multiset; in a round: up to its end), "
+        "credit=partial: the share of them that does"
     )
     schema: ClassVar[dict[str, Any]] = {
         **object_schema(
@@ -40,7 +39,7 @@ class ResultsContains(Leaf):
     def __init__(self, args: Args, context: Context) -> None:
         super().__init__(args, context)
         if args.get("credit") == "partial" and args.get("mode") == "any":
-            raise ValueError("credit: partial counts all expected texts; it does not go with mode: any")
+            raise ValueError("credit: partial counts all expected texts, so it cannot be used with mode: any")
         need_replay_env(args, context)
         if "replay" in args and ("mode" in args or "word" in args):
             raise ValueError("replay: compares whole answers; mode and word have no effect")

@@ -1,4 +1,4 @@
-"""`state.match` and `state.assert`: what the environment looks like at the end."""
+"""`state.match` and `state.assert`: the environment's state at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _POINTER = {"type": "string", "pattern": "^(/|$)"}
 
 
 def state_hash(state: Json) -> str:
-    """SHA-256 of a state's canonical JSON: sorted keys, whole floats as integers. ValueError for NaN."""
+    """SHA-256 of a state's canonical JSON: sorted keys, integral floats as integers. Raises ValueError for NaN."""
     text = json.dumps(_canonical(state), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -44,12 +44,12 @@ def _canonical(value: Json) -> Json:
 
 
 class StateMatch(Leaf):
-    """Whether the final state is the expected one: a literal, or what the gold calls lead to on a replay environment."""
+    """Whether the final state is the expected one: a literal, or that of a replay environment after the gold calls."""
 
     kind: ClassVar[str] = "state.match"
     formula: ClassVar[str] = (
-        "by=hash: 1 where the canonical states are equal; by=fields: 1 where all fields are (credit=all), or "
-        "equal fields / fields of either state (credit=partial); `ignore` leaves pointers out on both sides"
+        "by=hash: 1 if the canonical states are equal; by=fields: 1 if all fields are equal (credit=all), or "
+        "equal fields / fields of either state (credit=partial); `ignore`: pointers left out on both sides"
     )
     schema: ClassVar[dict[str, Any]] = {
         **object_schema(
@@ -95,7 +95,7 @@ class StateMatch(Leaf):
             found, wanted = replay(self.context, view, args["replay"])
         else:
             if view.scope != "episode":
-                raise UnscorableError("only a replay knows the state at the end of a round")
+                raise UnscorableError("the state at the end of a round is only known from a replay")
             found, wanted = view.trajectory.state, args["expect"]
         if found is None:
             raise UnscorableError("the environment gave no final state")
@@ -115,21 +115,21 @@ class StateMatch(Leaf):
         wrong = [key for key, value in need.items() if key not in have or not same(have[key], value, self.rule)]
         extra = [] if args.get("compare") == "superset" else [key for key in have if key not in need]
         total = len(need) + len(extra)
-        right = len(need) - len(wrong)
-        value = right / total if args.get("credit") == "partial" and total else float(not wrong and not extra)
-        return Reading(value, {"fields": total, "equal": right, "wrong": brief(wrong), "extra": brief(extra)})
+        equal = len(need) - len(wrong)
+        value = equal / total if args.get("credit") == "partial" and total else float(not wrong and not extra)
+        return Reading(value, {"fields": total, "equal": equal, "wrong": brief(wrong), "extra": brief(extra)})
 
 
 def _by_hash(found: Json, wanted: Json) -> Reading:
     try:
-        mine, gold = state_hash(found), state_hash(wanted)
+        own, gold = state_hash(found), state_hash(wanted)
     except (ValueError, TypeError) as error:
-        raise UnscorableError(f"a state is no JSON value: {error}") from error
-    return Reading(float(mine == gold), {"state": mine[:16], "gold": gold[:16]})
+        raise UnscorableError(f"a state is not a JSON value: {error}") from error
+    return Reading(float(own == gold), {"state": own[:16], "gold": gold[:16]})
 
 
 def _without(value: Json, ignore: list[tuple[str, ...]]) -> Json:
-    """The value without what the pointers name."""
+    """The value without the parts at the pointers."""
     if not ignore or not isinstance(value, (Mapping, list, tuple)):
         return value
     here = {tokens[0] for tokens in ignore if len(tokens) == 1}
@@ -140,10 +140,10 @@ def _without(value: Json, ignore: list[tuple[str, ...]]) -> Json:
 
 
 class StateAssert(Leaf):
-    """Whether one place of the final state compares as asked."""
+    """Whether one value in the final state satisfies the comparisons."""
 
     kind: ClassVar[str] = "state.assert"
-    formula: ClassVar[str] = "1 where every comparison holds for the value at `path`, else 0; `absent` where there is none"
+    formula: ClassVar[str] = "1 if every comparison holds for the value at `path`, else 0; `absent` if there is none"
     schema: ClassVar[dict[str, Any]] = {
         **object_schema(
             {

@@ -1,4 +1,4 @@
-"""`text.contains`, `text.equals`, `number.close`, `format.regex`: what the policy said."""
+"""`text.contains`, `text.equals`, `number.close`, `format.regex`: the policy's text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STRINGS = {"enum": list(NORMALIZERS)}
 def spoken(view: View, where: str) -> str | None:
     """The text that a leaf reads: the final answer, the turns without a call, all text, or all reasoning.
 
-    None where there is no final answer (the last turn is a call, or there is no turn).
+    None if there is no final answer (the last turn is a call, or there is no turn).
     """
     if where == "answer":
         return view.answer()
@@ -32,18 +32,18 @@ def spoken(view: View, where: str) -> str | None:
 
 
 def wanted_texts(value: Json) -> list[str]:
-    """One text or number, or a list of them, as texts. Raises UnscorableError for another shape."""
+    """One string or number, or a list of them, as strings. Raises UnscorableError for another shape."""
     items = value if isinstance(value, (list, tuple)) else [value]
     if not all(isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in items):
-        raise UnscorableError(f"expected text is a text or a list of texts, not {brief(value, 80)!r}")
+        raise UnscorableError(f"expected text must be a string or a list of strings, not {brief(value, 80)!r}")
     return [str(item) for item in items]
 
 
 class TextContains(Leaf):
-    """Whether the text holds what was expected."""
+    """Whether the text contains what was expected."""
 
     kind: ClassVar[str] = "text.contains"
-    formula: ClassVar[str] = "share of the expected texts that occur (credit=partial), or 1 where all / any do (mode)"
+    formula: ClassVar[str] = "share of the expected texts that occur (credit=partial), or 1 if all / any do (mode)"
     schema: ClassVar[dict[str, Any]] = object_schema(
         {
             "expect": _TEXTS,
@@ -60,7 +60,7 @@ class TextContains(Leaf):
     def __init__(self, args: Args, context: Context) -> None:
         super().__init__(args, context)
         if args.get("credit") == "partial" and args.get("mode") == "any":
-            raise ValueError("credit: partial counts all expected texts; it does not go with mode: any")
+            raise ValueError("credit: partial counts all expected texts, so it cannot be used with mode: any")
 
     def read(self, view: View, args: Args) -> Reading:
         wanted = wanted_texts(args["expect"])
@@ -71,8 +71,10 @@ class TextContains(Leaf):
 
 
 def contained(texts: Sequence[str], wanted: Sequence[str], args: Args) -> Reading:
-    """Which of the wanted texts occur in any of the texts. Nothing wanted is never a full score by itself:
-    raises UnscorableError for an empty list of wanted texts unless `mode` is all (nothing is missing)."""
+    """Which of the wanted texts occur in any of the texts.
+
+    Raises UnscorableError if there are no wanted texts and `mode` is any; with mode all nothing is missing then.
+    """
     fold = NORMALIZERS[args.get("strings", "exact")]
     heard = [fold(text) for text in texts]
     found = [any(_occurs(fold(item), text, bool(args.get("word"))) for text in heard) for item in wanted]
@@ -105,10 +107,10 @@ def _wordlike(character: str) -> bool:
 
 
 class TextEquals(Leaf):
-    """Whether the text is one of the expected ones, as a whole."""
+    """Whether the whole text equals one of the expected ones."""
 
     kind: ClassVar[str] = "text.equals"
-    formula: ClassVar[str] = "1 where the text equals one of the expected texts after normalization, else 0"
+    formula: ClassVar[str] = "1 if the text equals one of the expected texts after normalization, else 0"
     schema: ClassVar[dict[str, Any]] = object_schema({"expect": _TEXTS, "where": WHERE, "strings": _STRINGS}, ("expect",))
     example: ClassVar[dict[str, Any]] = {"expect": {"$": "/task/gold/answer"}, "strings": "fold"}
 
@@ -122,11 +124,11 @@ class TextEquals(Leaf):
 
 
 class NumberClose(Leaf):
-    """Whether the text states the expected number as a whole number token."""
+    """Whether the text contains the expected number as a complete number token."""
 
     kind: ClassVar[str] = "number.close"
     formula: ClassVar[str] = (
-        "1 where |x - y| <= max(abs, rel |y|) for the last (which=last), every (only) or some (any) number x of the text, else 0"
+        "1 if |x - y| <= max(abs, rel |y|) for the last (which=last), every (only) or some (any) number x of the text, else 0"
     )
     schema: ClassVar[dict[str, Any]] = object_schema(
         {
@@ -143,7 +145,7 @@ class NumberClose(Leaf):
     def read(self, view: View, args: Args) -> Reading:
         wanted = as_decimal(args["expect"])
         if wanted is None:
-            raise UnscorableError(f"the expected answer is a number, not {brief(args['expect'], 80)!r}")
+            raise UnscorableError(f"the expected answer must be a number, not {brief(args['expect'], 80)!r}")
         text = spoken(view, args.get("where", "answer"))
         if text is None:
             return Reading(0.0, {"expected": str(wanted), "why": "no final answer"})
@@ -157,10 +159,10 @@ class NumberClose(Leaf):
 
 
 class FormatRegex(Leaf):
-    """Whether the text has a form, told by a regular expression with a time limit."""
+    """Whether the text matches a regular expression, with a time limit."""
 
     kind: ClassVar[str] = "format.regex"
-    formula: ClassVar[str] = "1 where the pattern matches (the whole text, or somewhere in it), else 0; null after `seconds`"
+    formula: ClassVar[str] = "1 if the pattern matches (the whole text, or somewhere in it), else 0; null after `seconds`"
     schema: ClassVar[dict[str, Any]] = object_schema(
         {
             "pattern": {"type": "string"},
@@ -177,7 +179,7 @@ class FormatRegex(Leaf):
         try:
             self.pattern = regex.compile(args["pattern"], regex.VERSION1)
         except regex.error as error:
-            raise ValueError(f"pattern is no regular expression: {error}") from error
+            raise ValueError(f"pattern is not a regular expression: {error}") from error
         self.seconds = float(args.get("seconds", 0.1))
 
     def read(self, view: View, args: Args) -> Reading:

@@ -13,11 +13,11 @@ from agentrl.trajectory import Json, ToolCall
 
 
 def graded(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule, how: str) -> Reading:
-    """R_max / S_max of the paper; `scale: [-3, 3]` makes its R_correct = 6 R_max / S_max - 3 of it.
+    """R_max / S_max of the paper; with `scale: [-3, 3]` it is the paper's R_correct = 6 R_max / S_max - 3.
 
     r_name = |names made and expected| / |names made or expected| (as multisets), r_param = sum over the
     expected calls of the Jaccard index of the parameter names, r_value = number of parameters with the
-    right value, S_max = 1 + |G| + sum of |keys(G_j)|. Calls pair with calls of the same name only.
+    correct value, S_max = 1 + |G| + sum of |keys(G_j)|. Calls pair only with calls of the same name.
     """
     names_made, names_gold = Counter(call.name for call in made), Counter(call.name for call in gold)
     either = sum((names_made | names_gold).values())
@@ -56,7 +56,7 @@ def _pairs(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule, how: 
 
 
 def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule) -> assign.Pairs:
-    """Each expected call in turn takes the best call left of its name, the first among equals."""
+    """Each expected call in turn takes the best remaining call with its name, the first one on a tie."""
     free = assign.by_name([call.name for call in made])
     pairs: assign.Pairs = []
     for j, wanted in enumerate(gold):
@@ -75,11 +75,11 @@ def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule) -> a
 
 
 def _identical(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule) -> assign.Pairs:
-    """Pairs of equal calls, each call once: some optimal assignment holds them all.
+    """Pairs of equal calls, each call once: some optimal assignment contains them all.
 
-    Why: where a equals b, any x and y have weight(x, b) + weight(a, y) <= weight(a, b) + weight(x, y), for
-    1 - Jaccard index is a metric and so is, over the arguments of a, the count of values that differ. Pairs
-    (x, b), (a, y) can thus be exchanged for (a, b), (x, y) without a loss.
+    Why: if a equals b, any x and y have weight(x, b) + weight(a, y) <= weight(a, b) + weight(x, y), since
+    1 - Jaccard index is a metric and so is, over the arguments of a, the number of values that differ. Pairs
+    (x, b), (a, y) can thus be exchanged for (a, b), (x, y) without loss.
     """
     places: dict[Hashable, list[int]] = {}
     for i in range(len(made) - 1, -1, -1):
@@ -103,7 +103,7 @@ def _weight(call: ToolCall, gold: GoldCall, rule: Rule) -> float:
 
 
 def _key_score(call: ToolCall, gold: GoldCall) -> float:
-    """Jaccard index of the parameter names; 1 where neither call has any."""
+    """Jaccard index of the parameter names; 1 if neither call has any."""
     if call.arguments is None:
         return 0.0
     made, wanted = call.arguments.keys(), gold.arguments.keys()
@@ -112,8 +112,8 @@ def _key_score(call: ToolCall, gold: GoldCall) -> float:
 
 def _value_score(call: ToolCall, gold: GoldCall, rule: Rule) -> int:
     made = call.arguments or {}
-    right = 0
+    correct = 0
     for key, value in gold.arguments.items():
         if key in made and same(made[key], value, rule):
-            right += 1
-    return right
+            correct += 1
+    return correct
