@@ -268,7 +268,8 @@ def _find_file(name: str, folder: str, suffix: str, what: str) -> Path:
     known: list[str] = []
     for shelf in shelves():
         place = shelf / folder
-        for candidate in (place / f"{name}{suffix}", place / name):
+        own = [shelf / name] if name.startswith(f"{folder}/") else []  # configs/quickstart.toml is found from anywhere
+        for candidate in (place / f"{name}{suffix}", place / name, *own):
             if candidate.is_file():
                 return candidate
         known += [str(p.relative_to(place).with_suffix("")) for p in sorted(place.rglob(f"*{suffix}"))]

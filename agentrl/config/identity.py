@@ -118,6 +118,19 @@ def identity_of(config: TrainConfig, purpose: Purpose) -> Identity:
     return {key: value for key, value in _leaves("", table) if not cannot_matter(key, purpose)}
 
 
+def episode_overrides(config: TrainConfig) -> list[str]:
+    """What `agentrl eval ENV` is told beside the environment's id to ask the tasks of `config`, and to score them, as it does.
+
+    Environment variables of tool servers, which may hold passwords, are left out.
+    """
+    table = config.model_dump(mode="json", exclude_none=True)
+    plain = TrainConfig.model_validate({"env": {"id": config.env.id}}).model_dump(mode="json", exclude_none=True)
+    for server in table["tools"]["mcp"].values():
+        server.pop("env", None)
+    sections = ("env", "tools", "reward", "rollout")
+    return [text for section in sections for text in _overrides(section, table[section], plain[section])]
+
+
 def digest_of(value: Any) -> str:
     """What an identity holds of a JSON value that it should not hold itself."""
     return _DIGEST + hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
@@ -162,6 +175,27 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(f"{prefix}.{key}" if prefix else key, inner)
     elif value != {}:  # an empty table sets nothing
         yield prefix, value
+
+
+def _overrides(prefix: str, table: dict[str, Any], plain: dict[str, Any]) -> Iterator[str]:
+    """`a.b=c` for what differs from `plain` and matters in an evaluation, each on a key of the second or third level."""
+    for name, value in table.items():
+        key = f"{prefix}.{name}"
+        if value == plain.get(name) or cannot_matter(key, "eval"):
+            continue
+        if isinstance(value, dict) and "." not in prefix:
+            yield from _overrides(key, value, plain.get(name, {}))
+        else:
+            yield f"{key}={_inline(value)}"
+
+
+def _inline(value: Any) -> str:
+    """A JSON value as TOML on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_inline(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return json.dumps(value)
 
 
 def _digests(value: Any) -> Any:

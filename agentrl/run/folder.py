@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -47,8 +48,8 @@ class RunFolder:
         folder = cls(Path(config.out) / config.name)
         if folder.path.exists() and any(folder.path.iterdir()):
             raise ConfigError(
-                f"{folder.path}: there is a run of that name. Go on with it: agentrl train --resume {folder.path}; "
-                f"or take another name: name={config.name}-2; or start over: --overwrite"
+                f"{folder.path}: there is a run of that name. Go on with it: agentrl train --resume "
+                f"{shlex.quote(str(folder.path))}; or take another name: name={config.name}-2; or start over: --overwrite"
             )
         try:
             folder.trajectories.mkdir(parents=True)

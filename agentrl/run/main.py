@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 import shlex
 import time
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.config import TrainConfig
+from agentrl.config.identity import episode_overrides
 from agentrl.errors import AgentrlError, JudgeBudgetError, ResourceError, WorkerDiedError
 from agentrl.run.checks.sizes import advice
 from agentrl.run.curve import draw_curve
@@ -65,7 +65,7 @@ def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_
             outcome.error = f"{type(error).__name__}: {error}"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise ResourceError(
-                    f"{folder.path}: the disk is full; free some and go on with: agentrl train --resume {folder.path}"
+                    f"{folder.path}: the disk is full; free some and go on with: {_go_on(folder)}"
                 ) from error
             raise
         except BaseException as error:
@@ -130,7 +130,7 @@ async def _phases(session: Session, recorder: Recorder, outcome: RunOutcome, int
     except JudgeBudgetError as error:
         step = await session.saver.save_missing()
         raise JudgeBudgetError(
-            f"{error}, and go on from the checkpoint of step {step}: agentrl train --resume {folder.path} reward.judge..."
+            f"{error}, and go on from the checkpoint of step {step}: {_go_on(folder)} reward.judge..."
         ) from error
     if session.collector.ledger.version >= config.steps or not interrupt.requested:
         await session.saver.rate(await evaluate_now(session, recorder, "after"))
@@ -171,7 +171,7 @@ def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: RunOutcom
 
 def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: RunOutcome, looks: list[str]) -> None:
     if outcome.status == "interrupted":
-        display.say(f"interrupted. Go on with: agentrl train --resume {folder.path}")
+        display.say(f"interrupted. Go on with: {_go_on(folder)}")
         return
     if outcome.only_warm_start:
         display.say(f"the warmed-up model is in {folder.warm_start}")
@@ -184,17 +184,14 @@ def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: 
     display.say(f"trained model               {folder.final}")
     for look in looks:
         display.say(f"look at it                  {look}")
-    display.say(f"try next                    agentrl eval {config.env.id} --model {folder.final} -k 4 {_env_overrides(config)}")
-    display.say("                            agentrl train configs/quickstart.toml name=harder env.params.calls='[2, 6]'")
+    evaluation = ["agentrl", "eval", config.env.id, "--model", str(folder.final), "-k", "4", *episode_overrides(config)]
+    display.say(f"try next                    {shlex.join(evaluation)}")
+    display.say("                            agentrl train quickstart name=harder env.params.calls='[2, 6]'")
     display.say("                            agentrl env list;  agentrl env new my_env")
 
 
-def _env_overrides(config: TrainConfig) -> str:
-    """The run's environment as overrides, so that an evaluation asks the same tasks."""
-    named = {f"env.params.{key}": value for key, value in config.env.params.items()}
-    if config.env.reward is not None:
-        named["env.reward"] = config.env.reward
-    return " ".join(f"{key}={shlex.quote(json.dumps(value))}" for key, value in named.items())
+def _go_on(folder: RunFolder) -> str:
+    return f"agentrl train --resume {shlex.quote(str(folder.path))}"
 
 
 def _percent(value: float | None) -> str:

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from agentrl.catalog import EnvRef
-from agentrl.catalog.scoring import find_spec
 from agentrl.config import TrainConfig
-from agentrl.config.identity import Identity, check_goes_on, digest_of, identity_of
+from agentrl.config.identity import Identity, check_goes_on, identity_of
 from agentrl.errors import ConfigError
 from agentrl.rollout.evaluate import run_tasks, success_rate
+from agentrl.run.contents import contents_of
 from agentrl.run.display import Display
 from agentrl.run.eval_session import EvalSession, open_live, open_replay
 from agentrl.run.folder import atomic_write
@@ -185,8 +184,8 @@ def _scored(trajectory: Trajectory) -> bool:
 def _identity(config: TrainConfig, request: RolloutRequest) -> Identity:
     """All that an episode depends on; `-n` and `-k` only say which episodes there are."""
     identity = {**identity_of(config, request.purpose), "command": request.purpose, "--split": request.split}
-    if request.replay is None:  # a replay has the spec of its record
-        identity["the content of env.reward"] = digest_of(find_spec(EnvRef.of(config), config.env.reward))
+    if request.replay is None:  # a replay has the spec and the answers of its record
+        identity |= contents_of(config)
     return identity
 
 

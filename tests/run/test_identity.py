@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,28 @@ def test_a_spec_that_was_edited_scores_another_evaluation(capsys: pytest.Capture
         write(1.0)
         assert evaluate(server, "env.reward=mine.json") == 0
     assert main(["eval", "--replay", "tape", "--out", "again"]) == 0
+
+
+def test_a_model_or_an_environment_that_was_rewritten_is_another_rollout(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that was started over leaves other weights under the old name: episodes of both are no one's evaluation."""
+    tiny = InitModelConfig(layers=1, hidden=32, mlp=32, heads=2, kv_heads=1, head_dim=16, context=1024)
+    init_model(tiny, Path("model"), seed=0)
+    assert main(["env", "new", "mine"]) == 0
+    short = ["engine=embedded", "rollout.max_turns=2", "rollout.max_turn_tokens=4", "--out", "out"]
+    roll = ["rollout", "mine", "--model", "model", *short]
+    assert main([*roll, "-n", "1"]) == 0
+    shutil.rmtree("model")
+    init_model(tiny, Path("model"), seed=1)
+    assert main([*roll, "-n", "2"]) == 2
+    refused(capsys, "rollout of something else", "the files of model.path was sha256:", "use another --out")
+    shutil.rmtree("model")
+    init_model(tiny, Path("model"), seed=0)
+    assert main([*roll, "-n", "2"]) == 0
+    source = Path("envs/mine/env.py")
+    source.write_text(source.read_text().replace("Look each one up", "Look them up"))
+    assert main([*roll, "-n", "3"]) == 2
+    refused(capsys, "rollout of something else", "the files of env.id was sha256:")
+    assert len(Path("out/trajectories.jsonl").read_text().splitlines()) == 2
 
 
 def test_all_that_differs_is_named_and_what_cannot_matter_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
