@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from agentrl.config.schema import Choice, TrainConfig
+from agentrl.config.schema import Choice, EnvConfig, TrainConfig
 from agentrl.errors import ConfigError, UserError, hinted
 
 Table = dict[str, Any]
@@ -79,8 +79,10 @@ def _joined(below: Table, table: Table, model: type[BaseModel]) -> Table:
     """`table` on top of `below`, which are tables of the section `model`.
 
     Sections are joined key by key. The value of a key replaces that of the base, be it a table: the arguments of one loss are
-    of no use to another.
+    of no use to another. Nor are the parameters and the reward spec of one environment: another `id` begins [env] anew.
     """
+    if model is EnvConfig and below.get("id") != table.get("id", below.get("id")):
+        return table
     joined = dict(below)
     for key, value in table.items():
         field = model.model_fields.get(key)

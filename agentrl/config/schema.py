@@ -388,8 +388,9 @@ class TrainConfig(Frozen):
     """A whole run: `agentrl train CONFIG.toml [a.b=c ...]`.
 
     A file may start with `base = "quickstart"`: it then holds what differs from that config, which is looked for beside it
-    and on the shelves. Sections are joined key by key; the value of a key replaces that of the base. A section that may be
-    missing is taken away by `false`: `sft = false`, or `model.init=false` on the command line.
+    and on the shelves. Sections are joined key by key; the value of a key replaces that of the base; with another
+    `env.id`, nothing of the base's [env] is left. A section that may be missing is taken away by `false`: `sft = false`, or
+    `model.init=false` on the command line.
 
     `engine`: "embedded", "vllm", the name of one in `plugins/` of a shelf, or "auto": the one that suits the machine.
     `engine_args`: arguments of an engine that has no section here. `trackers`: where metrics are written beside

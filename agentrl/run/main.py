@@ -64,9 +64,7 @@ def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_
         except OSError as error:
             outcome.error = f"{type(error).__name__}: {error}"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise ResourceError(
-                    f"{folder.path}: the disk is full; free some and go on with: {_go_on(folder)}"
-                ) from error
+                raise ResourceError(f"{folder.path}: the disk is full; free some and go on with: {_go_on(folder)}") from error
             raise
         except BaseException as error:
             outcome.error = f"{type(error).__name__}: {error}"

@@ -113,6 +113,19 @@ def test_a_config_builds_on_another(tmp_path: Path) -> None:
     assert config.algorithm.loss.name == "gspo" and config.algorithm.loss.args == {}, "arguments belong to their loss"
 
 
+def test_another_environment_than_the_bases_has_its_own_parameters_and_reward(tmp_path: Path) -> None:
+    """Nothing says that a reward spec was written for another environment: what it measures there is anybody's guess."""
+    (tmp_path / "low.toml").write_text(
+        '[env]\nid = "key_value"\nreward = "key_value_exact"\nparams = { calls = 2 }\nwrappers = [{ name = "wall_clock" }]\n'
+    )
+    (tmp_path / "other.toml").write_text('base = "low"\n[env]\nid = "mine"\nparams = { rooms = 2 }\n')
+    (tmp_path / "above.toml").write_text('base = "other"\n[env]\nid = "mine"\nreward = "mine"\n')
+    other = load_config(tmp_path / "other.toml").env
+    assert (other.id, other.params, other.reward, other.wrappers) == ("mine", {"rooms": 2}, None, [])
+    above = load_config(tmp_path / "above.toml").env
+    assert (above.id, above.params, above.reward) == ("mine", {"rooms": 2}, "mine"), "the same environment: key by key"
+
+
 def test_a_base_is_looked_for_beside_the_file_and_then_on_the_shelf(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('base = "low"\nname = "mine"\n')
     (shelf := tmp_path / "shelf").mkdir()

@@ -22,6 +22,7 @@ import torch
 
 from agentrl.algorithm import AdvantageInput, advantages
 from agentrl.catalog import EnvRef
+from agentrl.catalog.scoring import find_spec
 from agentrl.cli.configs import find_config_file
 from agentrl.cli.main import main
 from agentrl.config import load_config
@@ -167,6 +168,7 @@ def test_mcp_tools(example: Example) -> None:
     asked, product = gold.turns[0].results[0], gold.turns[1].results[0]
     assert asked.error is None and product.error is None
     assert int(product.content) == gold.task.data["amount"] * int(asked.content) == int(gold.turns[-1].message.content)
+    assert find_spec(EnvRef.of(config), config.env.reward)["name"] == "exchange", "its own spec, not the quickstart's"
 
 
 def test_openai_agent(example: Example) -> None:

@@ -87,3 +87,10 @@ def test_a_teacher_that_is_none_is_told_before_the_run() -> None:
     with pytest.raises(ConfigError, match=r"sft.teacher.*wrog"):
         check_warm_start(config, EnvRef.of(config))
     check_warm_start(config_of().model_copy(update={"sft": None}), EnvRef("no such environment"))
+
+
+def test_a_warm_start_of_adapters_is_refused() -> None:
+    """Its optimizer is of whole weights, and the folder that it leaves would have the adapters merged, then trained again."""
+    config = config_of("model.lora.rank=4")
+    with pytest.raises(ConfigError, match=r"model\.lora.*\[sft\].*agentrl sft.*model\.lora=false"):
+        check_warm_start(config, EnvRef.of(config))

@@ -14,10 +14,10 @@ from agentrl.warm_start import Transcripts
 
 
 def check_warm_start(config: TrainConfig, env: EnvRef) -> None:
-    """Raise ConfigError if the warm start cannot be: its most steps are fewer than its least, there is no teacher, or one of
-    the transcripts of the first step is longer than a row may be (and so are those that could take its place).
+    """Raise ConfigError if the warm start cannot be: its most steps are fewer than its least, the model has adapters, there is
+    no teacher, or one of the transcripts of the first step is longer than a row may be (as are those that could replace it).
 
-    Reads: sft, env, tools, seed, model.path, model.init, model.tool_parser, optim.micro_tokens.
+    Reads: sft, env, tools, seed, model.path, model.init, model.lora, model.tool_parser, optim.micro_tokens.
     """
     sft = config.sft
     if sft is None:
@@ -25,6 +25,11 @@ def check_warm_start(config: TrainConfig, env: EnvRef) -> None:
     if sft.min_steps > sft.max_steps:
         raise ConfigError(
             f"sft.min_steps = {sft.min_steps} is above sft.max_steps = {sft.max_steps}: the gate could not open before the end"
+        )
+    if config.model.lora is not None:
+        raise ConfigError(
+            "model.lora: the warm start of [sft] trains whole weights, not adapters; make it a run of its own (agentrl sft CONFIG "
+            "model.lora=false), and train on what it leaves (sft=false model.path=runs/NAME/warm_start)"
         )
     source = Transcripts(
         replace(env, params={**env.params, **sft.params}),
