@@ -28,8 +28,8 @@ def check_warm_start(config: TrainConfig, env: EnvRef) -> None:
         )
     if config.model.lora is not None:
         raise ConfigError(
-            "model.lora: the warm start of [sft] trains whole weights, not adapters; make it a run of its own (agentrl sft CONFIG "
-            "model.lora=false), and train on what it leaves (sft=false model.path=runs/NAME/warm_start)"
+            "model.lora: the warm start of [sft] trains whole weights, not adapters; make it a run of its own (agentrl sft "
+            "CONFIG model.lora=false), and train on what it leaves (sft=false model.path=runs/NAME/warm_start)"
         )
     source = Transcripts(
         replace(env, params={**env.params, **sft.params}),
