@@ -8,6 +8,7 @@ holds still: an oracle's derivative is taken by central differences of `new` alo
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,30 @@ BOUND = 20.0
 """The library's bound on log-ratios, which no paper has."""
 
 RowLoss = Callable[..., Array]
+
+LOSSES: dict[str, dict[str, list[Any]]] = {
+    "cispo": {"clip_low": [0.1, 0.5, 1.0], "clip_high": [0.0, 0.1, 2.0]},
+    "clip_cov": {"clip_low": [0.05, 0.2], "clip_high": [0.05, 0.28], "dual_clip": [None, 1.5, 3.0]},
+    "decoupled_ppo": {
+        "clip_low": [0.05, 0.2], "clip_high": [0.05, 0.28], "dual_clip": [None, 1.5, 3.0], "weight_cap": [1.1, 2.0],
+    },
+    "gmpo": {"clip_low": [0.01, 0.4], "clip_high": [0.01, 0.6]},
+    "gspo": {"clip_low": [3e-4, 0.1], "clip_high": [4e-4, 0.2]},
+    "kl_cov": {"coefficient": [0.0, 0.5, 2.0]},
+    "ppo_clip": {"clip_low": [0.05, 0.2], "clip_high": [0.05, 0.28], "dual_clip": [None, 1.5, 3.0]},
+    "reinforce": {},
+    "sapo": {"tau_positive": [0.5, 1.0, 3.0], "tau_negative": [0.5, 1.05, 3.0]},
+}  # fmt: skip
+"""Policy loss -> values that its arguments are drawn from; one that is not drawn stays at its default."""
+WEIGHTS: dict[str, dict[str, list[Any]]] = {
+    "icepop": {"low": [0.3, 0.9], "high": [1.1, 3.0]},
+    "masked": {"cap": [0.8, 1.2, 3.0]},
+    "masked_sequence": {"cap": [0.8, 1.2, 3.0]},
+    "reject_sequence": {"low": [0.5, 0.97], "high": [1.03, 1.5]},
+    "truncated": {"cap": [0.8, 1.2, 3.0]},
+    "truncated_sequence": {"cap": [0.8, 1.2, 3.0]},
+}
+"""The same for corrections."""
 
 
 def ratio(new: Array, old: Array) -> Array:

@@ -62,23 +62,6 @@ def chosen(seed: int, options: dict[str, list[Any]]) -> dict[str, Any]:
 
 # ---- advantages
 
-GAMMAS = [0.0, 0.5, 0.9, 1.0]
-ESTIMATORS: dict[str, dict[str, list[Any]]] = {
-    "dr_grpo": {},
-    "gae": {"gamma": GAMMAS, "lam": GAMMAS, "whitened": [True, False]},
-    "gigpo": {"gamma": GAMMAS, "weight": [0.0, 0.5, 2.0], "divide": [True, False]},
-    "gpg": {"f_norm": [0.5, 2.0]},
-    "grpo": {"eps": [1e-6, 1e-3, 1.0]},
-    "multi_reward": {"eps": [1e-6, 1e-3, 1.0], "whitened": [True, False]},
-    "opo": {},
-    "pass_at_k": {"k": [1, 2, 3, 5], "eps": [1e-6, 1e-3, 1.0]},
-    "reinforce_pp": {"gamma": GAMMAS},
-    "reinforce_pp_baseline": {},
-    "remax": {},
-    "rloo": {},
-    "turn_returns": {"gamma": GAMMAS, "divide": [True, False]},
-}
-
 
 def joined(parts: list[Array]) -> Array:
     return np.concatenate(parts)
@@ -117,7 +100,7 @@ def check_advantages(name: str, seed: int) -> None:
     dtype, tolerance = (torch.float32, 1e-5) if seed % 4 == 0 else (torch.float64, 1e-9)
     rows = drawn_rows(seed)
     rows = single(rows) if dtype == torch.float32 else rows
-    args, expected = expected_of(name, rows, chosen(seed, ESTIMATORS[name]))
+    args, expected = expected_of(name, rows, chosen(seed, estimators.ARGUMENTS[name]))
     found = bound(advantages, name, args)(advantage_input(rows, dtype))
     assert found.advantages.dtype == dtype
     close(found.advantages, joined(expected.advantages), tolerance)
@@ -165,19 +148,6 @@ def check_anchors(seed: int) -> None:
 
 # ---- policy losses
 
-LOSSES: dict[str, dict[str, list[Any]]] = {
-    "cispo": {"clip_low": [0.1, 0.5, 1.0], "clip_high": [0.0, 0.1, 2.0]},
-    "clip_cov": {"clip_low": [0.05, 0.2], "clip_high": [0.05, 0.28], "dual_clip": [None, 1.5, 3.0]},
-    "decoupled_ppo": {
-        "clip_low": [0.05, 0.2], "clip_high": [0.05, 0.28], "dual_clip": [None, 1.5, 3.0], "weight_cap": [1.1, 2.0],
-    },
-    "gmpo": {"clip_low": [0.01, 0.4], "clip_high": [0.01, 0.6]},
-    "gspo": {"clip_low": [3e-4, 0.1], "clip_high": [4e-4, 0.2]},
-    "kl_cov": {"coefficient": [0.0, 0.5, 2.0]},
-    "ppo_clip": {"clip_low": [0.05, 0.2], "clip_high": [0.05, 0.28], "dual_clip": [None, 1.5, 3.0]},
-    "reinforce": {},
-    "sapo": {"tau_positive": [0.5, 1.0, 3.0], "tau_negative": [0.5, 1.05, 3.0]},
-}  # fmt: skip
 STEP = 1e-6
 
 
@@ -201,7 +171,7 @@ def per_sequence(tokens: Tokens) -> bool:
 
 
 def check_losses_and_their_gradients(name: str, seed: int) -> None:
-    tokens, args = drawn_tokens(seed), chosen(seed, LOSSES[name])
+    tokens, args = drawn_tokens(seed), chosen(seed, losses.LOSSES[name])
     oracle: losses.RowLoss = getattr(losses, name)
     if name == "gspo" and not per_sequence(tokens):
         oracle = losses.gspo_token
@@ -261,18 +231,9 @@ def check_metrics_of_the_losses(seed: int) -> None:
 
 # ---- corrections, KL estimators, the critic's loss
 
-WEIGHTS: dict[str, dict[str, list[Any]]] = {
-    "icepop": {"low": [0.3, 0.9], "high": [1.1, 3.0]},
-    "masked": {"cap": [0.8, 1.2, 3.0]},
-    "masked_sequence": {"cap": [0.8, 1.2, 3.0]},
-    "reject_sequence": {"low": [0.5, 0.97], "high": [1.03, 1.5]},
-    "truncated": {"cap": [0.8, 1.2, 3.0]},
-    "truncated_sequence": {"cap": [0.8, 1.2, 3.0]},
-}
-
 
 def check_corrections(name: str, seed: int) -> None:
-    tokens, args = drawn_tokens(seed), chosen(seed, WEIGHTS[name])
+    tokens, args = drawn_tokens(seed), chosen(seed, losses.WEIGHTS[name])
     flat = loss_input(tokens)
     found = bound(correction, name, args)(flat.old_logprobs, flat.behaviour_logprobs, flat.mask, flat.offsets)
     wanted = getattr(losses, name)(tokens, **args)
@@ -338,4 +299,8 @@ def test_it_is_what_the_paper_says(check: Callable[..., None], names: tuple[Any,
 def test_every_function_has_an_oracle() -> None:
     for table, module in ((ADVANTAGES, estimators), (POLICY_LOSSES, losses), (CORRECTIONS, losses), (KL, losses)):
         assert all(callable(getattr(module, name)) for name in table)
-    assert (set(ESTIMATORS), set(LOSSES), set(WEIGHTS)) == (set(ADVANTAGES), set(POLICY_LOSSES), set(CORRECTIONS))
+    assert (set(estimators.ARGUMENTS), set(losses.LOSSES), set(losses.WEIGHTS)) == (
+        set(ADVANTAGES),
+        set(POLICY_LOSSES),
+        set(CORRECTIONS),
+    )
