@@ -54,7 +54,6 @@ def test_bounds_with_nothing_between_them_are_refused(make: Any, name: str, low:
 CLIPS = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
 REQUIRED = inspect.Parameter.empty
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "dr_grpo": {}, "opo": {}, "rloo": {}, "remax": {}, "reinforce_pp_baseline": {}, "reinforce": {},
     "gae": {"gamma": 1.0, "lam": 1.0, "whitened": True}, "gigpo": {"gamma": 0.95, "weight": 1.0, "divide": True},
     "gpg": {"f_norm": 1.0}, "grpo": {"eps": 1e-6}, "pass_at_k": {"k": 4, "eps": 1e-6}, "reinforce_pp": {"gamma": 1.0},
     "multi_reward": {"terms": REQUIRED, "weights": None, "eps": 1e-6, "whitened": True},
@@ -68,13 +67,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(DEFAULTS))
+@pytest.mark.parametrize("name", sorted({*ADVANTAGES, *POLICY_LOSSES, *CORRECTIONS}))
 def test_defaults_are_the_papers(name: str) -> None:
     """A run that names no argument gets these; where a paper gives none they are what docs/algorithms.md says."""
     function = {**ADVANTAGES, **POLICY_LOSSES, **CORRECTIONS}[name]
     found = inspect.signature(function).parameters.values()
-    assert {p.name: p.default for p in found if p.kind is inspect.Parameter.KEYWORD_ONLY} == DEFAULTS[name]
+    assert {p.name: p.default for p in found if p.kind is inspect.Parameter.KEYWORD_ONLY} == DEFAULTS.get(name, {})
 
 
-def test_every_function_is_in_the_table_above() -> None:
-    assert set(DEFAULTS) == {*ADVANTAGES, *POLICY_LOSSES, *CORRECTIONS}
+def test_the_table_above_names_no_function_that_is_gone() -> None:
+    assert set(DEFAULTS) <= {*ADVANTAGES, *POLICY_LOSSES, *CORRECTIONS}

@@ -21,18 +21,13 @@ Place = tuple[int, int]
 
 GAMMAS = [0.0, 0.5, 0.9, 1.0]
 ARGUMENTS: dict[str, dict[str, list[Any]]] = {
-    "dr_grpo": {},
     "gae": {"gamma": GAMMAS, "lam": GAMMAS, "whitened": [True, False]},
     "gigpo": {"gamma": GAMMAS, "weight": [0.0, 0.5, 2.0], "divide": [True, False]},
     "gpg": {"f_norm": [0.5, 2.0]},
     "grpo": {"eps": [1e-6, 1e-3, 1.0]},
     "multi_reward": {"eps": [1e-6, 1e-3, 1.0], "whitened": [True, False]},
-    "opo": {},
     "pass_at_k": {"k": [1, 2, 3, 5], "eps": [1e-6, 1e-3, 1.0]},
     "reinforce_pp": {"gamma": GAMMAS},
-    "reinforce_pp_baseline": {},
-    "remax": {},
-    "rloo": {},
     "turn_returns": {"gamma": GAMMAS, "divide": [True, False]},
 }
 """Estimator -> values that its arguments are drawn from; one that is not drawn stays at its default."""

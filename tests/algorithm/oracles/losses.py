@@ -29,7 +29,6 @@ LOSSES: dict[str, dict[str, list[Any]]] = {
     "gspo": {"clip_low": [3e-4, 0.1], "clip_high": [4e-4, 0.2]},
     "kl_cov": {"coefficient": [0.0, 0.5, 2.0]},
     "ppo_clip": {"clip_low": [0.05, 0.2], "clip_high": [0.05, 0.28], "dual_clip": [None, 1.5, 3.0]},
-    "reinforce": {},
     "sapo": {"tau_positive": [0.5, 1.0, 3.0], "tau_negative": [0.5, 1.05, 3.0]},
 }  # fmt: skip
 """Policy loss -> values that its arguments are drawn from; one that is not drawn stays at its default."""
