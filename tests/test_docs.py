@@ -13,7 +13,8 @@ from typing import Any, Union, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from agentrl.config import TrainConfig
+from agentrl.catalog import find_config
+from agentrl.config import TrainConfig, load_config
 from agentrl.config.schema import Choice
 from agentrl.reward.schema import kinds
 from tests.test_shape import LEVELS, SAME, registries
@@ -59,7 +60,9 @@ def exists(path: str, page: Path) -> bool:
 
 @EACH_PAGE
 def test_every_path_that_a_page_names_is_there(page: Path) -> None:
-    gone = {path for path in paths_of(text_of(page)) if not MADE.search(path) and not exists(path, page)}
+    text = text_of(page)
+    shown = {path for path in re.findall(r"^```python (\S+)", text, re.MULTILINE)}
+    gone = {path for path in paths_of(text) if not MADE.search(path) and path not in shown and not exists(path, page)}
     assert not gone, sorted(gone)
 
 
@@ -150,6 +153,16 @@ def words() -> set[str]:
             for field in ("name", "id", "attr", "arg"):
                 found |= {value} if isinstance(value := getattr(node, field, None), str) else set()
     return found
+
+
+def test_the_config_in_the_readme_is_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = (ROOT / "README.md").read_text().split("## Write a config", 1)[1].split("\n## ", 1)[0]
+    [text] = re.findall(r"^```toml\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    (tmp_path / "mine.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    mine, base = (load_config(path, find=find_config) for path in (tmp_path / "mine.toml", find_config("quickstart")))
+    assert (mine.algorithm.advantage.name, mine.algorithm.loss.args) == ("rloo", {"clip_high": 0.28})
+    assert mine.rollout == base.rollout and mine.name == "mine" and base.algorithm.advantage.name == "grpo"
 
 
 PROSE = {"and", "each", "for", "the", "with", "Cls", "dp_rank", "path_or_dict"}

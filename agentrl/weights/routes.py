@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from agentrl.config.schema import WeightsConfig
 from agentrl.weights.route import ROUTES, Offer, Receiver, Sender
 
 
 def order() -> tuple[str, ...]:
     """What `weights.route = "auto"` tries, the cheapest first: each proves by itself whether it can serve."""
-    return tuple(entry.name for entry in sorted(ROUTES.own(), key=lambda entry: entry.make.cost))
+    tried = [entry for entry in ROUTES.own() if math.isfinite(entry.make.cost)]
+    return tuple(entry.name for entry in sorted(tried, key=lambda entry: entry.make.cost))
 
 
 def make_sender(name: str, cfg: WeightsConfig, largest: int, receivers: int, host: str) -> Sender:
