@@ -61,7 +61,7 @@ def exists(path: str, page: Path) -> bool:
 @EACH_PAGE
 def test_every_path_that_a_page_names_is_there(page: Path) -> None:
     text = text_of(page)
-    shown = {path for path in re.findall(r"^```python (\S+)", text, re.MULTILINE)}
+    shown = set(re.findall(r"^```python (\S+)", text, re.MULTILINE))
     gone = {path for path in paths_of(text) if not MADE.search(path) and path not in shown and not exists(path, page)}
     assert not gone, sorted(gone)
 
