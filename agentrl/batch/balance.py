@@ -19,10 +19,10 @@ from agentrl.batch.packings import (
     capped_greedy,
     first_fit_decreasing,
     fits,
-    greedy,
     karmarkar_ranks,
     least_loaded,
-    shelves,
+    longest_first,
+    shelf_packing,
 )
 from agentrl.errors import ConfigError
 
@@ -67,7 +67,7 @@ class BalancePlan:
 def partition(costs: np.ndarray, ranks: int) -> list[list[int]]:
     """Items of each rank such that the largest total is small: the better of greedy and Karmarkar-Karp."""
     # Neither is always better: Karmarkar-Karp keeps item counts equal, which costs it where a few items are very long.
-    candidates = [greedy(costs, ranks), karmarkar_karp(costs, ranks)]
+    candidates = [longest_first(costs, ranks), karmarkar_karp(costs, ranks)]
     best = min(candidates, key=lambda where: _largest(where, costs, ranks))
     return [np.flatnonzero(best == rank).tolist() for rank in range(ranks)]
 
@@ -202,7 +202,7 @@ def _improvements(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int, f
         if fits(tokens, where, cap):
             yield f"karmarkar_bins_{micros}", where
     for share in (1.0, 1.02, 0.9) if len(tokens) <= LARGE else (1.0, 0.9):
-        yield f"shelves_{share}", shelves(tokens, costs, ranks, cap, share * mean)
+        yield f"shelves_{share}", shelf_packing(tokens, costs, ranks, cap, share * mean)
 
 
 def _micro_counts(fewest: int, items: int) -> list[int]:

@@ -17,7 +17,7 @@ GROWTH = 1.1
 """Factor between the numbers of micro-batches that are tried, where one does not fit under the cap."""
 
 
-def greedy(costs: np.ndarray, bins: int) -> np.ndarray:
+def longest_first(costs: np.ndarray, bins: int) -> np.ndarray:
     """Longest processing time first (Graham, 1969): the costliest item to the least loaded bin."""
     where = np.empty(len(costs), dtype=np.int64)
     heap = [(0.0, bin_) for bin_ in range(bins)]
@@ -70,7 +70,7 @@ def least_loaded(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int) ->
 
     Bin number = micro-batch * ranks + rank.
     """
-    owner = greedy(costs, ranks)
+    owner = longest_first(costs, ranks)
     order = np.argsort(-costs, kind="stable").tolist()
     micro, room = [0] * ranks, [cap] * ranks
     where = np.empty(len(tokens), dtype=np.int64)
@@ -149,7 +149,7 @@ def capped_greedy(tokens: np.ndarray, costs: np.ndarray, bins: int, cap: int, lo
     return where
 
 
-def shelves(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int, height: float) -> np.ndarray:
+def shelf_packing(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int, height: float) -> np.ndarray:
     """First-fit decreasing onto shelves: a row of `ranks` bins is as high as its first (costliest) item,
     at least `height`; later items fill any bin whose shelf and cap have room, at no cost to the row.
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
+class SuffixBlock:
     """The rests of one tree: prefix [first, last), rests [start, stop) of `spans`, padded to `width`.
 
     `gather` [n * width] leads from a cell to its token, `cells` are the cells that count, `tokens` where
@@ -30,17 +30,17 @@ class Branch:
     mask: torch.Tensor
 
 
-def branches(spans: torch.Tensor, device: torch.device | None = None) -> list[Branch]:
-    """The spans of a SharedPack by prefix: a span without a prefix is a branch of its own."""
+def suffix_blocks(spans: torch.Tensor, device: torch.device | None = None) -> list[SuffixBlock]:
+    """The spans of a SharedPack by prefix: a span without a prefix is a block of its own."""
     groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for first, last, start, stop in spans.tolist():
         key = (first, last) if last > first else (start, start)
         groups.setdefault(key, []).append((start, stop))
     place = device or torch.device("cpu")
-    return [_branch(first, last, rests, place) for (first, last), rests in groups.items()]
+    return [_suffix_block(first, last, rests, place) for (first, last), rests in groups.items()]
 
 
-def _branch(first: int, last: int, rests: Sequence[tuple[int, int]], device: torch.device) -> Branch:
+def _suffix_block(first: int, last: int, rests: Sequence[tuple[int, int]], device: torch.device) -> SuffixBlock:
     starts = torch.tensor([start for start, _ in rests])
     stops = torch.tensor([stop for _, stop in rests])
     width, prefix = int((stops - starts).max()), last - first
@@ -50,45 +50,47 @@ def _branch(first: int, last: int, rests: Sequence[tuple[int, int]], device: tor
     # Row i sees the whole prefix and the first i + 1 tokens of its own rest; padding lies behind those, never before.
     mask = torch.ones(width, prefix + width, dtype=torch.bool).tril(prefix)
     parts = (gather, cells, gather[cells], mask)
-    return Branch(first, last, len(rests), width, *(part.to(device) for part in parts))
+    return SuffixBlock(first, last, len(rests), width, *(part.to(device) for part in parts))
 
 
-def into(
+def attend_into(
     out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layout: Sequence[Branch],
+    layout: Sequence[SuffixBlock],
     scaling: float | None = None,
 ) -> torch.Tensor:
-    """`out` [U, H, D] with the attention of the tokens of these branches in their places."""
-    parts = [_attend(query, key, value, branch, scaling) for branch in layout]
-    # Once for all branches: each index_copy makes a whole new `out`.
-    tokens = torch.cat([branch.tokens for branch in layout])
+    """`out` [U, H, D] with the attention of the tokens of these blocks in their places."""
+    parts = [_attend(query, key, value, block, scaling) for block in layout]
+    # Once for all blocks: each index_copy makes a whole new `out`.
+    tokens = torch.cat([block.tokens for block in layout])
     return out.index_copy(0, tokens, torch.cat(parts))
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, branch: Branch, scaling: float | None) -> torch.Tensor:
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: SuffixBlock, scaling: float | None
+) -> torch.Tensor:
     """[tokens of the rests, H, D]."""
     heads, depth = query.shape[1], query.shape[2]
 
     def rests(tensor: torch.Tensor) -> torch.Tensor:
-        cells = tensor.index_select(0, branch.gather)
-        return cells.view(branch.count, branch.width, tensor.shape[1], depth).transpose(1, 2)
+        cells = tensor.index_select(0, block.gather)
+        return cells.view(block.count, block.width, tensor.shape[1], depth).transpose(1, 2)
 
     def seen(tensor: torch.Tensor) -> torch.Tensor:
-        prefix = tensor[branch.first : branch.last].transpose(0, 1)[None]
-        whole = torch.cat([prefix.expand(branch.count, -1, -1, -1), rests(tensor)], dim=2)
+        prefix = tensor[block.first : block.last].transpose(0, 1)[None]
+        whole = torch.cat([prefix.expand(block.count, -1, -1, -1), rests(tensor)], dim=2)
         return whole.repeat_interleave(heads // tensor.shape[1], dim=1) if tensor.shape[1] != heads else whole
 
-    alone = branch.last == branch.first
+    alone = block.last == block.first
     out = F.scaled_dot_product_attention(
         rests(query),
         seen(key),
         seen(value),
-        attn_mask=None if alone else branch.mask,
+        attn_mask=None if alone else block.mask,
         is_causal=alone,
         scale=scaling,
     )
     cells = out.transpose(1, 2).reshape(-1, heads, depth)
-    return cells if len(branch.cells) == len(cells) else cells.index_select(0, branch.cells)
+    return cells if len(block.cells) == len(cells) else cells.index_select(0, block.cells)

@@ -200,10 +200,10 @@ def _print_table(env: str, findings: list[CheckFinding]) -> None:
 def run_play(args: argparse.Namespace) -> int:
     """Let a person act; returns the exit code."""
     from agentrl.catalog import make_env
-    from agentrl.cli.env_play import play
+    from agentrl.cli.env_play import play_by_hand
 
     ref = reference(args.env, args.params)
-    return play(make_env(ref.id, **ref.params), args.seed, args.split, input, print)
+    return play_by_hand(make_env(ref.id, **ref.params), args.seed, args.split, input, print)
 
 
 def run_serve(args: argparse.Namespace) -> int:

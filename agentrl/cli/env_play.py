@@ -16,7 +16,7 @@ HELP = """  NAME a=b c=d     call a tool (values in JSON; a word is a text)
   /tools /state /help /quit"""
 
 
-def play(env: ToolEnv, seed: int, split: str, read: Callable[[str], str], write: Callable[[str], None]) -> int:
+def play_by_hand(env: ToolEnv, seed: int, split: str, read: Callable[[str], str], write: Callable[[str], None]) -> int:
     """Run one episode with `read` as the agent; returns the exit code (130 if it was broken off)."""
     observation, info = env.reset(seed=seed, options={"split": split})
     write(f"{env.id}, task {info['task_id']}. Type /help for help.")

@@ -66,7 +66,7 @@ class Columns:
         return held.ref
 
 
-def whole(parts: Sequence[Any]) -> list[Any]:
+def rejoined(parts: Sequence[Any]) -> list[Any]:
     """On a worker: the pieces that the arguments of a call are made of, each head with its columns again."""
     rest, pieces = iter(parts), []
     for part in rest:

@@ -114,9 +114,9 @@ def unpack_arguments(common: bytes | PackedCall) -> Any:
 
 def pieces_of(parts: Sequence[Any]) -> Sequence[Any]:
     """The pieces of a call's batch as the driver's gather_plans number them; see cluster/column_store.py."""
-    from agentrl.cluster.column_store import whole
+    from agentrl.cluster.column_store import rejoined
 
-    return whole(parts)
+    return rejoined(parts)
 
 
 def gather_argument(gather_plan: GatherPlan, pieces: Sequence[Any]) -> Any:

@@ -52,7 +52,7 @@ class Hosts:
     def _not_placed(self, started: int, error: BaseException) -> str:
         asked = {key: self._options[0][key] for key in ("num_cpus", "num_gpus") if self._options[0].get(key)}
         cause = "" if isinstance(error, GetTimeoutError) else f" ({first_line(error)})"
-        free, have = brief(ray.available_resources()), brief(ray.cluster_resources())
+        free, have = cpus_and_gpus(ray.available_resources()), cpus_and_gpus(ray.cluster_resources())
         return (
             f"group {self.name!r}: {started} of {len(self._options)} workers started within "
             f"{self.timeout:g} s{cause}; each asks for {asked}, the cluster has {free} free of {have}"
@@ -137,6 +137,6 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def brief(resources: dict[str, float]) -> dict[str, float]:
+def cpus_and_gpus(resources: dict[str, float]) -> dict[str, float]:
     """CPUs and GPUs of a Ray resource table."""
     return {key: resources[key] for key in ("CPU", "GPU") if key in resources}

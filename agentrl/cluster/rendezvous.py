@@ -46,7 +46,7 @@ def listen(host: str) -> Rendezvous:
     return listener.address
 
 
-def join(where: Rendezvous | None, rank: int, world_size: int, backend: str | None, timeout: float) -> None:
+def join_group(where: Rendezvous | None, rank: int, world_size: int, backend: str | None, timeout: float) -> None:
     """Create this process's default process group, or keep one that has the same rank and size.
 
     Sets MASTER_ADDR and MASTER_PORT for libraries that read them. Raises DispatchError where another

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from agentrl.cluster.mesh import Mesh
-from agentrl.cluster.rendezvous import Rendezvous, join
+from agentrl.cluster.rendezvous import Rendezvous, join_group
 from agentrl.cluster.strategy import Strategy, call_shape
 from agentrl.errors import DispatchError, did_you_mean
 
@@ -65,7 +65,7 @@ class Worker:
         `backend` is by default "nccl" where this process sees a GPU, else "gloo". A second role in the
         same process reuses the group that is there. `timeout` (seconds) bounds every later collective.
         """
-        join(self.context.rendezvous, self.rank, self.world_size, backend, timeout)
+        join_group(self.context.rendezvous, self.rank, self.world_size, backend, timeout)
 
 
 def check_table(cls: type, table: Mapping[str, Strategy]) -> None:

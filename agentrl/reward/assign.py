@@ -114,7 +114,7 @@ def prefix(weight: Callable[[int, int], float], n: int, m: int) -> Pairs:
     return pairs
 
 
-def greedy(weight: Callable[[int, int], float], choices: Sequence[Sequence[int]]) -> Pairs:
+def greedy_pairs(weight: Callable[[int, int], float], choices: Sequence[Sequence[int]]) -> Pairs:
     """Each column in turn takes the first free row that fully matches it (weight 1); choices are never revised.
 
     `choices[j]` are the rows that column j may take. The Berkeley leaderboard pairs parallel calls in this

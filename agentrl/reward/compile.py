@@ -15,7 +15,7 @@ from agentrl.reward.ops import LINEAR, GateNode, OpNode
 from agentrl.reward.pointer import Absent, is_ref, join, parse_pointer
 from agentrl.reward.score import Scorer
 from agentrl.reward.spec import load_spec
-from agentrl.reward.success import Rule, ids_of, success_rule
+from agentrl.reward.success import SuccessRule, ids_of, success_rule
 from agentrl.reward.view import SCOPES, View
 from agentrl.trajectory import Json
 
@@ -52,7 +52,7 @@ class _Builder:
     def fail(self, pointer: str, message: str) -> NoReturn:
         raise RewardSpecError(f"reward spec {self.name!r}: at {pointer}: {message}")
 
-    def success(self, spec: Mapping[str, Any], root: Node, metrics: list[Node]) -> Rule | None:
+    def success(self, spec: Mapping[str, Any], root: Node, metrics: list[Node]) -> SuccessRule | None:
         wanted = spec.get("success", {})
         if "id" in wanted and not {"use", "op"} & set(wanted):
             known = {name for name, (_, inside) in ids_of(spec).items() if not inside}

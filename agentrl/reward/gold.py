@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from agentrl.reward.leaf import UnscorableError
-from agentrl.reward.values import LITERAL, Rule, brief, same
+from agentrl.reward.values import LITERAL, EqualityRule, brief, same
 from agentrl.trajectory import Json, ToolCall
 
 FORMS = ("literal", "sets", "bfcl")
@@ -79,7 +79,7 @@ class CallRule:
 
     form: str = "literal"
     arguments: str = "exact"
-    values: Rule = LITERAL
+    values: EqualityRule = LITERAL
 
     def value_fits(self, key: str, made: Json, call: GoldCall) -> bool:
         """Whether one argument's value matches."""
@@ -172,7 +172,7 @@ def _first_type(allowed: Sequence[Any]) -> type | None:
     return next((type(option) for option in allowed if option != ""), None)
 
 
-def bfcl_fits(made: Json, allowed: Sequence[Any], rule: Rule) -> bool:
+def bfcl_fits(made: Json, allowed: Sequence[Any], rule: EqualityRule) -> bool:
     """Whether a value is among the allowed ones by the Berkeley leaderboard's comparison.
 
     An object matches if some allowed object lists its values, key by key (an allowed "" makes a key
@@ -193,7 +193,7 @@ def bfcl_fits(made: Json, allowed: Sequence[Any], rule: Rule) -> bool:
     return False
 
 
-def _object_fits(made: Mapping[str, Json], option: Mapping[str, Json], rule: Rule) -> bool:
+def _object_fits(made: Mapping[str, Json], option: Mapping[str, Json], rule: EqualityRule) -> bool:
     for key, value in made.items():
         values = option.get(key)
         if not isinstance(values, (list, tuple)) or not any(same(value, choice, rule) for choice in values):
@@ -201,7 +201,7 @@ def _object_fits(made: Mapping[str, Json], option: Mapping[str, Json], rule: Rul
     return all(key in made or (isinstance(values, (list, tuple)) and "" in values) for key, values in option.items())
 
 
-def _objects_fit(made: Sequence[Json], option: Json, rule: Rule) -> bool:
+def _objects_fit(made: Sequence[Json], option: Json, rule: EqualityRule) -> bool:
     return (
         isinstance(option, (list, tuple))
         and len(option) == len(made)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from agentrl.reward.pointer import Absent
-from agentrl.reward.values import LITERAL, Rule, same
+from agentrl.reward.values import LITERAL, EqualityRule, same
 from agentrl.trajectory import Json
 
 _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
@@ -23,15 +23,15 @@ def _number(value: Json) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _ordered(test: Callable[[Any, Any], bool]) -> Callable[[Json, Json, Rule], bool]:
-    def compare(found: Json, wanted: Json, rule: Rule) -> bool:
+def _ordered(test: Callable[[Any, Any], bool]) -> Callable[[Json, Json, EqualityRule], bool]:
+    def compare(found: Json, wanted: Json, rule: EqualityRule) -> bool:
         comparable = (_number(found) and _number(wanted)) or (isinstance(found, str) and isinstance(wanted, str))
         return comparable and test(found, wanted)
 
     return compare
 
 
-def _contains(found: Json, wanted: Json, rule: Rule) -> bool:
+def _contains(found: Json, wanted: Json, rule: EqualityRule) -> bool:
     if isinstance(found, str):
         return isinstance(wanted, str) and rule.normalize(wanted) in rule.normalize(found)
     if isinstance(found, Mapping):
@@ -39,13 +39,13 @@ def _contains(found: Json, wanted: Json, rule: Rule) -> bool:
     return isinstance(found, (list, tuple)) and any(same(item, wanted, rule) for item in found)
 
 
-def _is_type(found: Json, wanted: Json, rule: Rule) -> bool:
+def _is_type(found: Json, wanted: Json, rule: EqualityRule) -> bool:
     if isinstance(found, bool) and wanted != "boolean":
         return False
     return isinstance(found, _TYPES[str(wanted)])
 
 
-COMPARISONS: Final[Mapping[str, Callable[[Json, Json, Rule], bool]]] = {
+COMPARISONS: Final[Mapping[str, Callable[[Json, Json, EqualityRule], bool]]] = {
     "eq": lambda found, wanted, rule: same(found, wanted, rule),
     "ne": lambda found, wanted, rule: not same(found, wanted, rule),
     "lt": _ordered(lambda a, b: a < b),
@@ -66,7 +66,7 @@ COMPARISON_SCHEMA: Final[dict[str, Any]] = {
 }
 
 
-def holds(found: Json | Absent, comparison: Mapping[str, Json], rule: Rule = LITERAL) -> bool | None:
+def holds(found: Json | Absent, comparison: Mapping[str, Json], rule: EqualityRule = LITERAL) -> bool | None:
     """Whether every comparison of the object holds for `found`.
 
     If `found` is ABSENT: the truth of `exists` if it is given, else None (not known).

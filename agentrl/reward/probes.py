@@ -49,7 +49,7 @@ def probe_episodes(build: Callable[[], ProbeEnv], tasks: int, seed: int = 0) -> 
             "shuffled": _shuffled(gold, rng),
         }
         for kind, messages in turns.items():
-            episodes.setdefault(kind, []).append(play(build(), task, messages))
+            episodes.setdefault(kind, []).append(play_turns(build(), task, messages))
     return episodes
 
 
@@ -57,10 +57,10 @@ def gold_episode(build: Callable[[], ProbeEnv], seed: int) -> Trajectory:
     """The gold solution of one training task. Raises NotImplementedError if the environment has none."""
     env = build()
     task = env.make_task(seed, "train")
-    return play(env, task, env.gold_turns(task))
+    return play_turns(env, task, env.gold_turns(task))
 
 
-def play(env: ProbeEnv, task: Task, turns: Sequence[Message | str]) -> Trajectory:
+def play_turns(env: ProbeEnv, task: Task, turns: Sequence[Message | str]) -> Trajectory:
     """The episode of fixed assistant turns. If it does not end by itself, it counts as cut by max_turns."""
     env.reset(seed=task.seed, options={"task": task})
     over = False

@@ -13,7 +13,7 @@ from agentrl.executors import SCORING
 from agentrl.reward.group import GroupNode
 from agentrl.reward.leaf import JudgeClient
 from agentrl.reward.node import TRUE, Frame, LeafNode, Node, walk
-from agentrl.reward.success import Rule
+from agentrl.reward.success import SuccessRule
 from agentrl.reward.view import View, episode_view
 from agentrl.trajectory import Json, Trajectory
 
@@ -68,7 +68,7 @@ class Scorer:
         metrics: Sequence[Node],
         blocking: bool,
         judge: JudgeClient | None,
-        rule: Rule | None = None,
+        rule: SuccessRule | None = None,
         success: Node | None = None,
         timeout: float = 120.0,
     ) -> None:

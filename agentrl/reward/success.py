@@ -31,7 +31,7 @@ Grown = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SuccessRule:
     """The node that decides. `at`: its JSON Pointer in the spec; `node`: the node that is evaluated, in the grammar of
     specs; `derived`: that is the task part of the node at `at`, not the node itself."""
 
@@ -43,7 +43,7 @@ class Rule:
         return f"the task part of {self.at}" if self.derived else self.at
 
 
-def success_rule(spec: Spec, root: Node, metrics: list[Node]) -> Rule | None:
+def success_rule(spec: Spec, root: Node, metrics: list[Node]) -> SuccessRule | None:
     """The rule of a spec; None if nothing in it has a best value. Raises KeyError for an unknown id in `success`.
 
     `root` and `metrics` are its compiled nodes.
@@ -56,16 +56,18 @@ def success_rule(spec: Spec, root: Node, metrics: list[Node]) -> Rule | None:
         named = _named(item, node, at)
         part = None if named is None else task_part(named[0], named[1])
         if named is not None and part is not None:
-            return Rule(named[2], part, derived=True)
+            return SuccessRule(named[2], part, derived=True)
     part = task_part(spec["root"], root)
-    return None if part is None else Rule("/root", part, derived=True)
+    return None if part is None else SuccessRule("/root", part, derived=True)
 
 
-def _stated(spec: Spec, wanted: Spec) -> Rule:
+def _stated(spec: Spec, wanted: Spec) -> SuccessRule:
     if "use" in wanted or "op" in wanted:
-        return Rule("/success", wanted, derived=False)
+        return SuccessRule("/success", wanted, derived=False)
     node = _by_id(spec, wanted["id"])
-    return Rule("/success", {"op": "gate", "if": _plain(node), "gte": wanted.get("gte", 1), "then": 1, "else": 0}, derived=False)
+    return SuccessRule(
+        "/success", {"op": "gate", "if": _plain(node), "gte": wanted.get("gte", 1), "then": 1, "else": 0}, derived=False
+    )
 
 
 def ids_of(spec: Spec) -> dict[str, tuple[Spec, bool]]:

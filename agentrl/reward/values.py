@@ -46,7 +46,7 @@ NORMALIZERS: Mapping[str, Normalizer] = {"exact": _exact, "fold": _fold, "bfcl":
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class EqualityRule:
     """When two JSON values count as equal. `absolute` and `relative` are tolerances for |a - b| of numbers."""
 
     absolute: float = 0.0
@@ -59,10 +59,10 @@ class Rule:
         return self.absolute == 0.0 and self.relative == 0.0
 
 
-LITERAL = Rule()
+LITERAL = EqualityRule()
 
 
-def same(a: Json, b: Json, rule: Rule = LITERAL) -> bool:
+def same(a: Json, b: Json, rule: EqualityRule = LITERAL) -> bool:
     """True if two JSON values are equal: 1 equals 1.0, True does not equal 1, NaN equals nothing."""
     if isinstance(a, str):
         if not isinstance(b, str):
@@ -79,7 +79,7 @@ def same(a: Json, b: Json, rule: Rule = LITERAL) -> bool:
     return a is None and b is None
 
 
-def canonical(value: Json, normalize: Normalizer = _exact) -> Hashable:
+def equality_key(value: Json, normalize: Normalizer = _exact) -> Hashable:
     """A key that is equal for two values exactly if `same` finds them equal without a tolerance."""
     if isinstance(value, str):
         return normalize(value)
@@ -88,9 +88,9 @@ def canonical(value: Json, normalize: Normalizer = _exact) -> Hashable:
     if isinstance(value, (int, float)):
         return value if value == value else object()  # NaN equals nothing, itself included
     if isinstance(value, dict):
-        return ("object", frozenset((key, canonical(item, normalize)) for key, item in value.items()))
+        return ("object", frozenset((key, equality_key(item, normalize)) for key, item in value.items()))
     if isinstance(value, (list, tuple)):
-        return ("array", *(canonical(item, normalize) for item in value))
+        return ("array", *(equality_key(item, normalize) for item in value))
     return None if value is None else object()
 
 

@@ -23,7 +23,7 @@ from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
 from agentrl.render.parsers import PARSERS, ForTools, Parser
 from agentrl.reward import Scorer
-from agentrl.rollout.context.base import make_context
+from agentrl.rollout.context.base import make_context_policy
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.replay.io import EpisodeIO
@@ -153,7 +153,7 @@ def make_policy(
         rollout.temperature if temperature is None else temperature,
         rollout.top_p,
         rollout.top_k,
-        make_context(rollout.context),
+        make_context_policy(rollout.context),
         writer,
     )
 

@@ -23,13 +23,13 @@ from agentrl.executors import in_thread
 from agentrl.rollout.evaluate import Evaluation, evaluate, success_rate
 from agentrl.rollout.meter import EngineMeter
 from agentrl.run.interrupt import Interrupt
-from agentrl.run.run_log import Recorder
+from agentrl.run.run_log import RunLog
 from agentrl.run.session import Session
 from agentrl.train.estimator_inputs import with_estimator_inputs
 from agentrl.trajectory import Group
 
 
-async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt) -> None:
+async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) -> None:
     """Run updates until `steps`, an early stop or an interrupt; a checkpoint is left in each case."""
     config, collector = session.config, session.collector
     session.display.phase("train", config.steps, first=collector.ledger.version)
@@ -53,23 +53,23 @@ async def train_loop(session: Session, recorder: Recorder, interrupt: Interrupt)
         clock.lap("publish_s")
         update |= await meter.read()
         step = collector.ledger.version
-        await record(session, recorder, step, groups, update, clock)
+        await log_step(session, run_log, step, groups, update, clock)
         found, reached = None, False
         if config.eval.every and step % config.eval.every == 0 and step < config.steps and not interrupt.requested:
-            found = await evaluate_now(session, recorder, "eval")
+            found = await evaluate_now(session, run_log, "eval")
             reached = config.stop_at_success is not None and (found.success or 0.0) >= config.stop_at_success
         await session.saver.check()
-        await recorder.writes.check()
+        await run_log.writes.check()
         # Asked once a step, for the save and the end alike: Ctrl-C in between would end the loop without a checkpoint.
         done = step >= config.steps or reached or interrupt.requested
         if done or step % config.checkpoint.every == 0 or session.saver.wanted(found):
-            await recorder.writes.wait()  # a resume from here finds the files of all steps before
+            await run_log.writes.wait()  # a resume from here finds the files of all steps before
             await session.saver.save(found)
     await session.saver.wait()
     interrupt.in_step = False
 
 
-async def evaluate_now(session: Session, recorder: Recorder, phase: str) -> Evaluation:
+async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluation:
     """Held-out success and reward under the engine's current weights, recorded as `phase`."""
     began = time.monotonic()
     config = session.config
@@ -86,7 +86,7 @@ async def evaluate_now(session: Session, recorder: Recorder, phase: str) -> Eval
     if config.rollout.max_staleness == 0:
         # A resumed run has not evaluated: its first rollouts must not differ by what an evaluation left in the cache.
         await session.engine.forget()
-    await recorder.evaluation(phase, session.collector.ledger.version, result, time.monotonic() - began)
+    await run_log.evaluation(phase, session.collector.ledger.version, result, time.monotonic() - began)
     return result
 
 
@@ -104,8 +104,8 @@ def staleness(batch: TensorDict, version: int) -> dict[str, float]:
     return {"staleness_mean": ages.double().mean().item(), "staleness_max": ages.max().item()}
 
 
-async def record(
-    session: Session, recorder: Recorder, step: int, groups: list[Group], update: dict[str, float], clock: Clock
+async def log_step(
+    session: Session, run_log: RunLog, step: int, groups: list[Group], update: dict[str, float], clock: Clock
 ) -> None:
     """One metrics row, the step's trajectories, and the display."""
     members = [t for group in groups for t in group.trajectories]
@@ -126,9 +126,9 @@ async def record(
         **{f"groups/{state}": count for state, count in session.collector.ledger.counts().items()},
         **{f"time/{name}": seconds for name, seconds in clock.laps.items()},
     }
-    recorder.row("train", step, values)
+    run_log.row("train", step, values)
     if step % session.config.trajectories_every == 0 or step == session.config.steps:
-        await recorder.trajectories(f"step_{step:06d}", members)
+        await run_log.trajectories(f"step_{step:06d}", members)
     session.display.step(step, {"success": success, "reward": reward, "tokens/s": tokens / max(clock.laps["rollout_s"], 1e-9)})
 
 

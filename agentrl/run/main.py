@@ -20,7 +20,7 @@ from agentrl.run.folder import RunFolder
 from agentrl.run.gc_threshold import raise_gc_threshold
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.loop import evaluate_now, train_loop
-from agentrl.run.run_log import Recorder
+from agentrl.run.run_log import RunLog
 from agentrl.run.session import Session, model_folder, open_session
 from agentrl.run.sft import warm_start
 from agentrl.train.actor import Actor
@@ -49,13 +49,13 @@ def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_
     raise_gc_threshold()
     _log_to(folder)
     outcome = RunOutcome(only_warm_start=only_warm_start)
-    with Display() as display, Recorder(folder, display, config.trackers) as recorder:
+    with Display() as display, RunLog(folder, display, config.trackers) as run_log:
         display.say(f"agentrl train: {folder.path} ({'resumed' if resumed else 'new'})")
         for line in advice(config):
             log.warning(line)
             display.say(f"warning: {line}")
         try:
-            asyncio.run(_train(config, folder, display, recorder, outcome))
+            asyncio.run(_train(config, folder, display, run_log, outcome))
         except asyncio.CancelledError:
             outcome.status = "interrupted"
         except AgentrlError as error:
@@ -72,16 +72,16 @@ def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_
             raise
         finally:
             _finish(config, folder, outcome)
-        _say_end(config, display, folder, outcome, [look for t in recorder.trackers if (look := t.look())])
+        _say_end(config, display, folder, outcome, [look for t in run_log.trackers if (look := t.look())])
     return {"done": 0, "interrupted": 130}.get(outcome.status, 1)
 
 
-async def _train(config: TrainConfig, folder: RunFolder, display: Display, recorder: Recorder, outcome: RunOutcome) -> None:
+async def _train(config: TrainConfig, folder: RunFolder, display: Display, run_log: RunLog, outcome: RunOutcome) -> None:
     interrupt = Interrupt(display.say)
     interrupt.install()
     while True:
         try:
-            await _attempt(config, folder, display, recorder, outcome, interrupt)
+            await _attempt(config, folder, display, run_log, outcome, interrupt)
             return
         except WorkerDiedError as error:
             if outcome.restarts >= config.cluster.max_restarts:
@@ -94,23 +94,23 @@ async def _attempt(
     config: TrainConfig,
     folder: RunFolder,
     display: Display,
-    recorder: Recorder,
+    run_log: RunLog,
     outcome: RunOutcome,
     interrupt: Interrupt,
 ) -> None:
     session = await open_session(config, folder, display)
     outcome.engine = session.engine_name
     try:
-        await _phases(session, recorder, outcome, interrupt)
+        await _phases(session, run_log, outcome, interrupt)
     finally:
         await session.close()
 
 
-async def _phases(session: Session, recorder: Recorder, outcome: RunOutcome, interrupt: Interrupt) -> None:
+async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interrupt: Interrupt) -> None:
     config, folder = session.config, session.folder
     outcome.status = "interrupted"
     if config.sft is not None and not (folder.warm_start / "config.json").is_file():
-        await warm_start(session, recorder, interrupt)
+        await warm_start(session, run_log, interrupt)
         if interrupt.requested:
             return
     if outcome.only_warm_start:
@@ -122,17 +122,17 @@ async def _phases(session: Session, recorder: Recorder, outcome: RunOutcome, int
     else:
         folder.rewind(-1)
         await session.publish()
-        await session.saver.save(await evaluate_now(session, recorder, "before"))
+        await session.saver.save(await evaluate_now(session, run_log, "before"))
     try:
-        await train_loop(session, recorder, interrupt)
+        await train_loop(session, run_log, interrupt)
     except JudgeBudgetError as error:
         step = await session.saver.save_missing()
         raise JudgeBudgetError(
             f"{error}, and go on from the checkpoint of step {step}: {_go_on(folder)} reward.judge..."
         ) from error
     if session.collector.ledger.version >= config.steps or not interrupt.requested:
-        await session.saver.rate(await evaluate_now(session, recorder, "after"))
-        await recorder.writes.wait()
+        await session.saver.rate(await evaluate_now(session, run_log, "after"))
+        await run_log.writes.wait()
         await session.actors.arun(Actor.export_hf, str(folder.final))
         outcome.status = "done"
 

@@ -15,7 +15,7 @@ from agentrl.run.writes import Writes
 from agentrl.trajectory import Trajectory
 
 
-class Recorder:
+class RunLog:
     """Writes rows `{"step": updates done, "phase": ..., ...}`; keys under `time/` are wall-clock seconds."""
 
     def __init__(self, folder: RunFolder, display: Display, trackers: Sequence[Choice]) -> None:
@@ -23,7 +23,7 @@ class Recorder:
         self.writes = Writes()
         self.trackers = open_trackers(trackers, folder)
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

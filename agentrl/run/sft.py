@@ -9,7 +9,7 @@ from agentrl.errors import AgentrlError
 from agentrl.rollout.evaluate import evaluate
 from agentrl.run.assembly import longest_row
 from agentrl.run.interrupt import Interrupt
-from agentrl.run.run_log import Recorder
+from agentrl.run.run_log import RunLog
 from agentrl.run.session import Session
 from agentrl.train.actor import Actor
 from agentrl.warm_start import Transcripts
@@ -17,7 +17,7 @@ from agentrl.warm_start import Transcripts
 STEPS_A_CALL = 10
 
 
-async def warm_start(session: Session, recorder: Recorder, interrupt: Interrupt) -> None:
+async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) -> None:
     """Train on teacher transcripts until greedy success on the gate's tasks reaches `sft.gate`.
 
     Raises AgentrlError if `sft.max_steps` are done and the gate is still shut.
@@ -37,10 +37,10 @@ async def warm_start(session: Session, recorder: Recorder, interrupt: Interrupt)
         metrics["transcripts_skipped"] = float(source.skipped)
         step += count
         session.display.step(step, {"loss": metrics["loss"], "gate": success})
-        recorder.row("sft", step, metrics)
+        run_log.row("sft", step, metrics)
         if step >= config.max_steps or (step >= config.min_steps and step % config.gate_every == 0):
             success = await _gate(session)
-            recorder.row("gate", step, {"success": success})
+            run_log.row("gate", step, {"success": success})
             if success >= config.gate:
                 break
     if interrupt.requested:

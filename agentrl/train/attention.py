@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from agentrl.batch.prefix_attention import Branch, branches, into
+from agentrl.batch.prefix_attention import SuffixBlock, attend_into, suffix_blocks
 from agentrl.errors import ModelError
 from agentrl.train.ulysses import Ulysses
 
@@ -45,13 +45,13 @@ class PackedSequences:
     that shares the tokens, where there is one.
 
     Where rows share prefixes (`spans` of batch/prefix.py), the blocks hold what has no prefix before it,
-    the prefixes themselves included, and `branches` the rests."""
+    the prefixes themselves included, and `suffixes` the rests."""
 
     cu_seqlens: Tensor
     longest: int
     blocks: tuple[Block, ...]
     ulysses: Ulysses | None = None
-    branches: tuple[Branch, ...] = ()
+    suffixes: tuple[SuffixBlock, ...] = ()
     spans: Tensor | None = None
 
 
@@ -68,7 +68,7 @@ def packed_trees(spans: Tensor, longest: int, device: torch.device) -> PackedSeq
     alone = spans[:, 0] == spans[:, 1]
     blocks = _blocks(spans[alone, 2], spans[alone, 3], device)
     ends = torch.cat([spans.new_zeros(1), spans[:, 3]]).to(device, torch.int32)
-    return PackedSequences(ends, longest, blocks, branches=tuple(branches(spans[~alone], device)), spans=spans)
+    return PackedSequences(ends, longest, blocks, suffixes=tuple(suffix_blocks(spans[~alone], device)), spans=spans)
 
 
 def padded(packed: PackedSequences, missing: int) -> PackedSequences:
@@ -170,7 +170,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: f
 
 def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None) -> Tensor:
     """Right-padded blocks under a causal mask: a real token never looks at the padding behind it."""
-    if len(packed.blocks) == 1 and packed.blocks[0].exact and not packed.branches:
+    if len(packed.blocks) == 1 and packed.blocks[0].exact and not packed.suffixes:
         return _attend(q, k, v, packed.blocks[0], scaling)
     out = torch.zeros_like(q)
     for block in packed.blocks:
@@ -178,7 +178,7 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling
         at = block.gather
         cells = _attend(q.index_select(0, at), k.index_select(0, at), v.index_select(0, at), block, scaling)
         out = out.index_copy(0, block.tokens, cells if block.exact else cells.index_select(0, block.cells))
-    return into(out, q, k, v, packed.branches, scaling) if packed.branches else out
+    return attend_into(out, q, k, v, packed.suffixes, scaling) if packed.suffixes else out
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, scaling: float | None) -> Tensor:
@@ -198,7 +198,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
     return None
 
 
-def register() -> None:
+def register_packed_attention() -> None:
     """Make `PACKED` known to transformers; idempotent."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface

@@ -89,7 +89,7 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint, or None."""
-        return next((path for _, path in sorted(self._steps(), reverse=True) if whole(path)), None)
+        return next((path for _, path in sorted(self._steps(), reverse=True) if is_whole(path)), None)
 
     def best(self) -> tuple[int, float] | None:
         """Step and score of the whole checkpoint with the highest score, or None where none has one."""
@@ -99,8 +99,8 @@ class Checkpoints:
     def at(self, step: int) -> Path:
         """The checkpoint of one step. Raises CheckpointError where it is missing or damaged."""
         path = self.root / f"step_{step:06d}"
-        if not whole(path):
-            known = [str(number) for number, found in sorted(self._steps()) if whole(found)]
+        if not is_whole(path):
+            known = [str(number) for number, found in sorted(self._steps()) if is_whole(found)]
             raise CheckpointError(f"{path}: no whole checkpoint; whole ones: {', '.join(known) or 'none'}")
         return path
 
@@ -116,7 +116,7 @@ class Checkpoints:
         begun = self._begun()
         for _, path in begun:
             shutil.rmtree(path, ignore_errors=True)
-        damaged = [step for step, path in self._steps() if not whole(path)]
+        damaged = [step for step, path in self._steps() if not is_whole(path)]
         return sorted({step for step in [*damaged, *(step for step, _ in begun)] if step > last})
 
     def _aside(self, step: int) -> Path:
@@ -136,7 +136,7 @@ class Checkpoints:
 
     def _rated(self) -> list[tuple[float, int]]:
         """(score, step) of the whole checkpoints that have a score, the best first."""
-        found = [(_manifest(path).get("score"), step) for step, path in self._steps() if whole(path)]
+        found = [(_manifest(path).get("score"), step) for step, path in self._steps() if is_whole(path)]
         return sorted(((score, step) for score, step in found if score is not None), reverse=True)
 
     def _publish(self, aside: Path, target: Path) -> None:
@@ -155,7 +155,7 @@ class Checkpoints:
         _sync_folder(self.root)
 
     def _prune(self) -> None:
-        whole_ones = [(step, path) for step, path in sorted(self._steps(), reverse=True) if whole(path)]
+        whole_ones = [(step, path) for step, path in sorted(self._steps(), reverse=True) if is_whole(path)]
         best = {step for _, step in self._rated()[: self.keep_best]}
         for step, path in whole_ones[self.keep :]:
             if step not in best:
@@ -176,7 +176,7 @@ def seal(folder: Path, step: int, score: float | None = None) -> None:
     _write_manifest(folder, {"step": step, "files": sizes} | ({} if score is None else {"score": score}))
 
 
-def whole(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
     """True where the manifest is there and every file that it lists has its size."""
     try:
         return all((folder / name).stat().st_size == size for name, size in _manifest(folder)["files"].items())

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError, ModelError
-from agentrl.train.attention import PACKED, register
+from agentrl.train.attention import PACKED, register_packed_attention
 from agentrl.train.engine import BaseEngine, flat_state
 from agentrl.train.lora import inject, merged
 from agentrl.train.modules import Micro, PolicyModule, ScoreModule, ValueModule, shared
@@ -56,7 +56,7 @@ class FsdpEngine(BaseEngine):
 
         bfloat16 keeps float32 master weights and reduces gradients in float32; it needs a process group.
         """
-        register()
+        register_packed_attention()
         self.path, self.cfg, self.max_grad_norm = path, cfg, max_grad_norm
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.compute_dtype = torch.float32 if cfg.dtype == "float32" else torch.bfloat16
@@ -169,7 +169,7 @@ class FsdpEngine(BaseEngine):
         """The adapter's tensors alone, whole, float32 on the host, as `Adapter.tensors`; a collective."""
         held = self.module.state_dict()
         return {
-            name.removeprefix(PREFIX).replace(".default.", "."): whole(tensor).detach().to("cpu", copy=True)
+            name.removeprefix(PREFIX).replace(".default.", "."): unsharded(tensor).detach().to("cpu", copy=True)
             for name, tensor in held.items()
             if ".lora_" in name
         }
@@ -182,7 +182,7 @@ class FsdpEngine(BaseEngine):
         """Adapters added to the weights in float32, one tensor at a time."""
         held = {name: tensor for name, tensor in self.module.state_dict().items() if not self._left_out(name)}
         assert self.cfg.lora is not None
-        return merged(held, whole, self.cfg.lora)
+        return merged(held, unsharded, self.cfg.lora)
 
     def _plain(self) -> Iterator[tuple[str, Tensor]]:
         """Gathered part by part (a layer; what is outside of all layers): never more than one is whole."""
@@ -202,7 +202,7 @@ class FsdpEngine(BaseEngine):
                     part.reshard()
         for name, tensor in self.module.state_dict().items():
             if name not in seen and not self._left_out(name):
-                yield name, whole(tensor)
+                yield name, unsharded(tensor)
 
     def _named_parts(self) -> list[tuple[str, nn.Module]]:
         if not self.sharded:
@@ -259,7 +259,7 @@ class Layout:
         return cls(fsdp, Ulysses(ranks.get_group("sp")), ranks.get_group("dp"))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def unsharded(tensor: Tensor) -> Tensor:
     """All of a tensor that may be sharded: a collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -15,7 +15,7 @@ Wire = tuple[int, int, str, list[list[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a bucket: its parameter's name, `dtype` as torch names it, and the byte `offset` of its first
     element. `source` is the name that it was packed under."""
 
@@ -37,7 +37,7 @@ class Bucket:
 
     slot: int
     nbytes: int
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     file: str = ""
 
     def with_aliases(self, tied: Mapping[str, str]) -> Bucket:
@@ -52,12 +52,12 @@ class Bucket:
 
     def cut(self, flat: Tensor) -> list[Named]:
         """The tensors inside the bucket's bytes `flat`, uint8 [nbytes or more], without a copy."""
-        return [(entry.name, view(flat, entry)) for entry in self.entries]
+        return [(entry.name, tensor_in(flat, entry)) for entry in self.entries]
 
     @classmethod
     def from_wire(cls, wire: Wire) -> Bucket:
         slot, nbytes, file, entries = wire
-        cut = tuple(Entry(name, dtype, tuple(shape), at, source) for name, dtype, shape, at, source in entries)
+        cut = tuple(TensorEntry(name, dtype, tuple(shape), at, source) for name, dtype, shape, at, source in entries)
         return cls(slot, nbytes, cut, file)
 
 
@@ -82,13 +82,13 @@ class Stream:
         self._next = next(self._tensors, None)
 
 
-def fill(stream: Stream, room: int, buffer: Tensor | None) -> tuple[list[Entry], int]:
+def fill(stream: Stream, room: int, buffer: Tensor | None) -> tuple[list[TensorEntry], int]:
     """Pack tensors into `buffer` (uint8 [room]) until the next one does not fit; entries and bytes used.
 
     Without a buffer the tensors are counted and left: ranks other than 0 stay in step so. A tensor larger
     than an empty bucket raises ValueError.
     """
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     used = 0
     while not stream.done:
         name, tensor = stream.peek()
@@ -97,15 +97,15 @@ def fill(stream: Stream, room: int, buffer: Tensor | None) -> tuple[list[Entry],
                 raise ValueError(f"weight {name!r} has {tensor.nbytes} bytes, a bucket {room}")
             break
         dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append(Entry(name, dtype, tuple(tensor.shape), used, name))
+        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), used, name))
         if buffer is not None:
-            view(buffer, entries[-1]).copy_(tensor.detach())
+            tensor_in(buffer, entries[-1]).copy_(tensor.detach())
         used += -(-tensor.nbytes // ALIGN) * ALIGN
         stream.advance()
     return entries, min(used, room)
 
 
-def view(buffer: Tensor, entry: Entry) -> Tensor:
+def tensor_in(buffer: Tensor, entry: TensorEntry) -> Tensor:
     """The tensor of an entry inside a bucket, without a copy."""
     return buffer[entry.offset : entry.offset + entry.nbytes].view(torch_dtype(entry.dtype)).view(entry.shape)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentrl.config.schema import WeightsConfig
 from agentrl.errors import ConfigError
-from agentrl.weights.bucket import Bucket, Named, view
+from agentrl.weights.bucket import Bucket, Named, tensor_in
 from agentrl.weights.route import ROUTES, Offer, Receiver, Route, Sender
 
 TOKEN = "token"
@@ -45,7 +45,7 @@ class DiskSender(Sender):
     def ship(self, bucket: Bucket) -> Bucket:
         assert self._folder is not None
         file = self._folder / f"bucket{bucket.slot}.safetensors"
-        save_file({entry.source: view(self._buffer, entry) for entry in bucket.entries}, file)
+        save_file({entry.source: tensor_in(self._buffer, entry) for entry in bucket.entries}, file)
         return Bucket(bucket.slot, bucket.nbytes, bucket.entries, str(file))
 
     def close(self) -> None:

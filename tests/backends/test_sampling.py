@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.backends.embedded.prefix_cache import common_prefix
-from agentrl.backends.embedded.sampling import draw, kept_set
+from agentrl.backends.embedded.sampling import draw_tokens, kept_set
 
 
 def grid(logits, n=20_000, temperature=1.0, top_k=0, top_p=1.0):
@@ -13,7 +13,7 @@ def grid(logits, n=20_000, temperature=1.0, top_k=0, top_p=1.0):
     rows = torch.tensor(logits).expand(n, -1)
     uniform = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     full = [torch.full((n,), value) for value in (temperature, top_k, top_p)]
-    ids, logprobs = draw(rows, *full, uniform)  # type: ignore[call-arg]
+    ids, logprobs = draw_tokens(rows, *full, uniform)  # type: ignore[call-arg]
     return torch.bincount(ids, minlength=len(logits)) / n, dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
 
 
@@ -44,7 +44,7 @@ def test_no_token_of_probability_zero_is_ever_drawn():
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
     for value in (0.0, 0.5, 1.0 - 2**-53):
         one = [torch.tensor([x]) for x in (1.0, 0, 1.0)]
-        ids, logprobs = draw(logits, *one, torch.tensor([value], dtype=torch.float64))  # type: ignore[call-arg]
+        ids, logprobs = draw_tokens(logits, *one, torch.tensor([value], dtype=torch.float64))  # type: ignore[call-arg]
         assert ids.item() in (1, 3) and abs(logprobs.item() - torch.tensor(0.5).log().item()) < 1e-6
 
 

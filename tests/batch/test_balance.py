@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl.batch.balance import as_given, baselines, group_units, in_rows, lower_bound, partition, plan, portfolio
 from agentrl.batch.karmarkar import karmarkar_karp
-from agentrl.batch.packings import first_fit_decreasing, fits, least_loaded, shelves
+from agentrl.batch.packings import first_fit_decreasing, fits, least_loaded, shelf_packing
 from agentrl.errors import ConfigError
 
 sizes = st.lists(st.integers(1, 100), min_size=1, max_size=60)
@@ -109,7 +109,7 @@ def test_first_fit_decreasing_is_the_plain_algorithm(lengths, ranks):
     assert first_fit_decreasing(np.asarray(lengths), cap).tolist() == [expected[row] for row in range(len(lengths))]
     costs = np.asarray(lengths, dtype=float)
     for where in (
-        shelves(np.asarray(lengths), costs, ranks, cap, 50.0),
+        shelf_packing(np.asarray(lengths), costs, ranks, cap, 50.0),
         least_loaded(np.asarray(lengths), costs, ranks, cap),
     ):
         assert fits(np.asarray(lengths), where, cap)

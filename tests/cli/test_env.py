@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.catalog import make_env
-from agentrl.cli.env_play import parse_line, play
+from agentrl.cli.env_play import parse_line, play_by_hand
 from agentrl.cli.main import build_parser
 from agentrl.errors import UserError
 from agentrl.trajectory import Message, ToolCall
@@ -122,7 +122,7 @@ def played(lines: list[str], **params: Any) -> tuple[int, str]:
         except StopIteration:
             raise EOFError from None
 
-    code = play(make_env("key_value", calls=2, **params), 3, "train", read, shown.append)
+    code = play_by_hand(make_env("key_value", calls=2, **params), 3, "train", read, shown.append)
     return code, "\n".join(shown)
 
 

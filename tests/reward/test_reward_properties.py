@@ -20,7 +20,7 @@ from reward_reference import reference, whole
 from agentrl.errors import RewardSpecError
 from agentrl.reward import assign, compile_spec, token_rewards
 from agentrl.reward.schema import published_schema
-from agentrl.reward.values import NORMALIZERS, Rule, canonical, same
+from agentrl.reward.values import NORMALIZERS, EqualityRule, equality_key, same
 from agentrl.reward.view import episode_view
 from agentrl.trajectory import ToolCall
 
@@ -252,10 +252,10 @@ json_values = st.recursive(
 
 @given(json_values, json_values, st.sampled_from(sorted(NORMALIZERS)))
 def test_canonical_keys_are_equal_exactly_where_values_are(a, b, strings):
-    rule = Rule(normalize=NORMALIZERS[strings])
+    rule = EqualityRule(normalize=NORMALIZERS[strings])
     assert rule.strict
     for x, y in ((a, b), (a, copy.deepcopy(a))):
-        assert (canonical(x, rule.normalize) == canonical(y, rule.normalize)) == same(x, y, rule)
+        assert (equality_key(x, rule.normalize) == equality_key(y, rule.normalize)) == same(x, y, rule)
 
 
 @given(
@@ -328,7 +328,7 @@ def test_assignments_against_trying_them_all(n, m, rng):
     assert total(monotone) == pytest.approx(ordered)
     assert monotone == sorted(monotone)
     assert [j for _, j in monotone] == sorted(j for _, j in monotone)
-    assert total(assign.greedy(lambda i, j: weights[i, j], [range(n)] * m)) <= free + 1e-9
+    assert total(assign.greedy_pairs(lambda i, j: weights[i, j], [range(n)] * m)) <= free + 1e-9
     most = max(
         sum(weights[i, j] >= 1 - 1e-12 for i, j in zip(rows, columns, strict=True))
         for rows in itertools.combinations(range(n), short)

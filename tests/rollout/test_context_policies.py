@@ -21,7 +21,7 @@ from agentrl.errors import ConfigError
 from agentrl.render.base import Renderer
 from agentrl.render.chatml import ChatML
 from agentrl.reward import compile_spec
-from agentrl.rollout.context.base import Moment, Stop, make_context
+from agentrl.rollout.context.base import Moment, Stop, make_context_policy
 from agentrl.rollout.context.compact import ASK, HEAD, Compact
 from agentrl.rollout.context.keep_recent import KeepRecent
 from agentrl.rollout.context.truncate import Truncate
@@ -298,4 +298,4 @@ def test_the_config_chooses_the_policy_and_who_writes(renderer: Renderer) -> Non
     other = make_policy(config(context=args, summary_model="openai/scribe"), engine, renderer)
     assert other.writer is not None and other.writer.temperature == 0.0
     assert other.writer.engine._model == "openai/scribe" and other.engine is engine  # type: ignore[attr-defined]
-    assert make_context(Choice(name="truncate", args={"keep": 5})) == Truncate(keep=5)
+    assert make_context_policy(Choice(name="truncate", args={"keep": 5})) == Truncate(keep=5)

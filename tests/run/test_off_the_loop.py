@@ -21,7 +21,7 @@ from agentrl.config import Choice, TrainConfig
 from agentrl.rollout.ledger import GroupLedger
 from agentrl.run import checkpoint, loop
 from agentrl.run.folder import RunFolder
-from agentrl.run.run_log import Recorder
+from agentrl.run.run_log import RunLog
 from agentrl.run.writes import Writes
 from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
 
@@ -134,10 +134,10 @@ def train(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(loop, "EngineMeter", NoMeter)
     interrupt: Any = SimpleNamespace(requested=False, in_step=False)
-    with Recorder(stage.folder, stage.display, []) as recorder:
+    with RunLog(stage.folder, stage.display, []) as run_log:
 
         async def body() -> None:
-            await loop.train_loop(stage, recorder, interrupt)
+            await loop.train_loop(stage, run_log, interrupt)
 
         asyncio.run(body())
 

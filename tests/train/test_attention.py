@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from agentrl.errors import ModelError
-from agentrl.train.attention import PACKED, packed_attention, packed_rows, register
+from agentrl.train.attention import PACKED, packed_attention, packed_rows, register_packed_attention
 from agentrl.train.modules import positions
 
 
@@ -54,7 +54,7 @@ def test_values_and_gradients_are_those_of_one_row_at_a_time(lengths: list[int],
 @pytest.mark.parametrize("changed", [0, 1, 2])
 def test_a_row_never_sees_another(tiny: str, changed: int) -> None:
     """Change every token of one row: the hidden states of the others keep every bit."""
-    register()
+    register_packed_attention()
     model = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation=PACKED)
     offsets = offsets_for([9, 13, 5])
     ids = torch.randint(7, 400, (27,), generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import CheckpointError, ResourceError
-from agentrl.train.checkpoint import MANIFEST, Checkpoints, whole
+from agentrl.train.checkpoint import MANIFEST, Checkpoints, is_whole
 
 
 def write(checkpoints: Checkpoints, step: int) -> None:
@@ -123,7 +123,7 @@ def test_kill_in_the_middle_of_a_write_loses_only_that_one(tmp_path: Path) -> No
     assert checkpoints.newest() == tmp_path / "step_000010"
     write(checkpoints, 20)
     assert names(tmp_path) == ["step_000020"]
-    assert whole(tmp_path / "step_000020")
+    assert is_whole(tmp_path / "step_000020")
 
 
 def test_the_only_checkpoint_survives_one_of_its_own_step_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

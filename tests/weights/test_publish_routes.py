@@ -24,7 +24,7 @@ from agentrl.train.actor import Actor
 from agentrl.train.publish import Publisher, check_takes_weights, check_weights
 from agentrl.train.source import WeightSource
 from agentrl.weights import memory, routes, shared
-from agentrl.weights.bucket import Bucket, Named, Stream, fill, view
+from agentrl.weights.bucket import Bucket, Named, Stream, fill, tensor_in
 from agentrl.weights.route import Offer, Silent
 from agentrl.weights.target import Adapter, MembersChangedError
 from tests.publishing import weights_of
@@ -244,7 +244,7 @@ def test_buckets_hold_every_tensor_once_and_in_bounds(sizes: list[int], room: in
         quiet.send(silent)  # ranks without a buffer stay in step
         assert used <= room and stream.done == silent.done
         bucket = Bucket.from_wire(Bucket(0, used, tuple(entries)).to_wire())
-        found += [(entry.name, view(buffer, entry).clone()) for entry in bucket.entries]
+        found += [(entry.name, tensor_in(buffer, entry).clone()) for entry in bucket.entries]
     assert [name for name, _ in found] == [name for name, _ in made]
     assert all(torch.equal(one, other) for (_, one), (_, other) in zip(found, made, strict=True))
 

@@ -159,7 +159,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
     """The plan carries the mask."""
 
 
-def register() -> None:
+def register_slot_attention() -> None:
     """Make `attend` known to transformers under `NAME`; idempotent."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, _no_mask)

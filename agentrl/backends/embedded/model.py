@@ -133,7 +133,7 @@ def _load(path: str, dtype: torch.dtype, device: torch.device) -> Any:
         module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, KeyError) as problem:
         raise ModelError(f"cannot load the model {path}: {problem}") from problem
-    attention.register()
+    attention.register_slot_attention()
     module = module.to(device).eval().requires_grad_(False)
     for parameter in module.parameters():
         # A loaded parameter is a slice of the memory-mapped file at any alignment, and how the product of a single token

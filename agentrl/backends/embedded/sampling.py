@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def draw_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution.
 
     `logits` [B, V] float32; `temperature` [B] (0 takes the most likely token), `top_k` [B] int (0 is off),

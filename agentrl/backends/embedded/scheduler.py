@@ -17,7 +17,7 @@ from agentrl.backends.embedded.attention import AttentionPlan, Span
 from agentrl.backends.embedded.kv_cache import Sequence, Slots
 from agentrl.backends.embedded.model import EmbeddedModel
 from agentrl.backends.embedded.prefix_cache import PrefixIndex, common_prefix
-from agentrl.backends.embedded.sampling import draw
+from agentrl.backends.embedded.sampling import draw_tokens
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import Finish, Generation, Sampling
 
@@ -248,7 +248,7 @@ class Batcher:
         device = logits.device
         options = [request.sampling for request in ready]
         uniform = [request.uniforms[len(request.logprobs)] for request in ready]
-        ids, logprobs = draw(
+        ids, logprobs = draw_tokens(
             logits,
             torch.tensor([option.temperature for option in options], device=device),
             torch.tensor([option.top_k for option in options], device=device),

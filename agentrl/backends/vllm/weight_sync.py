@@ -14,7 +14,7 @@ from agentrl.backends.vllm.actor import ReplicaDeadError
 from agentrl.backends.vllm.replicas import Replicas
 from agentrl.errors import ConfigError
 from agentrl.executors import in_thread
-from agentrl.weights.bucket import Bucket, view
+from agentrl.weights.bucket import Bucket, tensor_in
 from agentrl.weights.route import Offer, Receiver
 from agentrl.weights.routes import open_receiver
 from agentrl.weights.target import MembersChangedError
@@ -79,7 +79,7 @@ class VllmRoutes:
             return []
         data = torch.empty(bucket.nbytes, dtype=torch.uint8)
         for entry, (_, tensor) in zip(bucket.entries, self._own.receive(bucket), strict=True):
-            view(data, entry).copy_(tensor)
+            tensor_in(data, entry).copy_(tensor)
         return [Kept(bucket, ray.put(data.numpy()))]
 
     def close(self) -> None:

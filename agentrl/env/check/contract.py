@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 from gymnasium.utils.env_checker import check_env
 
-from agentrl.env.check.report import CheckFailed, Skipped, Subject, brief, describe
+from agentrl.env.check.report import CheckFailed, Skipped, Subject, describe, short_repr
 from agentrl.trajectory import Message, Trajectory
 
 
@@ -25,7 +25,7 @@ def check_contract(subject: Subject) -> str:
         check_env(env, skip_render_check=True)
     ours = [str(item.message) for item in caught if "agentrl" in str(item.message)]
     if ours:
-        raise CheckFailed(f"Gymnasium warns: {brief(ours[0])}")
+        raise CheckFailed(f"Gymnasium warns: {short_repr(ours[0])}")
     tools = 0
     for seed in subject.seeds():
         observation, info = env.reset(seed=seed)
@@ -41,11 +41,11 @@ def check_contract(subject: Subject) -> str:
 
 def _check_opening(observation: object, info: object, where: str) -> None:
     if not isinstance(observation, list) or not all(isinstance(item, Message) for item in observation):
-        raise CheckFailed(f"{where}: reset gave {brief(observation)}, not a list of messages")
+        raise CheckFailed(f"{where}: reset gave {short_repr(observation)}, not a list of messages")
     if not observation or observation[-1].role not in ("user", "tool"):
         raise CheckFailed(f"{where}: the opening messages do not end with the user's turn")
     if not isinstance(info, dict):
-        raise CheckFailed(f"{where}: info is {brief(info)}, not a dict")
+        raise CheckFailed(f"{where}: info is {short_repr(info)}, not a dict")
 
 
 def check_seeds(subject: Subject) -> str:
@@ -89,7 +89,7 @@ print(digest(pickle.loads(sys.stdin.buffer.read()).build(), int(sys.argv[1])))
 """
 
 
-def digest(env: object, count: int) -> str:
+def tasks_digest(env: object, count: int) -> str:
     """A fingerprint of the tasks and prompts of the first `count` seeds of both splits."""
     from agentrl.env.base import ToolEnv
 
@@ -108,7 +108,7 @@ def check_process(subject: Subject) -> str:
     """Another process, with a different hash seed, makes the same tasks."""
     if subject.portable is None:
         raise Skipped("the environment cannot be built in another process (no reference to it)")
-    here = digest(subject.build(), subject.tasks)
+    here = tasks_digest(subject.build(), subject.tasks)
     done = subprocess.run(
         [sys.executable, "-c", _PROBE, str(subject.tasks)],
         input=subject.portable,

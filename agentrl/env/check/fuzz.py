@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.env.base import ToolEnv
-from agentrl.env.check.report import CheckFailed, Skipped, Subject, brief
+from agentrl.env.check.report import CheckFailed, Skipped, Subject, short_repr
 from agentrl.env.sample import sample_arguments
 from agentrl.env.sync import run_sync
 from agentrl.errors import EnvError
@@ -59,17 +59,17 @@ def _one(env: ToolEnv, tool: Tool, arguments: Any, number: int) -> int:
     try:
         result = run_sync(env.toolbox.call(ToolCall(tool.name, arguments, id=f"f{number}")))
     except EnvError as fault:
-        raise CheckFailed(f"{tool.name}({brief(arguments)}): {fault}") from fault
+        raise CheckFailed(f"{tool.name}({short_repr(arguments)}): {fault}") from fault
     _check_answer(tool, arguments, result)
     return int(result.error is not None)
 
 
 def _check_answer(tool: Tool, arguments: Json, result: ToolResult) -> None:
-    where = f"{tool.name}({brief(arguments)})"
+    where = f"{tool.name}({short_repr(arguments)})"
     if tool.check(arguments) is not None and result.error is None:
-        raise CheckFailed(f"{where}: arguments that violate its own schema were answered with {brief(result.content)}")
+        raise CheckFailed(f"{where}: arguments that violate its own schema were answered with {short_repr(result.content)}")
     if result.error is not None and json.loads(result.content).get("error") != result.error:
-        raise CheckFailed(f"{where}: its error is not structured: {brief(result.content)}")
+        raise CheckFailed(f"{where}: its error is not structured: {short_repr(result.content)}")
     result.content.encode("utf-8")
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 from agentrl.env.base import ToolEnv
-from agentrl.env.check.report import CheckFailed, Skipped, Subject, brief
+from agentrl.env.check.report import CheckFailed, Skipped, Subject, short_repr
 from agentrl.env.spaces import Action
 
 
-def view(env: ToolEnv) -> str:
+def shown_by(env: ToolEnv) -> str:
     """Everything an episode shows: messages and state."""
     row = env.trajectory.to_json()
     return json.dumps([row["messages"], row["state"]], sort_keys=True)
@@ -22,7 +22,7 @@ def _alone(subject: Subject, seed: int) -> tuple[list[Action], str]:
     for turn in turns:
         if env.step(turn)[2]:
             break
-    shown = view(env)
+    shown = shown_by(env)
     env.close()
     return turns, shown
 
@@ -43,10 +43,10 @@ def check_instances(subject: Subject) -> str:
                 if not over[index] and number < len(turns):
                     over[index] = env.step(turns[number])[2]
         for index, env in enumerate(envs):
-            if view(env) != alone[index][1]:
+            if shown_by(env) != alone[index][1]:
                 raise CheckFailed(
                     f"seed {seeds[index]} gives a different episode while seed {seeds[1 - index]} runs at the same time: "
-                    f"{brief(env.trajectory.messages[-1].content)}"
+                    f"{short_repr(env.trajectory.messages[-1].content)}"
                 )
             env.close()
         pairs += 1
@@ -63,17 +63,17 @@ def check_fork(subject: Subject) -> str:
         half = len(turns) // 2
         if any(env.step(turn)[2] for turn in turns[:half]):
             continue  # sampled turns may end an episode early, and then there is nothing left to compare
-        before, snapshot, forked = view(env), env.snapshot(), env.fork()
-        if view(forked) != before:
+        before, snapshot, forked = shown_by(env), env.snapshot(), env.fork()
+        if shown_by(forked) != before:
             raise CheckFailed(f"seed {seed}: a fork after {half} turns is not equal to its parent")
         _play(forked, turns[half:])
-        if view(env) != before:
+        if shown_by(env) != before:
             raise CheckFailed(f"seed {seed}: playing the fork changed its parent")
         _play(env, turns[half:])
-        if view(env) != view(forked):
+        if shown_by(env) != shown_by(forked):
             raise CheckFailed(f"seed {seed}: parent and fork end differently after the same turns")
         env.restore(snapshot)
-        if view(env) != before:
+        if shown_by(env) != before:
             raise CheckFailed(f"seed {seed}: restore did not return to the snapshot")
         env.close()
         forked.close()

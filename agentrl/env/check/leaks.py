@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.env.base import ToolEnv
-from agentrl.env.check.report import CheckFailed, Subject, brief, describe
+from agentrl.env.check.report import CheckFailed, Subject, describe, short_repr
 from agentrl.env.sample import sample_arguments
 from agentrl.errors import AgentrlError
 from agentrl.trajectory import Json, Message, Task, ToolCall
@@ -29,7 +29,7 @@ def check_leaks(subject: Subject) -> str:
         shown = _shown(subject, env, task, seed)
         for text in _long_texts(task.gold):
             if text in shown and text not in json.dumps(dict(task.data), ensure_ascii=False):
-                raise CheckFailed(f"{describe(task)}: gold {brief(text)} is shown to the policy")
+                raise CheckFailed(f"{describe(task)}: gold {short_repr(text)} is shown to the policy")
         marked += _canary(subject, env, task, seed)
         if isinstance(task.gold.get("answer"), str | int | float):
             opening = " ".join(m.content for m in env.prompt(task))
@@ -63,7 +63,7 @@ def _canary(subject: Subject, env: ToolEnv, task: Task, seed: int) -> int:
         return 0
     if MARK in shown:
         at = shown.index(MARK)
-        raise CheckFailed(f"{describe(task)}: gold is shown to the policy: {brief(shown[max(0, at - 60) : at + 40])}")
+        raise CheckFailed(f"{describe(task)}: gold is shown to the policy: {short_repr(shown[max(0, at - 60) : at + 40])}")
     return 1
 
 

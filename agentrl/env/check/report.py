@@ -95,7 +95,7 @@ def describe(task: Task) -> str:
     return f"task {task.id!r} (seed {task.seed}, {task.split})"
 
 
-def brief(value: Any, limit: int = 160) -> str:
+def short_repr(value: Any, limit: int = 160) -> str:
     """A value's repr, cut to `limit` characters."""
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

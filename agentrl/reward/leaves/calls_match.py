@@ -9,7 +9,7 @@ from agentrl.reward import assign
 from agentrl.reward.gold import ARGUMENTS, FORMS, CallRule, GoldCall, declared, gold_calls
 from agentrl.reward.leaf import Args, Context, Leaf, Reading, object_schema, or_ref
 from agentrl.reward.leaves.toolrl import graded
-from agentrl.reward.values import NORMALIZERS, Rule
+from agentrl.reward.values import NORMALIZERS, EqualityRule
 from agentrl.reward.view import Made, View
 from agentrl.trajectory import Json
 
@@ -56,7 +56,7 @@ class CallsMatch(Leaf):
         self.assign = str(args.get("assign", "optimal"))
         self.credit = str(args.get("credit", "all"))
         strings = str(args.get("strings", "bfcl" if self.form == "bfcl" else "exact"))
-        values = Rule(float(args.get("abs", 0.0)), float(args.get("rel", 0.0)), NORMALIZERS[strings])
+        values = EqualityRule(float(args.get("abs", 0.0)), float(args.get("rel", 0.0)), NORMALIZERS[strings])
         self.rule = CallRule(self.form, str(args.get("arguments", "exact")), values)
         if self.assign == "greedy" and self.order != "free":
             raise ValueError("assign: greedy is only for order: free")
@@ -110,7 +110,7 @@ class CallsMatch(Leaf):
         rows = assign.by_name(names)
         choices = [rows.get(call.name, []) for call in gold]
         if self.assign == "greedy":
-            return assign.greedy(match, choices), match
+            return assign.greedy_pairs(match, choices), match
         return assign.maximum(match, choices), match
 
 

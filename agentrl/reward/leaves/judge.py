@@ -98,7 +98,7 @@ class JudgeLeaf(Leaf):
     def request(self, view: View, args: Args) -> VerdictRequest:
         """The request for this part of an episode."""
         values: dict[str, Json] = {**args.get("inputs", {}), "answer": view.answer() or ""}
-        values["transcript"] = transcript(view, int(args.get("transcript_chars", 20_000)))
+        values["transcript"] = turns_as_lines(view, int(args.get("transcript_chars", 20_000)))
         filled = _PLACE.sub(lambda found: _as_text(values[found.group(1)]), args["prompt"])
         messages = (
             {"role": "system", "content": _SYSTEM % (_number(self.low), _number(self.high))},
@@ -107,7 +107,7 @@ class JudgeLeaf(Leaf):
         return VerdictRequest(args["model"], messages, self.verdict_schema, int(args.get("max_tokens", 512)))
 
 
-def transcript(view: View, most: int) -> str:
+def turns_as_lines(view: View, most: int) -> str:
     """The part's turns as JSON lines, with the middle cut out if they are longer than `most` characters.
 
     JSON keeps what a policy or a tool wrote inside quotes, so that it cannot pose as the grader's prompt.

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any, ClassVar
 
 from agentrl.reward.leaf import Args, Context, Leaf, Reading, need_replay_env, object_schema, or_ref
-from agentrl.reward.leaves.text import contained, wanted_texts
+from agentrl.reward.leaves.text import texts_found, wanted_texts
 from agentrl.reward.replay import replay_answers
 from agentrl.reward.values import NORMALIZERS, brief
 from agentrl.reward.view import View
@@ -51,7 +51,7 @@ class ResultsContains(Leaf):
         if "replay" in args:
             return self._replayed(view, args)
         answers = [m.result.content for m in view.calls if m.result is not None and m.result.error is None]
-        return contained(answers, wanted_texts(args["expect"]), args)
+        return texts_found(answers, wanted_texts(args["expect"]), args)
 
     def _replayed(self, view: View, args: Args) -> Reading:
         fold = NORMALIZERS[args.get("strings", "exact")]

@@ -20,7 +20,7 @@ from agentrl.reward.leaf import (
 from agentrl.reward.pointer import ABSENT, Absent, follow, parse_pointer
 from agentrl.reward.predicate import COMPARISON_SCHEMA, COMPARISONS, holds
 from agentrl.reward.replay import replay
-from agentrl.reward.values import NORMALIZERS, Rule, brief, leaves_of, same
+from agentrl.reward.values import NORMALIZERS, EqualityRule, brief, leaves_of, same
 from agentrl.reward.view import View
 from agentrl.trajectory import Json
 
@@ -85,7 +85,7 @@ class StateMatch(Leaf):
         self.path = parse_pointer(args.get("path", ""))
         self.ignore = [parse_pointer(pointer) for pointer in args.get("ignore", [])]
         normalize = NORMALIZERS[args.get("strings", "exact")]
-        self.rule = Rule(float(args.get("abs", 0.0)), float(args.get("rel", 0.0)), normalize)
+        self.rule = EqualityRule(float(args.get("abs", 0.0)), float(args.get("rel", 0.0)), normalize)
 
     def blocks(self) -> bool:
         return "replay" in self.args
@@ -165,7 +165,7 @@ class StateAssert(Leaf):
         super().__init__(args, context)
         self.path = parse_pointer(args["path"])
         normalize = NORMALIZERS[args.get("strings", "exact")]
-        self.rule = Rule(float(args.get("abs", 0.0)), float(args.get("rel", 0.0)), normalize)
+        self.rule = EqualityRule(float(args.get("abs", 0.0)), float(args.get("rel", 0.0)), normalize)
 
     def read(self, view: View, args: Args) -> Reading:
         if view.trajectory.state is None:

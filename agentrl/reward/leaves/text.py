@@ -67,10 +67,10 @@ class TextContains(Leaf):
         text = spoken(view, args.get("where", "answer"))
         if text is None:
             return Reading(0.0, {"text": None, "why": "no final answer"})
-        return contained([text], wanted, args)
+        return texts_found([text], wanted, args)
 
 
-def contained(texts: Sequence[str], wanted: Sequence[str], args: Args) -> Reading:
+def texts_found(texts: Sequence[str], wanted: Sequence[str], args: Args) -> Reading:
     """Which of the wanted texts occur in any of the texts.
 
     Raises UnscorableError if there are no wanted texts and `mode` is any; with mode all nothing is missing then.

@@ -8,11 +8,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from agentrl.reward import assign
 from agentrl.reward.gold import GoldCall
 from agentrl.reward.leaf import Reading
-from agentrl.reward.values import Rule, canonical, same
+from agentrl.reward.values import EqualityRule, equality_key, same
 from agentrl.trajectory import Json, ToolCall
 
 
-def graded(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule, how: str) -> Reading:
+def graded(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule, how: str) -> Reading:
     """R_max / S_max of the paper; with `scale: [-3, 3]` it is the paper's R_correct = 6 R_max / S_max - 3.
 
     r_name = |names made and expected| / |names made or expected| (as multisets), r_param = sum over the
@@ -40,7 +40,7 @@ def graded(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule, how: 
     return Reading((name + keys + values) / top, evidence)
 
 
-def _pairs(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule, how: str) -> assign.Pairs:
+def _pairs(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule, how: str) -> assign.Pairs:
     if how == "greedy":
         return _greedy(made, gold, rule)
     sure = _identical(made, gold, rule) if rule.strict else []
@@ -55,7 +55,7 @@ def _pairs(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule, how: 
     return sorted([*sure, *((rows[i], columns[j]) for i, j in rest)])
 
 
-def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule) -> assign.Pairs:
+def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule) -> assign.Pairs:
     """Each expected call in turn takes the best remaining call with its name, the first one on a tie."""
     free = assign.by_name([call.name for call in made])
     pairs: assign.Pairs = []
@@ -74,7 +74,7 @@ def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule) -> a
     return sorted(pairs)
 
 
-def _identical(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule) -> assign.Pairs:
+def _identical(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule) -> assign.Pairs:
     """Pairs of equal calls, each call once: some optimal assignment contains them all.
 
     Why: if a equals b, any x and y have weight(x, b) + weight(a, y) <= weight(a, b) + weight(x, y), since
@@ -94,11 +94,11 @@ def _identical(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Rule) -
     return pairs
 
 
-def _key(name: str, arguments: Mapping[str, Json], rule: Rule) -> Hashable:
-    return name, frozenset((key, canonical(value, rule.normalize)) for key, value in arguments.items())
+def _key(name: str, arguments: Mapping[str, Json], rule: EqualityRule) -> Hashable:
+    return name, frozenset((key, equality_key(value, rule.normalize)) for key, value in arguments.items())
 
 
-def _weight(call: ToolCall, gold: GoldCall, rule: Rule) -> float:
+def _weight(call: ToolCall, gold: GoldCall, rule: EqualityRule) -> float:
     return _key_score(call, gold) + _value_score(call, gold, rule)
 
 
@@ -110,7 +110,7 @@ def _key_score(call: ToolCall, gold: GoldCall) -> float:
     return 1.0 if made == wanted else len(made & wanted) / len(made | wanted)
 
 
-def _value_score(call: ToolCall, gold: GoldCall, rule: Rule) -> int:
+def _value_score(call: ToolCall, gold: GoldCall, rule: EqualityRule) -> int:
     made = call.arguments or {}
     correct = 0
     for key, value in gold.arguments.items():

@@ -66,12 +66,12 @@ class Stop(ContextPolicy):
         return None
 
 
-def turns_of(messages: Sequence[Message]) -> list[int]:
+def assistant_turns(messages: Sequence[Message]) -> list[int]:
     """Where the assistant's turns stand in a conversation."""
     return [index for index, message in enumerate(messages) if message.role == "assistant"]
 
 
-def make_context(choice: Choice) -> ContextPolicy:
+def make_context_policy(choice: Choice) -> ContextPolicy:
     """A context policy. Raises ConfigError for an unknown name or argument, naming the nearest."""
     context: ContextPolicy = CONTEXTS.bind(choice.name, choice.args)()
     return context

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agentrl.rollout.context.base import CONTEXTS, ContextPolicy, Moment, turns_of
+from agentrl.rollout.context.base import CONTEXTS, ContextPolicy, Moment, assistant_turns
 from agentrl.trajectory import Message
 
 HEAD = "Summary of the conversation so far:\n"
@@ -36,7 +36,7 @@ class Compact(ContextPolicy):
     prompt: str = ASK
 
     async def rewrite(self, moment: Moment) -> list[Message] | None:
-        messages, starts = list(moment.messages), turns_of(moment.messages)
+        messages, starts = list(moment.messages), assistant_turns(moment.messages)
         # The reserve is the summary and, counted in characters and so rather too large, the request for it.
         if not moment.over(self.tokens, self.summary_tokens + len(self.prompt)) or len(starts) <= self.keep:
             return None

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agentrl.rollout.context.base import CONTEXTS, ContextPolicy, Moment, turns_of
+from agentrl.rollout.context.base import CONTEXTS, ContextPolicy, Moment, assistant_turns
 from agentrl.trajectory import Message
 
 _NOTE = re.compile(r"\[(\d+) earlier turns were left out\]")
@@ -26,14 +26,14 @@ class KeepRecent(ContextPolicy):
     tokens: Annotated[int, Field(ge=1)] | None = None
 
     async def rewrite(self, moment: Moment) -> list[Message] | None:
-        if not moment.over(self.tokens) or len(turns_of(moment.messages)) <= self.turns:
+        if not moment.over(self.tokens) or len(assistant_turns(moment.messages)) <= self.turns:
             return None
         return recent(moment.messages, self.turns)
 
 
 def recent(messages: Sequence[Message], turns: int) -> list[Message]:
     """The opening, the note, and the last `turns` turns of a conversation that has more of them."""
-    starts = turns_of(messages)
+    starts = assistant_turns(messages)
     opening, kept = messages[: starts[0]], messages[starts[-turns] :]
     # A conversation that was cut before already has a note: its count goes into the new one.
     notes = [_NOTE.fullmatch(message.content) for message in opening]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agentrl.rollout.context.base import CONTEXTS, ContextPolicy, Moment, turns_of
+from agentrl.rollout.context.base import CONTEXTS, ContextPolicy, Moment, assistant_turns
 from agentrl.trajectory import Message
 
 
@@ -26,7 +26,7 @@ class Truncate(ContextPolicy):
     keep: Annotated[int, Field(ge=0)] = 2
 
     async def rewrite(self, moment: Moment) -> list[Message] | None:
-        starts = turns_of(moment.messages)
+        starts = assistant_turns(moment.messages)
         if not moment.over(self.tokens) or len(starts) <= self.keep:
             return None
         old = starts[-self.keep] if self.keep else len(moment.messages)

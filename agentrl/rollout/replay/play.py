@@ -17,7 +17,7 @@ from agentrl.reward.leaf import JudgeClient
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Usage
 from agentrl.rollout.replay.io import Entries, EpisodeIO, ReplayEnvMaker
 from agentrl.rollout.replay.record import engine_ask, env_key, replay_env_task
-from agentrl.rollout.replay.tape import Recorded, Row, content_of, current_episode, digest, diverged
+from agentrl.rollout.replay.tape import Recorded, TapeRow, content_of, current_episode, digest, diverged
 from agentrl.tool import Tool, Toolbox
 from agentrl.trajectory import Json, StopReason, ToolCall, ToolResult, Trajectory, Turn
 
@@ -29,7 +29,7 @@ class Replayer(EpisodeIO):
         self.record = record
 
     def env(self, ref: EnvRef, episode: str) -> ToolEnv:
-        return ReplayEnv(self.record, episode, env_key(ref))
+        return TapedEnv(self.record, episode, env_key(ref))
 
     def engine(self, make: Callable[[], Engine] | None = None) -> Engine:
         return ReplayEngine(self.record)
@@ -80,7 +80,7 @@ class _Counter:
         return number
 
 
-class ReplayEnv(ToolEnv):
+class TapedEnv(ToolEnv):
     """An environment that answers what the recorded one did."""
 
     def __init__(self, record: Recorded, episode: str, key: Mapping[str, Json]) -> None:
@@ -164,7 +164,7 @@ class ReplayEngine(Engine):
         self._known[request_key] = [*token_ids, *row.answer["token_ids"]]
         return replace(Generation(**row.answer), usage=None if usage is None else Usage(**usage))
 
-    def _expected(self, row: Row) -> Json:
+    def _expected(self, row: TapeRow) -> Json:
         """The recorded question, its prompt made whole again."""
         known = self._known.get(row.episode, [])
         self._known[row.episode] = prompt = [*known[: row.ask["keep"]], *row.ask["ids"]]

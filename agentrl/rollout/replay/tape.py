@@ -117,7 +117,7 @@ class RecordWriter:
 
 
 @dataclass(slots=True)
-class Row:
+class TapeRow:
     """One line of a record."""
 
     episode: str
@@ -133,7 +133,7 @@ class Recorded:
     """A record, read: rows by (episode, kind, call), and those that belong to no episode by digest or number."""
 
     path: Path
-    rows: dict[tuple[str, str, int], Row] = field(default_factory=dict)
+    rows: dict[tuple[str, str, int], TapeRow] = field(default_factory=dict)
     twins: dict[str, Json] = field(default_factory=dict)
     transcripts: dict[str, dict[int, Json]] = field(default_factory=dict)
 
@@ -146,7 +146,7 @@ class Recorded:
         record = cls(path)
         begun: set[str] = set()
         for raw in _rows(path, text[: text.rfind("\n") + 1]):  # a kill may have cut the last line short
-            row = Row(raw["episode"], raw["kind"], raw["call"], raw["asked"], raw["ask"], raw["answer"])
+            row = TapeRow(raw["episode"], raw["kind"], raw["call"], raw["asked"], raw["ask"], raw["answer"])
             if row.kind == "replay_env":
                 record.twins[row.asked] = row.answer
             elif row.kind == "transcript":
@@ -163,14 +163,14 @@ class Recorded:
         """Episodes that came to an end, in the order they did."""
         return [key for key, kind, _ in self.rows if kind in ("done", "whole")]
 
-    def take(self, episode: str, kind: str, call: int, ask: Json) -> Row:
+    def take(self, episode: str, kind: str, call: int, ask: Json) -> TapeRow:
         """The row of a call. Raises ReplayError if it was not made, or was another one."""
         row = self.find(episode, kind, call)
         if digest(ask) != row.asked:
             raise diverged(self.path, row, row.ask, ask)
         return row
 
-    def find(self, episode: str, kind: str, call: int) -> Row:
+    def find(self, episode: str, kind: str, call: int) -> TapeRow:
         """The row of a call, whatever it asked. Raises ReplayError if the record has none."""
         row = self.rows.get((episode, kind, call))
         if row is not None:
@@ -188,7 +188,7 @@ class Recorded:
         )
 
 
-def diverged(path: Path, row: Row, expected: Json, got: Json) -> ReplayError:
+def diverged(path: Path, row: TapeRow, expected: Json, got: Json) -> ReplayError:
     """The error of a call that asks for something else than the recorded one: names the first difference."""
     place, old, new = first_difference(expected, json.loads(json.dumps(got)))
     return ReplayError(

@@ -6,7 +6,7 @@ from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.env.wrapper import WRAPPERS
 from agentrl.errors import AgentrlError, ConfigError
-from agentrl.rollout.context.base import CONTEXTS, make_context
+from agentrl.rollout.context.base import CONTEXTS, make_context_policy
 from agentrl.rollout.engine_maker import ENGINES
 from agentrl.rollout.sampler.base import TaskChoice, make_sampler
 from agentrl.rollout.sampler.source import TaskSource
@@ -36,7 +36,7 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
             "rollout.filter_zero_variance drops groups by the spec's rewards, before [reward_model] has scored "
             "them: groups that teach would be dropped; unset one of the two"
         )
-    make_context(rollout.context)
+    make_context_policy(rollout.context)
     traits = CONTEXTS.entry(rollout.context.name).traits
     if rollout.summary_model is not None and "summarizes" not in traits:
         those = CONTEXTS.that_are("summarizes")
