@@ -120,7 +120,7 @@ def test_first_fit_decreasing_is_the_plain_algorithm(lengths, ranks):
 def test_no_bin_costs_more_than_its_shelf_is_high(lengths, ranks, height):
     """A shelf is as high as its costliest item, at least `height`: what is laid on it later adds nothing to its row."""
     costs = np.asarray(lengths, dtype=float) ** 2 / 100
-    where = shelves(np.asarray(lengths), costs, ranks, 120, height)
+    where = shelf_packing(np.asarray(lengths), costs, ranks, 120, height)
     for shelf in set(where // ranks):
         there = where // ranks == shelf
         assert np.bincount(where[there], weights=costs[there]).max() <= max(height, costs[there].max()) + 1e-9

@@ -84,8 +84,8 @@ def _first_difference(one: str, two: str) -> str:
 
 _PROBE = """
 import pickle, sys
-from agentrl.env.check.contract import digest
-print(digest(pickle.loads(sys.stdin.buffer.read()).build(), int(sys.argv[1])))
+from agentrl.env.check.contract import tasks_digest
+print(tasks_digest(pickle.loads(sys.stdin.buffer.read()).build(), int(sys.argv[1])))
 """
 
 
