@@ -1,7 +1,7 @@
-"""Who waits for what in a rollout, and whose time an episode uses.
+"""What each episode of a rollout waits for, and who is responsible for the time that it uses.
 
 A deadline counts only the time that the engine or the environment had: not queues, not pauses for a publish, not
-scoring, and not time in which something else blocked the event loop.
+scoring, and not time during which something else blocked the event loop.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from agentrl.tool.tool import Blame
 
 
 class Watch:
-    """What each episode waits for. `moves` counts whatever comes back: tokens, tool calls, turns, episodes.
+    """What each episode waits for. `moves` counts everything that comes back: tokens, tool calls, turns, episodes.
 
-    `look`: tokens and tool calls of a wait under way are seen by looking, so often (seconds) at least.
+    `look`: tokens and tool calls of a wait in progress are found by polling, at least once in so many seconds.
     """
 
     def __init__(self, look: float = LONGEST) -> None:
@@ -32,7 +32,7 @@ class Watch:
 
     @contextmanager
     def waits(self, key: str, what: Callable[[], str]) -> Iterator[None]:
-        """Episode `key` waits for something; when it has come (or is given up), that is a move."""
+        """Episode `key` waits for something; its arrival (or giving up on it) counts as a move."""
         self._waits[key] = (what, time.monotonic())
         try:
             yield
@@ -41,22 +41,22 @@ class Watch:
             self.moved()
 
     def waiting(self, most: int = 8) -> str:
-        """What is waited for and since when, longest first; "" if nothing is."""
+        """What the episodes wait for and for how long, longest first; "" if none waits."""
         now = time.monotonic()
         oldest = sorted(self._waits.items(), key=lambda item: item[1][1])
-        told = [f"episode {key} for {now - since:.0f} s on {what()}" for key, (what, since) in oldest[:most]]
-        more = len(oldest) - len(told)
-        return "; ".join(told) + (f"; and {more} more" if more > 0 else "")
+        shown = [f"episode {key} for {now - since:.0f} s on {what()}" for key, (what, since) in oldest[:most]]
+        more = len(oldest) - len(shown)
+        return "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
 
 
 class Quiet:
-    """Seconds in which nothing moved, although the event loop listened."""
+    """Seconds in which nothing moved although the event loop was free to notice."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch, self._moves, self.seconds = watch, watch.moves, 0.0
 
     def add(self, passed: float) -> float:
-        """Count `passed` seconds, from 0 again if anything moved in them."""
+        """Count `passed` seconds; start from 0 again if anything moved during them."""
         if self._watch.moves != self._moves:
             self._moves, self.seconds = self._watch.moves, 0.0
         else:
@@ -66,8 +66,8 @@ class Quiet:
 
 @dataclass(slots=True)
 class EpisodeClock:
-    """Seconds of an episode's `limit` that went by, by who used them: the policy (sampling, and tools whose lateness is
-    its doing) or the infrastructure (the environment, its other tools, an engine that cannot tell)."""
+    """Seconds used of an episode's `limit`, by who used them: the policy (sampling, and tools whose lateness is
+    its fault) or the infrastructure (the environment, its other tools, an engine that does not report progress)."""
 
     limit: float
     used: dict[Blame, float] = field(default_factory=lambda: {"policy": 0.0, "infrastructure": 0.0})
@@ -80,7 +80,7 @@ class EpisodeClock:
         self.used[blame] += seconds
 
     def blame(self, blame: Blame, seconds: float) -> Blame:
-        """Who used most of it, with the `seconds` of what is under way."""
+        """Who used most of the time, including the `seconds` of what is in progress."""
         used = {**self.used, blame: self.used[blame] + seconds}
         return "policy" if used["policy"] >= used["infrastructure"] else "infrastructure"
 
@@ -88,8 +88,8 @@ class EpisodeClock:
 class RequestClock:
     """The time that one request has at the engine.
 
-    If the engine tells (`Engine.progress`), only seconds in which it had the request under way count. If it
-    cannot, all do, and a late answer is then never the policy's doing: nobody knows whether tokens came.
+    If the engine reports progress (`Engine.progress`), only seconds in which it worked on the request count. If not,
+    all seconds do, and a late answer is then never the policy's fault, because nobody knows whether tokens arrived.
     """
 
     def __init__(
@@ -99,29 +99,29 @@ class RequestClock:
         self._turn_timeout, self._stall_timeout = turn_timeout, stall_timeout
         self._waited = self._last_token = 0.0
         self._quiet = Quiet(watch)
-        self.told: Underway | None = None
+        self.reported: Underway | None = None
 
     @property
     def tokens(self) -> int:
-        return 0 if self.told is None else self.told.tokens
+        return 0 if self.reported is None else self.reported.tokens
 
     @property
     def active_s(self) -> float:
-        return self._waited if self.told is None else self.told.active_s
+        return self._waited if self.reported is None else self.reported.active_s
 
     @property
     def blame(self) -> Blame:
         return "policy" if self.tokens else "infrastructure"
 
     def spend(self, passed: float) -> float:
-        """For `deadline.in_time`: what is left to the request."""
+        """For `deadline.in_time`: the seconds that the request has left."""
         self._waited += passed
-        told = self._engine.progress(self._key)
-        if told is not None:
-            if told.tokens != self.tokens:
-                self._last_token = told.active_s
+        progress = self._engine.progress(self._key)
+        if progress is not None:
+            if progress.tokens != self.tokens:
+                self._last_token = progress.active_s
                 self._watch.moved()
-            self.told = told
+            self.reported = progress
         stalled = self._quiet.add(passed)
         return min(self._turn_timeout - self.active_s, self._clock.left - self.active_s, self._stall_timeout - stalled)
 
@@ -131,13 +131,14 @@ class RequestClock:
 
     @property
     def thinking(self) -> bool:
-        """Whether the turn's time went by with tokens coming: the policy thinks too long. An engine that went silent
-        for half of the time is broken instead."""
+        """Whether the turn's time ran out while tokens arrived: the policy thinks for too long. If no token arrived for
+        half of the time, the engine is considered broken instead."""
         silent = self.active_s - self._last_token
         return self.active_s >= self._turn_timeout and self.tokens > 0 and silent < self._turn_timeout / 2
 
     def __str__(self) -> str:
-        if self.told is None:
-            return "the engine, which does not tell how far it is"
-        state = f"{self.told.tokens} tokens after {self.told.active_s:.0f} s" if self.told.active_s else "queued or paused"
+        if self.reported is None:
+            return "the engine, which does not report progress"
+        done = self.reported
+        state = f"{done.tokens} tokens after {done.active_s:.0f} s" if done.active_s else "queued or paused"
         return f"the engine ({state})"

@@ -1,7 +1,7 @@
-"""Run groups of episodes under the group ledger and hand out the groups of each update.
+"""Run groups of episodes under the group ledger and return the groups of each update.
 
 One code path for synchronous (`max_staleness = 0`), one-step-off and asynchronous training: between two
-`collect` calls, running groups go on as far as the ledger admits.
+`collect` calls, running groups continue and new ones start as far as the ledger allows.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from agentrl.trajectory import Group, Trajectory
 log = logging.getLogger(__name__)
 
 MAX_REPLACEMENTS_PER_GROUP = 8
-"""An update for which so many times its groups failed, or went stale, stops with an error that says why."""
-
+"""If more than this many times an update's groups failed or went stale, the run stops with an error that says why."""
 
 GREEDY = -1
 """The member number of a group's greedy episode."""
@@ -41,7 +40,7 @@ GREEDY = -1
 
 @dataclass(slots=True)
 class Progress:
-    """What the display and the watchdog look at. `cancelled`: members given up because their group had enough."""
+    """Numbers for the display and the watchdog. `cancelled`: members given up because their group had enough."""
 
     episodes: int = 0
     cancelled: int = 0
@@ -51,7 +50,7 @@ class Progress:
 
 
 class Collector:
-    """Keeps groups of episodes running and yields B complete groups an update."""
+    """Keeps groups of episodes running and returns B complete groups per update."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class Collector:
     ) -> None:
         """`greedy`: each group also gets a greedy episode of its task, as `Group.baseline`."""
         self.policy, self.scorer, self.config = policy, scorer, config
-        # The watchdog below ends a run in which nothing moves; requests need no such limit of their own.
+        # The watchdog in `_wait` ends a run in which nothing moves, so requests need no such limit of their own.
         self.limits = replace(Limits.of(config, context), stall_timeout=math.inf)
         self.watch = Watch(min(LONGEST, config.stall_timeout / 8))
         self.seed = seed
@@ -82,12 +81,12 @@ class Collector:
         self._filtered = 0
         self._dropped: Counter[GroupState] = Counter()
         self._reasons: dict[GroupState, str] = {}
-        self._taken: dict[str, float] = {}
+        self._update_metrics: dict[str, float] = {}
 
     # -- the loop's side ---------------------------------------------------------------------------
 
     async def collect(self) -> list[Group]:
-        """The groups of the next update. Raises StalledError, naming what it waited for."""
+        """The groups of the next update. Raises StalledError, naming what was waited for."""
         while True:
             self._drop_stale()
             self._admit()
@@ -105,14 +104,15 @@ class Collector:
         self.tasks.update()
 
     async def exchange(self, send: Callable[[int], Awaitable[None]]) -> None:
-        """Have `send(version)` bring the engine the weights of the ledger's version; then admit."""
+        """Publish the weights of the ledger's version to the engine with `send(version)`; then admit new groups."""
         await send(self.ledger.version)
+        # With max_staleness = 0 groups start in `collect`, so that nothing runs beside an evaluation or a checkpoint.
         if self.config.max_staleness > 0:
             self._admit()
 
     async def rest(self) -> None:
-        """Wait until cancelled groups have ended; nothing of this collector is in the engine then, unless it admits more.
-        Raises StalledError if they do not end."""
+        """Wait until cancelled groups have ended; the engine then has no request of this collector, until it admits more
+        groups. Raises StalledError if they do not end."""
         late = await self._torn_down(self._ending)
         if late:
             raise StalledError(
@@ -130,24 +130,24 @@ class Collector:
         self._tasks.clear()
 
     async def _torn_down(self, tasks: Collection[asyncio.Task[None]]) -> str:
-        """Wait for cancelled groups; the names of those that do not end, or ""."""
+        """Wait for cancelled groups; returns the names of those that do not end, or ""."""
         if not tasks:
             return ""
         _, late = await asyncio.wait(tasks, timeout=self.config.stall_timeout)
         return ", ".join(sorted(task.get_name() for task in late))
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for the metrics row of an update: groups filtered for it, groups in it that teach nothing, the task
-        sampler's; and members cancelled so far."""
-        return {"members_cancelled": float(self.progress.cancelled), **self._taken, **self.tasks.metrics()}
+        """Numbers for the metrics row of an update: groups filtered for it, groups in it without variance, those of the
+        task sampler, and the members cancelled so far."""
+        return {"members_cancelled": float(self.progress.cancelled), **self._update_metrics, **self.tasks.metrics()}
 
     @property
     def version(self) -> int:
-        """Updates done, which is the version of the weights."""
+        """The number of updates done, which is the version of the weights."""
         return self.ledger.version
 
     def to_json(self, *, contents: bool = True) -> dict[str, Any]:
-        """What a checkpoint holds of the rollouts: the group ledger, and the task sampler's accounts."""
+        """The rollouts' part of a checkpoint: the group ledger and the state of the task sampler."""
         return {
             **self.ledger.to_json(contents=contents),
             "sampler": self.tasks.to_json(),
@@ -156,16 +156,16 @@ class Collector:
         }
 
     def complete_groups(self) -> list[Group]:
-        """What `to_json` without `contents` leaves out."""
+        """The groups that `to_json` without `contents` leaves out."""
         return self.ledger.complete_groups()
 
     def load_json(self, state: Mapping[str, Any], groups: Iterable[Group] = ()) -> None:
-        """Inverse of `to_json`; `groups` as `GroupLedger.load_json` takes them.
+        """Inverse of `to_json`; `groups` as in `GroupLedger.load_json`.
 
         Raises ConfigError if the checkpoint was written with another sampler.
         """
         self.ledger.load_json(state, groups)
-        if "sampler" in state:  # older checkpoints knew one sampler, which has no state
+        if "sampler" in state:  # missing in older checkpoints, from when the only sampler had no state
             self.tasks.load_json(state["sampler"])
             self.progress.cancelled = state["cancelled"]
         self._filtered = state.get("filtered", 0)
@@ -184,10 +184,11 @@ class Collector:
             self._count_drop(index, GroupState.STALE, "its tokens are older than max_staleness allows")
 
     def _give_up(self, index: int, state: GroupState) -> None:
-        """Let a group go, running or complete; what runs is cancelled, which frees its requests at the engine."""
+        """Drop a group, running or complete; a running one is cancelled, which frees its requests at the engine."""
         task = self._tasks.pop(index, None)
         if task is not None:
             task.cancel()
+            # Not awaited here, since a slow teardown would hold up the others; `rest` and `close` wait for it.
             self._ending.add(task)
             task.add_done_callback(self._ended)
         self.tasks.forget(index)
@@ -196,7 +197,7 @@ class Collector:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._ending.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            log.error("%s broke while it was cancelled", task.get_name(), exc_info=task.exception())
+            log.error("%s failed while it was being cancelled", task.get_name(), exc_info=task.exception())
 
     async def _run_group(self, index: int, choice: TaskChoice) -> None:
         group = await self._group(index, choice.seed, self.tasks.env_of(choice))
@@ -204,16 +205,17 @@ class Collector:
             await score_group(group.trajectories, self.scorer)
         self._tasks.pop(index, None)
         survivors, greedy = group.scored(), [group.baseline] if group.baseline is not None else []
+        # Without the greedy episode's reward there is no baseline, so the whole group is lost.
         lacks_baseline = any(t.reward is None for t in greedy)
         if lacks_baseline or len(survivors) < min(self.config.min_survivors, self.config.group_size):
             faults = sorted({f"{t.stop}: {t.error}" for t in [*group.trajectories, *greedy] if t.reward is None})
             self.tasks.forget(index)
-            self._replace(index, GroupState.FAILED, "; ".join(faults) or "unscored by the reward spec")
+            self._drop(index, GroupState.FAILED, "; ".join(faults) or "unscored by the reward spec")
             return
         self.tasks.finished(index, success_rate(survivors))
         if self.config.filter_zero_variance and alike(group) and self._filtered < self._most_filtered():
             self._filtered += 1
-            self._replace(index, GroupState.FILTERED, f"every member scored {survivors[0].reward}")
+            self._drop(index, GroupState.FILTERED, f"every member scored {survivors[0].reward}")
         else:
             self.ledger.complete(group)
 
@@ -221,8 +223,8 @@ class Collector:
         return math.ceil(self.config.max_filtered * self.config.groups - 1e-9)
 
     def _begin_next(self, groups: list[Group]) -> None:
-        """These groups are the update; what is dropped from now on is dropped for the one after it."""
-        self._taken = {
+        """`groups` are the update; groups that are dropped from now on count for the next one."""
+        self._update_metrics = {
             "groups_filtered": float(self._filtered),
             "groups_zero_variance": float(sum(alike(group) for group in groups)),
         }
@@ -238,24 +240,25 @@ class Collector:
         return Group(index, task_seed, members.result(), greedy.result())
 
     async def _members(self, index: int, task_seed: int, env: EnvRef) -> list[Trajectory]:
-        """The members that are back, by number; with oversampling the rest is cancelled once there are enough."""
+        """The finished members, by number; with oversampling the others are cancelled once there are enough."""
         size = self.config.group_size
-        back: dict[int, Trajectory] = {}
+        done: dict[int, Trajectory] = {}
         async with asyncio.TaskGroup() as tasks:
             running = {
                 tasks.create_task(self._member(index, task_seed, member, env)): member
                 for member in range(size + _more(size, self.config.oversample_members))
             }
-            while running and _sound(back) < size:
-                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                # Of those that end in the same moment the lower number comes first, and no more are taken than needed.
-                for task in sorted(done, key=running.__getitem__):
-                    if _sound(back) < size:
-                        back[running.pop(task)] = task.result()
+            while running and _sound(done) < size:
+                ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                # `ended` is a set: of members that end at the same moment the lower number comes first, and no more are
+                # taken than needed, so that equal runs take equal members.
+                for task in sorted(ended, key=running.__getitem__):
+                    if _sound(done) < size:
+                        done[running.pop(task)] = task.result()
             for task in running:
                 task.cancel()
         self.progress.cancelled += len(running)
-        return [back[member] for member in sorted(back)]
+        return [done[member] for member in sorted(done)]
 
     async def _member(self, index: int, task_seed: int, member: int, env: EnvRef) -> Trajectory:
         policy = self.policy.at(temperature=0.0) if member == GREEDY else self.policy
@@ -275,7 +278,7 @@ class Collector:
             log.warning("group %d member %d attempt %d: %s: %s", index, member, attempt, trajectory.stop, trajectory.error)
         return trajectory
 
-    def _replace(self, index: int, state: GroupState, reason: str) -> None:
+    def _drop(self, index: int, state: GroupState, reason: str) -> None:
         self.ledger.drop(index, state)
         self._count_drop(index, state, reason)
 
@@ -305,7 +308,7 @@ class Collector:
         self._raise_crashed()
         quiet, changed = Quiet(self.watch), asyncio.ensure_future(self._changed.wait())
         try:
-            # Tokens and tool calls that come back are no stall, however long their episodes are.
+            # As long as tokens or tool calls come back it is not a stall, however long the episodes are.
             if not await in_time(changed, lambda passed: self.config.stall_timeout - quiet.add(passed)):
                 raise StalledError(self._stalled(quiet.seconds))
         finally:
@@ -332,7 +335,7 @@ class Collector:
 
 
 def alike(group: Group) -> bool:
-    """Whether all scored members have the same reward (and the greedy episode, if there is one): no variance."""
+    """Whether all scored members, and the greedy episode if there is one, have the same reward (zero variance)."""
     return len({t.reward for t in [*group.scored(), *([group.baseline] if group.baseline else [])]}) == 1
 
 
@@ -344,9 +347,9 @@ def first_of(error: BaseException) -> BaseException:
 
 
 def _more(count: int, factor: float) -> int:
-    """How many more than `count` a factor of oversampling starts (rounded up; 1e-9 forgives 1.1 x 10 = 11.000..01)."""
+    """How many more than `count` an oversampling factor starts (rounded up; 1e-9 absorbs 1.1 x 10 = 11.000..01)."""
     return math.ceil(count * (factor - 1.0) - 1e-9)
 
 
-def _sound(back: Mapping[int, Trajectory]) -> int:
-    return sum(not trajectory.stop.infrastructure for trajectory in back.values())
+def _sound(members: Mapping[int, Trajectory]) -> int:
+    return sum(not trajectory.stop.infrastructure for trajectory in members.values())

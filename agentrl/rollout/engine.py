@@ -16,7 +16,7 @@ Finish = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample one turn. `seed` makes a request's random stream its own, whatever else is running."""
+    """How to sample one turn. With a `seed`, a request's random stream does not depend on what else is running."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -28,7 +28,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a provider counted for one call: its own tokens, and US dollars (None if nobody knows)."""
+    """What a provider counted for one call: its own tokens, and US dollars (None if unknown)."""
 
     prompt_tokens: int
     sampled_tokens: int
@@ -37,14 +37,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What the engine sampled: equal-length columns. `logprobs` are log softmax(z / T) of the sampled tokens over the
-    whole vocabulary: the policy at the request's temperature (at T = 0, log softmax(z)), which is what a trainer can
-    compute too. `top_p` and `top_k` only say which tokens may be drawn. `versions`: the weights that sampled each
-    token. A stop token, if one ended the turn, is the last id.
+    """What the engine sampled: columns of equal length. `logprobs` are log softmax(z / T) of the sampled tokens over the
+    whole vocabulary: the policy at the request's temperature (at T = 0, log softmax(z)), which a trainer can
+    compute too. `top_p` and `top_k` only restrict which tokens may be drawn. `versions`: the weights that sampled each
+    token. If a stop token ended the turn, it is the last id.
 
-    `usage`: only from engines whose ids are no tokens (API models). `seconds`: only if the caller's own
-    clock would be wrong (a replay says how long the recorded call took). `active_s`: seconds in which the engine had the
-    request under way, neither queued nor paused; None from one that cannot tell."""
+    `usage`: only from engines whose ids are not tokens (API models). `seconds`: only if the caller's own
+    clock would be wrong (a replay reports how long the recorded call took). `active_s`: seconds in which the engine
+    worked on the request, neither queued nor paused; None from an engine that does not know."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -57,8 +57,8 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Underway:
-    """How far a request is: seconds in which the engine had it under way (neither queued nor paused), and the tokens
-    that it has sampled so far."""
+    """The progress of a request: seconds in which the engine worked on it (neither queued nor paused), and the tokens
+    sampled so far."""
 
     active_s: float
     tokens: int
@@ -80,14 +80,14 @@ class EngineStats:
 class Engine(ABC):
     """An inference engine that serves one policy. One that can be trained is a `WeightTarget` too.
 
-    `untrainable`: of any other, why it cannot be, as in "an API model takes no weights"; users read it.
+    `untrainable`: for any other, why it cannot be trained, for example "an API model takes no weights"; shown to users.
     """
 
     untrainable: ClassVar[str] = "this engine takes no weights"
 
     @abstractmethod
     async def start(self) -> None:
-        """Load the model and be ready. Raises EngineError or a UserError with the cause."""
+        """Load the model and get ready. Raises EngineError or a UserError with the cause."""
 
     @abstractmethod
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
@@ -95,17 +95,17 @@ class Engine(ABC):
 
         `request_key` names the episode: it routes the turns of one episode to one prefix cache and
         addresses `abort`. Raises EngineError if the engine failed; cancelling the awaiting task
-        frees what the request holds.
+        frees the request's resources.
         """
 
     def progress(self, request_key: str) -> Underway | None:
-        """How far the episode's running request is; None if none runs. An engine that never tells has all its
-        callers' waiting counted against their deadlines, queues and pauses too."""
+        """The progress of the episode's running request; None if none is running. With an engine that never reports
+        progress, all waiting counts against the deadlines, including queues and pauses."""
         return None
 
     async def forget(self) -> None:
-        """Drop all caches, if how a token was computed shows in the last digits of what follows. An engine whose
-        scheduling moves those digits anyway has no reason to."""
+        """Drop all caches, if the way in which a token was computed affects the last digits of later ones. An engine whose
+        scheduling changes those digits anyway need not do anything."""
         return None
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What a run must know of an engine before there is one: the contract, and the registry of engines by name.
+"""What a run must know about an engine before it exists: the contract, and the registry of engines by name.
 
     @ENGINES.register("mine")
     class MineMaker(EngineMaker):
@@ -9,7 +9,7 @@
         def make(self, model, context, ray_options=()):
             return MineEngine(model, ...)
 
-One file in agentrl/backends, or in `plugins/` of a shelf, brings an engine: this, and the engine itself.
+An engine needs one file in agentrl/backends, or in `plugins/` of a shelf: with the maker, and the engine itself.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ PROCESS_MIB = 700
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """The processes of an engine outside of the driver: how many, and what each takes of its machine.
+    """The processes of an engine outside the driver: how many, and what each needs.
 
-    `gpus`: of each; `mib`: host memory of each. `count_key`, `gpus_key`: the config keys that say so; `lower`: keys, with
-    their values if that helps, to lower if memory is short. `what`: one of the processes, in words.
+    `gpus`, `mib`: GPUs and host memory of each. `count_key`, `gpus_key`: the config keys that set them; `lower`: keys
+    (with their values if that helps) to lower if memory is short. `what`: one of the processes, in words.
     """
 
     count: int
@@ -45,7 +45,7 @@ class Processes:
 
 
 class EngineMaker(ABC):
-    """Made for one config. Keyword arguments of a subclass are the config's `engine_args`; nothing heavy is loaded here."""
+    """Made for one config. A subclass's keyword arguments are the config's `engine_args`; nothing heavy is loaded here."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -53,45 +53,45 @@ class EngineMaker(ABC):
     @classmethod
     @abstractmethod
     def engine(cls) -> type[Engine]:
-        """The class of what `make` makes: it says whether it can be trained. Its module is imported here, and not before."""
+        """The class that `make` returns, which says whether it can be trained. Its module is imported only here."""
 
     @classmethod
     def claims(cls, model: str | None) -> bool:
-        """Whether a model of this name is always played by this engine, whatever the config's `engine` says."""
+        """Whether a model of this name is always run by this engine, whatever the config's `engine` says."""
         return False
 
     @classmethod
     def suits(cls) -> int:
-        """How well it suits this machine; `engine = "auto"` takes the engine with the most. 0: only if it is named."""
+        """How well it suits this machine; `engine = "auto"` picks the engine with the highest. 0: only if it is named."""
         return 0
 
     @classmethod
     def check_installed(cls) -> None:
-        """Raise DependencyError if a package is missing."""
+        """Raises DependencyError if a package is missing."""
         return None
 
     def check(self) -> None:  # noqa: B027 - most engines can do all that a config may ask
-        """Raise a UserError for what the engine cannot do, before anything is started."""
+        """Raises a UserError for what the engine cannot do, before anything is started."""
 
     def processes(self) -> Processes | None:
-        """Those that `cluster.roles.rollout` ray_options; None for an engine in the driver."""
+        """The processes that `cluster.roles.rollout` places; None for an engine in the driver."""
         return None
 
     def context(self, positions: int) -> int:
-        """Tokens that one prompt and its turn may take, with a model of so many positions."""
+        """Tokens that one prompt and its turn may take together, with a model of so many positions."""
         return positions
 
     def heads(self) -> tuple[int, ...] | None:
-        """Sizes of an attention head that it can compute on this machine; None is all."""
+        """Attention head sizes that it can compute on this machine; None means all."""
         return None
 
     @abstractmethod
     def make(self, model: str, positions: int, ray_options: Sequence[Mapping[str, Any]] = ()) -> Engine:
-        """The engine, not started, for a folder or hub name. `ray_options`: of each of its processes, if a pool has them."""
+        """The engine, not started, for a folder or hub name. `ray_options`: of each of its processes, if a pool places them."""
 
     def make_with(self, transcript: Any) -> Engine:
         """With the trait "messages": the engine over a Transcript, which its renderer reads too."""
-        raise NotImplementedError(f"{type(self).__name__} makes no engine of messages")
+        raise NotImplementedError(f"{type(self).__name__} does not make an engine whose ids are messages")
 
 
 ENGINES: Registry[type[EngineMaker]] = Registry(
@@ -101,7 +101,7 @@ ENGINES: Registry[type[EngineMaker]] = Registry(
     given=1,
     needs={"ray": "Ray, whatever cluster.backend says"},
     traits={
-        "sleeps": "can give its memory back while the actors update",
-        "messages": "its ids number the messages of a Transcript (backends/api), and no tokenizer is loaded: `make_with`",
+        "sleeps": "can free its memory while the actors update",
+        "messages": "its ids are numbers of messages in a Transcript (backends/api), and no tokenizer is loaded: `make_with`",
     },
 )

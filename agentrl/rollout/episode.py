@@ -1,4 +1,4 @@
-"""One episode: messages out to the environment, token ids out to the engine, and an exact record of both."""
+"""One episode: messages to the environment, token ids to the engine, and an exact record of both."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSpec:
-    """What one episode is: its task and its place in the run. `key` routes it to one prefix cache."""
+    """What identifies an episode: its task and its position in the run. `key` routes it to one prefix cache."""
 
     task_seed: int
     split: str
@@ -46,8 +46,8 @@ class Limits:
 
     `context`: the most tokens that the model can take, which bounds each ledger. `max_episode_tokens`: the most
     that all ledgers of the episode may hold together, which is what training on it computes. `turn_timeout` and
-    `episode_timeout` are of active time (see `rollout.clock`), `env_timeout` of the environment's setup and of its
-    teardown; after `stall_timeout` without any move of the rollout a request counts as lost.
+    `episode_timeout` limit active time (see `rollout.clock`), `env_timeout` the environment's setup and its
+    teardown; after `stall_timeout` without any move in the rollout, a request counts as lost.
     """
 
     max_turns: int
@@ -61,7 +61,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: RolloutConfig, context: int) -> Limits:
-        """The limits that a rollout section and a model's context length give."""
+        """The limits that follow from a rollout section and a model's context length."""
         return cls(
             config.max_turns,
             config.max_turn_tokens,
@@ -78,8 +78,8 @@ class Limits:
 class Policy:
     """The engine, the renderer and how to sample: everything that turns messages into the next message.
 
-    `context`: what happens to a conversation that outgrows the model. `writer`: who writes summaries for it;
-    None is this policy itself.
+    `context`: what happens to a conversation that outgrows the model's context. `writer`: the policy that writes its
+    summaries; None means this policy itself.
     """
 
     engine: Engine
@@ -100,9 +100,10 @@ async def run_episode(
 ) -> Trajectory:
     """Run one episode to its end and score it once.
 
-    A fault of the infrastructure (engine, environment, its time) never raises here and never becomes a
-    reward: it is recorded as a StopReason with `reward` None. Time that the policy used up is a truncation, and
-    scored. Cancellation tears the environment down and propagates. `watch`: hears what is waited for and what comes.
+    A fault of the infrastructure (engine, environment, its timeouts) never raises here and never becomes a
+    reward: it is recorded as a StopReason with `reward` None. If the policy used up its time, the episode is truncated
+    and scored. Cancellation tears the environment down and propagates. `watch` is told what the episode waits for and
+    when something arrives.
     """
     started = time.monotonic()
     watch = watch or Watch()
@@ -123,6 +124,7 @@ async def run_episode(
     except BaseException:
         await _close(env)
         raise
+    # Also after a fault: the environment is torn down and the record completed in any case.
     with watch.waits(spec.key, lambda: f"the end of environment {env.id}"):
         trajectory = await episode.end(stop, error)
     trajectory.timings["episode_s"] = time.monotonic() - started
@@ -134,8 +136,8 @@ async def run_episode(
 async def _close(env: ToolEnv) -> None:
     try:
         await env.aclose()
-    except Exception:  # it must not take the place of what the episode ends with, which may be its cancellation
-        log.exception("the teardown of environment %s broke", env.id)
+    except Exception:  # it must not replace the error that ends the episode, which may be its cancellation
+        log.exception("the teardown of environment %s failed", env.id)
 
 
 async def _score(trajectory: Trajectory, scorer: Scorer) -> None:
@@ -146,14 +148,14 @@ async def _score(trajectory: Trajectory, scorer: Scorer) -> None:
 
 
 def _unscored(trajectory: Trajectory, scorer: Scorer, error: str) -> None:
-    """An episode whose scoring failed: the infrastructure's fault, so no reward and another try."""
+    """Mark an episode whose scoring failed: the infrastructure's fault, so it has no reward and is tried again."""
     trajectory.stop, trajectory.error = StopReason.ENV_ERROR, error
     trajectory.cause = {"blame": "infrastructure"}
     _apply(trajectory, Score(None, evidence={"unscored": error}, metrics=dict.fromkeys(scorer.ids)))
 
 
 async def score_group(trajectories: Sequence[Trajectory], scorer: Scorer) -> None:
-    """Score the members of a group again, together: group leaves of a spec compare them."""
+    """Score the members of a group again, together, because the group leaves of a spec compare them."""
     try:
         scores = await scorer.ascore_group(trajectories)
     except (LateError, HungError) as fault:
@@ -185,6 +187,7 @@ class _Episode:
         self.limits = limits
         self.ledgers = [TokenLedger()]
         self.shown: list[Message] = []
+        # The next prompt, not yet in a ledger: it belongs to the turn that samples after it, if there is one.
         self.fork, self.suffix = False, list[int]()
         self.rewrites: list[dict[str, Json]] = []
         self.record: Trajectory | None = None
@@ -194,7 +197,7 @@ class _Episode:
 
     @property
     def ledger(self) -> TokenLedger:
-        """The ledger that grows: the last one (a rewritten history begins another)."""
+        """The current ledger: the last one (a rewritten history starts another)."""
         return self.ledgers[-1]
 
     async def run(self) -> StopReason:
@@ -203,7 +206,7 @@ class _Episode:
         self.record = record = self.env.trajectory
         self.renderer = renderer = self.policy.renderer.with_tools(self.env.toolbox.schemas())
         self.shown = list(observation)
-        # A prompt that alone passes a limit leaves no room for a turn; no row may be longer than that limit.
+        # A prompt that alone exceeds a limit leaves no room for a turn, but its row must still respect the limit.
         most = min(self.limits.max_episode_tokens, self.limits.context)
         self.ledger.append_context(renderer.start(observation, self.env.toolbox.schemas())[:most], turn=0)
         for turn in range(self.limits.max_turns):
@@ -218,7 +221,7 @@ class _Episode:
                 self._unanswered(cut.generation, prompt_tokens)
                 raise
             if generation.finish == "length" and room < self.limits.max_turn_tokens:
-                # The episode's budget cut this turn.
+                # The budget of the episode cut this turn short, so the environment must not be given half of it.
                 self._unanswered(generation, prompt_tokens)
                 return reason
             message = renderer.parse(generation.token_ids, generation.finish)
@@ -227,7 +230,7 @@ class _Episode:
                     self.env.astep(message), f"turn {turn}", whose(self.env, message)
                 )
             finally:
-                # Also a step that was cut belongs to where the turn was sampled: it may be scored.
+                # Even if the step was cut: the turn is in the record and may be scored, so it needs its tokens.
                 if len(record.turns) > turn:
                     self._locate(record.turns[turn], generation, prompt_tokens)
             if terminated:
@@ -235,11 +238,11 @@ class _Episode:
             if truncated:
                 self.error = info.get("error")
                 return StopReason(info.get("stop", StopReason.MAX_TURNS))
-            await self._go_on(generation, message, observation)
+            await self._next_prompt(generation, message, observation)
         return StopReason.MAX_TURNS
 
     def _unanswered(self, generation: Generation, prompt_tokens: int) -> None:
-        """A turn that was cut: the record keeps it, the environment never answers it."""
+        """Record a turn that was cut short; the environment never answers it."""
         assert self.record is not None
         if generation.token_ids:
             message = self.renderer.parse(generation.token_ids, generation.finish)
@@ -247,16 +250,16 @@ class _Episode:
             self.record.turns.append(Turn(index=len(self.record.turns), message=message))
             self._locate(self.record.turns[-1], generation, prompt_tokens)
 
-    async def _go_on(
+    async def _next_prompt(
         self,
         generation: Generation,
         message: Message,
         observation: Sequence[Message],
     ) -> None:
-        """Make the next prompt of what the environment answered; it goes into the ledger when the model sees it.
+        """Make the next prompt from the environment's answer; it goes into the ledger when the model sees it.
 
-        If the conversation is rewritten (by the context policy, or by a chat template that drops old reasoning), another
-        ledger begins with it as context. What was sampled before stays, and is trained, in the old one.
+        If the conversation is rewritten (by the context policy, or by a chat template that drops old reasoning), a new
+        ledger starts with it as context. What was sampled before stays in the old one and is trained there.
         """
         assert self.record is not None
         renderer, limits, turn = self.renderer, self.limits, len(self.record.turns)
@@ -272,17 +275,18 @@ class _Episode:
             limits.context,
             partial(self._ask, generation, message, observation),
         )
-        # After the last turn there is nothing to go on with.
+        # After the last turn no prompt follows, and a summary would be sampled for nothing.
         rewritten = await self.policy.context.rewrite(moment) if turn < limits.max_turns else None
         if rewritten is not None:
             fork, self.shown, ids = True, rewritten, self._start(rewritten)
+            # By identity: a new message may equal an old one.
             known = {id(message) for message in before}
             added = [{"role": m.role, "content": m.content} for m in self.shown if id(m) not in known]
             self.rewrites.append({"turn": turn, "ledger": len(self.ledgers), "tokens": len(ids), "added": added})
         self.fork, self.suffix = fork, ids
 
     def _extend(self, turn: int) -> None:
-        """The next prompt, into the ledger or a new one."""
+        """Append the next prompt to the ledger, or to a new one."""
         if self.fork:
             self.ledgers.append(TokenLedger())
         self.ledger.append_context(self.suffix, turn)
@@ -296,9 +300,9 @@ class _Episode:
         instruction: Message,
         tokens: int,
     ) -> str | None:
-        """The conversation and then `instruction`, answered; see `Moment.ask`. What this policy samples for it goes
-        into the ledger like any turn (and counts to the coming one), but neither into the record nor to the
-        environment. The newest tool output gives way to a marker if there is no room for it."""
+        """The answer to the conversation followed by `instruction`; see `Moment.ask`. What this policy samples for it goes
+        into the ledger like any turn (with the number of the coming one), but neither into the record nor to the
+        environment. If there is no room for the newest tool output, a marker takes its place."""
         assert self.record is not None
         renderer, turn = self.renderer, len(self.record.turns)
         if self.policy.writer is not None:
@@ -323,7 +327,7 @@ class _Episode:
         return renderer.parse(answer.token_ids, answer.finish).content
 
     async def _written(self, writer: Policy, instruction: Message, tokens: int) -> str:
-        """The same by another model: no token of it is this policy's."""
+        """The same, answered by another model: none of its tokens are this policy's."""
         ids = writer.renderer.start([*self.shown, instruction], self.env.toolbox.schemas())
         answer = await self._sample(writer, ids, tokens, "summary", f"{self.spec.key}.summary")
         return writer.renderer.parse(answer.token_ids, answer.finish).content
@@ -334,40 +338,40 @@ class _Episode:
     async def _env(
         self, answer: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = math.inf
     ) -> Answer:
-        """Await the environment; whatever its author's code raises becomes an EnvError that says where."""
+        """Await the environment; whatever its author's code raises becomes an EnvError."""
         began = time.monotonic()
         try:
             return await self.waits.environment(self.env, answer, what, blame, limit)
         except (AgentrlError, CutError):
             raise
         except Exception as fault:
-            log.exception("environment %s broke (task seed %d)", self.env.id, self.spec.task_seed)
+            log.exception("environment %s failed (task seed %d)", self.env.id, self.spec.task_seed)
             raise EnvError(f"{type(fault).__name__}: {fault}") from fault
         finally:
             self.env_s += time.monotonic() - began
 
     def _room(self) -> tuple[int, StopReason]:
-        """Tokens that the next turn may sample, and why the episode ends if none are left."""
+        """The tokens that the next turn may sample, and why the episode ends if none are left."""
         episode = self._budget() - len(self.suffix)
         context = self.limits.context - len(self.suffix) - (0 if self.fork else len(self.ledger))
         reason = StopReason.MAX_TOKENS if episode <= context else StopReason.CONTEXT_FULL
         return min(self.limits.max_turn_tokens, episode, context), reason
 
     def _budget(self) -> int:
-        """What is left of `max_episode_tokens`."""
+        """The tokens left of `max_episode_tokens`."""
         return self.limits.max_episode_tokens - sum(len(ledger) for ledger in self.ledgers)
 
     async def _generate(self, room: int, turn: int, purpose: str = "turn") -> Generation:
-        """Sample after the ledger, into the ledger."""
+        """Sample a continuation of the ledger and append it."""
         try:
             generation = await self._sample(self.policy, self.ledger.ids(), room, purpose, self.spec.key)
         except Partial as cut:
-            self._take(cut.generation, turn, purpose)
+            self._append(cut.generation, turn, purpose)
             raise
-        self._take(generation, turn, purpose)
+        self._append(generation, turn, purpose)
         return generation
 
-    def _take(self, generation: Generation, turn: int, purpose: str) -> None:
+    def _append(self, generation: Generation, turn: int, purpose: str) -> None:
         try:
             self.ledger.append_sampled(generation.token_ids, generation.logprobs, generation.versions, turn)
         except ValueError as fault:
@@ -382,6 +386,7 @@ class _Episode:
             top_p=policy.top_p,
             top_k=policy.top_k,
             stop_token_ids=policy.renderer.stop_token_ids,
+            # From the turn rather than a counter of calls: a turn's stream is the same with and without summaries.
             seed=derive(self.spec.seed, purpose, turn),
         )
         began = time.monotonic()
@@ -417,9 +422,9 @@ class _Episode:
             except AgentrlError as fault:
                 trajectory.stop, trajectory.error = StopReason.ENV_ERROR, f"environment {self.env.id}: {fault}"
             except Exception as fault:
-                log.exception("the end of environment %s broke (task seed %d)", self.env.id, self.spec.task_seed)
+                log.exception("the end of environment %s failed (task seed %d)", self.env.id, self.spec.task_seed)
                 trajectory.stop = StopReason.ENV_ERROR
-                trajectory.error = f"environment {self.env.id}: its end broke: {type(fault).__name__}: {fault}"
+                trajectory.error = f"environment {self.env.id}: its end failed: {type(fault).__name__}: {fault}"
         trajectory.cause = self._cause(trajectory.stop)
         trajectory.ledgers = [ledger for ledger in self.ledgers if len(ledger)]
         trajectory.rewrites = self.rewrites

@@ -1,4 +1,4 @@
-"""Held-out evaluation: one episode a task, a fixed set of tasks, and nothing that training can see."""
+"""Held-out evaluation: one episode per task, a fixed set of tasks, and nothing that training can see."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from agentrl.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """`success`: the share of successes among the episodes of which that is known (see `success_rate`). `unscored`:
-    episodes of which neither reward nor success is known."""
+    """`success`: the share of successes among the episodes whose success is known (see `success_rate`). `unscored`:
+    the number of episodes whose reward and success are both unknown."""
 
     success: float | None
     reward: float | None
@@ -45,21 +45,21 @@ async def run_tasks(
 ) -> list[Trajectory]:
     """One episode for each (task index, member), at most `max_episodes` at once, in the order of `pairs`.
 
-    Tasks are numbered within a split and are the same in every run; `seed` only moves the sampling.
-    `on_episode` is called as each episode ends. `io`: a `Recorder` or `Replayer`; live without one.
+    Tasks are numbered within a split and are the same in every run; `seed` only affects the sampling.
+    `on_episode` is called when an episode ends. `io`: a `Recorder` or `Replayer`; by default, episodes run live.
     Raises the first error that is not an outcome of an episode, such as ReplayError.
     """
     slots = asyncio.Semaphore(max_episodes)
-    asked, watch = io or EpisodeIO(), Watch()
+    episode_io, watch = io or EpisodeIO(), Watch()
 
     async def one(index: int, member: int) -> Trajectory:
         spec = EpisodeSpec(index, split, derive(seed, split, index, member), member, key=f"{split}{index}.m{member}")
         async with slots:
             with in_episode(spec.key):
-                trajectory = asked.ready(spec.key)
+                trajectory = episode_io.ready(spec.key)
                 if trajectory is None:
-                    trajectory = await run_episode(asked.env(env, spec.key), policy, spec, limits, scorer, watch)
-                asked.ended(spec.key, trajectory)
+                    trajectory = await run_episode(episode_io.env(env, spec.key), policy, spec, limits, scorer, watch)
+                episode_io.ended(spec.key, trajectory)
         on_episode(trajectory)
         return trajectory
 
@@ -89,9 +89,9 @@ async def evaluate(
 
 
 def summarize(trajectories: list[Trajectory]) -> Evaluation:
-    """Success and mean reward over the episodes of which they are known; None if that is none.
+    """Success and mean reward over the episodes for which they are known; None if there are none.
 
-    If a spec compares the members of a group, single episodes have no reward, but success.
+    If a spec compares the members of a group, single episodes have no reward, only success.
     """
     rewards = [t.reward for t in trajectories if t.reward is not None]
     scored = sum(t.reward is not None or t.success is not None for t in trajectories)
@@ -106,6 +106,6 @@ def summarize(trajectories: list[Trajectory]) -> Evaluation:
 
 
 def success_rate(trajectories: Iterable[Trajectory]) -> float | None:
-    """The share of successes among the episodes of which that is known; None if that is none."""
+    """The share of successes among the episodes whose success is known; None if there are none."""
     known = [t.success for t in trajectories if t.success is not None]
     return sum(known) / len(known) if known else None

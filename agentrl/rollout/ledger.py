@@ -3,14 +3,14 @@
     PENDING -> RUNNING -> COMPLETE -> { TRAINED | FILTERED | STALE | FAILED | CANCELLED }
 
 Every group that is not FILTERED, STALE, FAILED or CANCELLED holds a slot; slot s is meant for update s // B
-(B groups an update). A group is admitted while the update that the next free slot belongs to is
-<= version + eta. A group that is dropped gives its slot back, so another takes its place: the schedule is
-the same whatever happens to single groups.
+(B groups per update). A group is admitted as long as the update of the next free slot is <= version + eta
+(eta = `max_staleness`). A dropped group frees its slot for another one, so the schedule is the same whatever
+happens to single groups.
 
-With `spare` slots more (oversampling) that many groups more are admitted, and an update need not wait for
-the last ones: what it would push over the bound, up to `spare` running groups, is CANCELLED instead.
+With `spare` slots (oversampling), that many more groups are admitted, and an update need not wait for the last
+ones: those that it would push over the bound, up to `spare` running groups, are CANCELLED instead.
 
-The bound is hard at consumption: for every trained token, version_at_update - token_version <= eta.
+The bound is enforced when groups are consumed: for every trained token, version_at_update - token_version <= eta.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentrl.trajectory import Group
 
 
 class GroupState(StrEnum):
-    """Where a group stands. The last five are final. CANCELLED: nobody's fault, there were enough others."""
+    """The state of a group. The last five are final. CANCELLED is nobody's fault: there were enough others."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -37,14 +37,14 @@ class GroupState(StrEnum):
     CANCELLED = "cancelled"
 
 
-_GAVE_BACK = (GroupState.FILTERED, GroupState.STALE, GroupState.FAILED, GroupState.CANCELLED)
+_DROPPED = (GroupState.FILTERED, GroupState.STALE, GroupState.FAILED, GroupState.CANCELLED)
 
 
 @dataclass(slots=True)
 class GroupEntry:
-    """One dispatched group. `born` is the version of the weights when it was admitted: a lower bound for
+    """One dispatched group. `born`: the version of the weights when it was admitted, a lower bound on
     the version of each of its tokens. `oldest`: the oldest weights that sampled one of its tokens, set once when
-    the group completes (`born` while it still runs), so that selecting groups never reads a token."""
+    the group completes (`born` while it is running), so that selecting groups never reads a token."""
 
     index: int
     born: int
@@ -56,7 +56,7 @@ class GroupEntry:
         self.oldest = self.born if self.group is None else _oldest(self.group, self.born)
 
     def complete(self, group: Group) -> None:
-        """All members are back; their tokens do not change any more."""
+        """All members have finished; their tokens no longer change."""
         self.group, self.state, self.oldest = group, GroupState.COMPLETE, _oldest(group, self.born)
 
 
@@ -66,9 +66,9 @@ def _oldest(group: Group, born: int) -> int:
 
 
 class GroupLedger:
-    """Admission, selection and accounting of groups. Pure bookkeeping: it starts and awaits nothing.
+    """Admission, selection and accounting of groups. Pure bookkeeping: it neither starts nor awaits anything.
 
-    Selection looks at each group in the ledger once, at none of its tokens (n groups: O(n), `ready` O(n log n)).
+    Selection looks at each group in the ledger once and at none of its tokens (O(n) for n groups; `ready` O(n log n)).
     """
 
     def __init__(self, groups_per_update: int, max_staleness: int, spare: int = 0) -> None:
@@ -79,12 +79,14 @@ class GroupLedger:
         self._entries: dict[int, GroupEntry] = {}
         self._again: list[int] = []
         self._next = 0
-        self._past: Counter[GroupState] = Counter()
+        self._past: Counter[GroupState] = Counter()  # groups that have left the ledger, by their final state
 
     # -- admission ---------------------------------------------------------------------------------
 
     def admit(self) -> int | None:
-        """The index of a group to start now, or None while the staleness bound has no room for one."""
+        """The index of a group to start now, or None while the staleness bound does not allow another one."""
+        # Slots of trained groups count too: after v updates there are v * B of them, so at most (eta + 1) * B groups
+        # (plus the spare ones) are ahead of the trainer.
         if self.slots_taken() >= (self.version + self.max_staleness + 1) * self.groups_per_update + self.spare:
             return None
         if self._again:
@@ -95,18 +97,18 @@ class GroupLedger:
         return index
 
     def slots_taken(self) -> int:
-        """Groups that run, wait or were trained: all that gave no slot back."""
+        """Groups that are running, complete or trained: all that still hold a slot."""
         return self._past[GroupState.TRAINED] + len(self._entries)
 
     # -- what happens to a group -------------------------------------------------------------------
 
     def complete(self, group: Group) -> None:
-        """RUNNING -> COMPLETE: all members are back and enough of them survived."""
+        """RUNNING -> COMPLETE: all members have finished and enough of them survived."""
         self._running(group.index).complete(group)
 
     def drop(self, index: int, state: GroupState) -> None:
-        """To FILTERED, STALE, FAILED or CANCELLED: the group leaves and gives its slot back."""
-        if state not in _GAVE_BACK:
+        """To FILTERED, STALE, FAILED or CANCELLED: the group leaves the ledger and frees its slot."""
+        if state not in _DROPPED:
             raise ValueError(f"a group cannot be dropped as {state}")
         if index not in self._entries:
             raise ValueError(f"group {index} is not in the ledger")
@@ -126,7 +128,7 @@ class GroupLedger:
         return [e.index for e in self._entries.values() if self.version - e.oldest > self.max_staleness]
 
     def must_wait_for(self) -> list[int]:
-        """Running groups that the next update would push over the bound: they belong into this one."""
+        """Running groups that the next update would push over the bound: they must be part of this one."""
         return [
             e.index
             for e in self._entries.values()
@@ -135,7 +137,7 @@ class GroupLedger:
 
     def surplus(self, chosen: Iterable[Group]) -> list[int]:
         """With spare slots: groups, running or complete, that are not chosen for the next update and that it
-        pushes over the bound. Without, nothing is given up before it is too old."""
+        pushes over the bound. Without spare slots, no group is given up before it is too old."""
         if not self.spare:
             return []
         kept = {group.index for group in chosen}
@@ -144,8 +146,8 @@ class GroupLedger:
         ]
 
     def ready(self) -> list[Group] | None:
-        """The B groups of the next update, oldest weights first, then lowest index; None if there are too few,
-        or if more running groups than there are spare slots belong into this update."""
+        """The B groups of the next update, chosen by oldest weights, then lowest index; None if there are too few,
+        or if more running groups must be part of this update than there are spare slots."""
         if len(self.must_wait_for()) > self.spare:
             return None
         done = [e for e in self._entries.values() if e.state is GroupState.COMPLETE]
@@ -153,6 +155,7 @@ class GroupLedger:
         if len(usable) < self.groups_per_update:
             return None
         usable.sort(key=lambda entry: (entry.oldest, entry.index))
+        # In the order of their indices, so that a batch does not depend on which group finished first.
         chosen = sorted(usable[: self.groups_per_update], key=lambda entry: entry.index)
         return [entry.group for entry in chosen if entry.group is not None]
 
@@ -176,16 +179,16 @@ class GroupLedger:
 
     @property
     def dispatched(self) -> int:
-        """Groups ever given an index (those to be run again after a resume count once)."""
+        """Number of groups that were ever given an index (those run again after a resume count once)."""
         return self._next
 
     # -- checkpoint --------------------------------------------------------------------------------
 
     def to_json(self, *, contents: bool = True) -> dict[str, Any]:
-        """Everything but the running groups' progress: those are pending again after a resume.
+        """Everything except the progress of running groups, which are pending again after a resume.
 
-        Without `contents` the complete groups are only named: `complete_groups` gives them, to be written one
-        after the other.
+        Without `contents`, only the indices of the complete groups are included: `complete_groups` returns the groups,
+        to be written one at a time.
         """
         running = [e.index for e in self._entries.values() if e.state is GroupState.RUNNING]
         return {
@@ -201,11 +204,11 @@ class GroupLedger:
         }
 
     def complete_groups(self) -> list[Group]:
-        """The complete groups, in the order that `to_json` names them in; nothing changes them any more."""
+        """The complete groups, in the same order as in `to_json`; they no longer change."""
         return [e.group for e in self._entries.values() if e.group is not None]
 
     def load_json(self, state: Mapping[str, Any], groups: Iterable[Group] = ()) -> None:
-        """Inverse of `to_json`; `groups` are what `complete_groups` gave if that was without `contents`.
+        """Inverse of `to_json`; without `contents`, `groups` are the result of `complete_groups`.
 
         Raises ValueError if `groups` are not those of `state`.
         """
@@ -214,9 +217,9 @@ class GroupLedger:
         self._past = Counter({GroupState(name): count for name, count in state["past"].items()})
         rows = state["complete"]
         whole = [Group.from_json(row) for row in rows if "trajectories" in row]
-        found = {group.index: group for group in (whole or groups)}
-        if set(found) != {row["index"] for row in rows}:
-            raise ValueError(f"complete groups {sorted(row['index'] for row in rows)}, there are {sorted(found)}")
+        given = {group.index: group for group in (whole or groups)}
+        if set(given) != {row["index"] for row in rows}:
+            raise ValueError(f"expected complete groups {sorted(row['index'] for row in rows)}, got {sorted(given)}")
         self._entries = {
-            row["index"]: GroupEntry(row["index"], row["born"], GroupState.COMPLETE, found[row["index"]]) for row in rows
+            row["index"]: GroupEntry(row["index"], row["born"], GroupState.COMPLETE, given[row["index"]]) for row in rows
         }

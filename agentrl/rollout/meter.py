@@ -1,4 +1,4 @@
-"""What the engine did since it was last asked, as metrics of a step."""
+"""What the engine did since the last reading, as metrics of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from agentrl.rollout.engine import Engine, EngineStats
 
 
 class EngineMeter:
-    """Differences of an engine's counters between two readings."""
+    """Differences between two readings of an engine's counters."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -17,8 +17,8 @@ class EngineMeter:
 
     async def read(self) -> dict[str, float]:
         """`engine/tokens_per_s`: sampled tokens per second of wall time since the last reading (0 at the first).
-        `engine/cache_hit`: share of the prompt tokens since then that a prefix cache held. `engine/running`,
-        `engine/waiting`: requests at this moment. The engine's own numbers by their names."""
+        `engine/cache_hit`: share of the prompt tokens since then that came from a prefix cache. `engine/running`,
+        `engine/waiting`: requests at this moment. The engine's own numbers (`EngineStats.extra`) under their names."""
         now, stats = time.monotonic(), await self._engine.stats()
         last, self._last = self._last, stats
         seconds = 0.0 if self._when is None else now - self._when

@@ -1,4 +1,4 @@
-"""pass@k and pass^k of an evaluation with n samples a task, with confidence intervals over tasks."""
+"""pass@k and pass^k of an evaluation with n samples per task, with confidence intervals over tasks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that at least one of k samples drawn without replacement from n, c of them right, is right.
+    """Probability that at least one of k samples is correct, drawn without replacement from n of which c are correct.
 
     1 - C(n - c, k) / C(n, k): the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), eq. 1.
     Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
@@ -17,19 +17,19 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def pass_hat_k(n: int, c: int, k: int) -> float:
-    """Chance that all of k samples drawn without replacement are right: C(c, k) / C(n, k).
+    """Probability that all of k samples drawn without replacement are correct: C(c, k) / C(n, k).
 
-    The pass^k of tau-bench (Yao et al. 2024, arXiv 2406.12045, section 4): reliability, where pass@k is reach.
+    The pass^k of tau-bench (Yao et al. 2024, arXiv 2406.12045, section 4). It measures reliability, pass@k the best case.
     """
     _check(n, c, k)
     return math.comb(c, k) / math.comb(n, k)
 
 
 def mean_with_interval(values: Sequence[float], z: float = 1.96) -> tuple[float, float, float]:
-    """Mean over tasks and its normal-approximation interval (mean, low, high), cut to [0, 1].
+    """Mean over tasks and its normal-approximation interval (mean, low, high), clipped to [0, 1].
 
-    For all-equal values, if the approximation gives no width, the rule of three bounds the far side
-    (3 / tasks). Raises ValueError without values.
+    If all values are equal, for which the approximation gives a width of 0, the half-width is 3 / tasks (rule of
+    three). Raises ValueError without values.
     """
     n = len(values)
     if not n:

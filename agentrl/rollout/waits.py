@@ -29,8 +29,8 @@ class CutError(Exception):
 
 
 class Waits:
-    """The waits of one episode. Times in seconds: `turn` and `episode` of active time (see `clock`), `stall` without
-    any move of the whole rollout, after which the engine counts as stuck."""
+    """The waits of one episode. Limits in seconds: `turn` and `episode` of active time (see `clock`); `stall` without
+    any move in the whole rollout, after which the engine counts as stuck."""
 
     def __init__(self, key: str, turn: float, episode: float, stall: float, watch: Watch) -> None:
         self.clock, self.watch = EpisodeClock(episode), watch
@@ -40,13 +40,14 @@ class Waits:
         self, env: ToolEnv, work: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = math.inf
     ) -> Answer:
         """What the environment answers. Raises EnvError after `limit`, and CutError if the episode's time is up. Time
-        in which all tool calls under way queue for a place does not count; whose the other time is, the calls that run say
-        (see `running`), and `blame` if there are none."""
+        in which all tool calls in progress are queued does not count; who is responsible for the rest is decided by the
+        running calls (see `running`), or is `blame` if there are none."""
         task = asyncio.ensure_future(contained(work, f"{what} of environment {env.id}"))
         calls, spent = list(env.toolbox.waiting), 0.0
 
         def spend(passed: float) -> float:
             nonlocal calls, spent
+            # A call that has just ended also counts: the interval that passed was its time.
             whose_it_was = running(now := list(env.toolbox.waiting)) or running(calls) or blame
             if calls != now:
                 calls = now
@@ -73,23 +74,23 @@ class Waits:
 
     def _late(self, env: ToolEnv, doing: str, spent: float, limit: float) -> Exception:
         if spent >= limit:
-            return EnvError(f"environment {env.id}: no end of {doing} within {limit:g} s (rollout.env_timeout)")
+            return EnvError(f"environment {env.id}: {doing} did not end within {limit:g} s (rollout.env_timeout)")
         stop, message = self._over(doing)
         env.cut(stop)
         return CutError(stop, message)
 
     def _over(self, doing: str, blame: Blame = "infrastructure", spent: float = 0.0) -> tuple[StopReason, str]:
-        """Why an episode ends whose time is up, with `spent` seconds that are not on its clock yet."""
+        """Why an episode whose time is up ends; `spent` seconds are not on its clock yet."""
         policy = self.clock.blame(blame, spent) == "policy"
         stop = StopReason.MAX_EPISODE_TIME if policy else StopReason.EPISODE_TIMEOUT
-        return stop, f"{self.clock.limit:g} s of active time are over (rollout.episode_timeout), last spent on {doing}"
+        return stop, f"{self.clock.limit:g} s of active time are used up (rollout.episode_timeout), last on {doing}"
 
     async def engine(
         self, engine: Engine, ids: Sequence[int], sampling: Sampling, key: str, what: str, own: bool = True
     ) -> Generation:
-        """What the engine samples. Raises EngineError if it does not answer in its time, and CutError if the
-        policy's time is up (`own`: this is the policy, not another model); the error then has what was sampled so far
-        as `generation`."""
+        """What the engine samples. Raises EngineError if it does not answer in time, CutError if the episode's time is up,
+        and Partial, with what was sampled so far, if that is the policy's fault (`own`: this is the policy, not another
+        model)."""
         request = RequestClock(engine, key, self._turn, self._stall, self.clock, self.watch)
         task = asyncio.ensure_future(contained(engine.generate(ids, sampling, key), what, EngineError))
         try:
@@ -104,7 +105,7 @@ class Waits:
         return task.result()
 
     def _count(self, task: asyncio.Future[Generation], request: RequestClock, own: bool) -> None:
-        """Put the request's time on the episode's clock: the engine's own final word if there is one."""
+        """Add the request's time to the episode's clock: the engine's own final number if it reports one."""
         done = task.done() and not task.cancelled() and task.exception() is None
         final = task.result().active_s if done else None
         blame: Blame = request.blame if final is None else "policy"
@@ -113,7 +114,7 @@ class Waits:
     async def _cut(
         self, engine: Engine, key: str, task: asyncio.Future[Generation], request: RequestClock, what: str, own: bool
     ) -> Generation:
-        """A late request: cut and kept if that is the policy's doing, else given up."""
+        """End a late request: keep what was sampled if the lateness is the policy's fault, else give it up."""
         spent = f"{what}: {request.active_s:.1f} s of sampling, {request.tokens} tokens"
         stop: StopReason | None = None
         message = f"no answer within {self._turn:g} s ({what} at {request})"
@@ -128,13 +129,14 @@ class Waits:
             raise EngineError(message) if stop is None else CutError(stop, message)
         generation = await self._partial(engine, key, task, what)
         if generation.finish != "abort":
-            return generation  # it came to its end in this very moment
+            return generation  # it finished before the abort reached it
         raise Partial(stop, message, replace(generation, finish="length"))
 
     async def _partial(self, engine: Engine, key: str, task: asyncio.Future[Generation], what: str) -> Generation:
-        """What was sampled before the request was aborted. Raises EngineError if the engine does not give it."""
+        """What was sampled before the request was aborted. Raises EngineError if the engine does not return it."""
         try:
             await within(GRACE, engine.abort(key), "abort")
+            # Shielded: a timeout must not cancel the request itself, which is ended (and logged) below.
             return await within(GRACE, asyncio.shield(task), "abort")
         except LateError:
             raise EngineError(f"no answer within {GRACE:g} s of being aborted ({what})") from None
@@ -144,7 +146,7 @@ class Waits:
 
 
 class Partial(CutError):
-    """As CutError, with what the cut turn had sampled."""
+    """A CutError with what the cut turn had sampled."""
 
     def __init__(self, stop: StopReason, message: str, generation: Generation) -> None:
         super().__init__(stop, message)
@@ -152,13 +154,13 @@ class Partial(CutError):
 
 
 def running(calls: Sequence[Waiting]) -> Blame | None:
-    """Whose time it is while these calls are under way: the policy's if all that run are of tools that say so, whatever else
-    the turn called; None if none runs."""
+    """Who is responsible for the time while these calls are in progress: the policy if all running calls are of tools
+    marked `policy_late`, whatever else the turn called; None if none is running."""
     tools = [call.tool for call in calls if call.running]
     return None if not tools else "policy" if all(tool.options.policy_late for tool in tools) else "infrastructure"
 
 
 def whose(env: ToolEnv, message: Message) -> Blame:
-    """Whose time a step of the environment is in which no call is seen to run: the policy's if all called tools say so."""
+    """Who is responsible for a step in which no running call was seen: the policy if all called tools are `policy_late`."""
     tools = [env.toolbox[call.name] for call in message.tool_calls if call.name in env.toolbox]
     return "policy" if tools and all(tool.options.policy_late for tool in tools) else "infrastructure"

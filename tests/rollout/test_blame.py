@@ -375,8 +375,8 @@ def test_a_blocked_loop_is_no_stall(room: Any, renderer: Renderer) -> None:
 def test_a_setup_that_hangs_is_a_fault_that_names_the_environment(room: Any, renderer: Renderer) -> None:
     with pytest.raises(
         StalledError,
-        match=r"env_error: environment test/Room-v0: no end of the setup of environment "
-        r"test/Room-v0 within 0\.1 s \(rollout\.env_timeout\)",
+        match=r"env_error: environment test/Room-v0: the setup of environment "
+        r"test/Room-v0 did not end within 0\.1 s \(rollout\.env_timeout\)",
     ):
         play(room(slow="setup"), renderer, {0: ["bye"], 1: ["bye"]}, env_timeout=0.1, retries=0)
 
@@ -412,7 +412,10 @@ def test_a_teardown_that_hangs_is_let_go_and_the_episode_counts(room: Any, rende
     ("step", "says"),
     [
         ("bye", "env_error: OSError: the room is on fire"),  # the environment's own end
-        (("call", "wait", {"seconds": 0.01}), "env_error: environment test/Room-v0: its end broke: OSError: the room is on fire"),
+        (
+            ("call", "wait", {"seconds": 0.01}),
+            "env_error: environment test/Room-v0: its end failed: OSError: the room is on fire",
+        ),
     ],
 )
 def test_a_teardown_that_breaks_is_a_fault_of_the_environment(room: Any, renderer: Renderer, step: Any, says: str) -> None:

@@ -119,7 +119,7 @@ def test_a_number_of_tasks_that_is_none_is_refused_by_name(count: Any, monkeypat
     """0 and below would make the tasks endless without a word."""
     kind = type(KEY_VALUE.build().unwrapped)
     monkeypatch.setattr(kind, "task_count", lambda self, split: count)
-    with pytest.raises(EnvError, match=rf"KeyValue-v0: task_count\('train'\) gave {count!r}; expected 1 or more"):
+    with pytest.raises(EnvError, match=rf"KeyValue-v0: task_count\('train'\) returned {count!r}; expected 1 or more"):
         source(KEY_VALUE).draw(0)
 
 

@@ -194,7 +194,7 @@ def test_a_checkpoint_whose_state_holds_the_groups_is_read_and_a_missing_one_is_
     assert [ledger.admit() for _ in range(2)] == [0, 1]
     ledger.complete(group_of(1, [0]))
     [group] = ledger.complete_groups()
-    with pytest.raises(ValueError, match=r"complete groups \[1\], there are \[\]"):
+    with pytest.raises(ValueError, match=r"complete groups \[1\], got \[\]"):
         copy.load_json(ledger.to_json(contents=False))
     copy.load_json(json.loads(json.dumps(ledger.to_json())))
     assert copy.complete_groups() == [group] and copy.admit() == 0

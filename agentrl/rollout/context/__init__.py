@@ -1,1 +1,1 @@
-"""What happens to a conversation that outgrows its context: the contract in `base`, one small file a policy."""
+"""What happens to a conversation that outgrows its context: the contract in `base`, one small file per policy."""

@@ -1,6 +1,6 @@
-"""The contract of context policies: whether, and to what, a conversation is rewritten before the next turn.
+"""The contract of context policies: whether, and how, a conversation is rewritten before the next turn.
 
-A rewritten conversation begins a new ledger with it as context; what was sampled before stays in the old
+A rewritten conversation starts a new ledger, as its context; what was sampled before stays in the old
 ledger and is trained there, once. A policy never changes the record that the environment and the reward see.
 """
 
@@ -30,11 +30,11 @@ Ask = Callable[[Message, int], Awaitable[str | None]]
 class Moment:
     """An episode before its next turn.
 
-    `messages`: the conversation as the model would see it, the environment's newest answer (the last `fresh`
-    messages) included. `tokens`: the length of that prompt. `turn_tokens`: the most that the next turn may
-    sample. `context`: the most that prompt and turn may take together. `ask(instruction, tokens)` has the
-    conversation and then the instruction answered in at most so many tokens (see `Compact`); None if the
-    context or the episode's budget has no room for that. Who asks must rewrite.
+    `messages`: the conversation as the model would see it, including the environment's newest answer (the last `fresh`
+    messages). `tokens`: the length of that prompt. `turn_tokens`: the most that the next turn may
+    sample. `context`: the most that prompt and turn may take together. `ask(instruction, tokens)` returns the model's
+    answer, of at most `tokens` tokens, to the conversation followed by the instruction (see `Compact`); None if the
+    context or the episode's budget has no room for it. A policy that gets an answer must rewrite.
     """
 
     messages: Sequence[Message]
@@ -45,29 +45,29 @@ class Moment:
     ask: Ask
 
     def over(self, tokens: int | None, reserve: int = 0) -> bool:
-        """Whether a whole next turn, and `reserve` tokens more, would pass `tokens` (by default the context)."""
+        """Whether a full next turn plus `reserve` tokens would exceed `tokens` (by default the context)."""
         limit = self.context if tokens is None else min(tokens, self.context)
         return self.tokens + self.turn_tokens + reserve > limit
 
 
 class ContextPolicy(ABC):
-    """Stateless, and shared by all episodes: what it needs to know stands in the conversation."""
+    """Stateless and shared by all episodes: everything it needs to know is in the conversation."""
 
     @abstractmethod
     async def rewrite(self, moment: Moment) -> list[Message] | None:
-        """The conversation to go on with, or None to leave it as it is."""
+        """The conversation to continue with, or None to leave it unchanged."""
 
 
 @CONTEXTS.register("stop")
 class Stop(ContextPolicy):
-    """`stop`: never rewrite. If the context is full the episode ends, truncated (`context_full`)."""
+    """`stop`: never rewrite. If the context is full, the episode ends, truncated (`context_full`)."""
 
     async def rewrite(self, moment: Moment) -> list[Message] | None:
         return None
 
 
 def assistant_turns(messages: Sequence[Message]) -> list[int]:
-    """Where the assistant's turns stand in a conversation."""
+    """The indices of the assistant's turns in a conversation."""
     return [index for index, message in enumerate(messages) if message.role == "assistant"]
 
 

@@ -1,4 +1,4 @@
-"""`compact`: a summary takes the place of the conversation so far."""
+"""`compact`: a summary replaces the conversation so far."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ ASK = (
 @CONTEXTS.register("compact", traits={"summarizes"})
 @dataclass(frozen=True, kw_only=True)
 class Compact(ContextPolicy):
-    """If a whole next turn and a summary would no longer fit into `tokens` (by default the context), a
-    summary of at most `summary_tokens` is asked for with the instruction `prompt`. The episode goes on with
+    """If a full next turn and a summary would no longer fit in `tokens` (by default the context), a
+    summary of at most `summary_tokens` is requested with the instruction `prompt`. The episode continues with
     its opening messages, the summary, and the last `keep` turns with their answers.
 
-    By default the policy itself writes it: those tokens are sampled like any others, lie in the ledger that
-    ends with them, and are trained there. With `rollout.summary_model` an API model writes it, and nothing of
-    it is trained.
+    By default the policy itself writes the summary: its tokens are sampled like any others, are at the end of the
+    old ledger, and are trained there. With `rollout.summary_model` an API model writes it, and none of it is trained.
     """
 
     tokens: Annotated[int, Field(ge=1)] | None = None
@@ -37,13 +36,13 @@ class Compact(ContextPolicy):
 
     async def rewrite(self, moment: Moment) -> list[Message] | None:
         messages, starts = list(moment.messages), assistant_turns(moment.messages)
-        # The reserve is the summary and, counted in characters and so rather too large, the request for it.
+        # The reserve is the summary and the request for it, counted in characters, which overestimates its tokens.
         if not moment.over(self.tokens, self.summary_tokens + len(self.prompt)) or len(starts) <= self.keep:
             return None
         summary = await moment.ask(Message("user", self.prompt), self.summary_tokens)
         if summary is None:
             return None
-        # The summary before this one was part of what this one is of.
+        # The previous summary is left out, since this one also summarizes it.
         opening = [m for m in messages[: starts[0]] if not (m.role == "user" and m.content.startswith(HEAD))]
         kept = messages[starts[-self.keep] :] if self.keep else []
         return [*opening, Message("user", HEAD + summary), *kept]

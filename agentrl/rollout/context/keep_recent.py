@@ -18,8 +18,8 @@ _NOTE = re.compile(r"\[(\d+) earlier turns were left out\]")
 @CONTEXTS.register("keep_recent")
 @dataclass(frozen=True, kw_only=True)
 class KeepRecent(ContextPolicy):
-    """If a whole next turn would no longer fit into `tokens` (by default the context), the episode goes on with its opening
-    messages, a note of how many turns were left out, and the last `turns` turns with their answers.
+    """If a full next turn would no longer fit in `tokens` (by default the context), the episode continues with its opening
+    messages, a note that says how many turns were left out, and the last `turns` turns with their answers.
     """
 
     turns: Annotated[int, Field(ge=1)]
@@ -32,10 +32,10 @@ class KeepRecent(ContextPolicy):
 
 
 def recent(messages: Sequence[Message], turns: int) -> list[Message]:
-    """The opening, the note, and the last `turns` turns of a conversation that has more of them."""
+    """The opening, the note, and the last `turns` turns of a conversation that has more than that."""
     starts = assistant_turns(messages)
     opening, kept = messages[: starts[0]], messages[starts[-turns] :]
-    # A conversation that was cut before already has a note: its count goes into the new one.
+    # A conversation that was cut before already has a note: its count is added to the new one.
     notes = [_NOTE.fullmatch(message.content) for message in opening]
     before = sum(int(note[1]) for note in notes if note)
     note = Message("user", f"[{before + len(starts) - turns} earlier turns were left out]")

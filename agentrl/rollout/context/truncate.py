@@ -1,4 +1,4 @@
-"""`truncate`: old tool output gives way to a short marker."""
+"""`truncate`: old tool output is replaced by a short marker."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from agentrl.trajectory import Message
 @CONTEXTS.register("truncate")
 @dataclass(frozen=True, kw_only=True)
 class Truncate(ContextPolicy):
-    """If a whole next turn would no longer fit into `tokens` (by default the context), the tool output before
+    """If a full next turn would no longer fit in `tokens` (by default the context), the tool output before
     the last `keep` turns is replaced by a marker, all of it at once, so that it does not happen every turn.
 
-    Calls and the policy's own words stay. If nothing is left to replace, the episode goes on until the
+    Calls and the policy's own text stay. If nothing is left to replace, the episode continues until the
     context is full.
     """
 
@@ -35,7 +35,7 @@ class Truncate(ContextPolicy):
 
 
 def elided(messages: Sequence[Message]) -> list[Message]:
-    """The same messages with tool output replaced, if the marker is shorter than it."""
+    """The same messages with tool output replaced if the marker is shorter."""
     return [_elided(message) for message in messages]
 
 

@@ -1,4 +1,4 @@
-"""What episodes ask and are answered: live, live with a record (`Recorder`), or from a record (`Replayer`)."""
+"""Everything that episodes ask of the outside: live, live with a record (`Recorder`), or from a record (`Replayer`)."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ Entries = Mapping[int, dict[str, Json]]
 
 
 class EpisodeIO:
-    """Live: everything is asked where it is. `Recorder` and `Replayer` stand in between."""
+    """Live: passes everything through unchanged. `Recorder` and `Replayer` intercept it."""
 
     def env(self, ref: EnvRef, episode: str) -> ToolEnv:
         """The environment of one episode."""
         return ref.build()
 
     def engine(self, make: Callable[[], Engine]) -> Engine:
-        """Who samples; `make` builds the live one."""
+        """The engine that samples; `make` builds the live one."""
         return make()
 
     def transcript(self, owner: str) -> tuple[Entries, Callable[[int, Json], None]]:
-        """The messages of an API model that have a number already, and who hears of new ones. `owner` tells two models
-        of a run apart."""
+        """The messages of an API model that already have a number, and a callback for new ones. `owner` distinguishes two
+        models of a run."""
         return {}, lambda number, entry: None
 
     def judge(self, client: JudgeClient) -> JudgeClient:
-        """Who judges."""
+        """The client that judges."""
         return client
 
     def replay_env(self, make: ReplayEnvMaker) -> ReplayEnvMaker:
-        """Where gold replays run."""
+        """The maker of the environments in which gold replays run."""
         return make
 
     def scoring(self, context: Context) -> Context:
-        """What a reward spec asks, asked through here."""
+        """The context of a reward spec, with its judge and replay environments passed through this object."""
         judge = None if context.judge is None else self.judge(context.judge)
         build = None if context.replay_env is None else self.replay_env(context.replay_env)
         return replace(context, judge=judge, replay_env=build)
 
     def ready(self, episode: str) -> Trajectory | None:
-        """The episode's trajectory, if it is not to be played at all."""
+        """The episode's trajectory if the episode need not be run at all."""
         return None
 
     def ended(self, episode: str, trajectory: Trajectory) -> None:
         """The episode is over and scored."""
 
     def close(self) -> None:
-        """Free what is held; idempotent."""
+        """Free all resources; idempotent."""

@@ -1,6 +1,6 @@
-"""Playing a run again from its record: no engine, no environment, no tools, no simulated user, no judge.
+"""Replays a run from its record: no engine, no environment, no tools, no simulated user, no judge.
 
-Every question is compared with the recorded one before its answer is given; the first that differs is a ReplayError.
+Every request is compared with the recorded one before its answer is returned; the first that differs is a ReplayError.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentrl.trajectory import Json, StopReason, ToolCall, ToolResult, Trajector
 
 
 class Replayer(EpisodeIO):
-    """Nothing but the record answers."""
+    """Answers everything from the record."""
 
     def __init__(self, record: Recorded) -> None:
         self.record = record
@@ -48,9 +48,9 @@ class Replayer(EpisodeIO):
         return None if row is None else Trajectory.from_json(row.answer)
 
     def ended(self, episode: str, trajectory: Trajectory) -> None:
-        """Compare what came out with what came out then; the timings are set to those of then.
+        """Compare the outcome with the recorded one, and copy the recorded timings.
 
-        Raises ReplayError if they differ although every call was the same: the code between has changed.
+        Raises ReplayError if the outcomes differ although every call was the same: the code in between has changed.
         """
         if self.ready(episode) is not None:
             return
@@ -81,7 +81,7 @@ class _Counter:
 
 
 class TapedEnv(ToolEnv):
-    """An environment that answers what the recorded one did."""
+    """An environment that answers what the recorded one answered."""
 
     def __init__(self, record: Recorded, episode: str, key: Mapping[str, Json]) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class TapedEnv(ToolEnv):
 
 
 class ReplayEngine(Engine):
-    """An engine that samples what the recorded one did."""
+    """An engine that returns what the recorded one sampled."""
 
     untrainable = "a replay has no weights to update"
 
@@ -165,7 +165,7 @@ class ReplayEngine(Engine):
         return replace(Generation(**row.answer), usage=None if usage is None else Usage(**usage))
 
     def _expected(self, row: TapeRow) -> Json:
-        """The recorded question, its prompt made whole again."""
+        """The recorded request, with its full prompt restored."""
         known = self._known.get(row.episode, [])
         self._known[row.episode] = prompt = [*known[: row.ask["keep"]], *row.ask["ids"]]
         return {"prompt": prompt, "sampling": row.ask["sampling"]}
@@ -181,7 +181,7 @@ class ReplayEngine(Engine):
 
 
 class ReplayJudge:
-    """Gives the verdicts of the record."""
+    """Returns the verdicts of the record."""
 
     def __init__(self, record: Recorded) -> None:
         self._tape = record
@@ -218,12 +218,12 @@ class TapedReplayEnv:
 
     def _find(self, done: list[Json]) -> Json:
         asked = digest(done)
-        if asked not in self._tape.twins:
+        if asked not in self._tape.replay_envs:
             raise ReplayError(
                 f"{self._tape.path}: episode {current_episode()}, gold replay call {len(done) - 1} of task "
                 f"{self._done[0]['id']}: expected one of the recorded calls, got {done[-1]}"
             )
-        return self._tape.twins[asked]
+        return self._tape.replay_envs[asked]
 
 
 def _raise(answer: Mapping[str, Json]) -> None:

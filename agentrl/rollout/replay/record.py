@@ -1,4 +1,4 @@
-"""Writing a record while a run goes on: taps around the environment, the engine, the judge and the replay twin."""
+"""Writes a record during a run: wrappers around the environment, the engine, the judge and the gold-replay environment."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from agentrl.trajectory import Json, StopReason, Trajectory, Turn
 
 
 class Recorder(EpisodeIO):
-    """Plays live and writes down every answer. Close it at the end.
+    """Runs live and records every answer. Close it at the end.
 
-    `transcripts`: the numbered messages of API models, by owner, in the record that this one goes on with.
+    `transcripts`: the numbered messages of API models, by owner, in the record that is being continued.
     """
 
     def __init__(self, path: Path, transcripts: Mapping[str, Entries] | None = None) -> None:
@@ -49,7 +49,7 @@ class Recorder(EpisodeIO):
         return known, lambda number, entry: self.writer.add(owner, "transcript", number, None, entry)
 
     def ended(self, episode: str, trajectory: Trajectory) -> None:
-        """Close an episode. One that a clock cut is kept whole: when a clock strikes, no replay can know."""
+        """Close an episode. One that was cut by a timeout is stored whole: a replay cannot know when a timeout fires."""
         if episode in self._cut or "policy_s" in (trajectory.cause or {}):
             self._cut.discard(episode)
             self.writer.add(episode, "whole", 0, None, trajectory.to_json())
@@ -68,13 +68,13 @@ class Recorder(EpisodeIO):
 
 
 def env_key(ref: EnvRef) -> dict[str, Json]:
-    """What an environment is asked to be: name, parameters and wrappers."""
+    """What identifies an environment: name, parameters and wrappers."""
     wrappers = [{"name": choice.name, "args": choice.args} for choice in ref.wrappers]
     return {"env": ref.id, "params": dict(ref.params), "wrappers": wrappers}
 
 
 class RecordingEnv(ToolWrapper):
-    """An environment whose answers are written down."""
+    """An environment whose answers are recorded."""
 
     def __init__(self, env: ToolEnv, writer: RecordWriter, episode: str, key: Mapping[str, Json], cut: set[str]) -> None:
         super().__init__(env)
@@ -132,7 +132,7 @@ class RecordingEnv(ToolWrapper):
         return reward
 
     def _plain(self, info: Mapping[str, Any]) -> Json:
-        """`info` as JSON. Raises ReplayError for what JSON cannot hold."""
+        """`info` as JSON. Raises ReplayError for values that JSON cannot represent."""
         for key, value in info.items():
             try:
                 json.dumps(value)
@@ -147,7 +147,8 @@ class RecordingEnv(ToolWrapper):
         return {"message": asdict(turns[-1].message), "results": [asdict(result) for result in turns[-1].results]}
 
     def _changes(self) -> dict[str, Json]:
-        """How the record and the offered tools differ from what was last written."""
+        """How the messages and the offered tools differ from what was last written."""
+        # Only the difference: whole histories would make the file quadratic in the number of turns.
         record, schemas = self.trajectory, self.toolbox.schemas()
         keep = common(self._messages, record.messages)
         changes: dict[str, Json] = {"keep": keep, "add": _rows(record.messages[keep:])}
@@ -164,7 +165,7 @@ class RecordingEnv(ToolWrapper):
         elif isinstance(fault, EnvError):
             name = "ToolTimeoutError" if isinstance(fault, ToolTimeoutError) else "EnvError"
             self._add(kind, ask, {**more, "error": {"type": name, "message": str(fault)}})
-        elif isinstance(fault, Exception):  # the loop makes an EnvError of it, with this text
+        elif isinstance(fault, Exception):  # the episode loop turns it into an EnvError with this text
             message = f"{type(fault).__name__}: {fault}"
             self._add(kind, ask, {**more, "error": {"type": "EnvError", "message": message}})
 
@@ -173,7 +174,7 @@ class RecordingEnv(ToolWrapper):
 
 
 class RecordingEngine(Engine):
-    """An engine whose generations are written down, with the seconds they took."""
+    """An engine whose generations are recorded, with the seconds they took."""
 
     untrainable = "a recorded engine keeps the weights that its record began with"
 
@@ -181,6 +182,7 @@ class RecordingEngine(Engine):
         self._engine, self._writer, self._cut = engine, writer, cut
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        # Numbered before the first await: calls that overlap end in any order, a replay makes them in this one.
         writer, call = self._writer, self._writer.number(request_key, "engine")
         asked = digest(engine_ask(token_ids, sampling))
         began = time.monotonic()
@@ -215,12 +217,12 @@ class RecordingEngine(Engine):
 
 
 def engine_ask(token_ids: Sequence[int], sampling: Sampling) -> dict[str, Json]:
-    """The whole question that an engine call is, as JSON."""
+    """The whole request of an engine call, as JSON."""
     return {"prompt": list(token_ids), "sampling": {**asdict(sampling), "stop_token_ids": list(sampling.stop_token_ids)}}
 
 
 class RecordingJudge:
-    """A judge whose verdicts are written down under the episode they are about."""
+    """A judge whose verdicts are recorded under the episode they are about."""
 
     def __init__(self, client: JudgeClient, writer: RecordWriter) -> None:
         self._client, self._writer = client, writer
@@ -239,7 +241,7 @@ class RecordingJudge:
 
 
 class RecordingReplayEnv:
-    """The environment of a gold replay; its answers are kept by what was done to it, since episodes share them."""
+    """The environment of a gold replay; its answers are stored by the actions so far, because episodes share them."""
 
     def __init__(self, replay_env: ReplayEnv, writer: RecordWriter) -> None:
         self._replay_env, self._writer = replay_env, writer
@@ -266,7 +268,7 @@ class RecordingReplayEnv:
 
 
 def replay_env_task(options: Mapping[str, Any] | None) -> Json:
-    """The task that a gold replay is about, as JSON."""
+    """The task of a gold replay, as JSON."""
     task: Task = (options or {})["task"]
     return asdict(task)
 

@@ -1,14 +1,15 @@
-"""The record of a run: every answer that came from outside the loop, one JSON line each, in the order they came.
+"""The record of a run: every answer that came from outside the loop, one JSON line each, in order of arrival.
 
     {"episode": "heldout3.m0", "kind": "engine", "call": 2, "asked": digest, "ask": {...}, "answer": {...}, "sum": ...}
 
-`kind` is who was asked: `engine`, `reset`, `step` and `end` (the environment: its tools and its simulated user are in
-what it answers), `judge`, `replay_env` (the environment of a gold replay), `transcript` (an API model's numbered
-messages); `done` closes an episode with what came out, `whole` holds an episode that a clock cut. `call` counts
-within (episode, kind), `asked` is the digest of the whole question. `sum` chains every line to those before it, so an
-edited, missing or inserted line is found when the record is read (a slip, not an attack: anybody can write a new chain).
+`kind` is what was called: `engine`, `reset`, `step` and `end` (the environment: its answers include its tools and its
+simulated user), `judge`, `replay_env` (the environment of a gold replay), `transcript` (an API model's numbered
+messages); `done` closes an episode with its outcome, `whole` holds an episode that was cut by a timeout. `call` counts
+within (episode, kind), `asked` is the digest of the whole request. `sum` chains every line to the previous ones, so an
+edited, missing or inserted line is detected when the record is read (protects against mistakes, not against attacks:
+anybody can compute a new chain).
 
-A `reset` begins its episode anew: what an interrupted attempt left before it does not count.
+A `reset` starts its episode from scratch: what an interrupted attempt left before it does not count.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _EPISODE: contextvars.ContextVar[str] = contextvars.ContextVar("agentrl_episode"
 
 @contextmanager
 def in_episode(key: str) -> Iterator[None]:
-    """Everything asked inside (also in tasks and threads begun there) belongs to this episode."""
+    """All requests made inside (also in tasks and threads started there) belong to this episode."""
     token = _EPISODE.set(key)
     try:
         yield
@@ -41,12 +42,12 @@ def in_episode(key: str) -> Iterator[None]:
 
 
 def current_episode() -> str:
-    """The key of the episode that this code runs for; "" outside of one."""
+    """The key of the episode that this code runs for; "" outside an episode."""
     return _EPISODE.get()
 
 
 def canonical(value: Json) -> str:
-    """One text for equal JSON values. Raises TypeError for what JSON cannot hold."""
+    """The same text for equal JSON values. Raises TypeError for values that JSON cannot represent."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -56,8 +57,8 @@ def digest(value: Json) -> str:
 
 
 def content_of(trajectory: Trajectory) -> Json:
-    """What a replay must give again: a trajectory without what a clock measured around the whole episode, and without
-    success, which follows from the rest (records from before it was kept stay good)."""
+    """What a replay must reproduce: a trajectory without times measured around the whole episode, and without
+    success, which follows from the rest (so that older records, which lack it, stay valid)."""
     row = trajectory.to_json()
     del row["timings"], row["cause"], row["success"]
     if isinstance(row["evidence"], dict):
@@ -69,12 +70,13 @@ class RecordWriter:
     """Appends rows; safe from several threads. An existing record is continued after its last whole line."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ReplayError if what lies there is no unbroken record."""
+        """Raises ReplayError if the file exists but is not an unbroken record."""
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, str]] = Counter()
         self._known: dict[str, list[int]] = {}
         self._sum = ""
         if path.exists():
+            # A kill may have cut the last line short; the chain continues from the last whole one.
             whole = path.read_bytes()
             whole = whole[: whole.rfind(b"\n") + 1]
             rows = _rows(path, whole.decode("utf-8", "surrogatepass"))
@@ -102,10 +104,10 @@ class RecordWriter:
         with self._lock:
             self._sum = _chained(self._sum, row)
             self._file.write(json.dumps({**row, "sum": self._sum}, ensure_ascii=False) + "\n")
-            self._file.flush()
+            self._file.flush()  # a killed process loses at most the line being written
 
     def prompt(self, episode: str, token_ids: Sequence[int], sampled: Sequence[int]) -> dict[str, Json]:
-        """A prompt as what it adds to the episode's sequence so far, which then goes on with `sampled`."""
+        """A prompt as the difference from the episode's sequence so far, which is then extended by `sampled`."""
         with self._lock:
             known = self._known.get(episode, [])
             keep = common(known, token_ids)
@@ -130,16 +132,16 @@ class TapeRow:
 
 @dataclass(slots=True)
 class Recorded:
-    """A record, read: rows by (episode, kind, call), and those that belong to no episode by digest or number."""
+    """A record that was read: rows by (episode, kind, call); those that belong to no episode by digest or number."""
 
     path: Path
     rows: dict[tuple[str, str, int], TapeRow] = field(default_factory=dict)
-    twins: dict[str, Json] = field(default_factory=dict)
+    replay_envs: dict[str, Json] = field(default_factory=dict)
     transcripts: dict[str, dict[int, Json]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Recorded:
-        """Raises ReplayError if the file is missing or its lines are not those that were written."""
+        """Raises ReplayError if the file is missing or its lines were changed."""
         if not path.is_file():
             raise ReplayError(f"{path}: there is no record")
         text = path.read_bytes().decode("utf-8", "surrogatepass")
@@ -148,7 +150,7 @@ class Recorded:
         for raw in _rows(path, text[: text.rfind("\n") + 1]):  # a kill may have cut the last line short
             row = TapeRow(raw["episode"], raw["kind"], raw["call"], raw["asked"], raw["ask"], raw["answer"])
             if row.kind == "replay_env":
-                record.twins[row.asked] = row.answer
+                record.replay_envs[row.asked] = row.answer
             elif row.kind == "transcript":
                 record.transcripts.setdefault(row.episode, {})[row.call] = row.answer
             else:
@@ -160,18 +162,18 @@ class Recorded:
 
     @property
     def episodes(self) -> list[str]:
-        """Episodes that came to an end, in the order they did."""
+        """Finished episodes, in the order in which they ended."""
         return [key for key, kind, _ in self.rows if kind in ("done", "whole")]
 
     def take(self, episode: str, kind: str, call: int, ask: Json) -> TapeRow:
-        """The row of a call. Raises ReplayError if it was not made, or was another one."""
+        """The row of a call. Raises ReplayError if the record does not have it or it was a different request."""
         row = self.find(episode, kind, call)
         if digest(ask) != row.asked:
             raise diverged(self.path, row, row.ask, ask)
         return row
 
     def find(self, episode: str, kind: str, call: int) -> TapeRow:
-        """The row of a call, whatever it asked. Raises ReplayError if the record has none."""
+        """The row of a call, whatever its request. Raises ReplayError if the record has none."""
         row = self.rows.get((episode, kind, call))
         if row is not None:
             return row
@@ -189,7 +191,7 @@ class Recorded:
 
 
 def diverged(path: Path, row: TapeRow, expected: Json, got: Json) -> ReplayError:
-    """The error of a call that asks for something else than the recorded one: names the first difference."""
+    """The error for a call that differs from the recorded one; names the first difference."""
     place, old, new = first_difference(expected, json.loads(json.dumps(got)))
     return ReplayError(
         f"{path}: episode {row.episode}, {row.kind} call {row.call}: at {place or '/'} expected {_brief(old)}, got {_brief(new)}"
@@ -197,7 +199,7 @@ def diverged(path: Path, row: TapeRow, expected: Json, got: Json) -> ReplayError
 
 
 def first_difference(expected: Json, got: Json, place: str = "") -> tuple[str, Json, Json]:
-    """JSON Pointer of the first place where two values differ, and both values there (`...` stands for nothing)."""
+    """JSON Pointer to the first difference of two values, and both values there (`...` stands for a missing one)."""
     if isinstance(expected, dict) and isinstance(got, dict):
         for key in [*expected, *(key for key in got if key not in expected)]:
             if expected.get(key, ...) != got.get(key, ...):
@@ -215,7 +217,7 @@ def common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def _of(key: str, episode: str) -> bool:
-    """Whether a call's key belongs to the episode: its own, or that of who writes its summaries."""
+    """Whether a call's key belongs to the episode: its own, or that of the model that writes its summaries."""
     return key == episode or key.startswith(f"{episode}.")
 
 

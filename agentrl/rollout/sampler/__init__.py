@@ -1,1 +1,1 @@
-"""Which task each group gets: the contract in `base`, one small file a sampler, `source` keeps the accounts."""
+"""Which task each group gets: the contract in `base`, one small file per sampler, `source` does the bookkeeping."""

@@ -1,4 +1,4 @@
-"""The contract of task samplers: which task a group gets, and what they learn from how it went."""
+"""The contract of task samplers: which task a group gets, and what a sampler learns from its outcome."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SAMPLERS: Registry[Callable[..., TaskSampler]] = Registry("rollout.sampler", "SA
 
 @dataclass(frozen=True, slots=True)
 class TaskChoice:
-    """The task of one group: its seed, parameters of the environment that go over `env.params`, and the
-    bucket that its outcome is counted under."""
+    """The task of one group: its seed, environment parameters that override `env.params`, and the
+    bucket in which its outcome is counted."""
 
     seed: int
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -36,34 +36,34 @@ class GroupOutcome:
 class TaskSampler(ABC):
     """Chooses the task of each group.
 
-    A choice hangs on the run's seed, the group's number and what was observed so far, never on a random state
-    that moves: a group that is run again after a resume gets the same task. `observe` is called at updates
-    only, with the outcomes in the order of the groups' numbers; so if nothing is stale (`max_staleness` 0)
-    choices do not depend on which group came back first.
+    A choice depends on the run's seed, the group's index and what was observed so far, never on a random state
+    that advances, so that a group that is run again after a resume gets the same task. `observe` is called only at
+    updates, with the outcomes in the order of the groups' indices; so with `max_staleness` 0
+    choices do not depend on which group finished first.
     """
 
     def wants(self) -> int | None:
-        """The size of the pool of tasks that it chooses from: 0 is all that the environment has (none if they are
-        endless), None is no pool at all, the default. It is given to `use` before anything is chosen or loaded."""
+        """The size of the pool of tasks that it chooses from: 0 means all tasks of the environment (no pool if they are
+        endless), None (the default) no pool at all. The pool is given to `use` before anything is chosen or loaded."""
         return None
 
     def use(self, seeds: Sequence[int]) -> None:  # noqa: B027 - most samplers have no pool
-        """Take the pool that `wants` asked for: seeds of different tasks of the training split."""
+        """Receive the pool that `wants` asked for: seeds of different tasks of the training split."""
 
     @abstractmethod
     def choose(self, run_seed: int, index: int) -> TaskChoice:
         """The task of group `index`."""
 
     def observe(self, outcomes: Sequence[GroupOutcome]) -> None:  # noqa: B027 - most samplers learn nothing
-        """Learn from the groups that came back since the last update (also filtered ones, which are an
-        outcome too), by ascending number. Nothing by default."""
+        """Learn from the groups that finished since the last update (including filtered ones, which are an
+        outcome too), by ascending index. Nothing by default."""
 
     def variants(self) -> Sequence[Mapping[str, Any]]:
-        """Every `params` that it may ever choose; each is tried once before a run starts."""
+        """Every `params` that it may ever choose; each is checked once before a run starts."""
         return [{}]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold, as JSON; `load` is the inverse. Nothing by default."""
+        """What a checkpoint must contain, as JSON; `load` is the inverse. Nothing by default."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - the counterpart of an empty state
@@ -80,7 +80,7 @@ def fresh_seed(run_seed: int, index: int) -> int:
 
 
 def uniform(run_seed: int, index: int, purpose: str) -> float:
-    """A number in [0, 1) that hangs on its arguments alone."""
+    """A number in [0, 1) that depends only on its arguments."""
     return derive(run_seed, purpose, index) / 2**63
 
 

@@ -1,4 +1,4 @@
-"""`uniform`: every task of a finite pool once an epoch; if tasks are endless, every group a new one."""
+"""`uniform`: every task of a finite pool once per epoch; with endless tasks, a new one for every group."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class UniformSampler(TaskSampler):
     """Goes through a finite pool without replacement, in a new order each epoch: the environment's tasks if it
     has a finite number, or its first `pool` different ones. Without a pool, a new task for every group.
 
-    Group i has place i modulo the pool's size in epoch i // size. So groups that are replaced take the next task,
-    and that of a group that failed, went stale, or was filtered or cancelled comes again in the next epoch.
+    Group i has position i modulo the pool's size in epoch i // size. So the replacement of a group takes the next task,
+    and the task of a group that failed, went stale, or was filtered or cancelled comes up again in the next epoch.
     """
 
     pool: Annotated[int, Field(ge=0)] = 0
@@ -42,8 +42,8 @@ class UniformSampler(TaskSampler):
         if not size:
             return TaskChoice(fresh_seed(run_seed, index))
         self._begun = max(self._begun, index + 1)
-        epoch, place = divmod(index, size)
-        return TaskChoice(self._seeds[int(epoch_order(run_seed, epoch, size)[place])])
+        epoch, position = divmod(index, size)
+        return TaskChoice(self._seeds[int(epoch_order(run_seed, epoch, size)[position])])
 
     def state(self) -> dict[str, Any]:
         return {"pool": len(self._seeds), "begun": self._begun} if self._seeds else {}
@@ -53,7 +53,7 @@ class UniformSampler(TaskSampler):
         if state.get("pool", len(self._seeds)) != len(self._seeds):
             log.warning(
                 "rollout.sampler: the checkpoint was written with a pool of %d tasks, now there are %d: the epoch "
-                "begins anew in another order",
+                "starts again in another order",
                 state["pool"],
                 len(self._seeds),
             )

@@ -15,39 +15,39 @@ from agentrl.rollout.seeds import derive
 
 log = logging.getLogger(__name__)
 
-BARREN = 1000
-"""So many seeds in a row without a new task end the search for more."""
+MAX_REPEATS = 1000
+"""The search for different tasks ends after this many seeds in a row without a new one."""
 
 
 def pool_seeds(env: ToolEnv, size: int) -> Sequence[int]:
     """Seeds of the pool's tasks, none if tasks are endless.
 
-    With `size` those of the first so many different tasks of the training split (compared by `Task.data`), or of
-    as many as there are, which is logged; without, of all tasks of an environment that has a finite number.
-    Raises EnvError for a number of tasks that is none.
+    With `size`: of the first `size` different tasks of the training split (compared by `Task.data`), or of
+    as many as there are, which is logged. Without: of all tasks of an environment that has a finite number.
+    Raises EnvError if the environment's number of tasks is not valid.
     """
     count = env.task_count("train")
     if count is not None and (not isinstance(count, int) or count < 1):
-        raise EnvError(f"{env.id}: task_count('train') gave {count!r}; expected 1 or more, or None if tasks are endless")
+        raise EnvError(f"{env.id}: task_count('train') returned {count!r}; expected 1 or more, or None if tasks are endless")
     if not size:
         return range(count or 0)
-    found: dict[str, int] = {}
-    seed = barren = 0
-    while len(found) < size and barren < BARREN and (count is None or seed < count):
+    by_content: dict[str, int] = {}
+    seed = repeats = 0
+    while len(by_content) < size and repeats < MAX_REPEATS and (count is None or seed < count):
         content = json.dumps(env.make_task(seed, "train").data, sort_keys=True, default=str)
-        barren = 0 if found.setdefault(content, seed) == seed else barren + 1
+        repeats = 0 if by_content.setdefault(content, seed) == seed else repeats + 1
         seed += 1
-    if len(found) < size:
+    if len(by_content) < size:
         log.warning(
             "rollout.sampler: the training split has %d different tasks, not the %d of args.pool (%d seeds tried)",
-            len(found),
+            len(by_content),
             size,
             seed,
         )
-    return list(found.values())
+    return list(by_content.values())
 
 
 @lru_cache(maxsize=4)
 def epoch_order(run_seed: int, epoch: int, size: int) -> np.ndarray:
-    """The places 0..size-1 of a pool in the order of an epoch: another permutation for each run seed and epoch."""
+    """The indices 0..size-1 of a pool in the order of an epoch: another permutation for each run seed and epoch."""
     return np.random.default_rng(derive(run_seed, "epoch", epoch)).permutation(size)

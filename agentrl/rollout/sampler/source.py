@@ -1,4 +1,4 @@
-"""The accounts of a task sampler: who got which task, what came of it, and both in the checkpoint."""
+"""Bookkeeping for a task sampler: which group got which task, with which outcome, and both in the checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.rollout.sampler.pool import pool_seeds
 
 
 class TaskSource:
-    """Draws tasks for groups and hands their outcomes to the sampler, at updates and in order."""
+    """Draws tasks for groups and passes their outcomes to the sampler, at updates and in order."""
 
     def __init__(self, env: EnvRef, sampler: TaskSampler, name: str, run_seed: int) -> None:
         self.env, self.sampler, self.name, self.run_seed = env, sampler, name, run_seed
@@ -24,7 +24,7 @@ class TaskSource:
         self._pool: Sequence[int] | None = None
 
     def pool(self) -> Sequence[int]:
-        """Seeds of the tasks that the sampler chooses from; none if it makes new ones. Found when first asked for."""
+        """Seeds of the tasks that the sampler chooses from; none if it makes new ones. Determined at the first call."""
         if self._pool is None:
             self._pool = ()
             wanted = self.sampler.wants()
@@ -36,7 +36,7 @@ class TaskSource:
         return self._pool
 
     def draw(self, index: int) -> TaskChoice:
-        """The task of a group; of one that was drawn before (and is run again), the same."""
+        """The task of a group; the same again if it was drawn before (a group that is run again)."""
         self.pool()
         if index not in self._drawn:
             self._drawn[index] = self.sampler.choose(self.run_seed, index)
@@ -52,8 +52,8 @@ class TaskSource:
         return self._envs[key]
 
     def finished(self, index: int, success: float | None) -> None:
-        """A group came back whole, with this share of successes; None, which says nothing of its task, if of no
-        member it is known."""
+        """A group finished with this share of successes; None, which says nothing about its task, if the success of no
+        member is known."""
         choice = self._drawn.pop(index)
         if success is not None:
             self._outcomes.append(GroupOutcome(index, choice.bucket, success))
@@ -63,16 +63,17 @@ class TaskSource:
         self._drawn.pop(index, None)
 
     def update(self) -> None:
-        """At an update: the sampler learns what came back since the last one."""
+        """At an update: the sampler learns from what finished since the last one."""
+        # Sorted, because the order in which groups finish differs from run to run.
         outcomes, self._outcomes = sorted(self._outcomes, key=lambda outcome: outcome.index), []
         self.sampler.observe(outcomes)
 
     def metrics(self) -> dict[str, float]:
-        """The sampler's numbers, under `sampler/`."""
+        """The sampler's metrics, under `sampler/`."""
         return {f"sampler/{name}": value for name, value in self.sampler.metrics().items()}
 
     def to_json(self) -> dict[str, Any]:
-        """The sampler's state, the choices of groups that run, and outcomes that it was not told yet."""
+        """The sampler's state, the choices of running groups, and the outcomes that it has not seen yet."""
         return {
             "name": self.name,
             "state": self.sampler.state(),

@@ -1,4 +1,4 @@
-"""`staged`: a curriculum of stages, each with its own parameters of the environment."""
+"""`staged`: a curriculum of stages, each with its own environment parameters."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 @SAMPLERS.register("staged")
 @dataclass(kw_only=True)
 class StagedSampler(TaskSampler):
-    """Stage by stage through `stages` (parameters of the environment, easiest first).
+    """Goes through `stages` (environment parameters, easiest first) one by one.
 
-    The next stage begins once the mean success of the last `window` groups of this one is at least
-    `threshold`; it never goes back. A share `review` of the groups gets a task of an earlier stage, so that
+    The next stage begins once the mean success of the last `window` groups of the current one is at least
+    `threshold`; the sampler never goes back. A fraction `review` of the groups gets a task of an earlier stage, so that
     what was learned there is not lost.
     """
 
@@ -45,7 +45,7 @@ class StagedSampler(TaskSampler):
 
     def observe(self, outcomes: Sequence[GroupOutcome]) -> None:
         for outcome in outcomes:
-            if outcome.bucket != str(self._stage):
+            if outcome.bucket != str(self._stage):  # reviews, and groups that started before the stage did
                 continue
             self._recent.append(outcome.success)
             full = len(self._recent) == self.window and sum(self._recent) >= self.threshold * self.window
@@ -65,7 +65,7 @@ class StagedSampler(TaskSampler):
         self._recent = deque(state["recent"], maxlen=self.window)
 
     def metrics(self) -> dict[str, float]:
-        found = {"stage": float(self._stage)}
+        metrics = {"stage": float(self._stage)}
         if self._recent:
-            found["stage_success"] = sum(self._recent) / len(self._recent)
-        return found
+            metrics["stage_success"] = sum(self._recent) / len(self._recent)
+        return metrics

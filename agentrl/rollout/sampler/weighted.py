@@ -1,4 +1,4 @@
-"""`success_weighted`: kinds of tasks (or single tasks) of middle success are drawn more often."""
+"""`success_weighted`: kinds of tasks (or single tasks) with medium success are drawn more often."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from agentrl.errors import ConfigError
 from agentrl.rollout.sampler.base import SAMPLERS, GroupOutcome, TaskChoice, TaskSampler, fresh_seed, uniform
 
 SHOWN = 16
-"""With more arms than this the metrics tell of all together, not of each."""
+"""With more arms than this, the metrics report aggregates instead of each arm."""
 
 
 @SAMPLERS.register("success_weighted")
 @dataclass(kw_only=True)
 class SuccessWeightedSampler(TaskSampler):
-    """Draws an arm with weight max(`floor`, 4 p (1 - p)), p its running success.
+    """Draws an arm with weight max(`floor`, 4 p (1 - p)), where p is its running success.
 
-    p (1 - p) is the variance of a 0/1 reward: what a group of an arm can teach on average (called
-    learnability in Rutherford et al. 2024, arXiv 2408.15099); the 4 makes it 1 at p = 0.5. p is the mean of a
-    Beta(1, 1) prior and the outcomes, of which older ones fade by `decay` a group of the same arm.
+    p (1 - p) is the variance of a 0/1 reward: how much a group of an arm can teach on average (called
+    learnability in Rutherford et al. 2024, arXiv 2408.15099); the factor 4 makes it 1 at p = 0.5. p is the mean of a
+    Beta(1, 1) prior and the outcomes; older ones are discounted by `decay` per group of the same arm.
 
-    The arms are either `buckets`, parameters of the environment each with new tasks, or the first `pool` different
-    tasks of the training split themselves (or as many as there are). `floor` keeps every arm alive, so that what
-    was forgotten is found out.
+    The arms are either `buckets` (environment parameters, each with ever new tasks) or the first `pool` different
+    tasks of the training split (or as many as there are). `floor` keeps drawing every arm, so that forgetting is
+    noticed.
     """
 
     buckets: list[dict[str, Any]] = field(default_factory=list)
@@ -63,10 +63,10 @@ class SuccessWeightedSampler(TaskSampler):
 
     def choose(self, run_seed: int, index: int) -> TaskChoice:
         ends = list(itertools.accumulate(self.weight(arm) for arm in self._arms))
-        place = min(bisect_right(ends, uniform(run_seed, index, "sampler") * ends[-1]), len(ends) - 1)
+        arm = min(bisect_right(ends, uniform(run_seed, index, "sampler") * ends[-1]), len(ends) - 1)
         if self.pool:
-            return TaskChoice(self._seeds[place], {}, self._arms[place])
-        return TaskChoice(fresh_seed(run_seed, index), self.buckets[place], self._arms[place])
+            return TaskChoice(self._seeds[arm], {}, self._arms[arm])
+        return TaskChoice(fresh_seed(run_seed, index), self.buckets[arm], self._arms[arm])
 
     def observe(self, outcomes: Sequence[GroupOutcome]) -> None:
         for outcome in outcomes:
@@ -97,15 +97,15 @@ class SuccessWeightedSampler(TaskSampler):
     def metrics(self) -> dict[str, float]:
         weights = [self.weight(arm) for arm in self._arms]
         shares = [weight / sum(weights) for weight in weights]
-        found = {
+        metrics = {
             "success": sum(self.success(arm) for arm in self._arms) / len(self._arms),
             # The number of equally likely arms that would have the same entropy.
             "effective_arms": math.exp(-sum(share * math.log(share) for share in shares)),
         }
         if len(self._arms) <= SHOWN:
             for arm, share in zip(self._arms, shares, strict=True):
-                found[f"{arm}/success"], found[f"{arm}/share"] = self.success(arm), share
-        return found
+                metrics[f"{arm}/success"], metrics[f"{arm}/share"] = self.success(arm), share
+        return metrics
 
 
 def _name(params: Mapping[str, Any]) -> str:
