@@ -90,7 +90,7 @@ def main() -> int:
     began = time.monotonic()
     run(tree, chosen, args.jobs, args.budget)
     results = read(chosen)
-    write(results, folder, args.seed, f"seed {args.seed}, {args.per_file} a file, {commit()}", time.monotonic() - began)
+    write(results, folder, args.seed, f"seed {args.seed}, {args.per_file} a file, commit {commit()}", time.monotonic() - began)
     if args.docs:
         write_docs()
     return 0
@@ -243,18 +243,29 @@ def read(chosen: list[Result]) -> list[Result]:
     return found
 
 
-def scores(results: list[Result]) -> list[str]:
-    """A markdown table: per file killed (a timeout is one), survived, called by no test, and the score."""
+Counts = tuple[int, int, int, int]
+"""Mutants of a file, killed (a timeout is one), survived, called by no test."""
+
+
+def counted(results: list[Result]) -> dict[str, Counts]:
+    """By file, what became of its mutants."""
     by_file: dict[str, Counter[str]] = defaultdict(Counter)
     for result in results:
         by_file[result.file][result.status] += 1
-        by_file["all"][result.status] += 1
-    rows = ["| file | mutants | killed | survived | no test calls it | score |", "|---|---|---|---|---|---|"]
-    for file in [*sorted(set(by_file) - {"all"}), "all"]:
-        count = by_file[file]
-        total, killed = sum(count.values()), count["killed"] + count["timeout"]
-        rows.append(f"| {file} | {total} | {killed} | {count['survived']} | {count['no tests']} | {killed / max(total, 1):.0%} |")
-    return rows
+    return {
+        file: (sum(count.values()), count["killed"] + count["timeout"], count["survived"], count["no tests"])
+        for file, count in by_file.items()
+    }
+
+
+def table(rows: dict[str, tuple[Counts, str]]) -> list[str]:
+    """A markdown table of files with their counts, score and the commit at which they were measured."""
+    text = ["| file | mutants | killed | survived | no test calls it | score | at |", "|---|---|---|---|---|---|---|"]
+    total = tuple(sum(counts[column] for counts, _ in rows.values()) for column in range(4))
+    for file, (counts, at) in [*sorted(rows.items()), ("all", (total, ""))]:
+        cells = [file, *map(str, counts), f"{counts[1] / max(counts[0], 1):.0%}", at]
+        text.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    return text
 
 
 def write(results: list[Result], folder: Path, seed: int, sampled: str, seconds: float) -> None:
@@ -271,9 +282,9 @@ def write(results: list[Result], folder: Path, seed: int, sampled: str, seconds:
             "",
         ]
     (folder / "survivors.md").write_text("\n".join(text) + "\n")
-    kept = {"sampled": sampled, "results": [asdict(result) for result in results]}
+    kept = {"sampled": sampled, "at": commit(), "results": [asdict(result) for result in results]}
     (folder / f"results-{seed}.json").write_text(json.dumps(kept, indent=1) + "\n")
-    print("\n".join(scores(results)))
+    print("\n".join(table({file: (counts, commit()) for file, counts in counted(results).items()})))
     print(
         f"{len(alive)} of {len(results)} live on: {folder / 'survivors.md'}; "
         f"{seconds:.0f} s, {seconds / max(len(results), 1):.2f} s a mutant"
@@ -282,19 +293,27 @@ def write(results: list[Result], folder: Path, seed: int, sampled: str, seconds:
 
 def commit() -> str:
     """The commit that the tree stands on."""
-    done = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return f"commit {done.stdout.strip()}" if done.returncode == 0 else "no commit"
+    done = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else "no commit"
 
 
 def write_docs() -> None:
-    """One table of all runs (rooms, seeds) whose results lie in build/mutate, between its two marks in docs/testing.md."""
-    runs = [json.loads(path.read_text()) for path in sorted(WORK.glob("*/results-*.json"))]
-    results = [Result(**row) for done in runs for row in done["results"]]
+    """The table between its two marks in docs/testing.md. Files of all runs (rooms, seeds) whose results lie in build/mutate
+    get new rows, other files keep theirs, and those that are gone lose theirs."""
     page = ROOT / "docs" / "testing.md"
     head, _, rest = page.read_text().partition(TABLE[0])
-    _, _, tail = rest.partition(TABLE[1])
-    sampled = "; ".join(sorted({done["sampled"] for done in runs}))
-    page.write_text("\n".join([head + TABLE[0], "", f"Sample: {sampled}.", "", *scores(results), "", TABLE[1]]) + tail)
+    before, _, tail = rest.partition(TABLE[1])
+    rows: dict[str, tuple[Counts, str]] = {}
+    for line in before.splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        if (ROOT / cells[0]).is_file():
+            rows[cells[0]] = (int(cells[1]), int(cells[2]), int(cells[3]), int(cells[4])), cells[6]
+    runs = [json.loads(path.read_text()) for path in sorted(WORK.glob("*/results-*.json"))]
+    found = counted([Result(**row) for done in runs for row in done["results"]])
+    for file, counts in found.items():
+        at = sorted({done["at"] for done in runs if any(row["file"] == file for row in done["results"])})
+        rows[file] = counts, ", ".join(at)
+    page.write_text("\n".join([head + TABLE[0], "", *table(rows), "", TABLE[1]]) + tail)
 
 
 if __name__ == "__main__":
