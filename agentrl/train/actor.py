@@ -9,24 +9,22 @@ from tensordict import TensorDict
 
 from agentrl.batch.rows import Ragged
 from agentrl.cluster.dispatch import Broadcast, Strategy
-from agentrl.cluster.worker import Worker, WorkerContext
+from agentrl.cluster.worker import WorkerContext
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, SftConfig, WeightsConfig
 from agentrl.errors import AgentrlError, ConfigError
 from agentrl.train.forward import compute_logprobs
-from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.minibatch import RowsShard, StepsShard, UpdateShard
 from agentrl.train.optim import adamw, muon, rate
-from agentrl.train.role import open_engine, ready
+from agentrl.train.role import TrainedRole, open_engine
 from agentrl.train.sft import sft_steps
 from agentrl.train.source import WeightSource
-from agentrl.train.state import BackgroundSave, load_state, save_state
 from agentrl.train.update import UpdateSettings, check_algorithm, update_policy
 from agentrl.weights.bucket import Bucket
 from agentrl.weights.route import Offer
 from agentrl.weights.target import Adapter
 
 
-class Actor(Worker):
+class Actor(TrainedRole):
     """One rank of the policy. All ranks run every method together."""
 
     dispatch_table: ClassVar[dict[str, Strategy]] = {
@@ -41,20 +39,13 @@ class Actor(Worker):
         "next_bucket": Broadcast(),
         "close_route": Broadcast(),
         "export_adapter": Broadcast(),
-        "save": Broadcast(),
-        "begin_save": Broadcast(),
-        "saved": Broadcast(),
-        "load": Broadcast(),
         "export_hf": Broadcast(),
     }
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        self._engine: FsdpEngine | None = None
-        self._saving = BackgroundSave()
         self._source: WeightSource | None = None
         self._sft: SftConfig | None = None
-        self._updates = 0
         self._sft_done = 0
 
     def init_model(self, path: str, model: ModelConfig, optim: OptimConfig, total_steps: int | None = None) -> None:
@@ -88,8 +79,7 @@ class Actor(Worker):
         """
         engine = self._ready()
         check_algorithm(algorithm)
-        factor = rate(self._updates, self._optim.warmup, self._optim.schedule, self._total_steps)
-        engine.set_rate(factor)
+        factor = self._set_rate()
         coef = algorithm.kl.coef if kl_coef is None else kl_coef
         settings = UpdateSettings(temperature or 1.0, self._optim.micro_tokens, seed, step, coef)
         metrics = update_policy(engine, Ragged.of(batch), algorithm, settings)
@@ -144,22 +134,6 @@ class Actor(Worker):
             raise ConfigError("export_adapter: the model has no adapter (model.lora)")
         return Adapter(engine.cfg.lora.rank, engine.cfg.lora.alpha, tuple(engine.cfg.lora.modules), engine.adapter())
 
-    def save(self, folder: str) -> None:
-        """Model, optimizer, schedule and RNG into `folder`."""
-        save_state(self._ready(), Path(folder), {"updates": self._updates})
-
-    def begin_save(self, folder: str) -> None:
-        """`save`, in the background: returns when the state is copied. See `saved`."""
-        self._saving.begin(self._ready(), Path(folder), {"updates": self._updates})
-
-    def saved(self) -> bool:
-        """Whether the save that `begin_save` began is written; raises what it failed with."""
-        return self._saving.done()
-
-    def load(self, folder: str) -> None:
-        """What `save` wrote, by any number of ranks. Raises CheckpointError."""
-        self._updates = int(load_state(self._ready(), Path(folder))["updates"])
-
     def export_hf(self, folder: str) -> None:
         """A folder that plain transformers and vLLM load."""
         self._ready().export(Path(folder))
@@ -168,6 +142,3 @@ class Actor(Worker):
         if self._source is None:
             raise ConfigError("no route for weights is open: call open_route first")
         return self._source
-
-    def _ready(self) -> FsdpEngine:
-        return ready(self._engine)

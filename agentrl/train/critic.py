@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -13,36 +12,23 @@ from agentrl.algorithm import aggregate, value_loss
 from agentrl.batch.rows import Ragged
 from agentrl.batch.schedule import plan_micro_batches
 from agentrl.cluster.dispatch import Broadcast, Strategy
-from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import AlgorithmConfig, CriticConfig, ModelConfig, OptimConfig
 from agentrl.train.engine import BaseEngine
 from agentrl.train.forward import compute_values
-from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.minibatch import RowsShard, UpdateShard, counts_of, minibatches
 from agentrl.train.optim import adamw, rate
-from agentrl.train.role import open_engine, ready
-from agentrl.train.state import BackgroundSave, load_state, save_state
+from agentrl.train.role import TrainedRole, open_engine
 from agentrl.train.update import Meter, Pack, Steps, UpdateSettings, visit_order
 
 
-class Critic(Worker):
+class Critic(TrainedRole):
     """One rank of the critic. All ranks run every method together."""
 
     dispatch_table: ClassVar[dict[str, Strategy]] = {
         "init_model": Broadcast(),
         "compute_values": RowsShard(),
         "update": UpdateShard(collect="metrics", balance="column", policy=False),
-        "save": Broadcast(),
-        "begin_save": Broadcast(),
-        "saved": Broadcast(),
-        "load": Broadcast(),
     }
-
-    def __init__(self, context: WorkerContext) -> None:
-        super().__init__(context)
-        self._engine: FsdpEngine | None = None
-        self._saving = BackgroundSave()
-        self._updates = 0
 
     def init_model(
         self, path: str, model: ModelConfig, optim: OptimConfig, critic: CriticConfig, total_steps: int | None = None
@@ -60,36 +46,19 @@ class Critic(Worker):
 
     def compute_values(self, batch: TensorDict) -> TensorDict:
         """Ragged `values` at the sampled tokens, 0 elsewhere."""
-        return compute_values(ready(self._engine), Ragged.of(batch), self._cap)
+        return compute_values(self._ready(), Ragged.of(batch), self._cap)
 
     def update(self, batch: TensorDict, algorithm: AlgorithmConfig, step: int = 0, seed: int = 0) -> dict[str, float]:
         """One training step on the columns `values` (old) and `returns`; metrics over all ranks.
 
         Its learning rate follows `optim.warmup` and `optim.schedule` by its own count of updates.
         """
-        engine = ready(self._engine)
-        factor = rate(self._updates, self._optim.warmup, self._optim.schedule, self._total_steps)
-        engine.set_rate(factor)
+        engine = self._ready()
+        factor = self._set_rate()
         settings = UpdateSettings(1.0, self._cap, seed, step)
         metrics = update_critic(engine, Ragged.of(batch), algorithm, self._critic, settings)
         self._updates += 1
         return {**metrics, "critic/lr": factor * self._critic.lr}
-
-    def save(self, folder: str) -> None:
-        """Model, optimizer and schedule into `folder`."""
-        save_state(ready(self._engine), Path(folder), {"updates": self._updates})
-
-    def begin_save(self, folder: str) -> None:
-        """`save`, in the background: returns when the state is copied. See `saved`."""
-        self._saving.begin(ready(self._engine), Path(folder), {"updates": self._updates})
-
-    def saved(self) -> bool:
-        """Whether the save that `begin_save` began is written; raises what it failed with."""
-        return self._saving.done()
-
-    def load(self, folder: str) -> None:
-        """What `save` wrote, by any number of ranks. Raises CheckpointError."""
-        self._updates = int(load_state(ready(self._engine), Path(folder)).get("updates", 0))
 
 
 def update_critic(

@@ -8,25 +8,19 @@ from tensordict import TensorDict
 
 from agentrl.batch.rows import Ragged
 from agentrl.cluster.dispatch import Broadcast, Strategy
-from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.train.forward import compute_logprobs
-from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.minibatch import RowsShard
-from agentrl.train.role import open_engine, ready
+from agentrl.train.role import ModelRole, open_engine
 
 
-class Reference(Worker):
+class Reference(ModelRole):
     """One rank of a frozen policy."""
 
     dispatch_table: ClassVar[dict[str, Strategy]] = {
         "init_model": Broadcast(),
         "compute_logprob": RowsShard(),
     }
-
-    def __init__(self, context: WorkerContext) -> None:
-        super().__init__(context)
-        self._engine: FsdpEngine | None = None
 
     def init_model(self, path: str, model: ModelConfig, optim: OptimConfig) -> None:
         """Load the model from a folder or hub name. Raises ModelError."""
@@ -36,4 +30,4 @@ class Reference(Worker):
 
     def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
         """Ragged `logprobs` and `entropy` of the sampled tokens."""
-        return compute_logprobs(ready(self._engine), Ragged.of(batch), temperature, self._cap)
+        return compute_logprobs(self._ready(), Ragged.of(batch), temperature, self._cap)

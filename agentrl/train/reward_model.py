@@ -12,25 +12,20 @@ from agentrl.algorithm.ragged import row_ids
 from agentrl.batch.rows import Ragged
 from agentrl.batch.schedule import plan_micro_batches
 from agentrl.cluster.dispatch import Broadcast, Strategy
-from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.minibatch import RowsShard
-from agentrl.train.role import open_engine, ready
+from agentrl.train.role import ModelRole, open_engine
 from agentrl.train.update import Pack
 
 
-class RewardModel(Worker):
+class RewardModel(ModelRole):
     """One rank of a frozen sequence classifier with one label."""
 
     dispatch_table: ClassVar[dict[str, Strategy]] = {
         "init_model": Broadcast(),
         "compute_scores": RowsShard(),
     }
-
-    def __init__(self, context: WorkerContext) -> None:
-        super().__init__(context)
-        self._engine: FsdpEngine | None = None
 
     def init_model(self, path: str, model: ModelConfig, optim: OptimConfig) -> None:
         """Load the classifier from a folder or hub name. Raises ModelError where it is none."""
@@ -41,7 +36,7 @@ class RewardModel(Worker):
 
     def compute_scores(self, batch: TensorDict) -> TensorDict:
         """Row column `score` float32 [N], read at each row's last token."""
-        return compute_scores(ready(self._engine), Ragged.of(batch), self._cap)
+        return compute_scores(self._ready(), Ragged.of(batch), self._cap)
 
 
 @torch.no_grad()

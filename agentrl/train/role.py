@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 
-from agentrl.cluster.worker import Worker
-from agentrl.config.schema import ModelConfig
+from agentrl.cluster.dispatch import Broadcast, Strategy
+from agentrl.cluster.worker import Worker, WorkerContext
+from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.train.fsdp import FsdpEngine, Role
+from agentrl.train.optim import rate
+from agentrl.train.state import BackgroundSave, load_state, save_state
 
 
 def open_engine(
@@ -30,8 +35,57 @@ def open_engine(
     return FsdpEngine(path, model, max_grad_norm, role)
 
 
-def ready(engine: FsdpEngine | None) -> FsdpEngine:
-    """The engine; raises ConfigError where init_model was not called."""
-    if engine is None:
-        raise ConfigError("this worker has no model yet: call init_model first")
-    return engine
+class ModelRole(Worker):
+    """One rank of a role that holds a model. All ranks run every method together."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._engine: FsdpEngine | None = None
+
+    def _ready(self) -> FsdpEngine:
+        if self._engine is None:
+            raise ConfigError("this worker has no model yet: call init_model first")
+        return self._engine
+
+
+class TrainedRole(ModelRole):
+    """A role that learns: it counts its training steps, follows a schedule by them, and can be saved.
+
+    `init_model` of the role sets `_optim` and `_total_steps` (the length of the run, for the schedule).
+    """
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {
+        "save": Broadcast(),
+        "begin_save": Broadcast(),
+        "saved": Broadcast(),
+        "load": Broadcast(),
+    }
+    _optim: OptimConfig
+    _total_steps: int | None
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._saving = BackgroundSave()
+        self._updates = 0
+
+    def _set_rate(self) -> float:
+        """Set the learning rate of the next training step; returns its share of the configured one."""
+        factor = rate(self._updates, self._optim.warmup, self._optim.schedule, self._total_steps)
+        self._ready().set_rate(factor)
+        return factor
+
+    def save(self, folder: str) -> None:
+        """Model, optimizer, schedule and RNG into `folder`."""
+        save_state(self._ready(), Path(folder), {"updates": self._updates})
+
+    def begin_save(self, folder: str) -> None:
+        """`save`, in the background: returns when the state is copied. See `saved`."""
+        self._saving.begin(self._ready(), Path(folder), {"updates": self._updates})
+
+    def saved(self) -> bool:
+        """Whether the save that `begin_save` began is written; raises what it failed with."""
+        return self._saving.done()
+
+    def load(self, folder: str) -> None:
+        """What `save` wrote, by any number of ranks. Raises CheckpointError."""
+        self._updates = int(load_state(self._ready(), Path(folder))["updates"])

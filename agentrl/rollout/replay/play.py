@@ -17,7 +17,7 @@ from agentrl.reward.leaf import JudgeClient
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Usage
 from agentrl.rollout.replay.io import Entries, EpisodeIO, ReplayEnvMaker
 from agentrl.rollout.replay.record import engine_ask, env_key, replay_env_task
-from agentrl.rollout.replay.tape import Recorded, TapeRow, content_of, current_episode, digest, diverged
+from agentrl.rollout.replay.tape import Recorded, TapeRow, current_episode, digest, diverged, outcome_of
 from agentrl.tool import Tool, Toolbox
 from agentrl.trajectory import Json, StopReason, ToolCall, ToolResult, Trajectory, Turn
 
@@ -56,13 +56,7 @@ class Replayer(EpisodeIO):
             return
         row = self.record.find(episode, "done", 0)
         expected = row.answer["outcome"]
-        got = {
-            "reward": trajectory.reward,
-            "stop": trajectory.stop.value,
-            "error": trajectory.error,
-            "metrics": trajectory.metrics,
-            "trajectory": digest(content_of(trajectory)),
-        }
+        got = outcome_of(trajectory)
         if got != expected:
             raise diverged(self.record.path, row, expected, got)
         trajectory.timings = dict(row.answer["timings"])

@@ -17,7 +17,7 @@ from agentrl.errors import EngineError, EnvError, ReplayError, ToolTimeoutError
 from agentrl.reward.leaf import JudgeClient, ReplayEnv
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway
 from agentrl.rollout.replay.io import Entries, EpisodeIO, ReplayEnvMaker
-from agentrl.rollout.replay.tape import RecordWriter, common, content_of, current_episode, digest
+from agentrl.rollout.replay.tape import RecordWriter, common, current_episode, digest, outcome_of
 from agentrl.trajectory import Json, StopReason, Trajectory, Turn
 
 
@@ -54,14 +54,7 @@ class Recorder(EpisodeIO):
             self._cut.discard(episode)
             self.writer.add(episode, "whole", 0, None, trajectory.to_json())
             return
-        outcome = {
-            "reward": trajectory.reward,
-            "stop": trajectory.stop.value,
-            "error": trajectory.error,
-            "metrics": trajectory.metrics,
-            "trajectory": digest(content_of(trajectory)),
-        }
-        self.writer.add(episode, "done", 0, None, {"outcome": outcome, "timings": trajectory.timings})
+        self.writer.add(episode, "done", 0, None, {"outcome": outcome_of(trajectory), "timings": trajectory.timings})
 
     def close(self) -> None:
         self.writer.close()

@@ -66,6 +66,17 @@ def content_of(trajectory: Trajectory) -> Json:
     return row
 
 
+def outcome_of(trajectory: Trajectory) -> dict[str, Json]:
+    """How an episode came out, as its record ends and as a replay of it must."""
+    return {
+        "reward": trajectory.reward,
+        "stop": trajectory.stop.value,
+        "error": trajectory.error,
+        "metrics": trajectory.metrics,
+        "trajectory": digest(content_of(trajectory)),
+    }
+
+
 class RecordWriter:
     """Appends rows; safe from several threads. An existing record is continued after its last whole line."""
 
