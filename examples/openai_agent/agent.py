@@ -26,7 +26,7 @@ TOOLS = [
 
 
 async def agent(client: openai.AsyncOpenAI, question: str, turns: int = 4) -> str:
-    """The agent: it asks, calls tools, and says its answer."""
+    """The agent: asks the model, calls tools, and returns the answer."""
     messages: list = [{"role": "user", "content": question}]
     for _ in range(turns):
         reply = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS, temperature=1.0)

@@ -1,4 +1,4 @@
-"""An estimator: the reward against the median of the group, which one lucky episode does not move."""
+"""An estimator: the reward relative to the group's median, which one lucky episode does not change."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Exchange: turn an amount into euros, with a rate that only a server knows."""
+"""Exchange: convert an amount into euros, with a rate that only a server knows."""
 
 import random
 

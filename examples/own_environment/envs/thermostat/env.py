@@ -1,4 +1,4 @@
-"""Thermostat: read the rooms of a house and warm up those that are too cold."""
+"""Thermostat: read the temperatures of a house and warm up the cold rooms."""
 
 import random
 
@@ -10,7 +10,7 @@ ROOMS = ["hall", "kitchen", "bath", "study", "cellar", "attic", "bedroom", "stud
 
 
 class Thermostat(ToolEnv):
-    """Set every named room that is below 18 degrees to 20. At least one is, so doing nothing is never right."""
+    """Set every named room that is below 18 degrees to 20. At least one is, so doing nothing is never correct."""
 
     id = "examples/Thermostat-v0"
     reward = "reward.json"
@@ -28,7 +28,7 @@ class Thermostat(ToolEnv):
             degrees = {cold: rng.choice([14, 16]), **{room: rng.choice([14, 16, 19, 21]) for room in others}}
             return dict(sorted(degrees.items()))
 
-        # Which split a task belongs to hangs on its content, so train and held-out tasks never coincide.
+        # A task's split depends on its content, so train and held-out tasks never coincide.
         degrees = draw(task_rng(self.id, split, rng_seed), split, propose, str)
         warm = {room: 20 if value < 18 else value for room, value in degrees.items()}
         return Task(f"thermostat/{split}/{rng_seed}", rng_seed, split, {"degrees": degrees}, {"state": warm})
