@@ -1,9 +1,9 @@
-"""Deadlines that count only the time in which the event loop listened.
+"""Deadlines that count only the time in which the event loop was running.
 
-`asyncio.timeout` counts the wall clock: where something blocks the loop for longer than a deadline, everything that was
-waited for is late at once, answered or not. Here one ticker per event loop counts the time in which the loop came round,
-and every deadline on that loop reads it. No more of it can go by than of the wall clock, so a deadline sleeps for as long
-as it has left, up to `LONGEST`; thousands of episodes that wait for slow tools cost the loop next to nothing.
+`asyncio.timeout` counts wall-clock time: if something blocks the loop for longer than a deadline, everything that was
+awaited is late at once, even if its result is there. Here one ticker per event loop counts the time in which the loop was
+not blocked, and every deadline on that loop reads it. It never runs faster than the wall clock, so a deadline can sleep for
+part of what it has left, up to `LONGEST`; thousands of episodes that wait for slow tools cost the loop almost nothing.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 TICK = 0.05
-"""Seconds between two ticks of a loop's clock. A tick that comes late counts for twice that at most."""
+"""Seconds between two ticks of a loop's clock. A tick that comes late counts for at most twice that."""
 LONGEST = 5.0
-"""Seconds after which a deadline looks again at what it counts, at the latest; an eighth of what is left, if that is less."""
+"""Seconds after which a deadline reads the clock again at the latest; an eighth of the time left, if that is less."""
 GRACE = 10.0
-"""Seconds that cancelled work has to come to an end; then it is let go."""
+"""Seconds that cancelled work has to end; then it is abandoned."""
 
 
 class LateError(TimeoutError):
-    """What was awaited was not there in its time."""
+    """The awaited result did not come in time."""
 
 
 class LoopClock:
-    """Seconds in which one event loop listened, counted while anybody asks (`enter` to `leave`)."""
+    """Seconds in which one event loop was running, counted while it has users (`enter` to `leave`)."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._users, self._heard, self._last = loop, 0, 0.0, 0.0
+        self._loop, self._users, self._counted, self._last = loop, 0, 0.0, 0.0
         self._next: asyncio.TimerHandle | None = None
 
     def enter(self) -> None:
@@ -47,11 +47,12 @@ class LoopClock:
         self._users -= 1
 
     def now(self) -> float:
-        """Seconds heard so far; what goes by is counted at ticks, and here."""
+        """Seconds counted so far. Time is added at each tick and at each call of this."""
         now = time.monotonic()
-        self._heard += min(now - self._last, 2 * TICK)
+        # Capped: in a longer gap the loop was blocked except for a tick or two, and nothing could be answered.
+        self._counted += min(now - self._last, 2 * TICK)
         self._last = now
-        return self._heard
+        return self._counted
 
     def _tick(self) -> None:
         self.now()
@@ -70,8 +71,8 @@ def loop_clock() -> LoopClock:
 
 
 async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable[[], bool] = lambda: True) -> T:
-    """What `work` comes to. Raises LateError after `seconds`; the work is then cancelled. Time in which `counts` is
-    false (it waits in a queue, say) does not count. The work runs as a task of its own, `contained`."""
+    """The result of `work`. Raises LateError after `seconds`; the work is then cancelled. Time in which `counts` is
+    false (for example while it waits in a queue) does not count. The work runs in a separate task, `contained`."""
     left = seconds
 
     def spend(passed: float) -> float:
@@ -86,16 +87,16 @@ async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable
     except asyncio.CancelledError:
         await end(task, name)
         raise
-    if task.done() and not task.cancelled():
+    if task.done() and not task.cancelled():  # also work that finished while it was being cancelled: its result counts
         return task.result()
-    raise LateError(f"{name}: no end within {seconds:g} s")
+    raise LateError(f"{name}: not finished within {seconds:g} s")
 
 
 async def contained(work: Awaitable[T], name: str, kind: type[Exception] = RuntimeError) -> T:
-    """What `work`, to be run as a task of its own, comes to.
+    """The result of `work`; to be run in a task of its own.
 
-    Where it is cancelled although nobody cancelled that task, or calls sys.exit, `kind` is raised: the first would look like
-    a task that was given up, the second would end the event loop and all that runs on it.
+    If the work raises CancelledError although nobody cancelled that task, or calls sys.exit, `kind` is raised instead: the
+    first would look like a task that was given up, the second would end the event loop and everything that runs on it.
     """
     try:
         return await work
@@ -109,11 +110,13 @@ async def contained(work: Awaitable[T], name: str, kind: type[Exception] = Runti
 
 
 async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float], longest: float = LONGEST) -> bool:
-    """Wait until the task is done (True) or no time is left (False). `spend(seconds)` is told what the loop heard go by
-    and says what is left; the first call tells of none. It is called every `longest` seconds at least. Raises what it raises.
+    """Wait until the task is done (True) or no time is left (False). `spend(seconds)` gets the time counted since its last
+    call and returns the time left; the first call gets 0. It is called at least every `longest` seconds. Raises what `spend`
+    raises.
 
-    The caller goes on a fixed number of turns of the loop after the task's end, whenever the clock was looked at: the
-    embedded engine steps once a turn, so which requests share a step, and their last digits, must not depend on a clock.
+    The caller continues a fixed number of loop iterations after the task's end, no matter when the clock was read: the
+    embedded engine steps once per iteration, so which requests share a step, and thus their last digits, must not depend on
+    the clock.
     """
     clock = loop_clock()
     clock.enter()
@@ -127,46 +130,47 @@ async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float], lo
 
 
 class _Countdown:
-    """Timers that look at the clock until a task is done; who waits for it is woken once, at the end."""
+    """Timers that read the clock until a task is done; the waiting caller is woken once, at the end."""
 
     def __init__(self, task: asyncio.Future[Any], spend: Callable[[float], float], clock: LoopClock, longest: float) -> None:
         self._task, self._spend, self._clock, self._longest = task, spend, clock, longest
-        self._heard = clock.now()
+        self._counted = clock.now()
         self._loop = asyncio.get_running_loop()
         self._woken: asyncio.Future[None] = self._loop.create_future()
 
     async def wait(self, left: float) -> bool:
         self._task.add_done_callback(self._wake)
-        self._look_later(left)
+        self._check_later(left)
         try:
             await self._woken
             if self._task.done():
-                self._tell()
+                self._report()
             return self._task.done()
         finally:
             self._timer.cancel()
             self._task.remove_done_callback(self._wake)
 
-    def _tell(self) -> float:
-        """Tell what went by since the last time; what is left."""
-        before, self._heard = self._heard, self._clock.now()
-        return self._spend(self._heard - before)
+    def _report(self) -> float:
+        """Report the time since the last call to `spend`; returns the time left."""
+        before, self._counted = self._counted, self._clock.now()
+        return self._spend(self._counted - before)
 
-    def _look_later(self, left: float) -> None:
-        self._timer = self._loop.call_later(min(self._longest, max(left / 8, TICK), left + 0.005), self._look)
+    def _check_later(self, left: float) -> None:
+        # An eighth of the time left: `counts` may change in between, and one late check would charge the whole span at once.
+        self._timer = self._loop.call_later(min(self._longest, max(left / 8, TICK), left + 0.005), self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._woken.done() or self._task.done():
             return
         try:
-            left = self._tell()
+            left = self._report()
         except Exception as fault:
             self._woken.set_exception(fault)
             return
         if left <= 0:
             self._wake()
         else:
-            self._look_later(left)
+            self._check_later(left)
 
     def _wake(self, _: object = None) -> None:
         if not self._woken.done():
@@ -174,8 +178,8 @@ class _Countdown:
 
 
 async def end(task: asyncio.Future[Any], name: str, grace: float = GRACE) -> None:
-    """Cancel a task and wait for its end; one that does not end in `grace` seconds is let go with a warning."""
+    """Cancel a task and wait for its end; one that does not end within `grace` seconds is abandoned with a warning."""
     task.cancel()
     await asyncio.wait([task], timeout=grace)
     if not task.done():
-        log.warning("%s did not end within %g s of being cancelled and is let go", name, grace)
+        log.warning("%s did not end within %g s of being cancelled and is abandoned", name, grace)

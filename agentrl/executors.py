@@ -1,6 +1,6 @@
 """Threads by purpose, so that work of one kind that hangs never keeps another kind from running.
 
-`asyncio.to_thread` puts everything into one pool of cores + 4 threads: six hung tool calls there keep a
+`asyncio.to_thread` puts everything into one pool of cores + 4 threads: on two cores, six hung tool calls would keep a
 checkpoint from being committed. Code of this package names its purpose instead: `in_thread` for its own work, which
 ends, and `DaemonThreads` for functions of users, which may never end.
 """
@@ -27,7 +27,7 @@ Purpose = Literal["batch", "files", "load", "update", "weights"]
 _THREADS: dict[Purpose, int] = {"batch": 1, "files": 2, "load": 2, "update": 4, "weights": 4}
 
 MOST_ABANDONED = 256
-"""Threads of one name that were given up on and still run, above which no more calls of it are begun."""
+"""Number of abandoned threads of one name that still run from which on no more calls of that name are started."""
 
 
 async def in_thread(purpose: Purpose, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -45,37 +45,37 @@ def _pool(purpose: Purpose) -> ThreadPoolExecutor:
 
 
 class DaemonThreads:
-    """A thread of its own for every call, so that one that hangs takes nobody's place.
+    """A separate thread for every call, so that a call that hangs does not block others.
 
-    A thread cannot be killed: a call whose caller is gone runs on, unheard, and counts as abandoned until it ends.
-    The threads are daemons: the process ends although some of them hang.
+    A thread cannot be killed: a call whose caller is gone keeps running, its result is dropped, and it counts as abandoned
+    until it ends. The threads are daemons: the process can exit even if some of them hang.
     """
 
     def __init__(self, purpose: str, most: int) -> None:
-        """`most`: calls that run at once (abandoned ones not among them), which leaves the event loop its share."""
+        """`most`: calls that run at once (not counting abandoned ones), so that the event loop still gets its share of time."""
         self._purpose, self._most = purpose, most
         self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._abandoned: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def place(self) -> asyncio.Semaphore:
-        """To be held around `call`; a deadline of the call begins once it is."""
+        """The semaphore to hold during `call`; a deadline of the call starts once it is acquired."""
         loop = asyncio.get_running_loop()
         if loop not in self._places:
             self._places[loop] = asyncio.Semaphore(self._most)
         return self._places[loop]
 
     def abandoned(self, name: str) -> int:
-        """Calls of that name that still run although nobody waits for them."""
+        """Number of calls of that name that still run although nobody waits for them."""
         return self._abandoned[name]
 
     async def call(self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """`function(*args, **kwargs)` with the caller's context variables. Raises what the function raises, and
-        HungError where more than `MOST_ABANDONED` calls of that name hang."""
+        HungError if `MOST_ABANDONED` calls of that name hang."""
         if self._abandoned[name] >= MOST_ABANDONED:
             raise HungError(
                 f"{self._purpose} {name}: {self._abandoned[name]} calls hang in threads that cannot be killed, "
-                "so no more are begun"
+                "so no more are started"
             )
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[R] = loop.create_future()
@@ -86,14 +86,16 @@ class DaemonThreads:
             settle: Callable[[], None]
             try:
                 settle = partial(_settle, answer, result=call())
-            except StopIteration as fault:  # a future refuses to carry one
+            except StopIteration as fault:  # a future refuses StopIteration as its exception
                 settle = partial(_settle, answer, fault=RuntimeError(f"StopIteration: {fault}"))
             except BaseException as fault:
                 settle = partial(_settle, answer, fault=fault)
+            # Under one lock with the caller's cancellation below: exactly one of the two sees the other, so that the count of
+            # abandoned calls is raised and lowered in pairs.
             with self._lock:
                 over = True
                 self._abandoned[name] -= given_up
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could hear of it
+            with contextlib.suppress(RuntimeError):  # the loop is closed: there is no caller left to notify
                 loop.call_soon_threadsafe(settle)
 
         work = partial(contextvars.copy_context().run, partial(function, *args, **kwargs))
@@ -113,7 +115,7 @@ SCORING = DaemonThreads("reward spec", 8)
 
 
 def _settle(answer: asyncio.Future[Any], result: Any = None, fault: BaseException | None = None) -> None:
-    if answer.done():  # its caller is gone
+    if answer.done():  # cancelled: its caller is gone
         return
     if fault is None:
         answer.set_result(result)

@@ -1,8 +1,8 @@
-"""The carriers: Message, ToolCall, Turn, TokenLedger, Trajectory, Group, StopReason.
+"""The data types of an episode: Message, ToolCall, Turn, TokenLedger, Trajectory, Group, StopReason.
 
-A policy's episode is kept twice, on purpose: as messages and turns (what a person and a reward spec
+A policy's episode is deliberately kept twice: as messages and turns (what a person and a reward spec
 read) and as token ledgers (exactly what the model saw and sampled; the only thing the trainer reads).
-Neither is ever derived again from the other.
+Neither is ever derived from the other afterwards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 
 class StopReason(StrEnum):
-    """Why an episode ended. `terminated` is the task's own end; every other end is a truncation or fault.
+    """Why an episode ended. `terminated` is the task's own end; every other end is a truncation or a fault.
 
     Time that the policy used up is a budget like turns and tokens (`max_turn_time`, `max_tool_time`,
     `max_episode_time`: scored); time that the infrastructure lost is a fault (`tool_timeout`, `episode_timeout`).
@@ -44,7 +44,7 @@ class StopReason(StrEnum):
 
     @property
     def infrastructure(self) -> bool:
-        """True where the policy is not to blame: such an episode is unscored (reward None), never 0."""
+        """True if the policy is not to blame: such an episode is unscored (reward None), never 0."""
         return self in _INFRASTRUCTURE
 
 
@@ -57,7 +57,7 @@ _INFRASTRUCTURE = frozenset(
 class ToolCall:
     """One function call of an assistant turn.
 
-    `arguments` is the parsed JSON object, or None where the call was malformed; `error` then says what
+    `arguments` is the parsed JSON object, or None if the call was malformed; `error` then says what
     was wrong with it, and `raw` keeps the text as sampled.
     """
 
@@ -94,12 +94,12 @@ class ToolResult:
 
 @dataclass(slots=True)
 class Turn:
-    """One policy turn: its assistant message, the answers to its calls, and what it cost.
+    """One policy turn: its assistant message, the results of its calls, and its cost.
 
-    `ledger` and `end` say where the turn's last sampled token lies (ledger index, token position), so
-    that a reward for this turn lands on that token; -1 until the turn was sampled by an engine.
-    `seconds` are those of the sampling and of each of its tool calls; `usd` is what an API asked for it,
-    None where nobody knows.
+    `ledger` and `end` are the position of the turn's last sampled token (ledger index, token index), so
+    that a reward for this turn is put on that token; -1 until the turn was sampled by an engine.
+    `seconds` is the time of the sampling and of its tool calls; `usd` is what an API charged for it,
+    None if unknown.
     """
 
     index: int
@@ -124,18 +124,18 @@ _COLUMNS: dict[str, type[np.generic]] = {
 }
 MAX_TURN = int(np.iinfo(np.int16).max)
 """The last turn that a ledger can count: `turns` is int16."""
-_ROOM = 64  # tokens that a ledger begins with room for; it then grows by a quarter
+_ROOM = 64  # tokens that a ledger has room for after its first append; it then grows by a quarter
 
 
 class TokenLedger:
-    """One append-only token sequence as the model saw it, in five columns of equal length (15 bytes a token).
+    """One append-only token sequence as the model saw it, in five columns of equal length (15 bytes per token).
 
     Columns: `token_ids` int32, `sampled` bool (True exactly where the policy sampled the token),
-    `logprobs` float32 (log softmax(z / T) of the sampled token, 0 elsewhere), `versions` int32 (weights that sampled
-    it, -1 elsewhere), `turns` int16 (index of the policy turn that the token belongs to or answers to).
-    A column is a read-only view of the tokens that were there when it was asked for; later appends do not
-    show in it. `oldest` is the lowest version that sampled a token, None where none was sampled;
-    `sampled_tokens` counts those that were.
+    `logprobs` float32 (log softmax(z / T) of the sampled token, 0 elsewhere), `versions` int32 (version of the weights
+    that sampled it, -1 elsewhere), `turns` int16 (index of the policy turn that the token belongs to or answers).
+    A column is a read-only view of the tokens that were there when it was read; later appends do not
+    show in it. `oldest` is the lowest version that sampled a token, None if no token was sampled;
+    `sampled_tokens` is the number of sampled tokens.
     """
 
     __slots__ = ("_length", "_room", "oldest", "sampled_tokens")
@@ -162,9 +162,9 @@ class TokenLedger:
         self._append(len(state["token_ids"]), state)
 
     def append_context(self, token_ids: Sequence[int], turn: int) -> None:
-        """Append tokens that the policy did not sample (prompt, tool results, template glue).
+        """Append tokens that the policy did not sample (prompt, tool results, template text).
 
-        Raises ValueError where an id is no int32, or `turn` is negative or above `MAX_TURN`.
+        Raises ValueError if an id does not fit int32, or `turn` is negative or above `MAX_TURN`.
         """
         ids = _numbers(token_ids, np.int32)
         given = {"token_ids": ids, "sampled": False, "logprobs": 0.0, "versions": -1, "turns": _turn_number(turn)}
@@ -173,8 +173,8 @@ class TokenLedger:
     def append_sampled(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], turn: int) -> None:
         """Append tokens that the policy sampled.
 
-        Raises ValueError where the columns differ in length, an id or version is no int32, a version is negative,
-        a log probability is not finite (no token of probability 0 is ever sampled, so the engine is at fault), or
+        Raises ValueError if the columns differ in length, an id or version does not fit int32, a version is negative,
+        a log probability is not finite (a token of probability 0 is never sampled, so the engine is at fault), or
         `turn` is negative or above `MAX_TURN`.
         """
         n = len(token_ids)
@@ -191,8 +191,10 @@ class TokenLedger:
         self._append(n, given)
 
     def _append(self, count: int, given: Mapping[str, Any]) -> None:
-        """Add `count` tokens: an array or one value for all of them, a column."""
+        """Add `count` tokens; per column, `given` has an array or one value for all of them."""
         begin, end = self._length, self._length + count
+        # The first append is often a whole prompt and gets no spare room; growing by a quarter keeps later appends cheap
+        # on average while at most a fifth of the memory is unused.
         if end > len(self._room["token_ids"]):
             self._grow(max(end, _ROOM, end + end // 4 if begin else end))
         for name, values in given.items():
@@ -207,7 +209,7 @@ class TokenLedger:
 
     def _grow(self, room: int) -> None:
         for name, old in self._room.items():
-            # A new array, never a resize in place: views that were given out keep what they show.
+            # A new array, never a resize in place: views that were handed out must keep their values.
             fresh = np.empty(room, dtype=old.dtype)
             fresh[: self._length] = old[: self._length]
             self._room[name] = fresh
@@ -239,7 +241,7 @@ class TokenLedger:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the columns take, room to grow included."""
+        """Memory of the columns in bytes, including room to grow."""
         return sum(column.nbytes for column in self._room.values())
 
     def ids(self) -> list[int]:
@@ -250,11 +252,11 @@ class TokenLedger:
     def fork(self, keep: int) -> TokenLedger:
         """A new ledger that begins with the first `keep` tokens as *context*.
 
-        What this ledger holds as sampled is trained here and only here, so the fork carries none of it.
-        Raises ValueError where it has fewer tokens than that.
+        The sampled tokens of this ledger are trained here and only here, so in the fork none of them counts as sampled.
+        Raises ValueError if this ledger has fewer tokens.
         """
         if not 0 <= keep <= self._length:
-            raise ValueError(f"a fork of the first {keep} tokens of a ledger of {self._length}")
+            raise ValueError(f"cannot fork the first {keep} tokens of a ledger of {self._length} tokens")
         child = TokenLedger()
         child._append(
             keep,
@@ -263,16 +265,16 @@ class TokenLedger:
         return child
 
     def to_json(self) -> dict[str, list[Any]]:
-        """Plain lists, one a column; `from_json` is the inverse."""
+        """Plain lists, one per column; `from_json` is the inverse."""
         return {
             name: self._column(name).astype(np.int32 if name == "sampled" else kind).tolist() for name, kind in _COLUMNS.items()
         }
 
     def packed(self) -> dict[str, Json]:
-        """What files hold, about 6 to 11 bytes a token; `from_json` is the inverse.
+        """The form in files, about 6 to 11 bytes per token; `from_json` is the inverse.
 
-        `token_ids`: int32, `logprobs` of the sampled tokens alone: float32, each as base64 of little-endian
-        numbers. `spans`: [tokens, turn, version] of each run of tokens alike in turn and version, in order;
+        `token_ids`: int32, `logprobs` of the sampled tokens only: float32, each as base64 of little-endian
+        numbers. `spans`: [tokens, turn, version] of each run of tokens with equal turn and version, in order;
         version -1 is context.
         """
         versions, turns = self.versions, self.turns
@@ -288,7 +290,7 @@ class TokenLedger:
         }
 
     def pieces(self) -> Iterator[str]:
-        """`packed` as JSON text, piece by piece: what is long is base64, which needs no escaping and is not copied."""
+        """`packed` as JSON text, piece by piece: the long parts are base64, which needs no escaping, so they are not copied."""
         before = "{"
         for name, value in self.packed().items():
             yield f'{before}"{name}": '
@@ -298,7 +300,7 @@ class TokenLedger:
 
     @classmethod
     def from_json(cls, columns: Mapping[str, Any]) -> TokenLedger:
-        """Inverse of `to_json` and of `packed`. Raises ValueError where the columns do not fit together."""
+        """Inverse of `to_json` and of `packed`. Raises ValueError if the columns do not fit together."""
         ledger = cls()
         found = (
             _unpacked(columns)
@@ -309,7 +311,7 @@ class TokenLedger:
         if len(set(lengths.values())) != 1:
             raise ValueError(f"ledger columns differ in length: {lengths}")
         if not np.array_equal(found["sampled"], found["versions"] >= 0):
-            raise ValueError("ledger columns differ in what was sampled: `sampled` is set exactly where `versions` >= 0")
+            raise ValueError("ledger columns disagree on what was sampled: `sampled` must be set exactly where `versions` >= 0")
         ledger._append(lengths["token_ids"], found)
         return ledger
 
@@ -321,12 +323,12 @@ def _turn_number(turn: int) -> int:
 
 
 def _numbers(values: Sequence[float], kind: type[np.generic]) -> npt.NDArray[Any]:
-    """Numbers as int32 or float32. Raises ValueError where one is none."""
+    """Numbers as int32 or float32. Raises ValueError if a value is not such a number."""
     if isinstance(values, np.ndarray):
         return values.astype(kind, copy=False)
     out = np.empty(len(values), dtype=kind)
     try:
-        # Half the time of np.asarray, which looks at each item of a list twice.
+        # Takes half the time of np.asarray, which reads each item of a list twice.
         struct.pack_into(f"{len(values)}{out.dtype.char}", out.data, 0, *values)
     except struct.error as fault:
         raise ValueError(f"a column of {np.dtype(kind)}: {fault}") from None
@@ -334,7 +336,7 @@ def _numbers(values: Sequence[float], kind: type[np.generic]) -> npt.NDArray[Any
 
 
 def _versions(values: Sequence[int]) -> npt.NDArray[np.int32]:
-    """`_numbers`, which a turn usually sees one of: weights seldom change while it is sampled."""
+    """`_numbers` for versions, fast if all are equal, as they usually are: weights seldom change while a turn is sampled."""
     if isinstance(values, list) and values and values.count(values[0]) == len(values):
         return np.repeat(_numbers(values[:1], np.int32), len(values))
     return _numbers(values, np.int32)
@@ -349,7 +351,7 @@ def _decoded(text: str, kind: str) -> npt.NDArray[Any]:
 
 
 def _unpacked(row: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
-    """The columns of a `packed` ledger. Raises ValueError where its parts differ in length."""
+    """The columns of a `packed` ledger. Raises ValueError if its parts differ in length."""
     spans = np.asarray(row["spans"], dtype=np.int64).reshape(-1, 3)
     turns, versions = (np.repeat(spans[:, at], spans[:, 0]) for at in (1, 2))
     sampled = versions >= 0
@@ -380,16 +382,16 @@ class Task:
 
 @dataclass(slots=True)
 class Trajectory:
-    """One episode, whole: enough to train on it, to score it again offline, and to read it.
+    """One complete episode: enough to train on it, to score it again offline, and to read it.
 
-    `reward` is None where the episode could not be scored (see StopReason.infrastructure); it is never
-    replaced by 0. `success` is whether it did its task, as the reward spec decides that; None where nobody
-    knows (unscored, or recorded before specs said so). `state` is the environment's final state as JSON, for
+    `reward` is None if the episode could not be scored (see StopReason.infrastructure); it is never
+    replaced by 0. `success` is whether it solved its task, as decided by the reward spec; None if unknown
+    (unscored, or recorded before specs said so). `state` is the environment's final state as JSON, for
     state-based reward leaves.
-    `cause`: of an end by a fault or a clock, who is to blame ("policy" or "infrastructure") and, for a clock, the
-    seconds that each of the two had used. `tools` are the function schemas the policy was offered, for schema-based
-    leaves. `rewrites`: where a context policy rewrote the conversation: before which
-    turn, the ledger that begins with it, its tokens, and the messages that were put in.
+    `cause`: if the episode ended by a fault or a clock, who is to blame ("policy" or "infrastructure") and, for a clock, the
+    seconds that each of the two had used. `tools` are the function schemas that the policy was offered, for schema-based
+    leaves. `rewrites`: one entry per rewrite of the conversation by a context policy: before which
+    turn, the ledger that begins with it, its tokens, and the messages that were inserted.
     """
 
     env_id: str
@@ -422,7 +424,7 @@ class Trajectory:
         return sum(len(ledger) for ledger in self.ledgers)
 
     def calls(self) -> Iterator[tuple[Turn, ToolCall, ToolResult | None]]:
-        """Every tool call in order, with its turn and its result (None where it got none)."""
+        """Every tool call in order, with its turn and its result (None if it has none)."""
         for turn in self.turns:
             answers = {result.call_id: result for result in turn.results}
             for call in turn.message.tool_calls:
@@ -439,7 +441,7 @@ class Trajectory:
         }
 
     def pieces(self) -> Iterator[str]:
-        """`to_json` as JSON text, piece by piece, so that a writer holds no more than a ledger's column."""
+        """`to_json` as JSON text, piece by piece, so that a writer needs no more memory than one ledger column."""
         yield json.dumps(self._record(), default=_fields)[:-1] + ', "ledgers": ['
         for place, ledger in enumerate(self.ledgers):
             if place:
@@ -448,14 +450,14 @@ class Trajectory:
         yield "]}"
 
     def _record(self) -> dict[str, Json]:
-        """All fields but the ledgers, which hold carriers still."""
+        """All fields except the ledgers; their values are not converted yet (see `_fields`)."""
         row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ledgers"}
         row["stop"] = self.stop.value
         return row
 
     @classmethod
     def from_json(cls, row: Mapping[str, Json]) -> Trajectory:
-        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError on a row of another shape."""
+        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for a row of another shape."""
         fields = dict(row)
         fields["task"] = Task(**row["task"])
         fields["messages"] = [_message(item) for item in row["messages"]]
@@ -466,7 +468,7 @@ class Trajectory:
 
 
 def _fields(item: object) -> dict[str, Json]:
-    """A carrier in a record, for `json.dumps`: `asdict` copies all that lies below, which takes longer than the rest."""
+    """The fields of a nested dataclass, for `json.dumps`: `asdict` copies recursively, which takes longer than all the rest."""
     if isinstance(item, Task | Message | ToolCall | Turn | ToolResult):
         return {name: getattr(item, name) for name in item.__dataclass_fields__}
     raise TypeError(f"Object of type {type(item).__name__} is not JSON serializable")
@@ -483,10 +485,10 @@ def _turn(row: Mapping[str, Json]) -> Turn:
 
 @dataclass(slots=True)
 class Group:
-    """The trajectories of one task under one policy: the unit of admission and of advantage.
+    """The trajectories of one task under one policy: the unit of admission and of advantage estimation.
 
-    `baseline` is a greedy episode of the same task where the advantage estimator asks for one (REMAX): it
-    is scored and never trained.
+    `baseline` is a greedy episode of the same task, if the advantage estimator needs one (ReMax): it
+    is scored and never trained on.
     """
 
     index: int
@@ -516,7 +518,7 @@ class Group:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Json]) -> Group:
-        """Inverse of `to_json`. Raises as `Trajectory.from_json`."""
+        """Inverse of `to_json`. Raises what `Trajectory.from_json` raises."""
         greedy = row.get("baseline")
         return cls(
             row["index"],
@@ -526,5 +528,5 @@ class Group:
         )
 
     def scored(self) -> list[Trajectory]:
-        """Members that have a reward; the others leave before any baseline is formed."""
+        """Members that have a reward; the others are dropped before any baseline is computed."""
         return [trajectory for trajectory in self.trajectories if trajectory.reward is not None]

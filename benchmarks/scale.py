@@ -140,7 +140,7 @@ def shipped(method: Callable[..., Any], batch: TensorDict, ranks: int, ray: bool
     mesh = Mesh.of({"dp": ranks, "sp": 1}, ranks)
     shipment = strategy.scatter(Call("benchmark", ("batch",), (batch,), given), mesh)
     assert isinstance(shipment.batch, TensorDict)
-    return COLUMNS.lay(shipment.batch) if ray else [shipment]
+    return COLUMNS.put(shipment.batch) if ray else [shipment]
 
 
 async def measure(args: argparse.Namespace, out: Path) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def test_a_deadline_ends_what_is_late_and_leaves_others_errors_alone() -> None:
 
     async def run() -> None:
         began = time.monotonic()
-        with pytest.raises(LateError, match=r"thing: no end within 0\.1 s"):
+        with pytest.raises(LateError, match=r"thing: not finished within 0\.1 s"):
             await within(0.1, forever(), "thing")
         assert 0.09 < time.monotonic() - began < 30 and seen == ["cancelled"]
         with pytest.raises(TimeoutError, match="database") as caught:
@@ -180,7 +180,7 @@ def test_work_that_swallows_its_cancellation_is_let_go(monkeypatch: pytest.Monke
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(run())
-    assert "the deaf one did not end within 0.1 s of being cancelled and is let go" in caplog.text
+    assert "the deaf one did not end within 0.1 s of being cancelled and is abandoned" in caplog.text
 
 
 def test_a_hung_tool_is_the_infrastructures_fault() -> None:

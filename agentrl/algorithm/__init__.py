@@ -1,6 +1,6 @@
 """Advantage estimators and policy losses: one small file each, pure functions on flat ragged columns.
 
-Each file registers its functions by name, with what they need (agentrl/registry.py); a file is loaded if its name is asked for.
+Each file registers its functions by name, with what they need (agentrl/registry.py), and is loaded when that name is requested.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from agentrl.algorithm.types import (
 
 
 def advantages(name: str, args: Mapping[str, Any]) -> Callable[[AdvantageInput], AdvantageOutput]:
-    """The estimator `name` with its arguments bound. Raises ConfigError and names the nearest one."""
+    """The estimator `name` with its arguments bound. Raises ConfigError for an unknown name (with the nearest) or argument."""
     return ADVANTAGES.bind(name, args)
 
 
 def policy_loss(name: str, args: Mapping[str, Any]) -> Callable[[LossInput], LossOutput]:
-    """The policy loss `name` with its arguments bound. Raises ConfigError and names the nearest one."""
+    """The policy loss `name` with its arguments bound. Raises ConfigError for an unknown name (with the nearest) or argument."""
     return POLICY_LOSSES.bind(name, args)
 
 

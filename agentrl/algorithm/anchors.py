@@ -1,17 +1,18 @@
-"""Numbers for the states in which turns were taken: equal context, equal number."""
+"""Numbers for the states in which turns were taken: equal contexts get equal numbers."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+# A hash of our own: Python's differs between processes, and every run and rank must give a state the same number.
 _PRIME, _MODULUS = 1_000_003, (1 << 31) - 1
 
 
 def anchors_of(token_ids: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
-    """A hash of the context tokens since the last turn (what the tools or the user answered), int64 [T].
+    """A hash of the context tokens since the last turn (the answer of the tools or the user), int64 [T].
 
-    Tokens of one turn share it. `token_ids`, `mask` (true where sampled) are [T].
+    All tokens of a turn share it. `token_ids`, `mask` (true where sampled) are [T].
     """
     out = torch.zeros(len(token_ids), dtype=torch.int64)
     ids, sampled = token_ids.tolist(), mask.tolist()

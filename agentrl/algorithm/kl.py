@@ -1,4 +1,4 @@
-"""Estimators of KL(pi || ref) from one sample a token (Schulman 2020, "Approximating KL divergence")."""
+"""Estimators of KL(pi || ref) from one sample per token (Schulman 2020, "Approximating KL divergence")."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KL: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry(
     "KL",
     "agentrl.algorithm.kl",
     given=2,
-    traits={"idle_gradient": "its gradient has mean 0, so as a loss it holds nothing back"},
+    traits={"idle_gradient": "its gradient has mean 0, so as a loss it does not restrain the policy"},
 )
 
 
@@ -35,14 +35,14 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """exp(-d) - 1 + d: unbiased in value and never negative; d is clamped to +-20.
 
-    By expm1: in float32 exp(-d) - 1 keeps nothing of a d^2 / 2 below 1e-7, and can be negative.
+    Computed by expm1: in float32, exp(-d) - 1 + d loses a d^2 / 2 below 1e-7 to rounding, and can be negative.
     """
     d = log_ratio(logprobs, reference)
     return torch.expm1(-d) + d
 
 
 def kl_estimate(name: str, logprobs: Tensor, reference: Tensor, straight_through: bool = False) -> Tensor:
-    """The estimator `name` on [T] columns; with `straight_through` its value, but the gradient of k2.
+    """The estimator `name` on [T] columns; with `straight_through`, its value with the gradient of k2.
 
     Raises ConfigError for an unknown name.
     """
@@ -50,4 +50,4 @@ def kl_estimate(name: str, logprobs: Tensor, reference: Tensor, straight_through
     if not straight_through:
         return value
     proxy = k2(logprobs, reference)
-    return value.detach() + proxy - proxy.detach()
+    return value.detach() + proxy - proxy.detach()  # the proxy cancels in the value, up to rounding, and leaves its gradient

@@ -22,10 +22,10 @@ def row_sum(column: Tensor, offsets: Tensor) -> Tensor:
 
 
 def row_counts(mask: Tensor, offsets: Tensor) -> Tensor:
-    """True tokens of each row: bool [T] on the host -> int64 [N]. Makes nothing as long as the column."""
+    """True tokens of each row: bool [T] on the host -> int64 [N]. Allocates nothing of the column's size."""
     flags, bounds = mask.numpy(), offsets.tolist()
-    found = (np.count_nonzero(flags[start:stop]) for start, stop in itertools.pairwise(bounds))
-    counts = np.fromiter(found, np.int64, len(bounds) - 1)  # np.add.reduceat would cast the whole column first
+    per_row = (np.count_nonzero(flags[start:stop]) for start, stop in itertools.pairwise(bounds))
+    counts = np.fromiter(per_row, np.int64, len(bounds) - 1)  # np.add.reduceat would cast the whole column first
     return torch.from_numpy(counts)
 
 
@@ -43,11 +43,11 @@ def spread(rows: Tensor, offsets: Tensor) -> Tensor:
 def on_mask(rows: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
     """A row's value on its masked tokens, 0 elsewhere: [N] -> [T], without a gradient, on the host."""
     values, flags, bounds = rows.detach().numpy(), mask.numpy(), offsets.tolist()
-    # Not np.empty: that asks for huge pages, and a virtual machine may have to get each back from its host first.
+    # Not np.empty: it requests huge pages, and a virtual machine may first have to get each of them from its host.
     out = torch.empty(len(flags), dtype=rows.dtype)
     tokens = out.numpy()
     for value, (start, stop) in zip(values, itertools.pairwise(bounds), strict=True):
-        # Row by row: one np.repeat over all would hold the interpreter's lock, and with it the event loop.
+        # Row by row: a single np.repeat over all rows would hold the GIL, and thus block the event loop.
         np.multiply(flags[start:stop], value, out=tokens[start:stop])
     return out
 
@@ -57,7 +57,7 @@ def zscores(values: Tensor, eps: float = 1e-8) -> Tensor:
     values = values.double()
     if len(values) < 2:
         return torch.zeros_like(values)
-    above = values - values[0]  # all 0 where the values are equal, however the mean of 0.1 is rounded
+    above = values - values[0]  # exactly 0 if all values are equal: the mean of equal values can differ from them by rounding
     apart = above - above.mean()
     return apart * torch.rsqrt(apart.square().sum() / (len(values) - 1) + eps)
 
@@ -79,7 +79,7 @@ def credit(token_rewards: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
     """Move every reward to the sampled token that earned it: [T] -> [M], the masked tokens only.
 
     A reward on a token that was not sampled goes to the last sampled token before it in its row (to the
-    row's first one where there is none before). A row without a sampled token keeps nothing.
+    row's first one if there is none before it). The rewards of a row without sampled tokens are dropped.
     """
     compact = sampled_offsets(mask, offsets)
     rows = row_ids(offsets)
@@ -98,6 +98,7 @@ def discounted(column: Tensor, offsets: Tensor, factor: float) -> Tensor:
         return column.clone()
     rows = row_ids(offsets)
     place = torch.arange(len(column), device=column.device) - offsets[:-1][rows]
+    # Padded, so that the recursion runs over all rows at once: as many steps as the longest row has tokens, not T of them.
     padded = column.new_zeros(len(counts), width)
     padded[rows, place] = column
     out = torch.empty_like(padded)

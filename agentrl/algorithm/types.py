@@ -1,7 +1,7 @@
-"""What goes into and comes out of every algorithm, and how token losses become one number (`aggregate`).
+"""The inputs and outputs of every algorithm, and how token losses become one number (`aggregate`).
 
-All columns are flat and ragged, without padding: T tokens of N rows lie one row after the other, and `offsets` int64
-[N + 1] cut them apart. A row is one token ledger. `mask` is true exactly where the policy sampled the token.
+All columns are flat and ragged, without padding: the T tokens of N rows follow one another row by row, and `offsets` int64
+[N + 1] mark the boundaries. A row is one token ledger. `mask` is true exactly where the policy sampled the token.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class AdvantageInput:
     """One whole batch, on the driver.
 
     Shapes: `token_rewards`, `mask`, `turns` [T]; `offsets` [N + 1]; `group`, `reward` [N]; `values` [T]
-    where a critic exists. `member` [N] says which episode of the group a row belongs to (an episode may
-    hold several ledgers and still counts once in its group); without it every row is an episode. The rows
-    of an episode lie in the order of its ledgers (as `batch.collate` puts them), with rows of others between
-    them or not: recursions over time run through them in that order. `reward`, the same on all rows of an
-    episode, is NaN where it could not be scored: such an episode takes part in no baseline, no recursion and
+    if there is a critic. `member` [N] is the episode of the group that a row belongs to (an episode may
+    have several ledgers and still counts once in its group); without it every row is an episode. The rows
+    of an episode are in the order of its ledgers (as `batch.collate` puts them), possibly with rows of others
+    between them: recursions over time run through them in that order. `reward`, the same on all rows of an
+    episode, is NaN if it could not be scored: such an episode takes part in no baseline, no recursion and
     no whitening, and gets advantage 0. `baseline` [N] is the reward of the greedy rollout of the same task
-    (REMAX). `terms` [N, K] are reward terms that are to be normalized one by one; NaN is a term that could
-    not be scored. `anchors` [T] names the state in which the turn of a token was taken; equal numbers are
+    (ReMax). `terms` [N, K] are reward terms that are normalized one by one; NaN is a term that could
+    not be scored. `anchors` [T] identifies the state in which a token's turn was taken; equal numbers are
     equal states (turn-level credit).
 
     Floating point columns are float32 or float64; advantages come back in the dtype of `reward`.
@@ -51,7 +51,7 @@ class AdvantageInput:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageOutput:
-    """`advantages` [T], 0 where not sampled; `returns` [T] where the estimator defines a value target.
+    """`advantages` [T], 0 on tokens that were not sampled; `returns` [T] if the estimator defines a value target.
 
     On the tokens of an unscored episode `gae` returns the values themselves (no error to learn from), others 0.
     """
@@ -64,9 +64,9 @@ class AdvantageOutput:
 class LossInput:
     """One micro-batch. All [T] but `offsets` [N + 1].
 
-    `logprobs` log pi of the current weights (with gradient); `old_logprobs` of the proximal policy (the
-    weights at the start of the update); `behaviour_logprobs` of the policy that sampled the token. `picked`
-    marks tokens that a loss treats on their own (see `loss/covariance.py`).
+    `logprobs` are log pi under the current weights (with gradient); `old_logprobs` those of the proximal policy (the
+    weights at the start of the update); `behaviour_logprobs` those of the policy that sampled the token. `picked`
+    marks tokens that a loss treats differently (see `loss/covariance.py`).
     """
 
     logprobs: Tensor
@@ -88,9 +88,9 @@ class LossOutput:
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """Global counts of one optimizer step over all ranks: trained tokens, and episodes that hold any.
+    """Global counts of one optimizer step over all ranks: trained tokens, and episodes that have any.
 
-    A token is trained where the policy sampled it and no off-policy correction rejects it; an episode counts once,
+    A token is trained if the policy sampled it and no off-policy correction rejects it; an episode counts once,
     however many ledgers it has, and whether or not its advantages differ from 0. `length`: the constant number of
     tokens of `seq_mean_token_sum_norm`.
     """
@@ -118,11 +118,12 @@ def aggregate(
     - seq_mean_token_sum: 1/E sum_e sum;
     - seq_mean_token_sum_norm: the same / `denominators.length`, a constant (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
 
-    `episode_tokens` [N]: n_e of each row's episode; without it every row is an episode. Raises ConfigError for another
-    mode.
+    `episode_tokens` [N]: n_e of each row's episode; without it every row is an episode. Raises ConfigError for an
+    unknown mode.
     """
     kept = torch.where(mask, loss, torch.zeros_like(loss))
-    tokens, episodes = max(denominators.tokens, 1.0), max(denominators.episodes, 1.0)  # no token at all: a sum of zero
+    # With no trained token at all the sum is 0, and must not become 0 / 0.
+    tokens, episodes = max(denominators.tokens, 1.0), max(denominators.episodes, 1.0)
     if mode == "token_mean":
         return kept.sum() / tokens
     if mode == "seq_mean_token_sum":

@@ -1,4 +1,4 @@
-"""Trajectories to one TensorDict batch: one row a ledger, token columns unpadded."""
+"""Trajectories to one TensorDict batch: one row per ledger, token columns unpadded."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def collate(
     """One batch of N rows (a row is a non-empty ledger), T_i tokens in row i.
 
     Ragged columns [N, T_i]: `token_ids` int32, `sampled` bool, `logprobs` float32, `versions` int32,
-    `turns` int16, all as in the ledgers, `rewards` float32 (placed by `reward.credit`; they sum to the trajectory's reward over
-    its rows). Row columns [N]: `group` int64, `member` int64, `trajectory` int64 (index into the argument),
+    `turns` int16, all as in the ledgers, and `rewards` float32 (placed by `reward.credit`; over a trajectory's rows they sum to
+    its reward). Row columns [N]: `group` int64, `member` int64, `trajectory` int64 (index into the argument),
     `reward` float32 (the trajectory's reward, the same on all of its rows).
 
     `groups[i]` is the group number of `trajectories[i]`; by default trajectories of one task form a
     group, numbered by first appearance (a member seen again opens a new one).
 
     Raises ValueError for an unscored trajectory (reward None): an infrastructure failure is never a
-    reward and leaves before this point. With `allow_unscored` its rewards are NaN instead.
+    reward and must be dropped before this point. With `allow_unscored` its rewards are NaN instead.
     """
     numbers = list(groups) if groups is not None else number_groups(trajectories)
     if len(numbers) != len(trajectories):
@@ -58,6 +58,8 @@ def number_groups(trajectories: Sequence[Trajectory]) -> list[int]:
     opened = 0
     for trajectory in trajectories:
         task = (trajectory.env_id, trajectory.task.id, trajectory.task.seed)
+        # A task can be drawn twice in a batch. Two episodes with one member number cannot be of one group, so a repeated
+        # number starts the next.
         if task not in current or (current[task], trajectory.member) in seen:
             current[task] = opened
             opened += 1
@@ -67,11 +69,11 @@ def number_groups(trajectories: Sequence[Trajectory]) -> list[int]:
 
 
 def _spots(trajectory: Trajectory) -> list[Spot]:
-    """Where `trajectory.reward` lies, as (ledger, token, amount).
+    """The tokens that carry `trajectory.reward`, as (ledger, token, amount).
 
-    The turns' rewards and what they leave of the episode's lie where `reward.credit.reward_spots` puts
+    The turns' rewards, and the rest of the episode's, go where `reward.credit.reward_spots` puts
     them. Ledgers without turns (transcripts) carry the whole reward on the last sampled token. A trajectory
-    that sampled nothing has no token to hold a reward. Unscored: NaN in place of the rest.
+    that sampled nothing has no token to carry a reward. If it is unscored, the rest is NaN.
     """
     total = float("nan") if trajectory.reward is None else trajectory.reward
     if any(turn.ledger >= 0 and turn.end >= 0 for turn in trajectory.turns):
@@ -93,7 +95,7 @@ def _batch(
     starts, total = offsets[:-1].tolist(), int(offsets[-1])
 
     def column(name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A column of all ledgers, written where it stays: nothing of its size is made beside it."""
+        """A column of all ledgers, written in place: no second array of its size is allocated."""
         values = torch.empty(total, dtype=dtype)
         flat = values.numpy()
         for start, ledger in zip(starts, ledgers, strict=True):
@@ -102,7 +104,7 @@ def _batch(
 
     placed = torch.zeros(total)
     flat_rewards = placed.numpy()
-    with np.errstate(over="ignore"):  # beyond float32 it is infinite, and the learner names the row
+    with np.errstate(over="ignore"):  # a reward beyond float32 becomes infinite; the learner then names its row
         for start, spots in zip(starts, rewards, strict=True):
             for token, amount in spots:
                 flat_rewards[start + token] = np.float64(amount)

@@ -1,8 +1,8 @@
 """Karmarkar-Karp differencing with equal counts: the largest differencing method over k-tuples.
 
 N. Karmarkar and R. M. Karp, "The differencing method of set partitioning", 1982; the k-way form with
-bins of equal cardinality keeps sorted k-tuples and always merges the two of the largest spread, the
-largest entry of one with the smallest of the other.
+bins of equal cardinality keeps sorted k-tuples and always merges the two with the largest spread, adding the
+largest entry of one to the smallest of the other.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ import numpy as np
 
 
 def karmarkar_karp(costs: np.ndarray, bins: int) -> np.ndarray:
-    """Bin of each item, int64 [n]: bins of nearly equal cost and item counts that differ by at most one.
+    """Bin of each item, int64 [n]: bins of nearly equal cost, with item counts that differ by at most one.
 
-    Counts that do not divide are filled with items of cost 0. Time: n / bins merges of `bins` entries.
+    If n is not a multiple of `bins`, items of cost 0 are added. Time: n / bins merges of `bins` entries.
     """
     count = len(costs)
     if bins == 1 or count == 0:
         return np.zeros(count, dtype=np.int64)
-    # Every tuple begins with one item per bin, and merging keeps it so: that is what makes the item counts equal. Tuples
-    # are cut from the sorted costs, so that a tuple's entries are close and its spread is small from the start.
+    # Every tuple begins with one item per bin, and each merge adds two entries per bin: that makes the item counts equal.
+    # Tuples are cut from the sorted costs, so that a tuple's entries are close and its spread is small from the start.
     tuples = -(-count // bins)
     order = np.argsort(-costs, kind="stable")
     padded = np.zeros(tuples * bins)
     padded[:count] = costs[order]
     merges = _merge(padded.reshape(tuples, bins))
-    # Merging works on sums alone; which item lies behind an entry is only known once the last tuple names the bins.
+    # Merging works on sums alone; which bin an item is in is only known once the entries of the last tuple become the bins.
     slots = _resolve(merges, tuples, bins)
-    where = np.empty(count, dtype=np.int64)
-    where[order] = slots.reshape(-1)[:count]
-    return where
+    bin_of = np.empty(count, dtype=np.int64)
+    bin_of[order] = slots.reshape(-1)[:count]
+    return bin_of
 
 
 def _merge(leaves: np.ndarray) -> list[tuple[int, int, np.ndarray]]:
-    """Merge until one tuple is left: (left node, right node, sorting of left + reversed right)."""
+    """Merge until one tuple is left; per merge (left node, right node, sort order of left + reversed right)."""
     sums: dict[int, np.ndarray] = dict(enumerate(leaves))
-    # Entries fall within a tuple, so last less first is minus the spread: a min-heap gives the largest spread first.
+    # Entries descend within a tuple, so last minus first is minus the spread: a min-heap gives the largest spread first.
     heap = [(float(leaf[-1] - leaf[0]), node) for node, leaf in enumerate(leaves)]
     heapq.heapify(heap)
     merges: list[tuple[int, int, np.ndarray]] = []
     while len(heap) > 1:
         _, left = heapq.heappop(heap)
         _, right = heap[0]
-        # The largest of one meets the smallest of the other: spreads cancel, which is what differencing means.
+        # The largest of one is added to the smallest of the other, so the spreads cancel: this is the differencing.
         total = sums.pop(left) + sums.pop(right)[::-1]
         sorting = np.argsort(-total)
         total = total[sorting]
@@ -61,9 +61,9 @@ def _resolve(merges: list[tuple[int, int, np.ndarray]], leaves: int, bins: int) 
     slots[-1] = np.arange(bins)
     for number in range(len(merges) - 1, -1, -1):
         left, right, sorting = merges[number]
-        mine = slots[leaves + number]
-        # Entry j of the merged tuple came from place sorting[j] of the sum: there lay entry sorting[j] of the left tuple
-        # and, as it was reversed, entry bins - 1 - sorting[j] of the right one.
-        slots[left][sorting] = mine
-        slots[right][bins - 1 - sorting] = mine
+        merged = slots[leaves + number]
+        # Entry j of the merged tuple is place sorting[j] of the unsorted sum: entry sorting[j] of the left tuple plus,
+        # because the right one was reversed, its entry bins - 1 - sorting[j].
+        slots[left][sorting] = merged
+        slots[right][bins - 1 - sorting] = merged
     return slots[:leaves]

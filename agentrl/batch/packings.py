@@ -1,7 +1,7 @@
 """Ways to put sequences into micro-batches under a hard token cap. Each returns the bin of every item.
 
-The first three are what the field uses; `portfolio` in `balance.py` tries them all and re-rows each,
-so it is never worse than any of them.
+The first ones are in common use; `portfolio` in `balance.py` tries them all and sorts the bins of each into
+rows, so it is never worse than any of them.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ import numpy as np
 from agentrl.batch.karmarkar import karmarkar_karp
 
 GROWTH = 1.1
-"""Factor between the numbers of micro-batches that are tried, where one does not fit under the cap."""
+"""Factor between the numbers of micro-batches that are tried until one fits under the cap."""
 
 
 def longest_first(costs: np.ndarray, bins: int) -> np.ndarray:
-    """Longest processing time first (Graham, 1969): the costliest item to the least loaded bin."""
-    where = np.empty(len(costs), dtype=np.int64)
+    """Longest processing time first (Graham, 1969): each item, the costliest first, goes to the least loaded bin."""
+    bin_of = np.empty(len(costs), dtype=np.int64)
     heap = [(0.0, bin_) for bin_ in range(bins)]
     price = costs.tolist()
     for item in np.argsort(-costs, kind="stable").tolist():
         load, bin_ = heap[0]
-        where[item] = bin_
+        bin_of[item] = bin_
         heapq.heapreplace(heap, (load + price[item], bin_))
-    return where
+    return bin_of
 
 
 def first_fit_decreasing(tokens: np.ndarray, cap: int) -> np.ndarray:
-    """First-fit decreasing: the longest first, each into the first open bin with room.
+    """First-fit decreasing: each item, the longest first, goes into the first open bin with room.
 
-    Items of one length are placed together: the open bins with room take as many as fit, in order.
+    Items of equal length are placed together: the open bins with room take as many as fit, in order.
     """
     order = np.argsort(-tokens, kind="stable")
     sizes = tokens[order]
-    where = np.empty(len(tokens), dtype=np.int64)
+    bin_of = np.empty(len(tokens), dtype=np.int64)
     room = np.empty(max(1, len(tokens)), dtype=np.int64)
     opened, at = 0, 0
     for size, count in zip(*_runs(sizes), strict=True):
         slots = np.flatnonzero(room[:opened] >= size)
         fits = room[slots] // size if size else np.full(len(slots), count)
+        # A bin takes what the bins before it left over: the same result as item by item, in one pass per distinct length.
         taken = np.minimum(fits, np.maximum(0, count - (np.cumsum(fits) - fits)))
         left = count - int(taken.sum())
         if left:
@@ -54,9 +55,9 @@ def first_fit_decreasing(tokens: np.ndarray, cap: int) -> np.ndarray:
             taken = np.concatenate((taken, amounts))
             opened += fresh
         room[slots] -= taken * size
-        where[order[at : at + count]] = np.repeat(slots, taken)
+        bin_of[order[at : at + count]] = np.repeat(slots, taken)
         at += count
-    return where
+    return bin_of
 
 
 def _runs(values: np.ndarray) -> tuple[list[int], list[int]]:
@@ -73,7 +74,7 @@ def least_loaded(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int) ->
     owner = longest_first(costs, ranks)
     order = np.argsort(-costs, kind="stable").tolist()
     micro, room = [0] * ranks, [cap] * ranks
-    where = np.empty(len(tokens), dtype=np.int64)
+    bin_of = np.empty(len(tokens), dtype=np.int64)
     size, rank_of = tokens.tolist(), owner.tolist()
     for item in order:
         rank = rank_of[item]
@@ -81,38 +82,40 @@ def least_loaded(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int) ->
             micro[rank] += 1
             room[rank] = cap
         room[rank] -= size[item]
-        where[item] = micro[rank] * ranks + rank
-    return where
+        bin_of[item] = micro[rank] * ranks + rank
+    return bin_of
 
 
 def karmarkar_ranks(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int) -> np.ndarray:
-    """Karmarkar-Karp with equal counts over ranks, then over a common number of micro-batches a rank.
+    """Karmarkar-Karp with equal counts over ranks, then over a common number of micro-batches per rank.
 
     That number grows from the least possible until every rank's micro-batches fit under the cap. Within
     a rank the micro-batches are sorted by cost. Bin number = micro-batch * ranks + rank.
     """
     owner = karmarkar_karp(costs, ranks)
-    mine = [np.flatnonzero(owner == rank) for rank in range(ranks)]
-    micros = max(1, max(-(-int(tokens[items].sum()) // cap) for items in mine))
-    # It grows by a factor, not by one: each try is a whole partition of every rank, and a cap that is nearly full can
+    per_rank = [np.flatnonzero(owner == rank) for rank in range(ranks)]
+    micros = max(1, max(-(-int(tokens[items].sum()) // cap) for items in per_rank))
+    # The number grows by a factor, not by one: each attempt partitions every rank again, and a nearly full cap can
     # need many more micro-batches than the least number.
     while True:
-        inner = _fill_ranks(tokens, costs, mine, micros, cap)
+        inner = _fill_ranks(tokens, costs, per_rank, micros, cap)
         if inner is not None:
             break
         micros = int(micros * GROWTH) + 1
-    where = np.empty(len(tokens), dtype=np.int64)
-    for rank, (items, micro) in enumerate(zip(mine, inner, strict=True)):
+    bin_of = np.empty(len(tokens), dtype=np.int64)
+    for rank, (items, micro) in enumerate(zip(per_rank, inner, strict=True)):
         loads = np.bincount(micro, weights=costs[items], minlength=micros)
         position = np.empty(micros, dtype=np.int64)
         position[np.argsort(-loads, kind="stable")] = np.arange(micros)
-        where[items] = position[micro] * ranks + rank
-    return where
+        bin_of[items] = position[micro] * ranks + rank
+    return bin_of
 
 
-def _fill_ranks(tokens: np.ndarray, costs: np.ndarray, mine: list[np.ndarray], micros: int, cap: int) -> list[np.ndarray] | None:
+def _fill_ranks(
+    tokens: np.ndarray, costs: np.ndarray, per_rank: list[np.ndarray], micros: int, cap: int
+) -> list[np.ndarray] | None:
     out: list[np.ndarray] = []
-    for items in mine:
+    for items in per_rank:
         micro = karmarkar_karp(costs[items], micros)
         if not fits(tokens[items], micro, cap):
             return None
@@ -120,21 +123,21 @@ def _fill_ranks(tokens: np.ndarray, costs: np.ndarray, mine: list[np.ndarray], m
     return out
 
 
-def fits(tokens: np.ndarray, where: np.ndarray, cap: int) -> bool:
-    """Whether every bin keeps the cap."""
-    return len(where) == 0 or int(np.bincount(where, weights=tokens).max()) <= cap
+def fits(tokens: np.ndarray, bin_of: np.ndarray, cap: int) -> bool:
+    """Whether every bin is within the cap."""
+    return len(bin_of) == 0 or int(np.bincount(bin_of, weights=tokens).max()) <= cap
 
 
 def capped_greedy(tokens: np.ndarray, costs: np.ndarray, bins: int, cap: int, look: int = 8) -> np.ndarray | None:
-    """Greedy over all bins of all ranks at once, each item into the cheapest of the `look` least loaded
-    bins that has room; None where none of them has."""
-    where = np.empty(len(tokens), dtype=np.int64)
+    """Greedy over all bins of all ranks at once: each item goes into the cheapest of the `look` least loaded
+    bins that has room; None if none of them has."""
+    bin_of = np.empty(len(tokens), dtype=np.int64)
     heap = [(0.0, bin_) for bin_ in range(bins)]
     room = [cap] * bins
     size, price = tokens.tolist(), costs.tolist()
     for item in np.argsort(-costs, kind="stable").tolist():
-        # Bins without room for this item are set aside, and put back: a shorter item may fit them. After `look` of them
-        # it gives up, which keeps it near n log n: the caller has other packings, and takes more bins.
+        # Bins without room for this item are set aside, then put back, because a shorter item may still fit. Giving up
+        # after `look` of them keeps the time near n log n; the caller then tries other packings or more bins.
         full: list[tuple[float, int]] = []
         while heap and len(full) < look and room[heap[0][1]] < size[item]:
             full.append(heapq.heappop(heap))
@@ -143,15 +146,16 @@ def capped_greedy(tokens: np.ndarray, costs: np.ndarray, bins: int, cap: int, lo
         load, bin_ = heap[0]
         heapq.heapreplace(heap, (load + price[item], bin_))
         room[bin_] -= size[item]
-        where[item] = bin_
+        bin_of[item] = bin_
         for entry in full:
             heapq.heappush(heap, entry)
-    return where
+    return bin_of
 
 
 def shelf_packing(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int, height: float) -> np.ndarray:
-    """First-fit decreasing onto shelves: a row of `ranks` bins is as high as its first (costliest) item,
-    at least `height`; later items fill any bin whose shelf and cap have room, at no cost to the row.
+    """First-fit decreasing onto shelves: a shelf is a row of `ranks` bins, as high as the cost of its first (costliest)
+    item, at least `height`; later items fill any bin that has room under the shelf's height and the cap, which makes the
+    row no costlier.
 
     The idea is that of first-fit decreasing height in strip packing (Coffman et al., 1980). Bin number =
     shelf * ranks + rank.
@@ -161,7 +165,7 @@ def shelf_packing(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int, h
     changed = np.ones(len(pair), dtype=bool)
     changed[1:] = (pair[1:] != pair[:-1]).any(axis=1)
     starts = np.flatnonzero(changed).tolist()
-    where = np.empty(len(tokens), dtype=np.int64)
+    bin_of = np.empty(len(tokens), dtype=np.int64)
     limit = max(1, len(tokens)) + ranks
     room, free = np.zeros(limit), np.zeros(limit)
     opened = 0
@@ -172,10 +176,10 @@ def shelf_packing(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int, h
             by_size = room[slots] // max(size, 1.0)
             by_price = free[slots] // price if price > 0 else by_size
             amount = np.minimum(by_size, by_price).astype(np.int64)
-            # Equal items go in at once: bins in order take what fits, until none is left.
+            # Equal items are placed at once: the bins, in order, take what fits until no item is left.
             amount = np.minimum(amount, np.maximum(0, end - at - (np.cumsum(amount) - amount)))
             placed = int(amount.sum())
-            where[order[at : at + placed]] = np.repeat(slots, amount)
+            bin_of[order[at : at + placed]] = np.repeat(slots, amount)
             room[slots] -= amount * size
             free[slots] -= amount * price
             at += placed
@@ -183,4 +187,4 @@ def shelf_packing(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int, h
                 room[opened : opened + ranks] = cap
                 free[opened : opened + ranks] = max(price, height)
                 opened += ranks
-    return where
+    return bin_of

@@ -1,7 +1,7 @@
 """Prefix sharing: members of a group that begin with the same tokens compute those tokens once.
 
-A tree is a shared prefix and, behind it, the rest of every member. Each rest attends to [prefix; itself],
-so hidden states, and with them logprobs and gradients, are those of the plain layout. The token after
+A tree is a shared prefix followed by the suffix of every member. Each suffix attends to [prefix; itself],
+so hidden states, and therefore logprobs and gradients, are those of the plain layout. The first token after
 the prefix is predicted by the prefix's last token, which all members read.
 """
 
@@ -17,8 +17,8 @@ import torch
 from agentrl.batch.rows import Ragged, Rows, row_index
 
 WORTH = 1.5
-"""From this ratio of plain to computed tokens on, sharing is faster than packing: an update on a CPU gains
-1.7x at a ratio of 1.8 and 3.0x at 3.3 (benchmarks/cluster.py --only prefix)."""
+"""From this ratio of plain to computed tokens on, sharing is faster than packing: on a CPU an update is
+1.7x as fast at a ratio of 1.8 and 3.0x at 3.3 (benchmarks/cluster.py --only prefix)."""
 
 SHORTEST = 16
 """Shorter common prefixes are not worth a tree."""
@@ -26,7 +26,7 @@ SHORTEST = 16
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """`rows` (positions in the micro-batch) share their first `prefix` tokens; a row alone has prefix 0."""
+    """`rows` (positions in the micro-batch) share their first `prefix` tokens; a row by itself has prefix 0."""
 
     rows: tuple[int, ...]
     prefix: int
@@ -36,11 +36,11 @@ class Tree:
 class SharedPack:
     """A micro-batch with shared prefixes: U computed tokens stand for T plain ones.
 
-    - `token_ids` (in the type of the batch), `position_ids` int64 [U]: what the model takes (positions as in the plain rows).
+    - `token_ids` (dtype of the batch), `position_ids` int64 [U]: the model's input (positions as in the plain rows).
     - `spans` int64 [S, 4]: (prefix start, prefix stop, start, stop); the tokens [start, stop) see the
       prefix and, causally, themselves. All spans together cover [0, U) in order.
-    - `at` int64 [T]: where the plain token t (rows end to end, as `pack` lays them) is computed. So
-      `hidden[at]` is the plain layout's hidden state, and gradients add up by themselves.
+    - `at` int64 [T]: where the plain token t (rows end to end, as `pack` puts them) is computed. So
+      `hidden[at]` is the plain layout's hidden state, and autograd sums the gradients of shared tokens.
     """
 
     token_ids: torch.Tensor
@@ -51,14 +51,14 @@ class SharedPack:
 
     @property
     def ratio(self) -> float:
-        """Plain tokens for each computed one; sharing wins from about `WORTH` on."""
+        """Plain tokens per computed token; sharing is faster from about `WORTH` on."""
         return len(self.at) / max(1, len(self.token_ids))
 
 
 def find_trees(view: Ragged, rows: Rows, shortest: int = SHORTEST) -> list[Tree]:
     """Trees over `rows`: rows of one group (column `group`) that begin with the same tokens.
 
-    Of all ways to part a group's rows into trees, the one that saves the most tokens. A shared prefix is
+    Of all ways to split a group's rows into trees, this is the one that saves the most tokens. A shared prefix is
     the longest common one, but leaves every member at least one token of its own. Every row is in exactly
     one tree.
     """
@@ -67,36 +67,36 @@ def find_trees(view: Ragged, rows: Rows, shortest: int = SHORTEST) -> list[Tree]
     group = view.numbers("group")
     buckets: dict[Any, list[int]] = {}
     for place, row in enumerate(index.tolist()):
-        # Rows that differ in their first `shortest` tokens never share a tree, so buckets by them are enough to look at.
+        # Rows that differ in their first `shortest` tokens never share a tree, so only rows of one bucket are compared.
         head = tokens[offsets[row] : offsets[row + 1]][:shortest]
         key = (int(group[row]), head.tobytes()) if len(head) == shortest else ("alone", place)
         buckets.setdefault(key, []).append(place)
     trees: list[Tree] = []
     for members in buckets.values():
         texts = [tokens[offsets[row] : offsets[row + 1]] for row in index[members]]
-        # Sorted by their bytes, texts with a common beginning lie side by side.
+        # Sorted by their bytes, texts with a common prefix are adjacent, so every tree is a run of this order.
         order = sorted(range(len(texts)), key=lambda i: texts[i].tobytes())
-        for part, prefix in _parted([texts[i] for i in order], shortest):
+        for part, prefix in _best_runs([texts[i] for i in order], shortest):
             places = tuple(sorted(members[order[i]] for i in part))
             trees += [Tree(places, prefix)] if prefix else [Tree((place,), 0) for place in places]
     return sorted(trees, key=lambda tree: tree.rows)
 
 
-def _parted(texts: Sequence[np.ndarray], shortest: int) -> list[tuple[range, int]]:
-    """Sorted texts cut into runs with a common prefix each (0 for a run of one), most tokens saved."""
+def _best_runs(texts: Sequence[np.ndarray], shortest: int) -> list[tuple[range, int]]:
+    """Sorted texts cut into runs, each with its common prefix (0 for a run of one), so that the most tokens are saved."""
     common = [_common(texts[i], texts[i + 1]) for i in range(len(texts) - 1)]
     best: list[tuple[int, int, int]] = [(0, 0, 0)]  # up to text j: tokens saved, start and prefix of its run
     for stop in range(1, len(texts) + 1):
-        # Dynamic programming over where the last run begins: alone, or with so many texts before it. Going back, the
-        # common prefix only shrinks, so the first start below `shortest` ends the search.
-        found = (best[stop - 1][0], stop - 1, 0)
-        prefix = len(texts[stop - 1]) - 1  # a member keeps a token of its own: no rest is empty
+        # Dynamic programming over where the last run begins: at the last text, or at an earlier one. Going backwards, the
+        # common prefix only shrinks, so the first start with less than `shortest` ends the search.
+        saved = (best[stop - 1][0], stop - 1, 0)
+        prefix = len(texts[stop - 1]) - 1  # a member keeps at least one token of its own: no suffix is empty
         for start in range(stop - 2, -1, -1):
             prefix = min(prefix, common[start], len(texts[start]) - 1)
             if prefix < shortest:
                 break
-            found = max(found, (best[start][0] + (stop - start - 1) * prefix, start, prefix))
-        best.append(found)
+            saved = max(saved, (best[start][0] + (stop - start - 1) * prefix, start, prefix))
+        best.append(saved)
     runs: list[tuple[range, int]] = []
     stop = len(texts)
     while stop:
@@ -128,9 +128,9 @@ def share(view: Ragged, rows: Rows, trees: Sequence[Tree] | None = None) -> Shar
     spans: list[tuple[int, int, int, int]] = []
     total = 0
 
-    # A tree is laid as its prefix and then each member's rest: positions go on from the prefix, so rotary embeddings are
-    # those of the plain rows, and `at` leads all members' prefix tokens to the one place where they are computed.
-    def lay(row: int, first: int, last: int, prefix: tuple[int, int]) -> int:
+    # A tree is its prefix, then each member's suffix: positions continue from the prefix, so rotary embeddings are
+    # those of the plain rows, and `at` maps all members' prefix tokens to the one place where they are computed.
+    def append(row: int, first: int, last: int, prefix: tuple[int, int]) -> int:
         nonlocal total
         begin = total
         parts.append(tokens[offsets[row] + first : offsets[row] + last])
@@ -142,9 +142,9 @@ def share(view: Ragged, rows: Rows, trees: Sequence[Tree] | None = None) -> Shar
     for tree in chosen:
         start = total
         if tree.prefix:
-            lay(int(index[tree.rows[0]]), 0, tree.prefix, (start, start))
+            append(int(index[tree.rows[0]]), 0, tree.prefix, (start, start))
         for place in tree.rows:
-            begin = lay(int(index[place]), tree.prefix, int(counts[place]), (start, start + tree.prefix))
+            begin = append(int(index[place]), tree.prefix, int(counts[place]), (start, start + tree.prefix))
             where = at[plain[place] : plain[place + 1]]
             where[: tree.prefix] = np.arange(start, start + tree.prefix)
             where[tree.prefix :] = np.arange(begin, total)

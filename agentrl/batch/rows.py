@@ -1,8 +1,8 @@
-"""A batch by its rows: how it is read (`Ragged`), cut, joined, and laid end to end for a model (`pack`).
+"""A batch by its rows: how it is read (`Ragged`), cut, joined, and put end to end for a model (`pack`).
 
 A batch is a TensorDict whose ragged columns are jagged nested tensors. All of them share one offsets tensor, so that
-they can be combined element-wise. `select`, `concat` and `pack` return fresh storage: a slice of a nested tensor drags
-its whole storage along when it is pickled.
+they can be combined element-wise. `select`, `concat` and `pack` return fresh storage, because a slice of a nested tensor
+is pickled with its whole storage.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ DUMMY_ROW = -1
 
 @dataclass(frozen=True)
 class Ragged:
-    """How a batch of N rows and T tokens is read: its columns flat, and where its rows lie, found once.
+    """A view for reading a batch of N rows and T tokens: flat columns, and row boundaries that are computed once.
 
     `offsets` int64 [N + 1] cut every token column into rows of `lengths` int64 [N] tokens (1 in a batch without token
-    columns). Made where a batch arrives (in the learner, in dispatch, on a worker) and handed down from there. It is never
-    sent: what travels is `batch`.
+    columns). It is made where a batch arrives (in the learner, in dispatch, on a worker) and passed on from there. Only
+    `batch` is sent between processes, never the view.
     """
 
     batch: TensorDict
@@ -57,30 +57,31 @@ class Ragged:
         return values
 
     def numbers(self, name: str) -> np.ndarray:
-        """A row column as numpy has it: [N, ...]."""
+        """A row column as a numpy array: [N, ...]."""
         return np.asarray(self.batch.get(name))
 
     @cached_property
     def episode(self) -> np.ndarray:
-        """The episode of each row, int64 [N], numbered by first appearance: rows with one (group, member) are one."""
+        """The episode of each row, int64 [N], numbered by first appearance: rows with equal (group, member) are one episode."""
         keys = np.stack([self.numbers("group"), self.numbers("member")], axis=1)
         _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+        # np.unique numbers by sorted key; the rank of a key's first row is its number by first appearance.
         return np.asarray(np.argsort(np.argsort(first))[inverse.reshape(-1)], dtype=np.int64)
 
     def with_tokens(self, **columns: torch.Tensor) -> Ragged:
-        """With flat token columns [T, ...] more, or others of their names."""
+        """The view with these flat token columns [T, ...] added or replaced."""
         return self._with({name: jagged(values, self.offsets) for name, values in columns.items()})
 
     def with_rows(self, **columns: torch.Tensor) -> Ragged:
-        """With row columns [N, ...] more, or others of their names."""
+        """The view with these row columns [N, ...] added or replaced."""
         return self._with(columns)
 
     def with_wide(self, **values: Any) -> Ragged:
-        """With values more that hold for the whole batch."""
+        """The view with these batch-wide values added or replaced."""
         return self._with({name: wide(value, len(self)) for name, value in values.items()})
 
     def without(self, name: str) -> Ragged:
-        """Without one column."""
+        """The view without one column."""
         return Ragged(self.batch.exclude(name), self.offsets, self.lengths)
 
     def _with(self, columns: Mapping[str, Any]) -> Ragged:
@@ -108,7 +109,7 @@ def offsets_of(column: torch.Tensor) -> torch.Tensor:
 
 
 def ragged_column(batch: TensorDict) -> torch.Tensor | None:
-    """The first ragged column (the one that gives the batch its offsets), or None."""
+    """The first ragged column (the one whose offsets are the batch's), or None."""
     return next((value for value in batch.values() if is_ragged(value)), None)
 
 
@@ -119,7 +120,7 @@ def columns(batch: TensorDict) -> list[tuple[str, Any]]:
 
 
 def lengths(batch: TensorDict) -> torch.Tensor:
-    """Tokens of each row, int64 [N]; ones where the batch has no ragged column."""
+    """Tokens of each row, int64 [N]; ones if the batch has no ragged column."""
     column = ragged_column(batch)
     if column is None:
         return torch.ones(len(batch), dtype=torch.int64)
@@ -154,16 +155,18 @@ def pick(values: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
 
 
 def select(batch: TensorDict, rows: Rows) -> TensorDict:
-    """The rows `rows` (any order, repeats allowed) of `batch`, with storage of their own.
+    """The rows `rows` (any order, repeats allowed) of `batch`, in fresh storage.
 
     Zero rows are legal and keep every column with its dtype. Raises IndexError for a row out of range.
     """
     index = row_index(rows)
     if len(index) and (index.min() < 0 or index.max() >= len(batch)):
-        raise IndexError(f"row {int(index.min())}..{int(index.max())} asked of a batch of {len(batch)} rows")
+        raise IndexError(f"rows {int(index.min())}..{int(index.max())} requested from a batch of {len(batch)} rows")
     column = ragged_column(batch)
     offsets = None if column is None else offsets_of(column).numpy()
+    # Spans of adjacent rows, not an index per token: at 8 bytes per token that would be larger than any column it gathers.
     runs = [] if offsets is None else token_runs(index, offsets)
+    # One offsets tensor for all columns: nested tensors combine only if they share the same object.
     fresh = torch.zeros(len(index) + 1, dtype=torch.int64)
     if offsets is not None:
         torch.cumsum(torch.from_numpy(np.diff(offsets)[index]), 0, out=fresh[1:])
@@ -206,16 +209,16 @@ def build(columns: Mapping[str, Any], rows: int) -> TensorDict:
 
 
 def concat(batches: Sequence[TensorDict]) -> TensorDict:
-    """The rows of all batches, one after the other, with storage of their own.
+    """The rows of all batches, one after the other, in fresh storage.
 
-    Raises ValueError for an empty list and KeyError where the batches differ in their columns.
+    Raises ValueError for an empty list and KeyError if the batches differ in their columns.
     """
     if not batches:
         raise ValueError("concat needs at least one batch")
     keys = list(batches[0].keys())
     for other in batches[1:]:
         if set(other.keys()) != set(keys):
-            raise KeyError(f"batches differ in columns: {sorted(keys)} against {sorted(other.keys())}")
+            raise KeyError(f"batches differ in columns: {sorted(keys)} and {sorted(other.keys())}")
     rows = sum(len(batch) for batch in batches)
     offsets = torch.zeros(rows + 1, dtype=torch.int64)
     torch.cumsum(torch.cat([lengths(batch) for batch in batches]), 0, out=offsets[1:])
@@ -240,11 +243,11 @@ def _concat_other(values: Sequence[Any], rows: int) -> Any:
 def pack(view: Ragged, rows: Rows) -> TensorDict:
     """The rows `rows` of a batch, end to end: T tokens in N sequences. `batch_size` is [].
 
-    Every ragged column becomes [T]; every dense row column [N]. Added: `position_ids` int64 [T]
-    (restart at 0 in each sequence), `cu_seqlens` int32 [N + 1], `segments` int64 [T] (which sequence,
+    Every ragged column becomes [T], every dense row column [N]. Added: `position_ids` int64 [T]
+    (restart at 0 in each sequence), `cu_seqlens` int32 [N + 1], `segments` int64 [T] (the sequence,
     0..N-1), `rows` int64 [N] (row numbers in `view`). Non-tensor columns are left out.
 
-    With no rows the result is a dummy: T = N = 1, `rows` [-1], `sampled` False and zeros elsewhere. A
+    With no rows the result is a dummy: T = N = 1, `rows` [-1], `sampled` False and zeros elsewhere, because a
     model cannot take zero tokens, and every rank must run the same number of micro-batches.
     """
     index = row_index(rows)
@@ -284,8 +287,8 @@ def _dummy(batch: TensorDict) -> TensorDict:
 
 
 def unpack(view: Ragged, rows: Sequence[int], values: torch.Tensor, into: torch.Tensor) -> None:
-    """Write per-token `values` [T, ...] of packed `rows` into `into`, flat values [sum T_i, ...] of a token column of
-    `view`. No rows (a dummy) write nothing."""
+    """Write per-token `values` [T, ...] of packed `rows` into `into`, the flat values [sum T_i, ...] of a token column of
+    `view`. With no rows (a dummy) nothing is written."""
     at = 0
     for row in rows:
         start, stop = int(view.offsets[row]), int(view.offsets[row + 1])

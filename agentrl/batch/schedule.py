@@ -1,19 +1,19 @@
-"""Where and when each row of a batch is computed: in which minibatch, on which rank, in which micro-batch, next to whom.
+"""Where and when each row of a batch is computed: in which minibatch, on which rank, and in which micro-batch.
 
-All of it is decided here, in three steps; what is decided stands in row columns, and everyone else reads those.
+All of it is decided here, in three steps; the decisions are written to row columns, which all other code reads.
 
     cut_minibatches      driver   episodes -> minibatches (optimizer steps), by seed and step
     assign_ranks         driver   rows of each minibatch -> ranks; whether prefixes are shared
-                                  columns `minibatch`, `dp_rank`; where rows stay together `together`, `prefix`
+                                  columns `minibatch`, `dp_rank`; if rows stay together, `together`, `prefix`
     plan_micro_batches   worker   a rank's rows of each minibatch -> micro-batches under the token cap
 
-Minibatches come first, and do not know how many ranks there are: so what an optimizer step is made of, and with it the
-result, does not depend on the rank count. Ranks are balanced within a minibatch, as all ranks wait for each other at its
-end. Micro-batches come last and where the rows lie: they change no result (losses have global denominators), the search
-for a good packing is then done by all ranks side by side, and the cap belongs to the role that computes.
+Minibatches come first and do not depend on the number of ranks, so neither does the content of an optimizer step, nor
+its result. Ranks are balanced within a minibatch, because all ranks wait for each other at its end. Micro-batches come
+last, and are planned on the worker: they do not change the result (losses have global denominators), all ranks then
+search for a good packing in parallel, and the cap is that of the role that computes.
 
-Rows that begin with the same tokens (members of a group, ledgers of one prompt) can compute those once, where they are
-in one micro-batch. `with_trees` finds what could be shared; `plan_ranks` decides with the rows of a minibatch in hand.
+Rows that begin with the same tokens (members of a group, ledgers of one prompt) can compute these once if they are
+in one micro-batch. `with_trees` finds what could be shared; `plan_ranks` decides for the rows of one minibatch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from agentrl.config.schema import AlgorithmConfig
 
 Mode = Literal["off", "auto", "on"]
 ALWAYS = 1.0
-"""The ratio from which `on` shares: wherever it does not cost tokens."""
+"""The ratio from which `on` shares: whenever sharing saves tokens."""
 
 
 def cut_minibatches(view: Ragged, algorithm: AlgorithmConfig, seed: int, step: int) -> list[np.ndarray]:
-    """The rows of each minibatch: all rows of at most `algorithm.minibatch` episodes, by seed and step."""
+    """The rows of each minibatch: all rows of at most `algorithm.minibatch` episodes, shuffled by seed and step."""
     episode = view.episode
     count = int(episode.max()) + 1 if len(episode) else 0
     groups = None
@@ -50,13 +50,14 @@ def cut_minibatches(view: Ragged, algorithm: AlgorithmConfig, seed: int, step: i
 
 
 def shuffled(count: int, size: int, seed: int, step: int, groups: np.ndarray | None = None) -> list[np.ndarray]:
-    """`count` episodes in random order, cut into the least number of nearly equal parts of at most `size`.
+    """`count` episodes in random order, cut into the smallest number of nearly equal parts of at most `size`.
 
-    With `groups` (a number per episode) whole groups in random order fill parts of at most `size` episodes; only a
-    group of more than that is cut.
+    With `groups` (a number per episode), whole groups in random order fill parts of at most `size` episodes; only a
+    larger group is cut.
     """
     if count == 0:
         return []
+    # A generator of its own per step: a resumed run makes the same minibatches without replaying earlier steps.
     rng = np.random.default_rng([seed, step])
     if groups is None:
         return np.array_split(rng.permutation(count), -(-count // size))
@@ -73,24 +74,24 @@ def shuffled(count: int, size: int, seed: int, step: int, groups: np.ndarray | N
 
 
 def effective_mode(mode: Mode) -> Mode:
-    """What "auto" is on this machine: with a GPU "off", as it was measured to win on CPUs only."""
+    """What "auto" means on this machine: "off" with a GPU, because sharing was measured to be faster on CPUs only."""
     return "off" if mode == "auto" and torch.cuda.is_available() else mode
 
 
 def with_trees(view: Ragged, mode: Mode) -> Ragged:
-    """The batch with row columns `tree` int64 (the number of its tree, -1 alone) and `tree_prefix` int64
-    (tokens that the tree shares), and the batch-wide `share_from` (the ratio from which sharing is used).
+    """The batch with row columns `tree` int64 (the number of the row's tree, -1 if it has none) and `tree_prefix` int64
+    (number of tokens that the tree shares), and the batch-wide `share_from` (the ratio from which sharing is used).
 
-    Unchanged if `mode` is "off" or no rows of a group begin alike. Needs `token_ids` and `group`.
+    Unchanged if `mode` is "off" or no rows of a group have a common prefix. Needs `token_ids` and `group`.
     """
     if mode == "off" or len(view) < 2:
         return view
     tree = torch.full((len(view),), -1, dtype=torch.int64)
     prefix = torch.zeros(len(view), dtype=torch.int64)
-    for number, found in enumerate(find_trees(view, np.arange(len(view)))):
-        if found.prefix:
-            tree[list(found.rows)] = number
-            prefix[list(found.rows)] = found.prefix
+    for number, shared in enumerate(find_trees(view, np.arange(len(view)))):
+        if shared.prefix:
+            tree[list(shared.rows)] = number
+            prefix[list(shared.rows)] = shared.prefix
     if not bool((tree >= 0).any()):
         return view
     return view.with_rows(tree=tree, tree_prefix=prefix).with_wide(share_from=WORTH if mode == "auto" else ALWAYS)
@@ -100,11 +101,11 @@ def assign_ranks(view: Ragged, parts: Sequence[np.ndarray], ranks: int, kept: bo
     """The batch with `minibatch` (the part of each row), `dp_rank` (balanced by tokens within each part; -1 for a
     row of no part), and `together` and `prefix` if any rows stay together:
 
-    - `together` int64: rows with one number, not negative, lie on one rank and, as far as the cap allows, in one
-      micro-batch;
-    - `prefix` int64: so many first tokens are computed once for them; 0: none.
+    - `together` int64: rows with the same number, if it is not negative, are on one rank and, as far as the cap
+      allows, in one micro-batch;
+    - `prefix` int64: the number of their first tokens that are computed once for all of them; 0: none.
 
-    `kept`: all rows of a group stay on one rank, in their minibatch.
+    `kept`: all rows of a group in a minibatch stay on one rank.
     """
     columns = {name: np.zeros(len(view), dtype=np.int64) for name in ("minibatch", "prefix")}
     columns |= {name: np.full(len(view), -1, dtype=np.int64) for name in ("dp_rank", "together")}
@@ -113,10 +114,10 @@ def assign_ranks(view: Ragged, parts: Sequence[np.ndarray], ranks: int, kept: bo
         if len(rows) == 0:
             continue
         columns["minibatch"][rows] = number
-        found = plan_ranks(view.lengths[rows], ranks, *trees_among(view, rows), None if keep is None else keep[rows])
-        for owner, mine in enumerate(found.ranks):
-            columns["dp_rank"][rows[mine]] = owner
-        columns["together"][rows], columns["prefix"][rows] = found.together, found.prefix
+        made = plan_ranks(view.lengths[rows], ranks, *trees_among(view, rows), None if keep is None else keep[rows])
+        for rank, members in enumerate(made.ranks):
+            columns["dp_rank"][rows[members]] = rank
+        columns["together"][rows], columns["prefix"][rows] = made.together, made.prefix
     if not (columns["together"] >= 0).any():
         del columns["together"], columns["prefix"]
     return view.with_rows(**{name: torch.from_numpy(values) for name, values in columns.items()})
@@ -124,8 +125,8 @@ def assign_ranks(view: Ragged, parts: Sequence[np.ndarray], ranks: int, kept: bo
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Rows of each rank, the columns `together` and `prefix` of all rows, the tokens that the slowest rank
-    computes (`load`), and how many times that it would compute without sharing (1.0: nothing is shared)."""
+    """Rows of each rank, the columns `together` and `prefix` of all rows, the number of tokens that the slowest rank
+    computes (`load`), and its load without sharing as a multiple of that (`ratio`; 1.0: nothing is shared)."""
 
     ranks: list[np.ndarray]
     together: np.ndarray
@@ -141,13 +142,13 @@ def plan_ranks(
     share_from: float,
     keep: np.ndarray | None = None,
 ) -> RankPlan:
-    """Where rows of `tokens` tokens each go, and whether the trees (numbers, prefixes) are used.
+    """The rank of each row, given its number of tokens, and whether the trees (numbers, prefixes) are used.
 
-    `keep[i]`: a group number; all rows of one group go to one rank, shared or not. Without it a tree with
-    more than its share of the work is cut over ranks, and each of its parts computes the prefix.
+    `keep[i]`: a group number; all rows of one group go to one rank, shared or not. Without it, a tree with
+    more work than a rank's even share is cut over ranks, and each of its parts computes the prefix.
 
-    Both layouts are planned, and the shared one is taken if the *slowest rank* gains enough by it. The tokens of all
-    ranks together would not tell: one large tree that must stay on one rank saves tokens and makes that rank the slowest.
+    Both layouts are planned, and the shared one is taken if the *slowest rank* gains enough by it. The total over all
+    ranks would be misleading: one large tree that must stay on one rank saves tokens but makes that rank the slowest.
     """
     nothing = np.zeros(len(tokens), dtype=np.int64)
     apart = np.full(len(tokens), -1, dtype=np.int64) if keep is None else keep
@@ -160,13 +161,13 @@ def plan_ranks(
     if ratio <= ALWAYS or ratio < share_from:
         return RankPlan(plain, apart, nothing, plain_load, 1.0)
     if keep is not None:
-        # Rows of a kept group without a tree stay with their group all the same, under a number that no tree has.
+        # Rows of a kept group without a tree still stay with their group, under a number that no tree has.
         together = np.where(together >= 0, together, together.max() + 1 + keep)
     return RankPlan(shared, together, prefix, shared_load, ratio)
 
 
 def _used(tree: np.ndarray, prefix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Trees of which at least two rows are here: of a tree cut over minibatches a part of one row shares nothing."""
+    """The trees with at least two rows here: if a tree is cut over minibatches, a part of one row shares nothing."""
     count = np.bincount(tree[tree >= 0], minlength=1)
     alive = (tree >= 0) & (count[np.maximum(tree, 0)] > 1)
     return np.where(alive, tree, -1), np.where(alive, prefix, 0)
@@ -175,9 +176,9 @@ def _used(tree: np.ndarray, prefix: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 def _spread(
     tokens: np.ndarray, ranks: int, together: np.ndarray, prefix: np.ndarray, keep: np.ndarray | None
 ) -> tuple[list[np.ndarray], float]:
-    """Rows of each rank, and the tokens that the busiest one computes.
+    """Rows of each rank, and the number of tokens that the busiest one computes.
 
-    What is balanced are units: rows that stay together, with their prefix counted once.
+    Units are balanced: rows that stay together, with their prefix counted once.
     """
     if keep is None and not bool((together >= 0).any()):
         parts = [np.sort(np.asarray(part, dtype=np.int64)) for part in partition(tokens, ranks)]
@@ -185,20 +186,20 @@ def _spread(
     unit = group_units(tokens, together, np.inf, prefix)
     cost = unit_sums(unit, tokens, prefix)
     if keep is not None:
-        # A kept group moves as one, its several trees included.
+        # A kept group is one unit, even if it has several trees.
         group = np.unique(keep, return_inverse=True)[1]
         home = np.zeros(len(cost), dtype=np.int64)
         home[unit] = group
         unit, cost = group, np.bincount(home, weights=cost)
     elif ranks > 1:
-        # A unit of more than a rank's even share would make its rank the slowest whatever else is done: cut it there.
+        # A unit larger than a rank's even share would make its rank the slowest in any assignment, so it is cut at that size.
         unit = group_units(tokens, together, -(-float(cost.sum()) // ranks), prefix)
         cost = unit_sums(unit, tokens, prefix)
     owner = np.zeros(len(cost), dtype=np.int64)
     loads = [0.0]
-    for rank, mine in enumerate(partition(cost, ranks)):
-        owner[mine] = rank
-        loads.append(float(cost[mine].sum()))
+    for rank, units in enumerate(partition(cost, ranks)):
+        owner[units] = rank
+        loads.append(float(cost[units].sum()))
     return [np.flatnonzero(owner[unit] == rank) for rank in range(ranks)], max(loads)
 
 
@@ -210,7 +211,7 @@ def trees_among(view: Ragged, rows: np.ndarray) -> tuple[tuple[np.ndarray, np.nd
 
 
 def token_ratio(view: Ragged) -> float:
-    """Plain tokens of a batch for each token that remains if every tree computes its prefix once."""
+    """Plain tokens of a batch per token that remains if every tree computes its prefix once."""
     trees, _ = trees_among(view, np.arange(len(view)))
     if trees is None:
         return 1.0
@@ -219,7 +220,7 @@ def token_ratio(view: Ragged) -> float:
 
 
 class AllRanks(Protocol):
-    """Who can ask all data-parallel ranks at once (an engine)."""
+    """An object that can reduce over all data-parallel ranks (an engine)."""
 
     def reduce(self, values: torch.Tensor, how: Literal["sum", "max"]) -> torch.Tensor: ...
 
@@ -227,10 +228,11 @@ class AllRanks(Protocol):
 def plan_micro_batches(view: Ragged, parts: Sequence[np.ndarray], cap: int, ranks: AllRanks) -> list[list[list[int]]]:
     """On a worker: micro-batches of each part of its rows: `[part][micro]` -> row numbers; equally many on all ranks.
 
-    An empty list is a dummy: a rank with fewer micro-batches than another still takes part in each of its collectives.
-    The cap counts the tokens that are computed: a shared prefix once. Raises ConfigError, on all ranks alike, if a row
-    of any of them is longer than `cap` tokens.
+    An empty list is a dummy: a rank with fewer micro-batches than another must still take part in each of the collectives.
+    The cap counts the tokens that are computed: a shared prefix once. Raises ConfigError, on all ranks, if a row
+    of any rank is longer than `cap` tokens.
     """
+    # Reduced before it is checked: if only one rank raised, the others would hang in their next collective.
     longest = ranks.reduce(torch.tensor([int(view.lengths.max()) if len(view) else 0]), "max")
     check_cap(longest.numpy(), cap)
     bins: list[list[list[int]]] = []
@@ -245,7 +247,7 @@ def plan_micro_batches(view: Ragged, parts: Sequence[np.ndarray], cap: int, rank
 
 
 def trees_of(view: Ragged, rows: Rows) -> list[Tree]:
-    """On a worker: the trees of a micro-batch by its columns; empty if none of its rows share."""
+    """On a worker: the trees of a micro-batch, read from its columns; empty if none of its rows share a prefix."""
     if "prefix" not in view:
         return []
     index = row_index(rows)
@@ -253,5 +255,5 @@ def trees_of(view: Ragged, rows: Rows) -> list[Tree]:
     trees: dict[int, list[int]] = {}
     for place, number in enumerate(together.tolist()):
         trees.setdefault(number if prefix[place] else -1 - place, []).append(place)
-    found = [Tree(tuple(p), int(prefix[p[0]]) if len(p) > 1 else 0) for p in trees.values()]
-    return found if any(tree.prefix for tree in found) else []
+    made = [Tree(tuple(p), int(prefix[p[0]]) if len(p) > 1 else 0) for p in trees.values()]
+    return made if any(tree.prefix for tree in made) else []

@@ -1,7 +1,7 @@
 """A batch in a form that Ray's object store ships without copies: flat numpy arrays and shared offsets.
 
-What arrives is shared memory that other workers read too, so `from_wire` always copies the rows it
-takes; nobody can change another worker's data in place.
+What arrives is shared memory that other workers read too, so `deserialize` always copies the rows it
+takes: no worker can change another worker's data in place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from agentrl.batch.rows import (
 @dataclass(slots=True)
 class SerializedBatch:
     """Columns of a batch of `rows` rows: ragged values [T, ...] over one `offsets` [N + 1], dense
-    values [N, ...], per-sample items and batch-wide values. `dtypes` names what numpy lacks."""
+    values [N, ...], per-sample items and batch-wide values. `dtypes` are torch's, as numpy lacks bfloat16."""
 
     rows: int
     offsets: np.ndarray | None
@@ -46,13 +46,13 @@ class SerializedBatch:
 
 def _to_numpy(value: torch.Tensor) -> np.ndarray:
     value = value.detach()
-    if value.dtype == torch.bfloat16:
+    if value.dtype == torch.bfloat16:  # numpy has no bfloat16: its bits travel as int16
         value = value.contiguous().view(torch.int16)
     return value.cpu().numpy()
 
 
 def _to_torch(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over `array` (read-only memory allowed: the caller copies before anyone writes)."""
+    """A tensor over `array`, whose memory may be read-only: the caller copies before anyone writes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensor = torch.from_numpy(array)
@@ -62,7 +62,7 @@ def _to_torch(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 def serialize(batch: TensorDict) -> SerializedBatch:
     """The serialized form of a CPU batch, without copying its tensors.
 
-    Raises ValueError where ragged columns have different lengths.
+    Raises ValueError if ragged columns have different row lengths, TypeError for a column of another kind.
     """
     column = ragged_column(batch)
     offsets = None if column is None else offsets_of(column)
@@ -72,7 +72,7 @@ def serialize(batch: TensorDict) -> SerializedBatch:
             wire.dtypes[key] = value.dtype
         if is_ragged(value):
             if offsets is not None and not torch.equal(offsets_of(value), offsets):
-                raise ValueError(f"ragged column {key!r} has row lengths of its own")
+                raise ValueError(f"ragged column {key!r} has other row lengths than the first one")
             wire.ragged[key] = _to_numpy(value.values())
         elif isinstance(value, torch.Tensor):
             wire.dense[key] = _to_numpy(value)
@@ -86,7 +86,7 @@ def serialize(batch: TensorDict) -> SerializedBatch:
 
 
 def deserialize(wire: SerializedBatch, rows: Any = None) -> TensorDict:
-    """The rows `rows` (all by default) as a batch with storage of its own."""
+    """The rows `rows` (all by default) as a batch in fresh storage."""
     index = np.arange(wire.rows, dtype=np.int64) if rows is None else row_index(rows)
     out: dict[str, Any] = {}
     if wire.offsets is not None:

@@ -1,4 +1,4 @@
-"""The Ray backend: one actor process a rank."""
+"""The Ray backend: one actor process per rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RayPending(Pending):
             values = ray.get(list(self.refs.values()), timeout=self.backend.call_timeout)
         except RayError as error:
             raise self.backend.explain(self.method, self.refs, error) from None
-        return self._unwired(values)
+        return self._deserialized(values)
 
     async def await_(self) -> dict[int, Any]:
         try:
@@ -51,9 +51,10 @@ class RayPending(Pending):
                 values = await asyncio.gather(*self.refs.values())
         except (RayError, TimeoutError) as error:
             raise self.backend.explain(self.method, self.refs, error) from None
-        return await in_thread("batch", self._unwired, values)
+        # Copying rows out of shared memory takes long enough to block the event loop.
+        return await in_thread("batch", self._deserialized, values)
 
-    def _unwired(self, values: list[Any]) -> dict[int, Any]:
+    def _deserialized(self, values: list[Any]) -> dict[int, Any]:
         return {rank: deserialized(value) for rank, value in zip(self.refs, values, strict=True)}
 
 
@@ -71,20 +72,20 @@ class RayBackend(Backend):
         if isinstance(shipment.batch, Stored):
             pieces = [[piece] for piece in shipment.batch.pieces]
         elif shipment.batch is not None:
-            pieces = [COLUMNS.lay(shipment.batch)]
+            pieces = [COLUMNS.put(shipment.batch)]
         refs = {rank: self._send(method, common, shipment, rank, pieces) for rank in shipment.ranks}
         return RayPending(self, method, refs)
 
     def _send(self, method: str, common: Any, shipment: Shipment, rank: int, pieces: list[list[Any]]) -> Any:
-        mine = shipment.own.get(rank)
-        own = {key: serialized(value) for key, value in mine.items()} if mine else None
+        arguments = shipment.own.get(rank)
+        own = {key: serialized(value) for key, value in arguments.items()} if arguments else None
         gather_plans: dict[str, GatherPlan] | None = None
         if shipment.parameter is not None:
             gather_plan = shipment.gather_plans.get(rank) or GatherPlan((RowsOfPart(0, shipment.rows[rank]),))
             used = [take.piece for take in gather_plan.takes]
             takes = tuple(RowsOfPart(at, take.rows) for at, take in enumerate(gather_plan.takes))
             gather_plans = {shipment.parameter: GatherPlan(takes, gather_plan.order)}
-            pieces = [pieces[piece] for piece in used]  # only what this rank reads travels to its node
+            pieces = [pieces[piece] for piece in used]  # only the pieces that this rank reads are sent to its node
         parts = [part for piece in pieces for part in piece]
         return self.hosts.handles[rank].call.remote(self.role, method, common, own, gather_plans, *parts)
 
@@ -104,13 +105,14 @@ class RayBackend(Backend):
         if isinstance(error, TimeoutError):  # Ray's GetTimeoutError is one
             done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)
             late = [rank for rank, ref in refs.items() if ref not in done]
-            return StalledError(f"{self._where(method)}: no answer from ranks {late} in {self.call_timeout:g} s")
+            return StalledError(f"{self._where(method)}: no answer from ranks {late} within {self.call_timeout:g} s")
         self.hosts.note_lost(refs)
         if self.hosts.lost:
             return WorkerDiedError(self._lost(method))
         if isinstance(error, RayTaskError):
             return WorkerError(f"{self._where(method)}: {error}")
-        return WorkerDiedError(f"{self._where(method)}: what it waits for is gone: {first_line(error)}")
+        # None of this group's processes is gone, so it was an argument's: the worker that made it died.
+        return WorkerDiedError(f"{self._where(method)}: an argument that it waits for is lost: {first_line(error)}")
 
     def _where(self, method: str) -> str:
         return f"group {self.role!r}: {self.cls.__name__}.{method}"
@@ -120,7 +122,7 @@ class RayBackend(Backend):
 
 
 def pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments pickled once: by value where small, else a reference into the object store."""
+    """Arguments pickled once for all ranks: by value if small, else as a reference into the object store."""
     buffers: list[pickle.PickleBuffer] = []
     shipped = (tuple(serialized(x) for x in args), {key: serialized(x) for key, x in kwargs.items()})
     data = ray.cloudpickle.dumps(shipped, protocol=5, buffer_callback=buffers.append)

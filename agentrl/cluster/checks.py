@@ -39,7 +39,7 @@ LEAST_MEMORY = 2 * GIB
 
 @dataclass(frozen=True, slots=True)
 class MachineFinding:
-    """One result: `advice` says what to do where the level is not "ok"."""
+    """One result: `advice` says what to do if the level is not "ok"."""
 
     check: str
     level: Level
@@ -92,18 +92,18 @@ def _at_least(name: str, have: int, least: int, advice: str) -> MachineFinding:
 
 
 def check_temporary_folder() -> MachineFinding:
-    """Ray's session folder: not on a network file system, not too deep."""
+    """Ray's session folder: it must not be on a network file system, nor its path too long."""
     folder = Path(tempfile.gettempdir())
     kind = file_system(folder)
     if kind in NETWORK_FILE_SYSTEMS:
         return MachineFinding("temporary folder", "warn", f"{folder} ({kind})", "Ray can hang there: set TMPDIR to a local disk")
     if ray_folder() is not None:
-        return MachineFinding("temporary folder", "warn", str(folder), "too deep for Ray's sockets; /tmp/ray is used")
+        return MachineFinding("temporary folder", "warn", str(folder), "path too long for Ray's sockets; /tmp/ray is used")
     return MachineFinding("temporary folder", "ok", f"{folder} ({kind or 'unknown file system'})")
 
 
 def check_network() -> Iterator[MachineFinding]:
-    """Whether this node reaches itself under its own address, and which interface NCCL and Gloo would use."""
+    """Whether this node reaches itself at its own address, and which interface NCCL and Gloo would use."""
     pinned = {key: os.environ[key] for key in LOOPBACK if os.environ.get(key)}
     fault = network_fault()
     if fault is None:
@@ -115,17 +115,17 @@ def check_network() -> Iterator[MachineFinding]:
             "own address",
             "warn",
             fault,
-            "a run on this node alone pins itself to loopback; several nodes will not work",
+            "a run on this node alone is pinned to loopback; a run on several nodes will not work",
         )
     present = network_interfaces()
     for key in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         wanted = os.environ.get(key)
         if wanted and not any(name.startswith(wanted.lstrip("=^")) for name in present):
-            yield MachineFinding(key, "fail", f"{wanted} is no interface", f"this node has {', '.join(present)}")
+            yield MachineFinding(key, "fail", f"{wanted} is not an interface", f"this node has {', '.join(present)}")
         else:
             yield MachineFinding(key, "ok", wanted or f"not set ({', '.join(present)})")
     if os.environ.get("RAY_ADDRESS") == "":
-        yield MachineFinding("RAY_ADDRESS", "warn", "set but empty", "to Ray that is an address; a run removes it")
+        yield MachineFinding("RAY_ADDRESS", "warn", "set but empty", "Ray takes that for an address; a run removes it")
 
 
 def check_gpus() -> Iterator[MachineFinding]:
@@ -153,14 +153,14 @@ def _nccl() -> str:
 
 
 def check_ray(cluster: ClusterConfig) -> Iterator[MachineFinding]:
-    """Start or join Ray, see what it has, and whether the config's pools fit."""
+    """Start or join Ray, list its resources, and check whether the config's pools fit."""
     from agentrl.cluster.runtime import start_ray, stop_ray
 
     begun = time.monotonic()
-    try:
+    try:  # really starts it: most faults (sockets, shared memory, routing) only show then
         start_ray(cluster)
     except AgentrlError as error:
-        yield MachineFinding("ray", "fail", str(error), "see the newest folder below /tmp/ray for its logs")
+        yield MachineFinding("ray", "fail", str(error), "its logs are in the newest folder under /tmp/ray")
         return
     try:
         from agentrl.cluster.placement import cluster_nodes

@@ -1,4 +1,4 @@
-"""How results of ranks become one result: joined, put back in row order, or reduced as metrics."""
+"""How the results of the ranks become one result: joined, put back into row order, or reduced as metrics."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def _joined_tensors(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def reordered(where: str, parts: Sequence[Any], rows: Sequence[np.ndarray]) -> Any:
     """The ranks' rows in the driver's order: entry k of `parts[r]` is row `rows[r][k]`.
 
-    Raises DispatchError where a rank returned another number of rows than it was given.
+    Raises DispatchError if a rank returned another number of rows than it was given.
     """
     given, got = [len(row) for row in rows], [len(part) for part in parts]
     if given != got:
-        raise DispatchError(f"{where}: collect='source' needs one result a row; ranks got {given}, returned {got}")
+        raise DispatchError(f"{where}: collect='source' needs one result per row; ranks got {given}, returned {got}")
     whole = joined(where, parts)
     order = np.argsort(np.concatenate(list(rows)), kind="stable")
     if np.array_equal(order, np.arange(len(order))):

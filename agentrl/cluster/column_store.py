@@ -1,7 +1,7 @@
-"""Token columns of batches in Ray's object store: each lies there once, for as long as the driver holds it.
+"""Token columns of batches in Ray's object store: each is stored once, for as long as the driver holds it.
 
 A training step ships its batch several times (reference, values, proximal policy, updates), with a column or two
-added each time. What was put for one call is found again for the next, and for every group of workers.
+added each time. A column that was put for one call is reused by the next, for every group of workers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tensordict import TensorDict
 from agentrl.batch.serialization import SerializedBatch, serialize
 
 BY_COLUMN_BYTES = 1 << 20
-"""Batches whose token columns are smaller go as one object: a further object costs more than their copy."""
+"""Batches with smaller token columns go as one object: another object costs more than copying them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A serialized form without its token columns, which follow it as arguments of their own, in this order."""
+    """A serialized batch without its token columns, which follow it as separate arguments, in the order of `names`."""
 
     wire: SerializedBatch
     names: tuple[str, ...]
@@ -31,7 +31,7 @@ class Head:
 
 @dataclass(slots=True)
 class _Held:
-    """Where a column lies; `version` is torch's count of writes to it, `job` the connection to Ray."""
+    """Where a column is stored; `version` is torch's count of writes to it, `job` the connection to Ray."""
 
     column: weakref.ref[torch.Tensor]
     version: int
@@ -40,7 +40,7 @@ class _Held:
 
 
 class Columns:
-    """References by column. A column that the driver wrote to since is put anew; one that it let go of is freed."""
+    """References by column. A column that the driver has written to since is put again; one that it dropped is freed."""
 
     def __init__(self) -> None:
         self._held: dict[int, _Held] = {}
@@ -48,8 +48,8 @@ class Columns:
     def __len__(self) -> int:
         return len(self._held)
 
-    def lay(self, batch: TensorDict) -> list[Any]:
-        """References that `whole` makes the batch's serialized form of, on a worker."""
+    def put(self, batch: TensorDict) -> list[Any]:
+        """References from which `rejoined`, on a worker, makes the batch's serialized form."""
         wire = serialize(batch)
         if sum(array.nbytes for array in wire.ragged.values()) < BY_COLUMN_BYTES:
             return [ray.put(wire)]
@@ -57,9 +57,11 @@ class Columns:
         return [ray.put(head), *(self._ref(batch.get(name), array) for name, array in wire.ragged.items())]
 
     def _ref(self, nested: Any, array: Any) -> Any:
-        column: torch.Tensor = nested._values  # the one object behind every view that `values()` gives
+        column: torch.Tensor = nested._values  # the same object for every view that `values()` returns
         job, key = ray.get_runtime_context().get_job_id(), id(column)
         held = self._held.get(key)
+        # An id is reused once its tensor is gone, so the weak reference decides. A write in place raises `_version`, and
+        # after a restart of Ray the references of the old job are dangling.
         if held is None or held.column() is not column or (held.version, held.job) != (column._version, job):
             gone = weakref.ref(column, lambda _: self._held.pop(key, None))
             held = self._held[key] = _Held(gone, column._version, job, ray.put(array))
@@ -67,7 +69,7 @@ class Columns:
 
 
 def rejoined(parts: Sequence[Any]) -> list[Any]:
-    """On a worker: the pieces that the arguments of a call are made of, each head with its columns again."""
+    """On a worker: the pieces of a call's batch, each head joined with its columns again."""
     rest, pieces = iter(parts), []
     for part in rest:
         if isinstance(part, Head):

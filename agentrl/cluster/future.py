@@ -19,7 +19,7 @@ class Pending(ABC):
     @property
     @abstractmethod
     def handles(self) -> dict[int, Any]:
-        """By rank: where that rank's result will lie (an object reference, or the value itself)."""
+        """Handles by rank: where that rank's result will be (an object reference, or a lazy result)."""
 
     @abstractmethod
     def wait(self) -> dict[int, Any]:
@@ -31,8 +31,8 @@ class Pending(ABC):
 
 
 class Future(Generic[R]):
-    """What `WorkerGroup.submit` gives at once. `result()` or `await` brings the value to the driver;
-    `value` stands for it in another group's call, which then reads it where it lies."""
+    """What `WorkerGroup.submit` returns at once. `result()` or `await` brings the value to the driver;
+    `value` stands for it in another group's call, whose workers then read it directly."""
 
     def __init__(self, where: str, pending: Pending, gather: Callable[[dict[int, Any]], R], stored: Stored | None) -> None:
         self._where, self._pending, self._gather, self._stored = where, pending, gather, stored
@@ -46,15 +46,15 @@ class Future(Generic[R]):
 
     async def _result(self) -> R:
         results = await self._pending.await_()
-        if self._stored is None:  # no rows to put together
+        if self._stored is None:  # no rows to join, so gathering is quick
             return self._gather(results)
         return await in_thread("batch", self._gather, results)
 
     @property
     def value(self) -> R:
-        """A stand-in for the result, typed as it, for the batch argument of another group's call.
+        """A placeholder for the result, with the same static type, for the batch argument of another group's call.
 
-        Raises DispatchError where the call's results are no rows (collect "metrics" or "none").
+        Raises DispatchError if the call's results are not rows (collect "metrics" or "none").
         """
         if self._stored is None:
             raise DispatchError(f"{self._where}: only rows (collect 'source' or 'concat') can be passed on")

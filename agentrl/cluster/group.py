@@ -1,7 +1,7 @@
 """A group of workers as the driver sees it: `group.run(Actor.update, batch)`.
 
-The method named in a call is the method itself, so an editor, grep and the type checker see it; what
-happens to arguments and results is the strategy in the class's dispatch table.
+A call names the method object itself, so an editor, grep and the type checker see it. How arguments and
+results are distributed is decided by the strategy in the class's dispatch table.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Backend(ABC):
 
     @abstractmethod
     def submit(self, method: str, shipment: Shipment) -> Pending:
-        """Send a call to the ranks of the shipment. Raises WorkerDiedError where one is known gone."""
+        """Send a call to the ranks of the shipment. Raises WorkerDiedError if one of them is known to be gone."""
 
     @abstractmethod
     def put(self, batch: TensorDict) -> Any:
-        """Lay a batch where the workers can read it."""
+        """Store a batch where the workers can read it."""
 
     @abstractmethod
     def restart(self) -> None:
-        """Replace the workers by fresh ones."""
+        """Replace the workers with fresh ones."""
 
     @abstractmethod
     def close(self) -> None:
@@ -63,22 +63,23 @@ class WorkerGroup(Generic[W]):
         return self.mesh.world_size
 
     def run(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call `method` on the group and wait; its strategy makes one result of the ranks' results.
+        """Call `method` on the group and wait; its strategy combines the ranks' results into one.
 
         Raises DispatchError for a call that does not fit, WorkerError naming worker, rank and method
-        with the remote traceback, WorkerDiedError where a process is gone, StalledError after the
+        with the remote traceback, WorkerDiedError if a process is gone, StalledError after the
         group's `call_timeout`, or the worker's own UserError.
         """
         return self.submit(method, *args, **kwargs).result()
 
     async def arun(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """`run`, awaited: the event loop goes on while a batch is split and shipped and while the workers work."""
+        """`run`, awaited: the event loop keeps running while a batch is split and shipped and while the workers work."""
+        # Only a Shard does enough work before the call to block the event loop: it plans and serializes a whole batch.
         if isinstance(resolve(self.cls, method)[1], Shard):
             return await (await in_thread("batch", partial(self.submit, method, *args, **kwargs)))
         return await self.submit(method, *args, **kwargs)
 
     def submit(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Start `method` and return at once; see Future. Inline, it runs when its result is first asked."""
+        """Start `method` and return at once; see Future. Inline, it runs when its result is first requested."""
         name, strategy, shipment = self._split(method, args, kwargs)
         pending = self.backend.submit(name, shipment)
         where = f"{self.cls.__name__}.{name}"
@@ -90,7 +91,7 @@ class WorkerGroup(Generic[W]):
         return Future(where, pending, gather, self._stored(strategy, shipment, pending))
 
     def run_all(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """`run`, but every rank's own result, in rank order."""
+        """`run`, but with the results of all ranks, in rank order."""
         name, _, shipment = self._split(method, args, kwargs)
         results = self.backend.submit(name, shipment).wait()
         return [results[rank] for rank in shipment.ranks]
@@ -111,7 +112,7 @@ class WorkerGroup(Generic[W]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[R]:
-        """Call an `AllToAll` method: rank i gets `items[i]` first; every rank's result, in rank order."""
+        """Call an `AllToAll` method: the first argument of rank i is `items[i]`; returns all results, in rank order."""
         name, strategy, shipment = self._split(method, (PerRank(tuple(items)), *args), kwargs)
         if not isinstance(strategy, AllToAll):
             raise DispatchError(f"{self.cls.__name__}.{name} is {strategy}: `scatter` is for AllToAll methods")
@@ -119,15 +120,16 @@ class WorkerGroup(Generic[W]):
         return [results[rank] for rank in shipment.ranks]
 
     def put(self, batch: TensorDict) -> TensorDict:
-        """Lay a batch where the workers can read it, once, for several calls; returns a stand-in for it."""
+        """Store a batch where the workers can read it, once, for several calls; returns a placeholder for it."""
+        # Typed as a batch, so that calls that take it still type-check; Shard unwraps it.
         stand_in: Any = Stored([self.backend.put(batch)], [_all_rows(batch)], batch)
         stored: TensorDict = stand_in
         return stored
 
     def restart(self) -> None:
-        """Replace all worker processes by fresh ones, colocated roles included; their state is gone.
+        """Replace all worker processes with fresh ones, colocated roles included; their state is lost.
 
-        Raises ResourceError where they cannot be placed in time.
+        Raises ResourceError if they cannot be placed in time.
         """
         self.backend.restart()
 
@@ -151,6 +153,7 @@ class WorkerGroup(Generic[W]):
         if not isinstance(strategy, Shard) or strategy.collect not in ("source", "concat"):
             return None
         sources = self.mesh.sources(strategy.mesh)
+        # With collect="concat" a method may return any rows, so their numbers in the whole are not known.
         known = strategy.collect == "source" and bool(shipment.rows)
         rows = [shipment.rows[rank] for rank in sources] if known else None
         return Stored([pending.handles[rank] for rank in sources], rows)

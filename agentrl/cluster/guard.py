@@ -15,13 +15,13 @@ LOOPBACK = {
     "VLLM_HOST_IP": "127.0.0.1",
     "AGENTRL_NODE_IP": "127.0.0.2",
 }
-"""What is pinned, where the user has set none of them. AGENTRL_NODE_IP is the address that `start_ray`
-gives to Ray, which reads none from the environment. It is 127.0.0.2, because Ray replaces 127.0.0.1 by
+"""Variables that are pinned if the user has set none of them. AGENTRL_NODE_IP is the address that `start_ray`
+passes to Ray, which does not read one from the environment. It is 127.0.0.2, because Ray replaces 127.0.0.1 with
 the very address that does not work; the whole of 127.0.0.0/8 is loopback."""
 
 
 def own_address() -> str | None:
-    """The address this machine would use towards others; None where it has no route at all."""
+    """The address from which this machine would reach others; None if it has no route at all."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("8.8.8.8", 80))  # connecting UDP sends nothing; it only picks a route
@@ -43,7 +43,7 @@ def routes_back(address: str, timeout: float = 1.0) -> bool:
 
 
 def network_fault() -> str | None:
-    """Why this machine cannot reach itself under its own address; None where it can."""
+    """Why this machine cannot reach itself at its own address; None if it can."""
     address = own_address()
     if address is None:
         return "this machine has no network route"
@@ -51,10 +51,10 @@ def network_fault() -> str | None:
 
 
 def guard_network(environ: MutableMapping[str, str] | None = None, *, multi_node: bool = False) -> str | None:
-    """Pin NCCL, Gloo, vLLM and Ray to loopback where this node cannot reach itself; say so in the log.
+    """Pin NCCL, Gloo, vLLM and Ray to loopback if this node cannot reach itself, and log a warning.
 
-    Call before `import ray`. Does nothing on several nodes, or where the user has set any of the variables.
-    Returns the reason where it pinned, else None.
+    Call before `import ray`. Does nothing on several nodes, or if the user has set any of the variables.
+    Returns the reason if it pinned them, else None.
     """
     env = os.environ if environ is None else environ
     if multi_node or any(env.get(key) for key in LOOPBACK):

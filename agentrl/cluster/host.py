@@ -1,7 +1,7 @@
-"""The process side of a worker group: a host holds role objects and runs their methods when told.
+"""The process side of a worker group: a host holds role objects and runs their methods on request.
 
 Several roles may share one host (colocation): they take turns, because a host runs one call at a time.
-A host imports torch and tensordict only with its first batch, so that workers without any stay small.
+A host imports torch and tensordict only with its first batch, so that workers that get no batches stay small.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from agentrl.errors import UserError, WorkerError
 
 
 class RemoteFailure(Exception):
-    """What a worker's exception becomes on its way to the driver: text, and the class of a UserError.
+    """A worker's exception on its way to the driver: as text, plus the class if it is a UserError.
 
-    `where` names group, method and rank; it stays right where the failed call's result was to be an
-    argument of another group.
+    `where` names group, method and rank of the failed call, even if the driver only learns of it through another
+    group's call that takes its result as an argument.
     """
 
     def __init__(self, where: str, message: str, trace: str, user_error: type[UserError] | None) -> None:
@@ -42,14 +42,15 @@ class RemoteFailure(Exception):
 
 @dataclass(slots=True)
 class PackedCall:
-    """Arguments pickled once for all ranks; large buffers lie beside the pickle, uncopied."""
+    """Arguments pickled once for all ranks; large buffers are kept outside the pickle, without a copy."""
 
     data: bytes
     buffers: list[Any]
 
 
 def failure(where: str, error: BaseException) -> RemoteFailure:
-    """Describe an exception of a worker's method; the traceback starts at the method."""
+    """Describe an exception raised by a worker's method; the traceback starts at the method."""
+    # As text: a traceback cannot be pickled, and an exception class of the user may not exist on the driver.
     entry = error.__traceback__.tb_next if error.__traceback__ else None
     trace = "".join(traceback.format_exception(type(error), error, entry))
     if isinstance(error, UserError):
@@ -58,7 +59,7 @@ def failure(where: str, error: BaseException) -> RemoteFailure:
 
 
 class Host:
-    """The class behind each Ray actor. It is not called by users: a WorkerGroup speaks to it."""
+    """The class behind each Ray actor. Only a WorkerGroup calls it, users do not."""
 
     def __init__(self) -> None:
         self._roles: dict[str, Worker] = {}
@@ -90,8 +91,8 @@ class Host:
         gather_plans: dict[str, GatherPlan] | None,
         *parts: Any,
     ) -> Any:
-        """Run one method: `common` holds what all ranks get, `own` this rank's values, and `gather_plans`
-        says by parameter which rows of the pieces in `parts` to build it from."""
+        """Run one method: `common` holds the arguments of all ranks, `own` those of this rank, and `gather_plans`
+        says, per parameter, from which rows of the pieces in `parts` it is built."""
         worker = self._roles[role]
         try:
             args, kwargs = unpack_arguments(common)
@@ -106,21 +107,21 @@ class Host:
 
 
 def unpack_arguments(common: bytes | PackedCall) -> Any:
-    """(args, kwargs) that the driver pickled."""
+    """(args, kwargs) as the driver pickled them."""
     if isinstance(common, bytes):
         return pickle.loads(common)
     return pickle.loads(common.data, buffers=common.buffers)
 
 
 def pieces_of(parts: Sequence[Any]) -> Sequence[Any]:
-    """The pieces of a call's batch as the driver's gather_plans number them; see cluster/column_store.py."""
+    """The pieces of a call's batch, numbered as in the driver's gather plans; see cluster/column_store.py."""
     from agentrl.cluster.column_store import rejoined
 
     return rejoined(parts)
 
 
 def gather_argument(gather_plan: GatherPlan, pieces: Sequence[Any]) -> Any:
-    """The argument that a gather_plan describes, in storage of its own."""
+    """The argument that a gather plan describes, in fresh storage."""
     from agentrl.batch.rows import concat, select
 
     first = gather_plan.takes[0]
@@ -132,7 +133,7 @@ def gather_argument(gather_plan: GatherPlan, pieces: Sequence[Any]) -> Any:
 
 
 def pick_rows(piece: Any, rows: np.ndarray | None) -> Any:
-    """Rows of a serialized form or of a batch; all of it where `rows` is None."""
+    """Rows of a serialized batch or of a batch; all of them if `rows` is None."""
     from tensordict import TensorDict
 
     from agentrl.batch.rows import select
@@ -145,7 +146,7 @@ def pick_rows(piece: Any, rows: np.ndarray | None) -> Any:
 
 def serialized(value: Any) -> Any:
     """Batches in serialized form; everything else as it is."""
-    if "tensordict" not in sys.modules:
+    if "tensordict" not in sys.modules:  # then the value cannot be a batch, and the import is saved
         return value
     from tensordict import TensorDict
 
@@ -155,7 +156,7 @@ def serialized(value: Any) -> Any:
 
 
 def deserialized(value: Any) -> Any:
-    """Inverse of `wire`; what arrives in shared memory is copied."""
+    """Inverse of `serialized`; values that arrive in shared memory are copied."""
     if "agentrl.batch.serialization" not in sys.modules:
         return value
     from agentrl.batch.serialization import SerializedBatch, deserialize

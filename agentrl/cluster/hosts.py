@@ -14,7 +14,7 @@ from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.errors import ResourceError, WorkerError
 
 GRACE = 2.0
-"""Seconds that a process gets to end by itself."""
+"""Seconds that a process gets to exit by itself."""
 
 Role = tuple[type[Worker], Mesh]
 
@@ -23,7 +23,7 @@ class Hosts:
     """`len(options)` host processes and the roles that they hold.
 
     `options[rank]` are Ray's actor options of that rank (CPUs, GPUs, placement). `timeout` (seconds)
-    bounds every start; `on_end`, where set, is called once when they end.
+    bounds every start; `on_end`, if set, is called once when they end.
     """
 
     def __init__(self, name: str, options: list[dict[str, Any]], timeout: float) -> None:
@@ -37,8 +37,9 @@ class Hosts:
         self._start()
 
     def _start(self) -> None:
-        """Start all processes and wait until they answer. Raises ResourceError; leaves none behind."""
+        """Start all processes and wait until they answer. Raises ResourceError if they do not, and leaves none behind."""
         remote = ray.remote(Host)
+        # Ray must not restart or retry by itself: a fresh process has no roles, and a repeated update would train twice.
         fixed = {"max_concurrency": 1, "max_restarts": 0, "max_task_retries": 0}
         self.handles = [remote.options(**fixed, **options).remote() for options in self._options]
         refs = [handle.where.remote() for handle in self.handles]
@@ -46,7 +47,7 @@ class Hosts:
             self.nodes = ray.get(refs, timeout=self.timeout)
         except (GetTimeoutError, RayActorError, RayTaskError) as error:
             done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
-            self.kill()
+            self.kill()  # also those that did start: they would keep their resources from the next attempt
             raise ResourceError(self._not_placed(len(done), error)) from None
 
     def _not_placed(self, started: int, error: BaseException) -> str:
@@ -59,7 +60,8 @@ class Hosts:
         )
 
     def create(self, role: str, cls: type[Worker], mesh: Mesh) -> None:
-        """Build one role object a host. Raises WorkerError or the role's own UserError."""
+        """Build one role object per host. Raises WorkerError or the role's own UserError."""
+        # On one node loopback always works, even if the node's own address does not route back (see guard.py).
         one_node = len({node for _, _, node in self.nodes}) == 1
         address = "127.0.0.1" if one_node else self.nodes[0][0]
         try:
@@ -68,7 +70,7 @@ class Hosts:
             refs = [h.create.remote(role, cls, c) for h, c in zip(self.handles, contexts, strict=True)]
             ray.get(refs, timeout=self.timeout)
         except GetTimeoutError:
-            raise ResourceError(f"group {role!r}: not all workers were built in {self.timeout:g} s") from None
+            raise ResourceError(f"group {role!r}: not all workers were built within {self.timeout:g} s") from None
         except RayTaskError as error:
             raise _not_built(role, cls, error) from None
         except RayActorError as error:
@@ -76,20 +78,20 @@ class Hosts:
         self.roles[role] = (cls, mesh)
 
     def restart(self) -> None:
-        """Kill what is left, start fresh processes and build every role again, without its old state."""
+        """Kill the remaining processes, start fresh ones and build every role again, without its old state."""
         self.kill()
         self._start()
         for role, (cls, mesh) in list(self.roles.items()):
             self.create(role, cls, mesh)
 
     def release(self, role: str) -> None:
-        """Drop a role; the processes end with the last one."""
+        """Drop a role; the processes end with their last role."""
         self.roles.pop(role, None)
         if not self.roles:
             self.end()
 
     def end(self) -> None:
-        """End all processes; idempotent. A busy one is killed after a moment."""
+        """End all processes; idempotent. A busy one is killed after `GRACE` seconds."""
         if self.handles and ray.is_initialized():
             leaving = [handle.__ray_terminate__.remote() for handle in self.handles]
             ray.wait(leaving, num_returns=len(leaving), timeout=GRACE)
@@ -99,14 +101,14 @@ class Hosts:
         self.on_end = None
 
     def kill(self) -> None:
-        """End all processes; idempotent."""
-        if ray.is_initialized():  # ray.kill would start a new Ray
+        """Kill all processes; idempotent."""
+        if ray.is_initialized():  # otherwise ray.kill would start a new Ray
             for handle in self.handles:
                 ray.kill(handle)
         self.handles, self.nodes, self.lost = [], [], {}
 
     def note_lost(self, refs: dict[int, Any]) -> None:
-        """Look through a failed call's references for processes that are gone."""
+        """Record the processes that are gone, found by a failed call's references."""
         done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)
         for rank, ref in refs.items():
             if ref not in done:
@@ -114,7 +116,7 @@ class Hosts:
             try:
                 ray.get(ref)
             except RayActorError as error:
-                if error.actor_id == self.handles[rank]._actor_id.hex():  # not that of an argument's maker
+                if error.actor_id == self.handles[rank]._actor_id.hex():  # not the actor that made an argument
                     self.lost[rank] = first_line(error)
             except RayError:
                 continue

@@ -1,4 +1,4 @@
-"""The inline backend: the worker lives in the driver process, for a debugger and for one-process runs."""
+"""The inline backend: the worker lives in the driver process, for debugging and for one-process runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentrl.executors import in_thread
 
 
 class InlinePending(Pending):
-    """A call that runs in the caller's thread when its result is first asked for."""
+    """A call that runs in the caller's thread when its result is first requested."""
 
     def __init__(self, backend: InlineBackend, method: str, shipment: Shipment) -> None:
         self._backend, self._method, self._shipment = backend, method, shipment
@@ -27,7 +27,7 @@ class InlinePending(Pending):
 
     @property
     def handles(self) -> dict[int, Any]:
-        return {rank: _Later(self, rank) for rank in self._shipment.ranks}
+        return {rank: _LazyResult(self, rank) for rank in self._shipment.ranks}
 
     def wait(self) -> dict[int, Any]:
         if self._results is None:
@@ -39,7 +39,7 @@ class InlinePending(Pending):
         return await in_thread("update", self.wait)
 
 
-class _Later:
+class _LazyResult:
     """One rank's result of an inline call."""
 
     def __init__(self, pending: InlinePending, rank: int) -> None:
@@ -56,8 +56,8 @@ class InlineBackend(Backend):
     def __init__(self, cls: type[Worker], name: str, mesh: Mesh) -> None:
         if mesh.world_size > 1 and cls.collective:
             raise ResourceError(
-                f"group {name!r}: {mesh.world_size} ranks were asked for; backend 'inline' holds one, "
-                "as torch.distributed knows one rank a process: "
+                f"group {name!r}: {mesh.world_size} ranks were requested; backend 'inline' holds one, "
+                "as torch.distributed has one rank per process: "
                 "set cluster.actors = 1 or cluster.backend = 'ray'"
             )
         self._name, self._cls, self._mesh = name, cls, mesh
@@ -68,7 +68,7 @@ class InlineBackend(Backend):
         return InlinePending(self, method, shipment)
 
     def put(self, batch: TensorDict) -> Any:
-        return select(batch, np.arange(len(batch)))
+        return select(batch, np.arange(len(batch)))  # a copy, as with Ray: a later change by the caller must not show
 
     def restart(self) -> None:
         ranks = range(self._mesh.world_size)
@@ -78,7 +78,7 @@ class InlineBackend(Backend):
         self._workers.clear()
 
     def one(self, method: str, shipment: Shipment, rank: int) -> Any:
-        """Run one rank's part. A UserError passes as it is, anything else becomes a WorkerError."""
+        """Run one rank's part. A UserError is raised as it is, any other exception as a WorkerError."""
         kwargs = {**shipment.kwargs, **shipment.own.get(rank, {})}
         if shipment.parameter is not None:
             kwargs[shipment.parameter] = self._rows(shipment, rank)
@@ -94,6 +94,6 @@ class InlineBackend(Backend):
     def _rows(shipment: Shipment, rank: int) -> Any:
         batch = shipment.batch
         if isinstance(batch, Stored):
-            pieces = [piece.get() if isinstance(piece, _Later) else piece for piece in batch.pieces]
+            pieces = [piece.get() if isinstance(piece, _LazyResult) else piece for piece in batch.pieces]
             return gather_argument(shipment.gather_plans[rank], pieces)
         return gather_argument(GatherPlan((RowsOfPart(0, shipment.rows[rank]),)), [batch])

@@ -33,11 +33,12 @@ def launch(
     """A group of `world_size` workers of class `cls`, ready to be called.
 
     `mesh` names the axes of the ranks (default {"dp": world_size}). `num_cpus` and `num_gpus` are what
-    each worker asks of Ray; `env` are environment variables of its process. `on` colocates the role in
+    each worker requests from Ray; `env` are environment variables of its process. `on` colocates the role in
     the processes of another group, rank by rank. `call_timeout` (seconds) bounds every call.
-    Ray must be up (`agentrl.cluster.runtime.start_ray`).
+    Ray must be running (`agentrl.cluster.runtime.start_ray`).
 
-    Raises ResourceError where the workers cannot be placed within `startup_timeout` seconds.
+    Raises ResourceError if the workers cannot be placed within `startup_timeout` seconds, DispatchError if the ranks
+    do not fit the mesh or the other group.
     """
     role = name or cls.__name__.lower()
     if world_size < 1:
@@ -53,7 +54,7 @@ def launch(
             raise DispatchError(f"group {role!r}: sharing the processes of {on.name!r} needs 'ray' and {on.world_size} ranks")
         hosts = on.backend.hosts
         if role in hosts.roles:
-            raise DispatchError(f"group {role!r}: the processes of {on.name!r} hold a role of that name")
+            raise DispatchError(f"group {role!r}: the processes of {on.name!r} already hold a role of that name")
     else:
         asked: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, **(options or {})}
         if env:
@@ -62,6 +63,6 @@ def launch(
     try:
         hosts.create(role, cls, grid)
     except AgentrlError:
-        hosts.release(role)
+        hosts.release(role)  # ends processes that were started for this role, and leaves those of another group alone
         raise
     return WorkerGroup(cls, role, grid, RayBackend(role, cls, hosts, call_timeout))

@@ -1,4 +1,4 @@
-"""Facts about this machine that Ray, NCCL and shared memory depend on. No ray, no torch."""
+"""Facts about this machine that Ray, NCCL and shared memory depend on. Imports neither ray nor torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
     }
 )
 LONGEST_RAY_FOLDER = 40
-"""Ray puts Unix sockets below its folder; a socket's path has at most 107 bytes, about 65 of them Ray's."""
+"""Ray puts Unix sockets under its folder; a socket's path has at most 107 bytes, of which Ray needs about 65."""
 
 
 def usable_cpus() -> int:
@@ -32,21 +32,21 @@ def usable_cpus() -> int:
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that holds `path` (as in /proc/mounts); "" where unknown."""
+    """The type of the file system that holds `path` (as in /proc/mounts); "" if unknown."""
     mounts = Path("/proc/mounts")
     if not mounts.exists():
         return ""
     wanted, best, kind = str(path.resolve()), "", ""
     for line in mounts.read_text().splitlines():
-        _, where, what, *_ = line.split()
-        inside = wanted == where or wanted.startswith(where.rstrip("/") + "/")
-        if inside and len(where) >= len(best):
-            best, kind = where, what
+        _, mounted_at, mounted_kind, *_ = line.split()
+        inside = wanted == mounted_at or wanted.startswith(mounted_at.rstrip("/") + "/")
+        if inside and len(mounted_at) >= len(best):  # of two mounts on one path, the later one hides the other
+            best, kind = mounted_at, mounted_kind
     return kind
 
 
 def ray_folder() -> str | None:
-    """A folder for Ray's session files where its own choice would fail or hang; None leaves it to Ray.
+    """A folder for Ray's session files if its own choice would fail or hang; None leaves the choice to Ray.
 
     Ray follows TMPDIR. On a network file system it can hang, and a long path breaks its sockets.
     """
@@ -59,7 +59,7 @@ def ray_folder() -> str | None:
 
 
 def memory_available() -> int:
-    """Free memory in bytes, what the kernel could reclaim included; 0 where unknown."""
+    """Free memory in bytes, including what the kernel could reclaim; 0 if unknown."""
     info = Path("/proc/meminfo")
     if not info.exists():
         return 0

@@ -18,7 +18,7 @@ class Mesh:
     def of(cls, sizes: Mapping[str, int] | None, world_size: int) -> Mesh:
         """The mesh of `sizes`, by default one axis "dp" over all ranks.
 
-        Raises DispatchError where the sizes do not multiply to `world_size`.
+        Raises DispatchError if the product of the sizes is not `world_size`.
         """
         mesh = cls(tuple((sizes or {"dp": world_size}).items()))
         if mesh.world_size != world_size or any(size < 1 for _, size in mesh.axes):
@@ -33,7 +33,7 @@ class Mesh:
         return product
 
     def size(self, axis: str) -> int:
-        """Ranks along `axis`. Raises DispatchError for a name that the mesh lacks."""
+        """Number of ranks along `axis`. Raises DispatchError for an unknown axis."""
         for name, size in self.axes:
             if name == axis:
                 return size
@@ -45,7 +45,7 @@ class Mesh:
         return self.coordinates(rank)[axis]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Every axis's coordinate of `rank`."""
+        """The coordinates of `rank`, by axis."""
         out: dict[str, int] = {}
         for name, size in reversed(self.axes):
             out[name] = rank % size
@@ -55,9 +55,9 @@ class Mesh:
     def sources(self, axis: str) -> list[int]:
         """One rank for each coordinate of `axis`: the one whose other coordinates are all 0."""
         self.size(axis)
-        found: list[int] = []
+        ranks: list[int] = []
         for rank in range(self.world_size):
             at = self.coordinates(rank)
             if all(value == 0 for name, value in at.items() if name != axis):
-                found.append(rank)
-        return found
+                ranks.append(rank)
+        return ranks

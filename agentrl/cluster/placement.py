@@ -24,12 +24,12 @@ from agentrl.errors import AgentrlError, ResourceError
 W = TypeVar("W", bound=Worker)
 NODE_LABEL = "ray.io/node-id"
 PATIENCE = 5.0
-"""Seconds that Ray gets to hold places that are free, before the search begins anew."""
+"""Seconds that Ray gets to reserve resources that are free, before the search starts again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """A pool whose place is held: one bundle a node."""
+    """A pool with its resources reserved: one bundle per node."""
 
     name: str
     pool: PoolConfig
@@ -40,7 +40,7 @@ class Reserved:
         return self.pool.nodes * self.pool.per_node
 
     def options(self) -> list[dict[str, Any]]:
-        """Ray's actor options of each slot; slots of one node have neighbouring ranks."""
+        """Ray's actor options of each slot; the slots of a node have consecutive ranks."""
         return [
             {
                 "num_cpus": self.pool.cpus,
@@ -53,32 +53,32 @@ class Reserved:
         ]
 
     def release(self) -> None:
-        """Give the place back; processes that still use it are ended by Ray."""
+        """Release the reservation; Ray ends processes that still use it."""
         remove_placement_group(self.group)
 
 
 def cluster_nodes() -> list[ClusterNode]:
-    """The living nodes of the connected cluster, with all that they have."""
+    """The live nodes of the connected cluster, with their total resources."""
     return list(_nodes({}))
 
 
 def _nodes(left: Mapping[str, Mapping[str, float]]) -> dict[ClusterNode, str]:
-    """The living nodes and their ids: with what `left` says of a node by its id, else with all that it has."""
-    found: dict[ClusterNode, str] = {}
+    """The live nodes and their ids, with the resources that `left` gives for a node's id, else its total resources."""
+    nodes: dict[ClusterNode, str] = {}
     for node in ray.nodes():
         if node["Alive"]:
             has = left.get(node["NodeID"], node["Resources"])
             name = f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
-            found[ClusterNode(name, float(has.get("CPU", 0.0)), float(has.get("GPU", 0.0)))] = node["NodeID"]
-    return found
+            nodes[ClusterNode(name, float(has.get("CPU", 0.0)), float(has.get("GPU", 0.0)))] = node["NodeID"]
+    return nodes
 
 
 def reserve(pools: Mapping[str, PoolConfig], timeout: float) -> dict[str, Reserved]:
-    """Hold places for all pools, or for none.
+    """Reserve resources for all pools, or for none.
 
     Every share of a pool is pinned to the node that the search found for it: left to itself, Ray could put
-    small pools where a large one alone would fit. Raises ResourceError, with a table of demand against
-    supply, at once where no placement exists and after `timeout` seconds where others use what is needed.
+    small pools on the only nodes where a large one fits. Raises ResourceError, with a table of demand and
+    supply: at once if no placement exists, after `timeout` seconds if others use the resources.
     """
     nodes = cluster_nodes()
     place(pools, nodes)
@@ -88,6 +88,7 @@ def reserve(pools: Mapping[str, PoolConfig], timeout: float) -> dict[str, Reserv
         late = [name for name, one in held.items() if not one.group.wait(timeout_seconds=PATIENCE)]
         if held and not late:
             return held
+        # Part of the pools must not stay reserved: two runs that wait like that would block each other forever.
         for one in held.values():
             one.release()
         if time.monotonic() >= deadline:
@@ -95,12 +96,13 @@ def reserve(pools: Mapping[str, PoolConfig], timeout: float) -> dict[str, Reserv
         time.sleep(PATIENCE / 10)
     free = {key: ray.available_resources().get(key, 0.0) for key in ("CPU", "GPU")}
     raise ResourceError(
-        f"pools {sorted(pools)} got no place within {timeout:g} s; others use the cluster (free: {free})\n" + table(pools, nodes)
+        f"pools {sorted(pools)} could not be reserved within {timeout:g} s; others use the cluster (free: {free})\n"
+        + table(pools, nodes)
     )
 
 
 def _hold(pools: Mapping[str, PoolConfig]) -> dict[str, Reserved]:
-    """Ask for places on nodes that have them free now; none where there are none."""
+    """Request resources on nodes that have them free now; empty if there are none."""
     free = _nodes(available_resources_per_node())
     try:
         chosen = place(pools, list(free))
@@ -118,9 +120,9 @@ def _hold(pools: Mapping[str, PoolConfig]) -> dict[str, Reserved]:
 
 
 class Pools:
-    """The places of a run's roles: all pools that they name are reserved together, then filled role by role.
+    """The resources of a run's roles: all pools that they name are reserved together, then filled role by role.
 
-    Raises ConfigError for an unknown pool, and ResourceError with the table where they do not fit.
+    Raises ConfigError for an unknown pool, and ResourceError, with the table of `reserve`, if they do not fit.
     """
 
     def __init__(self, cluster: ClusterConfig, roles: Sequence[str], call_timeout: float | None = None) -> None:
@@ -134,13 +136,13 @@ class Pools:
         return role in self._pool_of
 
     def slots(self, role: str) -> int:
-        """Processes of a role that has a pool."""
+        """Number of processes of a role that has a pool."""
         return self._held[self._pool_of[role]].slots
 
     def launch(self, role: str, cls: type[W], mesh: Mapping[str, int] | None = None) -> WorkerGroup[W]:
-        """A group in the role's pool; the processes of a pool start with its first role and are shared.
+        """A group in the role's pool; the processes of a pool start with its first role and are shared by its roles.
 
-        Raises ResourceError where they do not start in time.
+        Raises ResourceError if they do not start in time.
         """
         name = self._pool_of[role]
         held = self._held[name]
@@ -150,21 +152,21 @@ class Pools:
         self._hosts[name].create(role, cls, grid)
         return WorkerGroup(cls, role, grid, RayBackend(role, cls, self._hosts[name], self._call_timeout))
 
-    def beside(self, role: str) -> list[dict[str, Any]]:
-        """Ray's options for processes of the role's own making, one a slot of its pool. Where other roles
-        use the pool's processes, these lie on the same nodes and take none of their slots."""
+    def ray_options(self, role: str) -> list[dict[str, Any]]:
+        """Ray's options for processes that the role starts itself, one per slot of its pool. If other roles
+        use the pool's processes, these are on the same nodes and take none of their slots."""
         held = self._held[self._pool_of[role]]
         shared = sum(name == held.name for name in self._pool_of.values()) > 1
         nothing = {"num_cpus": 0.0, "num_gpus": 0.0} if shared else {}
         return [{**options, **nothing} for options in held.options()]
 
     def release_with_groups(self) -> None:
-        """Let each pool's place go with the last group in it, for a caller that does not keep the Pools."""
+        """Release each pool's resources with the last group in it, for a caller that does not keep the Pools."""
         for name, hosts in self._hosts.items():
             hosts.on_end = self._held[name].release
 
     def close(self) -> None:
-        """End what still runs in the pools and give the places back; idempotent."""
+        """End what still runs in the pools and release their resources; idempotent."""
         for hosts in self._hosts.values():
             hosts.end()
         if ray.is_initialized():
@@ -179,7 +181,7 @@ def launch_in_pools(
     meshes: Mapping[str, Mapping[str, int]],
     call_timeout: float | None,
 ) -> dict[str, WorkerGroup[Any]]:
-    """Start roles that have a pool, each pool's place given back with its last role. See `roles.launch_roles`."""
+    """Start roles that have a pool; each pool is released with its last role. See `roles.launch_roles`."""
     pools = Pools(cluster, list(classes), call_timeout)
     try:
         groups = {role: pools.launch(role, cls, meshes.get(role)) for role, cls in classes.items()}

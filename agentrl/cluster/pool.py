@@ -1,4 +1,4 @@
-"""Resource pools: which role runs in which processes, and whether the nodes can hold them. Pure: no ray."""
+"""Resource pools: which role runs in which processes, and whether the nodes have room for them. Does not import ray."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ def check_roles(cluster: ClusterConfig) -> None:
 
 
 def pools_of_roles(cluster: ClusterConfig, roles: Sequence[str]) -> dict[str, tuple[str, PoolConfig]]:
-    """The pool of each of `roles` that has one: (name, size). Raises ConfigError for an unknown pool."""
+    """The pool of each of `roles` that has one: (name, pool). Raises ConfigError for an unknown pool."""
     check_roles(cluster)
     placed = {str(role): pool for role, pool in cluster.roles.items()}
     return {role: (placed[role], cluster.pools[placed[role]]) for role in roles if role in placed}
 
 
 def place(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode]) -> dict[str, list[str]]:
-    """ClusterNode names for each pool, one a pool node; the nodes of one pool differ.
+    """Names of the cluster's nodes for each pool, one per node of the pool; the nodes of one pool differ.
 
-    Searches all placements (largest share first), so it fails only where none exists: then it raises
-    ResourceError with a table of demand against supply.
+    Searches all placements (largest share first), so it fails only if none exists: then it raises
+    ResourceError with a table of demand and supply.
     """
     shares = [(name, share) for name, pool in pools.items() for share in range(pool.nodes)]
+    # Largest first, onto the fullest node that has room: the search then rarely has to go back.
     shares.sort(key=lambda item: (-need(pools[item[0]])[1], -need(pools[item[0]])[0], item))
     left = {node.name: [node.cpus, node.gpus] for node in nodes}
     chosen: dict[str, list[str]] = {name: [] for name in pools}
@@ -68,7 +69,7 @@ def _search(
     for node, (free_cpus, free_gpus) in sorted(left.items(), key=lambda item: (item[1][1], item[1][0], item[0])):
         if node in chosen[name] or free_cpus < cpus or free_gpus < gpus or (free_cpus, free_gpus) in tried:
             continue
-        tried.add((free_cpus, free_gpus))  # nodes with equal room are the same choice
+        tried.add((free_cpus, free_gpus))  # nodes with equal room are equivalent: trying one is enough
         left[node] = [free_cpus - cpus, free_gpus - gpus]
         chosen[name].append(node)
         if _search(pools, shares, at + 1, left, chosen):
@@ -79,8 +80,8 @@ def _search(
 
 
 def table(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode]) -> str:
-    """Demand of every pool's nodes against what each node of the cluster has."""
-    rows = [("demand", "nodes", "processes a node", "CPU slots a node", "GPUs a node")]
+    """A table of what every pool needs on each of its nodes and what each node of the cluster has."""
+    rows = [("demand", "nodes", "processes per node", "CPU slots per node", "GPUs per node")]
     for name, pool in pools.items():
         cpus, gpus = need(pool)
         rows.append((f"pool {name}", str(pool.nodes), str(pool.per_node), f"{cpus:g}", f"{gpus:g}"))

@@ -1,7 +1,7 @@
 """How the ranks of a group find each other for torch.distributed.
 
-Rank 0 binds a listening socket first and tells its port; the store later takes over that very socket.
-So the port cannot be lost to another process between choosing and using it.
+Rank 0 first binds a listening socket and announces its port; the store later takes over that same socket.
+So no other process can take the port between choosing and using it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _listeners: dict[Rendezvous, Listener] = {}
 
 
 def listen(host: str) -> Rendezvous:
-    """Bind a free port in this (rank 0's) process, under the address that the other ranks see."""
+    """Bind a free port in this (rank 0's) process. `host`: its address as seen by the other ranks."""
     listener = Listener(host)
     _listeners[listener.address] = listener
     return listener.address
@@ -49,23 +49,24 @@ def listen(host: str) -> Rendezvous:
 def join_group(where: Rendezvous | None, rank: int, world_size: int, backend: str | None, timeout: float) -> None:
     """Create this process's default process group, or keep one that has the same rank and size.
 
-    Sets MASTER_ADDR and MASTER_PORT for libraries that read them. Raises DispatchError where another
-    group is there already, or where there is no rendezvous for more than one rank.
+    Sets MASTER_ADDR and MASTER_PORT for libraries that read them. Raises DispatchError if this process is already in
+    another group, or if there is no rendezvous for more than one rank.
     """
     import torch
     import torch.distributed as dist
     from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-    if dist.is_initialized():
-        there = (dist.get_rank(), dist.get_world_size())
-        if there != (rank, world_size):
-            raise DispatchError(f"this process is rank {there[0]} of {there[1]} already; it cannot be {rank} of {world_size}")
+    if dist.is_initialized():  # a colocated role: torch.distributed has one default group per process
+        present = (dist.get_rank(), dist.get_world_size())
+        if present != (rank, world_size):
+            raise DispatchError(f"this process is already rank {present[0]} of {present[1]}; it cannot be {rank} of {world_size}")
         return
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     span = timedelta(seconds=timeout)
     if where is None:
         if world_size != 1:
             raise DispatchError(f"{world_size} ranks need backend 'ray': an inline group has no processes to join")
+        # A store in memory: a single process needs no port, which could be taken.
         dist.init_process_group(chosen, store=HashStore(), rank=0, world_size=1, timeout=span)
         return
     os.environ.update(MASTER_ADDR=where.host, MASTER_PORT=str(where.port))

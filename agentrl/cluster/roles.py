@@ -19,12 +19,12 @@ def launch_roles(
     meshes: Mapping[str, Mapping[str, int]] | None = None,
     call_timeout: float | None = None,
 ) -> dict[str, WorkerGroup[Any]]:
-    """One group a role. A role with a pool (`cluster.roles`) gets that pool's processes, shared with the
-    pool's other roles; any other role gets `cluster.actors` processes of its own. With backend "inline"
+    """One group per role. A role with a pool (`cluster.roles`) gets that pool's processes, shared with the
+    pool's other roles; any other role gets `cluster.actors` processes of its own. With backend "inline",
     every role lives in this process.
 
-    Raises ConfigError for an unknown pool and ResourceError where something does not fit, with a table of
-    demand against supply; nothing that was started stays.
+    Raises ConfigError for an unknown pool and ResourceError if something does not fit, with a table of
+    demand and supply; everything that was started is ended.
     """
     check_roles(cluster)
     axes = meshes or {}

@@ -1,4 +1,4 @@
-"""Bring Ray up for a run, and down again."""
+"""Start Ray for a run, and stop it again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 def worker_env() -> dict[str, str]:
     """Environment of every worker process on this machine: one OpenMP thread, and the user's shelf.
 
-    A worker's working directory is not the driver's, so the driver's is put in front of AGENTRL_PATH.
+    A worker's working directory is not the driver's, which is why the driver's is prepended to AGENTRL_PATH.
     """
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -30,29 +30,29 @@ def worker_env() -> dict[str, str]:
 
 
 def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_bytes: int | None = None) -> None:
-    """Start a local Ray, or join the cluster at `cluster.address`. Where Ray is up, it is used as it is.
+    """Start a local Ray, or join the cluster at `cluster.address`. If Ray is already running, it is used as it is.
 
-    An empty RAY_ADDRESS is removed first (to Ray it is an address). On a joined cluster the user's
-    shelves travel to the workers. `need_cpus`: what all groups of the run ask for together.
+    An empty RAY_ADDRESS is removed first (Ray would take it for an address). On a joined cluster the user's
+    shelves are sent to the workers. `need_cpus`: CPU slots that all groups of the run need together.
 
-    Raises ResourceError where the cluster has fewer, does not start or cannot be reached.
+    Raises ResourceError if the cluster has fewer, does not start or cannot be reached.
     """
     if os.environ.get("RAY_ADDRESS") == "":
         del os.environ["RAY_ADDRESS"]
     address = cluster.address or os.environ.get("RAY_ADDRESS")
     guard_network(multi_node=bool(address))
-    import ray
+    import ray  # only now: it reads the environment when it is imported
 
-    mine = not ray.is_initialized()
-    if mine:
+    started_here = not ray.is_initialized()
+    if started_here:
         with tempfile.TemporaryDirectory(prefix="agentrl-shelf-") as staged:
             _init(address, _join(address, Path(staged)) if address else _local(object_store_bytes))
     have = ray.cluster_resources().get("CPU", 0.0)
     if need_cpus > have:
-        if mine:
+        if started_here:
             stop_ray()
         raise ResourceError(
-            f"the run asks for {need_cpus:g} CPU slots, the cluster has {have:g}: lower cluster.actors or "
+            f"the run needs {need_cpus:g} CPU slots, the cluster has {have:g}: lower cluster.actors or "
             'vllm.replicas, or set cluster.backend = "inline"'
         )
 
@@ -86,13 +86,13 @@ def _local(object_store_bytes: int | None) -> dict[str, Any]:
 
 
 def _join(address: str, staged: Path) -> dict[str, Any]:
-    """Ray packs and uploads the staged folder while it connects; the copy may go afterwards."""
+    """Options to join a cluster. Ray packs and uploads the staged folder while it connects; it can be deleted afterwards."""
     env = {**worker_env(), **shipped_env(staged)}
     return {"address": address, "runtime_env": {"env_vars": env, "working_dir": str(staged)}}
 
 
 def stop_ray() -> None:
-    """Disconnect, and end a local Ray."""
+    """Disconnect from Ray; a local one ends."""
     import ray
 
     ray.shutdown()

@@ -1,4 +1,4 @@
-"""The Shard strategy: rows of a batch to the ranks along a mesh axis, and their results back."""
+"""The Shard strategy: sends rows of a batch to the ranks along a mesh axis and collects their results."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ class Shard(Strategy):
     coordinate of `mesh` (for example tensor-parallel peers) get the same rows; results are taken from
     one of them.
 
-    - `argument`: the parameter that holds the batch, by default the first; all others (a function
-      shipped along, for example) go to every rank.
+    - `argument`: the parameter that holds the batch, by default the first; all others (for example a
+      function) go to every rank.
     - `balance`: None splits contiguously into nearly equal row counts; "tokens" splits by a n + b n^2
       over row lengths (`cost`); "column" takes the rank from the batch's row column `dp_rank`
-      (-1: the row goes to no rank; only where `collect` is not "source").
+      (-1: the row goes to no rank; not allowed if `collect` is "source").
     - `stays`: columns that no worker reads and that are therefore not sent.
-    - `collect`: "source" puts the ranks' rows (TensorDict, tensor or list, one entry a row) back in
+    - `collect`: "source" puts the ranks' rows (TensorDict, tensor or list, one entry per row) back into
       the driver's row order; "concat" joins them in rank order; "metrics" reduces dicts of numbers to
-      one, key by key, by `metrics` ("sum", "mean", "max", "min"; "mean" where not named); "none" drops them.
+      one, key by key, by `metrics` ("sum", "mean", "max", "min"; by default "mean"); "none" drops them.
 
-    The batch may be a future of another group (`Future.value`). Where that has as many pieces as this
-    mesh axis has ranks, rank i gets piece i; else the rows are split anew. Neither passes the driver.
+    The batch may be a future of another group (`Future.value`). If that has as many pieces as this
+    mesh axis has ranks, rank i gets piece i; otherwise its rows are split again. In both cases the rows do not
+    pass through the driver.
     """
 
     mesh: str = "dp"
@@ -54,15 +55,15 @@ class Shard(Strategy):
     def check(self, where: str, parameters: Sequence[inspect.Parameter], returns: Any) -> None:
         usable = positional(parameters)
         if not usable:
-            raise DispatchError(f"{where}: Shard() ships a TensorDict, the method has no parameter for it")
+            raise DispatchError(f"{where}: Shard() passes a TensorDict, the method has no parameter for it")
         if self.argument is not None and self.argument not in usable:
             raise DispatchError(f"{where}: Shard() names the parameter {self.argument!r}; the method has {usable}")
         chosen = next(p for p in parameters if p.name == (self.argument or usable[0]))
         declared = _text(chosen.annotation)
         if declared and not any(word in declared for word in ("TensorDict", "Any", "object")):
-            raise DispatchError(f"{where}: Shard() ships a TensorDict as {chosen.name!r}, declared as {declared}")
+            raise DispatchError(f"{where}: Shard() passes a TensorDict as {chosen.name!r}, which is declared as {declared}")
         if returns in (None, "None") and self.collect != "none":
-            raise DispatchError(f"{where}: Shard(collect={self.collect!r}) needs a result, it returns None")
+            raise DispatchError(f"{where}: Shard(collect={self.collect!r}) needs a result, the method returns None")
         self._check_options(where)
 
     def _check_options(self, where: str) -> None:
@@ -80,6 +81,7 @@ class Shard(Strategy):
         batch, rest = call.take(name)
         count = mesh.size(self.mesh)
         shipment = Shipment(rest.args, rest.kwargs, list(range(mesh.world_size)), parameter=name, batch=batch)
+        # Ranks with the same coordinate get the same rows: sequence-parallel peers compute each micro-batch together.
         axis = {rank: mesh.index(rank, self.mesh) for rank in shipment.ranks}
         if isinstance(batch, TensorDict):
             shards = self._shards(where, batch, count)
@@ -105,11 +107,12 @@ class Shard(Strategy):
         if self.balance == "tokens":
             tokens = lengths(batch).numpy().astype(np.float64)
             costs = self.cost[0] * tokens + self.cost[1] * tokens * tokens
+            # Sorted: adjacent rows are then copied as one span, and results come back nearly in order.
             return [np.sort(np.asarray(part, dtype=np.int64)) for part in partition(costs, count)]
         return list(np.array_split(np.arange(len(batch), dtype=np.int64), count))
 
     def _stored(self, where: str, stored: Stored, count: int) -> list[tuple[GatherPlan, Any]]:
-        """GatherPlan and row numbers (None where unknown) of each coordinate."""
+        """GatherPlan and row numbers (None if unknown) of each coordinate."""
         if stored.known is not None:
             return [(stored.gather_plan(rows), rows) for rows in self._shards(where, stored.known, count)]
         if len(stored.pieces) == count:
@@ -118,7 +121,7 @@ class Shard(Strategy):
         if stored.rows is None or self.balance is not None:
             raise DispatchError(
                 f"{where}: a future of {len(stored.pieces)} pieces for {count} ranks: "
-                "splitting it anew needs collect='source' where it was made and balance=None here"
+                "splitting it again needs collect='source' where it was made and balance=None here"
             )
         every = np.arange(sum(len(part) for part in stored.rows), dtype=np.int64)
         return [(stored.gather_plan(part), part) for part in np.array_split(every, count)]

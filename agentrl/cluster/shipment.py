@@ -1,4 +1,4 @@
-"""One call, split: what all ranks share and what each rank gets of its own."""
+"""One call, split: the arguments that all ranks share and those of each rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowsOfPart:
-    """Rows of one stored piece; `rows` None takes the piece as it is."""
+    """Rows of one stored piece; with `rows` None, the whole piece as it is."""
 
     piece: int
     rows: np.ndarray | None = None
@@ -21,8 +21,8 @@ class RowsOfPart:
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """How a worker builds one argument from stored pieces: the rows taken, one after the other, then
-    put in `order` (None: as they come)."""
+    """How a worker builds one argument from stored pieces: the rows of `takes` are joined, then
+    put in `order` (None: left as they are)."""
 
     takes: tuple[RowsOfPart, ...]
     order: np.ndarray | None = None
@@ -30,11 +30,11 @@ class GatherPlan:
 
 @dataclass(slots=True)
 class Stored:
-    """A batch that lies in pieces where the workers can read it; the driver knows its rows only.
+    """A batch stored in pieces where the workers can read it; the driver only knows which rows it has.
 
-    `pieces` are object references ("ray") or values ("inline"), one a source rank. `rows[p]` are the
-    row numbers, in the order of the whole, that piece p holds in this order; None where the ranks chose
-    their rows themselves. `known` is the driver's own copy where it has one.
+    `pieces` are object references ("ray") or values ("inline"), one per source rank. `rows[p]` are the
+    numbers, in the whole batch, of piece p's rows in their order; `rows` is None if the ranks chose
+    their rows themselves. `known` is the driver's own copy, if it has one.
     """
 
     pieces: list[Any]
@@ -42,7 +42,7 @@ class Stored:
     known: TensorDict | None = None
 
     def gather_plan(self, rows: np.ndarray) -> GatherPlan:
-        """How to build `rows` of the whole, in this order. Needs `self.rows`."""
+        """How to build the rows `rows` of the whole batch, in this order. Needs `self.rows`."""
         assert self.rows is not None
         total = sum(len(part) for part in self.rows)
         piece_of = np.empty(total, dtype=np.int64)
@@ -57,7 +57,7 @@ class Stored:
             wanted = np.flatnonzero(owners == piece)
             takes.append(RowsOfPart(piece, place_of[rows[wanted]]))
             came.append(wanted)
-        if not takes:  # no rows: any piece tells the columns
+        if not takes:  # no rows: any piece will do, since it has the columns
             return GatherPlan((RowsOfPart(0, np.empty(0, dtype=np.int64)),))
         order = np.argsort(np.concatenate(came), kind="stable")
         return GatherPlan(tuple(takes), None if np.array_equal(order, np.arange(len(order))) else order)
@@ -68,8 +68,8 @@ class Shipment:
     """One call to the ranks `ranks`.
 
     `args` and `kwargs` are the same for all. `own[rank]` are keyword arguments of that rank alone.
-    `batch`, where a batch is dispatched by rows, is the parameter `parameter`: rank r gets `rows[r]`
-    of a TensorDict, or what `gather_plans[r]` says of a Stored batch.
+    If a batch is dispatched by rows, `batch` is the argument of `parameter`: rank r gets the rows `rows[r]`
+    of a TensorDict, or those that `gather_plans[r]` takes from a Stored batch.
     """
 
     args: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""The user's shelf on the workers: by path on this machine, as a copy on a cluster of several."""
+"""The user's shelf on the workers: by path on this machine, as a copy on a cluster of several machines."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def shelf_roots() -> list[Path]:
 
 
 def shipped_roots() -> list[tuple[str, Path]]:
-    """Folders of the user that hold a shelf, each under the name that its copy gets."""
+    """Folders of the user that contain a shelf, each with the name that its copy gets."""
     numbered = [(f"shelf{number}", root) for number, root in enumerate(shelf_roots())]
     return [(name, root) for name, root in numbered if any((root / shelf).is_dir() for shelf in SHELVES)]
 
 
 def stage_shelves(into: Path) -> str:
-    """Copy every shelf of the user below `into`, one folder a root; returns AGENTRL_PATH relative to it.
+    """Copy every shelf of the user into `into`, one folder per root; returns AGENTRL_PATH relative to it.
 
     Ray sends that folder to the workers as their working directory.
     """
@@ -36,7 +36,7 @@ def stage_shelves(into: Path) -> str:
 
 
 def shipped_env(staged: Path) -> dict[str, str]:
-    """Stage the shelves; what the workers' environment says about them: where the copies are, and of which
-    folders of the driver, so that an `EnvRef` finds the copy of its file and never the driver's path."""
+    """Stage the shelves and return the workers' environment variables for them: where the copies are, and of which
+    folders of the driver they are copies, so that an `EnvRef` finds the copy of its file and never the driver's path."""
     path = stage_shelves(staged)
     return {"AGENTRL_PATH": path, SHIPPED: os.pathsep.join(str(root) for _, root in shipped_roots())}

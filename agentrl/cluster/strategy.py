@@ -29,7 +29,7 @@ class Call:
     def take(self, name: str) -> tuple[Any, Call]:
         """The value given for parameter `name`, and the call without it.
 
-        Arguments after it become keyword arguments. Raises DispatchError where it was not given.
+        Arguments after it become keyword arguments. Raises DispatchError if it was not given.
         """
         if len(self.args) > len(self.names):
             given = len(self.args)
@@ -49,12 +49,12 @@ class Strategy(ABC):
     """Base of all strategies."""
 
     def check(self, where: str, parameters: Sequence[inspect.Parameter], returns: Any) -> None:
-        """Raise DispatchError where a method's signature (self left out) does not fit."""
+        """Raise DispatchError if a method's signature (without self) does not fit."""
         return None
 
     @abstractmethod
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
-        """Split one call. Raises DispatchError where its arguments do not fit."""
+        """Split one call. Raises DispatchError if its arguments do not fit."""
 
     @abstractmethod
     def gather(self, where: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
@@ -74,7 +74,7 @@ def positional(parameters: Sequence[inspect.Parameter]) -> list[str]:
 
 @dataclass(frozen=True)
 class Broadcast(Strategy):
-    """The same arguments to every rank; `run` waits for all and gives rank 0's result."""
+    """The same arguments for every rank; `run` waits for all and returns rank 0's result."""
 
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
         return Shipment(call.args, call.kwargs, list(range(mesh.world_size)))
@@ -85,7 +85,7 @@ class Broadcast(Strategy):
 
 @dataclass(frozen=True)
 class RankZero(Strategy):
-    """Rank 0 alone runs the method. Not for methods that enter a collective."""
+    """Only rank 0 runs the method. Not for methods that enter a collective."""
 
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
         return Shipment(call.args, call.kwargs, [0])
@@ -123,7 +123,7 @@ class AllToAll(Strategy):
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
         given, rest = call.take(call.names[0])
         if not isinstance(given, PerRank):
-            raise DispatchError(f"{call.where} is AllToAll: call it with `scatter([one item a rank], ...)`")
+            raise DispatchError(f"{call.where} is AllToAll: call it with `scatter([one item per rank], ...)`")
         if len(given.items) != mesh.world_size:
             raise DispatchError(f"{call.where}: {len(given.items)} items for {mesh.world_size} ranks")
         own = {rank: {call.names[0]: item} for rank, item in enumerate(given.items)}

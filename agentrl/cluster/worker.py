@@ -1,4 +1,4 @@
-"""The worker contract: a plain class whose public methods are what a group may call."""
+"""The worker contract: a plain class whose public methods can be called by a group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl.errors import DispatchError, did_you_mean
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a worker knows of its group: its rank, the mesh, and where rank 0 waits for the others."""
+    """What a worker knows about its group: its rank, the mesh, and where rank 0 waits for the others."""
 
     group: str
     rank: int
@@ -34,7 +34,7 @@ class Worker:
     an entry, or a signature that does not fit its strategy raises DispatchError. A subclass inherits
     the entries of its bases. Workers live in a process of their own ("ray") or in the driver ("inline").
 
-    `collective`: whether the class enters torch.distributed collectives; where False, the inline
+    `collective`: whether the class enters torch.distributed collectives; if False, the inline
     backend may hold several ranks, which then run one after the other.
     """
 
@@ -43,6 +43,7 @@ class Worker:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # Merged over the whole MRO, base first: an entry of a subclass replaces that of its base.
         inherited: dict[str, Strategy] = {}
         for base in reversed(cls.__mro__[1:]):
             inherited.update(base.__dict__.get("dispatch_table", {}))
@@ -62,21 +63,21 @@ class Worker:
     def init_process_group(self, backend: str | None = None, timeout: float = 1800.0) -> None:
         """Join the group's torch.distributed default process group; every rank must call it.
 
-        `backend` is by default "nccl" where this process sees a GPU, else "gloo". A second role in the
-        same process reuses the group that is there. `timeout` (seconds) bounds every later collective.
+        `backend` is by default "nccl" if this process sees a GPU, else "gloo". A second role in the
+        same process reuses the existing group. `timeout` (seconds) bounds every later collective.
         """
         join_group(self.context.rendezvous, self.rank, self.world_size, backend, timeout)
 
 
 def check_table(cls: type, table: Mapping[str, Strategy]) -> None:
-    """Raise DispatchError where the table and the class's public methods do not fit together."""
+    """Raise DispatchError if the table and the class's public methods do not fit together."""
     methods = public_methods(cls)
     for name, strategy in table.items():
         if not isinstance(strategy, Strategy):
-            raise DispatchError(f"{cls.__name__}.dispatch_table[{name!r}] is no strategy: {strategy!r}")
+            raise DispatchError(f"{cls.__name__}.dispatch_table[{name!r}] is not a strategy: {strategy!r}")
         if name not in methods:
             hint = did_you_mean(name, methods, f"it has {sorted(methods)}")
-            raise DispatchError(f"{cls.__name__}.dispatch_table names {name!r}, which is no public method; {hint}")
+            raise DispatchError(f"{cls.__name__}.dispatch_table names {name!r}, which is not a public method; {hint}")
         check_method(cls, name, methods[name], strategy)
     missing = sorted(set(methods) - set(table))
     if missing:
@@ -86,7 +87,7 @@ def check_table(cls: type, table: Mapping[str, Strategy]) -> None:
 
 
 def check_method(cls: type, name: str, method: Any, strategy: Strategy) -> None:
-    """Raise DispatchError where one method's kind or signature does not fit its strategy."""
+    """Raise DispatchError if a method's kind or signature does not fit its strategy."""
     where = f"{cls.__name__}.{name}"
     if not inspect.isfunction(method):
         raise DispatchError(f"{where} must be a plain method, it is a {type(method).__name__}")
@@ -102,15 +103,15 @@ _NOT_PLAIN = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.
 
 
 def public_methods(cls: type) -> dict[str, Any]:
-    """Public callables that the class and its bases below Worker define, by name."""
-    found: dict[str, Any] = {}
+    """Public methods that the class and its bases below Worker define, by name."""
+    methods: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if base is object or base is Worker:
             continue
         for name, value in base.__dict__.items():
             if not name.startswith("_") and _is_method(value):
-                found[name] = value
-    return found
+                methods[name] = value
+    return methods
 
 
 def _is_method(value: Any) -> bool:
@@ -120,11 +121,12 @@ def _is_method(value: Any) -> bool:
 def resolve(cls: type[Worker], method: Callable[..., Any]) -> tuple[str, Strategy]:
     """Name and strategy of a method reference such as `Actor.update` for a group of `cls`.
 
-    Raises DispatchError where the method is of another class or has no entry.
+    Raises DispatchError if the method belongs to another class or has no entry.
     """
     name = method.__name__
+    # By identity, not by name: `Critic.update` sent to a group of actors must not run `Actor.update`.
     if not any(base.__dict__.get(name) is method for base in cls.__mro__):
-        raise DispatchError(f"{method.__qualname__} is no method of {cls.__name__}, which this group holds")
+        raise DispatchError(f"{method.__qualname__} is not a method of {cls.__name__}, the class of this group's workers")
     if name not in cls.dispatch_table:
         raise DispatchError(f"{cls.__name__}.{name} has no entry in dispatch_table")
     return name, cls.dispatch_table[name]

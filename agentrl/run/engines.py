@@ -56,7 +56,7 @@ def maker_of(name: str, config: TrainConfig) -> EngineMaker:
 def make_engine(name: str, model: str, config: TrainConfig, pools: Pools | None = None) -> Engine:
     """The engine, not started. `name` is what `resolve_engine` gave, `model` a folder or hub name; with
     `pools`, the engine's own processes run where the role "rollout" is placed."""
-    ray_options = pools.beside("rollout") if pools is not None and "rollout" in pools else ()
+    ray_options = pools.ray_options("rollout") if pools is not None and "rollout" in pools else ()
     return maker_of(name, config).make(model, model_context(model), ray_options)
 
 

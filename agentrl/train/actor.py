@@ -53,13 +53,13 @@ class Actor(TrainedRole):
 
         Raises ModelError for a model that cannot be loaded, ConfigError for a schedule without a length.
         """
-        rate(optim.warmup, optim.warmup, optim.schedule, total_steps)
+        rate(optim.warmup, optim.warmup, optim.schedule, total_steps)  # raises now rather than at the end of the warm-up
         self._optim, self._total_steps = optim, total_steps
         self._engine = open_engine(self, path, model, optim.max_grad_norm)
         self._engine.optimizers = adamw(self._engine.named(), optim)
 
     def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
-        """Ragged `logprobs` and `entropy` of the sampled tokens under the weights of the day."""
+        """Ragged `logprobs` and `entropy` of the sampled tokens under the current weights."""
         return compute_logprobs(self._ready(), Ragged.of(batch), temperature, self._optim.micro_tokens)
 
     def update(
@@ -73,21 +73,22 @@ class Actor(TrainedRole):
     ) -> dict[str, float]:
         """One training step (`epochs` x minibatches optimizer steps); metrics over all ranks.
 
-        Needs the columns of `collate` and `advantages`; `ref_logprobs` where the loss has a KL term, and `old_logprobs`
-        (what `compute_logprob` found before the update) where the proximal policy is to be recomputed.
-        `temperature` is the rollout's; `kl_coef` replaces `algorithm.kl.coef` (a steered coefficient).
+        Needs the columns of `collate` and `advantages`; `ref_logprobs` if the loss has a KL term, and `old_logprobs`
+        (from `compute_logprob` before the update) if the proximal policy is to be recomputed.
+        `temperature` is the rollout's; `kl_coef` replaces `algorithm.kl.coef` (an adaptive coefficient).
         """
         engine = self._ready()
         check_algorithm(algorithm)
         factor = self._set_rate()
         coef = algorithm.kl.coef if kl_coef is None else kl_coef
+        # Greedy sampling (temperature 0) has no distribution to train: its logprobs are those at temperature 1.
         settings = UpdateSettings(temperature or 1.0, self._optim.micro_tokens, seed, step, coef)
         metrics = update_policy(engine, Ragged.of(batch), algorithm, settings)
         self._updates += 1
         return {**metrics, "lr": factor * self._optim.lr}
 
     def begin_sft(self, cfg: SftConfig) -> None:
-        """Start a supervised phase with optimizers of its own."""
+        """Start a supervised phase with its own optimizers."""
         engine = self._ready()
         self._sft, self._sft_done = cfg, 0
         engine.optimizers = muon(engine.named(), cfg)
@@ -101,25 +102,25 @@ class Actor(TrainedRole):
         return metrics
 
     def end_sft(self, folder: str) -> None:
-        """Write the model to `folder` and go over to a fresh optimizer for reinforcement learning."""
+        """Write the model to `folder` and switch to a fresh optimizer for reinforcement learning."""
         engine = self._ready()
         engine.export(Path(folder))
         self._sft = None
         engine.optimizers = adamw(engine.named(), self._optim)
 
     def open_route(self, route: str, cfg: WeightsConfig, receivers: int) -> Offer:
-        """Make a channel for weights towards so many processes. Raises ConfigError where it cannot be here."""
+        """Create a channel for weights to `receivers` processes. Raises ConfigError if this machine cannot serve the route."""
         if self._source is None:
-            where = self.context.rendezvous
-            self._source = WeightSource(self._ready(), self.rank, where.host if where else "127.0.0.1")
+            rendezvous = self.context.rendezvous
+            self._source = WeightSource(self._ready(), self.rank, rendezvous.host if rendezvous else "127.0.0.1")
         return self._source.open(route, cfg, receivers)
 
     def route_attached(self) -> None:
-        """All receivers have attached to what `open_route` offered."""
+        """Called when all receivers have attached to what `open_route` offered."""
         self._sending().attached()
 
     def next_bucket(self, first: bool) -> Bucket | None:
-        """Send the next bucket of weights, or the `first` of a new publish; None after the last."""
+        """Send the next bucket of weights, or the `first` one of a new publish; None after the last."""
         return self._sending().send(first)
 
     def close_route(self) -> None:
@@ -128,14 +129,14 @@ class Actor(TrainedRole):
             self._source.close()
 
     def export_adapter(self) -> Adapter:
-        """The low-rank adapter alone, on the host. Raises ConfigError without `model.lora`."""
+        """Only the low-rank adapter, on the host. Raises ConfigError without `model.lora`."""
         engine = self._ready()
         if engine.cfg.lora is None:
             raise ConfigError("export_adapter: the model has no adapter (model.lora)")
         return Adapter(engine.cfg.lora.rank, engine.cfg.lora.alpha, tuple(engine.cfg.lora.modules), engine.adapter())
 
     def export_hf(self, folder: str) -> None:
-        """A folder that plain transformers and vLLM load."""
+        """Write a folder that plain transformers and vLLM can load."""
         self._ready().export(Path(folder))
 
     def _sending(self) -> WeightSource:

@@ -1,9 +1,9 @@
 """Attention over packed rows: no padding reaches the model, and no row ever sees another.
 
-The rows of a micro-batch lie one after the other in one sequence of T tokens. transformers passes the
+The rows of a micro-batch follow one another in one sequence of T tokens. transformers passes the
 keyword argument `packed` of a model's forward on to the attention function, which is registered here
 under the name `PACKED`; the mask function of that name returns None, so no T x T mask is ever built.
-(With transformers' own attention functions packed rows leak into each other silently as soon as a
+(With transformers' own attention functions, packed rows silently leak into each other as soon as a
 cache or a mask is in use; see tests/train/test_attention.py.)
 """
 
@@ -22,14 +22,14 @@ from agentrl.train.ulysses import Ulysses
 
 PACKED = "agentrl_packed"
 WASTE = 1.25
-"""A block of rows may hold this many times its tokens as padding-included cells."""
+"""The most cells of a block of rows, padding included, as a multiple of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of similar length, computed in one call: `gather` [n * width] leads from a cell to its token
-    (a cell past a row's end repeats the row's last token), `cells` [tokens] are the cells that count and
-    `tokens` [tokens] where their results go."""
+    """Rows of similar length, computed in one call: `gather` [n * width] maps a cell of the padded block to its token
+    (a cell past a row's end repeats the row's last token), `cells` [tokens] are the cells that are not padding,
+    `tokens` [tokens] the positions of their results, and `exact` says that no cell is padding."""
 
     rows: int
     width: int
@@ -41,11 +41,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """Where the rows lie: `cu_seqlens` int32 [N + 1], the longest row, the blocks for a CPU, and the group
-    that shares the tokens, where there is one.
+    """The layout of the rows: `cu_seqlens` int32 [N + 1], the longest row, the blocks for a CPU, and the group
+    of ranks that shares the tokens, if there is one.
 
-    Where rows share prefixes (`spans` of batch/prefix.py), the blocks hold what has no prefix before it,
-    the prefixes themselves included, and `suffixes` the rests."""
+    If rows share prefixes (`spans` of batch/prefix.py), the blocks hold the spans without a prefix before them,
+    which include the prefixes themselves, and `suffixes` the suffixes after them."""
 
     cu_seqlens: Tensor
     longest: int
@@ -56,7 +56,7 @@ class PackedSequences:
 
 
 def packed_rows(offsets: Tensor, device: torch.device | None = None) -> PackedSequences:
-    """The layout of rows that `offsets` int64 [N + 1] cut apart."""
+    """The layout of the rows that `offsets` int64 [N + 1] delimit."""
     place = device or offsets.device
     blocks = _blocks(offsets[:-1], offsets[1:], place)
     longest = int(offsets.diff().max()) if len(offsets) > 1 else 0
@@ -72,7 +72,7 @@ def packed_trees(spans: Tensor, longest: int, device: torch.device) -> PackedSeq
 
 
 def padded(packed: PackedSequences, missing: int) -> PackedSequences:
-    """The layout with a row of `missing` tokens more, which no other row sees."""
+    """The layout with one more row, of `missing` tokens, which no other row sees."""
     if packed.spans is not None:
         end = int(packed.spans[-1, 3])
         pad = packed.spans.new_tensor([[end, end, end, end + missing]])
@@ -88,8 +88,8 @@ def _blocks(starts: Tensor, stops: Tensor, device: torch.device) -> tuple[Block,
 
 
 def _similar(lengths: list[int]) -> list[list[int]]:
-    """Rows cut, in order of length, into blocks that waste little."""
-    # Longest first, so that a block is as wide as its first row, and what its other rows waste is known as they come.
+    """Rows grouped, in order of length, into blocks with little padding."""
+    # Longest first: a block is then as wide as its first row, so each further row's padding is known when it is considered.
     order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i))
     groups: list[list[int]] = []
     used = 0
@@ -126,20 +126,20 @@ def packed_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each row. Shapes as transformers has them: query [1, H, T, D] -> [1, T, H, D].
+    """Causal attention within each row. Shapes as in transformers: query [1, H, T, D] -> [1, T, H, D].
 
-    Raises ModelError for what this form cannot compute: attention dropout, and a sliding window shorter
+    Raises ModelError for what is not supported here: attention dropout, and a sliding window shorter
     than the longest row.
     """
     if dropout:
-        raise ModelError("packed attention has no dropout; set attention_dropout to 0 in the model's config")
+        raise ModelError("packed attention does not support dropout; set attention_dropout to 0 in the model's config")
     if sliding_window is not None and sliding_window < packed.longest:
         raise ModelError(f"a row of {packed.longest} tokens exceeds the sliding window of {sliding_window}")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if packed.ulysses is not None:
         group = packed.ulysses
-        # Heads are what the group parts. Key heads that do not divide by its ranks are first repeated to as many as there
-        # are query heads.
+        # During attention the group's ranks split the heads. If they cannot split the key heads evenly, these are first
+        # repeated to the number of query heads.
         if k.shape[1] % group.size:
             repeat = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
@@ -150,7 +150,7 @@ def packed_attention(
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None) -> Tensor:
     """[T, H, D] -> [T, H, D]."""
-    # The kernel for rows of any length is for half precision on a GPU, and knows no prefix that several rows share.
+    # The varlen kernel needs half precision on a GPU and does not support a prefix that several rows share.
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and packed.spans is None:
         return _varlen(q, k, v, packed, scaling)
     return _blockwise(q, k, v, packed, scaling)
@@ -169,12 +169,12 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: f
 
 
 def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None) -> Tensor:
-    """Right-padded blocks under a causal mask: a real token never looks at the padding behind it."""
+    """Right-padded blocks under a causal mask: a real token never attends to the padding after it."""
     if len(packed.blocks) == 1 and packed.blocks[0].exact and not packed.suffixes:
         return _attend(q, k, v, packed.blocks[0], scaling)
     out = torch.zeros_like(q)
     for block in packed.blocks:
-        # Cells past a row's end repeat its last token: they need a value that is finite, and what they give is dropped.
+        # Cells past a row's end repeat its last token: they need a finite value, and their results are dropped.
         at = block.gather
         cells = _attend(q.index_select(0, at), k.index_select(0, at), v.index_select(0, at), block, scaling)
         out = out.index_copy(0, block.tokens, cells if block.exact else cells.index_select(0, block.cells))

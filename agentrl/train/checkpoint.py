@@ -1,8 +1,8 @@
-"""Checkpoint folders: whole or not there.
+"""Checkpoint folders: a checkpoint is either complete ("whole") or ignored.
 
-A step is written to a folder under a temporary name; its files are flushed to disk, a manifest that
+A step is written to a folder with a temporary name; its files are flushed to disk, a manifest that
 lists them with their sizes is written last, and only then is the folder renamed. A reader takes the
-newest folder whose manifest is there and whose files have the sizes that it lists. Writing may go on
+newest folder that has a manifest and whose files have the sizes that it lists. Writing may continue
 in the background between `begin` and `commit`.
 """
 
@@ -27,14 +27,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Checkpoints:
-    """The checkpoints of a run, under one root folder: the newest `keep` stay, and the `keep_best` with
-    the highest scores (the newer one where scores are equal). Scores stand in the manifests."""
+    """The checkpoints of a run, under one root folder: the newest `keep` are kept, and the `keep_best` with
+    the highest scores (of equal scores, the newer). Scores are stored in the manifests."""
 
     def __init__(self, root: Path, keep: int, keep_best: int = 0) -> None:
         self.root, self.keep, self.keep_best = Path(root), keep, keep_best
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of `step` into. Raises ResourceError on a full disk."""
+        """An empty folder to write the checkpoint of `step` to. Raises ResourceError if the disk is full."""
         aside = self._aside(step)
         shutil.rmtree(aside, ignore_errors=True)
         try:
@@ -44,9 +44,9 @@ class Checkpoints:
         return aside
 
     def commit(self, step: int, score: float | None = None) -> None:
-        """Make what was written after `begin` the checkpoint of `step`, and drop those that are over.
+        """Make what was written after `begin` the checkpoint of `step`, and delete checkpoints that are not kept any more.
 
-        Raises ResourceError where the disk is full; whatever goes wrong, older checkpoints stay.
+        Raises ResourceError if the disk is full; whatever goes wrong, older checkpoints stay.
         """
         aside = self._aside(step)
         try:
@@ -57,12 +57,12 @@ class Checkpoints:
         self._prune()
 
     def given_up(self, step: int, error: BaseException) -> BaseException:
-        """Remove what was written after `begin`; what to raise in place of `error`: a ResourceError where
+        """Remove what was written after `begin`; returns what to raise in place of `error`: a ResourceError if
         the disk is full, else `error` itself."""
         shutil.rmtree(self._aside(step), ignore_errors=True)
         if not disk_full(error):
             return error
-        return ResourceError(f"{self.root}: the disk is full: checkpoint {step} was not written, older ones are whole")
+        return ResourceError(f"{self.root}: the disk is full: checkpoint {step} was not written, older ones are intact")
 
     @contextmanager
     def writing(self, step: int, score: float | None = None) -> Iterator[Path]:
@@ -80,7 +80,7 @@ class Checkpoints:
     def rate(self, step: int, score: float) -> None:
         """Give the checkpoint of `step` a score that was not known when it was written.
 
-        Raises CheckpointError where it is missing or damaged.
+        Raises CheckpointError if it is missing or damaged.
         """
         path = self.at(step)
         manifest = _manifest(path)
@@ -92,12 +92,12 @@ class Checkpoints:
         return next((path for _, path in sorted(self._steps(), reverse=True) if is_whole(path)), None)
 
     def best(self) -> tuple[int, float] | None:
-        """Step and score of the whole checkpoint with the highest score, or None where none has one."""
+        """Step and score of the whole checkpoint with the highest score, or None if none has a score."""
         rated = self._rated()
         return (rated[0][1], rated[0][0]) if rated else None
 
     def at(self, step: int) -> Path:
-        """The checkpoint of one step. Raises CheckpointError where it is missing or damaged."""
+        """The checkpoint of one step. Raises CheckpointError if it is missing or damaged."""
         path = self.root / f"step_{step:06d}"
         if not is_whole(path):
             known = [str(number) for number, found in sorted(self._steps()) if is_whole(found)]
@@ -105,9 +105,9 @@ class Checkpoints:
         return path
 
     def lost(self) -> list[int]:
-        """Steps newer than the newest whole checkpoint whose writing was begun and did not end: what a
-        kill in the middle of a save left behind. What lies aside is removed; a checkpoint that was moved away for
-        one of the same step, which did not take its place, is back."""
+        """Steps newer than the newest whole checkpoint whose writing was started but not completed, because the process
+        was killed during a save. Removes the temporary folders, and moves a checkpoint back that was moved away for a
+        new one of the same step that never took its place."""
         for old in self.root.glob(f"{_OLD}step_*"):
             if not old.with_name(old.name.removeprefix(_OLD)).exists():
                 old.rename(old.with_name(old.name.removeprefix(_OLD)))
@@ -141,6 +141,8 @@ class Checkpoints:
 
     def _publish(self, aside: Path, target: Path) -> None:
         if target.exists():
+            # A folder cannot be replaced atomically. The old one is only moved away, so that `lost` can bring it back if
+            # the process is killed between the two renames.
             old = target.with_name(f"{_OLD}{target.name}")
             shutil.rmtree(old, ignore_errors=True)
             target.rename(old)
@@ -169,7 +171,7 @@ def seal(folder: Path, step: int, score: float | None = None) -> None:
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             with path.open("rb") as file:
-                os.fsync(file.fileno())
+                os.fsync(file.fileno())  # else the manifest could reach the disk before the data that it vouches for
             sizes[str(path.relative_to(folder))] = path.stat().st_size
     for path in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
         _sync_folder(path)
@@ -177,7 +179,7 @@ def seal(folder: Path, step: int, score: float | None = None) -> None:
 
 
 def is_whole(folder: Path) -> bool:
-    """True where the manifest is there and every file that it lists has its size."""
+    """True if the manifest exists and every file that it lists has the listed size."""
     try:
         return all((folder / name).stat().st_size == size for name, size in _manifest(folder)["files"].items())
     except (OSError, ValueError, KeyError):
@@ -190,6 +192,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    # Written aside, then renamed: a reader sees the old manifest or the new one, never half of one.
     aside = folder / f".{MANIFEST}"
     with aside.open("w", encoding="utf-8") as file:
         json.dump(manifest, file)
@@ -200,7 +203,8 @@ def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def disk_full(error: BaseException | None) -> bool:
-    """True where `error`, or what caused it, says that no space is left."""
+    """True if `error`, or one of its causes, says that no space is left."""
+    # By its text as well: an error that came from another rank or process has nothing else left of the OSError.
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return True

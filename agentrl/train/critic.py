@@ -33,8 +33,8 @@ class Critic(TrainedRole):
     def init_model(
         self, path: str, model: ModelConfig, optim: OptimConfig, critic: CriticConfig, total_steps: int | None = None
     ) -> None:
-        """Load the backbone from a folder or hub name; the value head starts at zero. `total_steps`: length of the run,
-        for the schedule.
+        """Load the backbone from a folder or hub name; the value head starts at zero. `total_steps`: length of the run
+        (for the schedule).
 
         Raises ModelError for a model that cannot be loaded, ConfigError for a schedule without a length.
         """
@@ -51,7 +51,7 @@ class Critic(TrainedRole):
     def update(self, batch: TensorDict, algorithm: AlgorithmConfig, step: int = 0, seed: int = 0) -> dict[str, float]:
         """One training step on the columns `values` (old) and `returns`; metrics over all ranks.
 
-        Its learning rate follows `optim.warmup` and `optim.schedule` by its own count of updates.
+        The learning rate follows `optim.warmup` and `optim.schedule`, counted in the critic's own updates.
         """
         engine = self._ready()
         factor = self._set_rate()
@@ -70,20 +70,21 @@ def update_critic(
 ) -> dict[str, float]:
     """All optimizer steps of one training step; every rank calls it with its own rows.
 
-    Counts as the policy's update does, but without tokens that an off-policy correction rejects there. Raises
-    NonFiniteError where the weights are not finite afterwards.
+    Its denominators are those of the policy's update, except that tokens rejected there by an off-policy correction count
+    here. Raises NonFiniteError if the weights are not finite afterwards.
     """
     parts, counts = minibatches(view), counts_of(view)
     micros = plan_micro_batches(view, parts, settings.micro_tokens, engine)
     meter, steps = Meter(), Steps(engine, view, f"critic update {settings.step}")
 
     def loss_of(rows: list[int], number: int) -> torch.Tensor:
-        piece = Pack(view, rows, engine.device)
-        values = engine.values(piece.micro)
-        returns = piece.column("returns")
-        loss = value_loss(values, piece.column("values"), returns, cfg.clip)
+        packed = Pack(view, rows, engine.device)
+        values = engine.values(packed.micro)
+        returns = packed.column("returns")
+        loss = value_loss(values, packed.column("values"), returns, cfg.clip)
+        # No token is rejected here: an off-policy correction is about the policy's ratio, which a value does not have.
         mask = torch.ones(len(values), dtype=torch.bool, device=engine.device)
-        offsets, weight = piece.compact.to(engine.device), piece.row("episode_tokens")
+        offsets, weight = packed.compact.to(engine.device), packed.row("episode_tokens")
         total = aggregate(loss, mask, offsets, algorithm.aggregate, counts[number], weight)
         meter.add("loss", total)
         meter.add("value", values)

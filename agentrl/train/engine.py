@@ -1,7 +1,7 @@
-"""What a trainer asks of a model that is spread over ranks: one small abstract class.
+"""What a trainer needs from a model that is sharded over ranks: one small abstract class.
 
-`FsdpEngine` implements it with FSDP2; another parallel library can be added beside it. All ranks call
-the same methods in the same order: every one of them may enter a collective.
+`FsdpEngine` implements it with FSDP2; another parallelism library can be added as another subclass. All ranks call
+the same methods in the same order, because each of them may enter a collective.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-        """log pi and entropy of the tokens `micro.targets`, float32 [M]; with gradient where grad is on."""
+        """log pi and entropy of the tokens `micro.targets`, float32 [M]; with gradient if grad mode is on."""
 
     @abstractmethod
     def values(self, micro: Micro) -> Tensor:
-        """The value before each of the tokens `micro.targets`, float32 [M]; of a critic's engine only."""
+        """The value before each of the tokens `micro.targets`, float32 [M]; only for a critic's engine."""
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -38,8 +38,8 @@ class BaseEngine(ABC):
     def step(self, sound: bool = True) -> float:
         """Clip by the global norm, step, zero the gradients; returns the norm before clipping.
 
-        No step is taken, on any rank, where that norm is not finite or the caller knows of a loss that is not (`sound`,
-        the same on all ranks): weights and optimizer stay as they are.
+        No step is taken, on any rank, if that norm is not finite or the caller found a loss that is not (`sound` is then
+        False, on all ranks): weights and optimizer stay as they are.
         """
 
     @abstractmethod
@@ -52,9 +52,9 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors by Hugging Face name, one at a time: each is gone when the next is asked for.
+        """Full tensors by Hugging Face name, one at a time: each is invalid once the next is requested.
 
-        All ranks must go through it together, or close it. A tied output embedding is left out.
+        All ranks must iterate together, or close the iterator. A tied output embedding is left out.
         """
 
     @abstractmethod
@@ -63,7 +63,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Model and optimizer state by name, sharded as it lies; tensors that a load may write into."""
+        """Model and optimizer state by name, sharded as on the ranks; a load may write into these tensors."""
 
     @abstractmethod
     def export(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Row columns that single advantage estimators need beside those of `collate`."""
+"""Row columns that some advantage estimators need in addition to those of `collate`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from agentrl.trajectory import Group, Trajectory
 
 
 def with_estimator_inputs(batch: TensorDict, groups: Sequence[Group], advantage: Choice) -> TensorDict:
-    """The batch of the scored members of `groups`, in this order, with what the estimator `advantage` reads:
+    """The batch of the scored members of `groups`, in this order, with the columns that the estimator `advantage` reads:
     `baseline` float32 [N], the reward of the group's greedy episode; `terms` float32 [N, K], the values of K nodes of the
-    reward spec, NaN where one could not be scored."""
+    reward spec, NaN if one could not be scored."""
     row = batch.get("trajectory")
     out: TensorDict = batch.copy()
     needs = ADVANTAGES.entry(advantage.name).needs
@@ -38,25 +38,27 @@ def needs_greedy(advantage: Choice) -> bool:
 
 
 def check_estimator_inputs(advantage: Choice, scorer: Scorer) -> None:
-    """Raise ConfigError where the estimator wants something of the reward spec that it does not have.
+    """Raise ConfigError if the estimator needs something that the reward spec does not have.
 
     Reads: algorithm.advantage, env.reward.
     """
     needs = ADVANTAGES.entry(advantage.name).needs
     if "baseline" in needs and scorer.compares:
         raise ConfigError(
-            f'algorithm.advantage "{advantage.name}" sets a greedy episode against each group; reward spec {scorer.name!r} '
-            "compares the members of a group with each other, which leaves no score for an episode outside"
+            f'algorithm.advantage "{advantage.name}" compares each group with a greedy episode, but reward spec {scorer.name!r} '
+            "compares the members of a group with each other, so it cannot score an episode outside of the group"
         )
     if "terms" not in needs:
         return
     known, terms, weights = scorer.ids, advantage.args["terms"], advantage.args.get("weights")
     if weights is not None and len(weights) != len(terms):
-        raise ConfigError(f"algorithm.advantage.args.weights: {len(weights)} weights for {len(terms)} terms; expected one a term")
+        raise ConfigError(
+            f"algorithm.advantage.args.weights: {len(weights)} weights for {len(terms)} terms; expected one per term"
+        )
     for name in terms:
         if name not in known:
-            hint = did_you_mean(name, known, f"ids there: {', '.join(known) or 'none'}")
-            raise ConfigError(f"algorithm.advantage.args.terms: reward spec {scorer.name!r} has no node of id {name!r}; {hint}")
+            hint = did_you_mean(name, known, f"its ids: {', '.join(known) or 'none'}")
+            raise ConfigError(f"algorithm.advantage.args.terms: reward spec {scorer.name!r} has no node with id {name!r}; {hint}")
 
 
 def _greedy(group: Group) -> float:

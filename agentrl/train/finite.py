@@ -15,29 +15,29 @@ SHOWN = 8
 
 
 def broken_rows(view: Ragged) -> dict[str, list[int]]:
-    """Rows in which a column of `COLUMNS` holds a number that is not finite, by column; empty where all is well."""
-    found: dict[str, list[int]] = {}
+    """Rows in which a column of `COLUMNS` has a number that is not finite, by column; empty if all are finite."""
+    broken: dict[str, list[int]] = {}
     for name in COLUMNS:
         if name not in view:
             continue
         column = view.row(name)
         values = column.values() if is_ragged(column) else column
         if bool(torch.isfinite(values.sum())):
-            continue  # the usual case, without a column of its own: one such number makes the sum so
+            continue  # the usual case, found without a mask of the column's size: one such number makes the sum not finite
         bad = ~torch.isfinite(values)
         rows = np.flatnonzero(row_counts(bad, view.offsets).numpy() > 0 if is_ragged(column) else bad.numpy()).tolist()
-        if rows:
-            found[name] = rows
-    return found
+        if rows:  # none if only the sum overflowed
+            broken[name] = rows
+    return broken
 
 
-def described(view: Ragged, found: dict[str, list[int]]) -> str:
-    """What `broken_rows` found, as text."""
-    return "; ".join(f"{name} of {named_rows(view, rows)}" for name, rows in found.items())
+def described(view: Ragged, broken: dict[str, list[int]]) -> str:
+    """The result of `broken_rows` as text."""
+    return "; ".join(f"{name} of {named_rows(view, rows)}" for name, rows in broken.items())
 
 
 def named_rows(view: Ragged, rows: Sequence[int]) -> str:
-    """Rows as a reader of the run knows them: number of the group, member, and which ledger of that episode."""
+    """Rows by the numbers that a run's records use: group, member, and ledger of that episode."""
     episode, group, member = view.episode, view.numbers("group"), view.numbers("member")
     names = [
         f"(group {group[row]}, member {member[row]}, ledger {int((episode[:row] == episode[row]).sum())})"

@@ -1,8 +1,8 @@
 """The FSDP2 engine: a transformers model, sharded layer by layer over the data-parallel ranks.
 
 Without a process group (one process) the model stays a plain module and nothing else changes. Gradients
-are summed over ranks, never averaged: losses carry global denominators, so the result does not depend
-on how rows fall to ranks and micro-batches.
+are summed over ranks, never averaged: losses have global denominators, so the result does not depend
+on how rows are distributed over ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class FsdpEngine(BaseEngine):
         role: Role = "policy",
         device: torch.device | None = None,
     ) -> None:
-        """Load the model and shard it. Raises ModelError where it cannot be loaded or is unfit, ConfigError
-        where the ranks do not divide as asked.
+        """Load the model and shard it. Raises ModelError if it cannot be loaded or is not supported, ConfigError
+        if the ranks cannot be divided as the config says.
 
         bfloat16 keeps float32 master weights and reduces gradients in float32; it needs a process group.
         """
@@ -79,8 +79,9 @@ class FsdpEngine(BaseEngine):
             self._shard()
         else:
             for parameter in self.module.parameters():
-                # Out of the mapped file, where it may begin anywhere (shards are copies already): a resumed run loads from
-                # another file than the unbroken one did, and products of one token round by where their operands begin.
+                # Copied out of the memory-mapped file, where it may start at any address (shards are copies already). A
+                # resumed run loads another file than the uninterrupted one did, and matrix products with one token round
+                # differently depending on the alignment of their operands.
                 parameter.data = parameter.data.clone()
         self.optimizers: Optimizers | None = None
 
@@ -95,6 +96,7 @@ class FsdpEngine(BaseEngine):
             fully_shard(layer, **options)
         fully_shard(self.module, **options)
         for part in self._parts():
+            # Both are needed for sums instead of means: gloo does not support a reduce with the divide factor alone.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
@@ -102,7 +104,7 @@ class FsdpEngine(BaseEngine):
         return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Trained parameters by Hugging Face name; a tied output embedding appears once, as the input's."""
+        """Trained parameters by Hugging Face name; a tied output embedding appears once, under the input's name."""
         return [(n.removeprefix(PREFIX), p) for n, p in self.module.named_parameters() if p.requires_grad]
 
     def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
@@ -118,12 +120,13 @@ class FsdpEngine(BaseEngine):
         return out
 
     def scores(self, micro: Micro) -> Tensor:
-        """The score of each row, float32 [N]; of a reward model's engine only."""
+        """The score of each row, float32 [N]; only for a reward model's engine."""
         out: Tensor = self.module(micro)
         return out
 
     def backward(self, loss: Tensor, last: bool) -> None:
         if isinstance(self.module, FSDPModule):
+            # One reduction per optimizer step instead of one per micro-batch: unsharded gradients add up until the last.
             self.module.set_requires_gradient_sync(last)
             self.module.set_is_last_backward(last)
         torch.autograd.backward(loss)
@@ -133,7 +136,7 @@ class FsdpEngine(BaseEngine):
         parameters = [p for _, p in self.named() if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
         if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+            norm = norm.full_tensor()  # of all ranks' shards, so that every rank decides alike below
         size = float(norm)
         if sound and math.isfinite(size):
             self.optimizers.step()
@@ -145,7 +148,7 @@ class FsdpEngine(BaseEngine):
         parts = [p.to_local() if isinstance(p, DTensor) else p for _, p in self.named()]
         size = torch.nn.utils.get_total_norm([part.detach() for part in parts])
         broken = torch.logical_not(torch.isfinite(size)).to(self.device, torch.float32)
-        if self.sharded:  # over all ranks, not the data-parallel ones only: each holds shards of its own
+        if self.sharded:  # over all ranks, not only the data-parallel ones: each has shards of its own
             dist.all_reduce(broken, dist.ReduceOp.MAX)
         return not bool(broken)
 
@@ -166,7 +169,7 @@ class FsdpEngine(BaseEngine):
             yield name.removeprefix(PREFIX), full.detach().to(dtype)
 
     def adapter(self) -> dict[str, Tensor]:
-        """The adapter's tensors alone, whole, float32 on the host, as `Adapter.tensors`; a collective."""
+        """Only the adapter's tensors, gathered, float32 on the host, as `Adapter.tensors`; a collective."""
         held = self.module.state_dict()
         return {
             name.removeprefix(PREFIX).replace(".default.", "."): unsharded(tensor).detach().to("cpu", copy=True)
@@ -179,21 +182,21 @@ class FsdpEngine(BaseEngine):
         return max(counts) * self.compute_dtype.itemsize
 
     def _adapted(self) -> Iterator[tuple[str, Tensor]]:
-        """Adapters added to the weights in float32, one tensor at a time."""
+        """The weights with the adapters added in float32, one tensor at a time."""
         held = {name: tensor for name, tensor in self.module.state_dict().items() if not self._left_out(name)}
         assert self.cfg.lora is not None
         return merged(held, unsharded, self.cfg.lora)
 
     def _plain(self) -> Iterator[tuple[str, Tensor]]:
-        """Gathered part by part (a layer; what is outside of all layers): never more than one is whole."""
+        """Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded."""
         seen: set[str] = set()
         for prefix, part in self._named_parts():
             if isinstance(part, FSDPModule):
-                part.reshard()  # a forward pass alone may have left it whole, with the weights of then
+                part.reshard()  # a forward pass without backward may have left it unsharded, with the weights of that time
                 part.unshard()
             try:
                 for name, parameter in part.named_parameters(prefix):
-                    # what belongs to a part further in is in shards still
+                    # A parameter of a nested part is still a DTensor here; it is yielded with its own part.
                     if name not in seen and not isinstance(parameter, DTensor) and not self._left_out(name):
                         seen.add(name)
                         yield name, parameter
@@ -231,8 +234,8 @@ class FsdpEngine(BaseEngine):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the ranks are used: the mesh that parameters are sharded over (its last axis; the first, where
-    there are two, replicates), the group that shares tokens, and the group that metrics are summed over."""
+    """How the ranks are used: the mesh that parameters are sharded over (its last axis; if there are two, the first
+    replicates), the group that shares tokens, and the group that metrics are summed over."""
 
     fsdp: DeviceMesh | None = None
     ulysses: Ulysses | None = None
@@ -240,12 +243,12 @@ class Layout:
 
     @classmethod
     def of(cls, cfg: ModelConfig, device: torch.device, world: int) -> Layout:
-        """Raises ConfigError where `replicas` or `sequence_parallel` does not divide the ranks."""
+        """The layout for a config. Raises ConfigError if `replicas` or `sequence_parallel` does not divide the ranks."""
         for key, parts in (("replicas", cfg.replicas), ("sequence_parallel", cfg.sequence_parallel)):
             if world % parts:
                 raise ConfigError(f"model.{key} = {parts} does not divide cluster.actors = {world}")
         if cfg.cpu_offload and device.type == "cpu":
-            raise ConfigError("model.cpu_offload = true: there is no GPU, everything is in host memory already")
+            raise ConfigError("model.cpu_offload = true: there is no GPU, so everything is in host memory already")
         if not dist.is_initialized():
             return cls()
         kind, shard, share = device.type, world // cfg.replicas, cfg.sequence_parallel
@@ -260,12 +263,12 @@ class Layout:
 
 
 def unsharded(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded: a collective."""
+    """The full tensor of one that may be sharded: a collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def layers_of(backbone: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a transformer: its longest ModuleList. Raises ModelError where there is none."""
+    """The repeated blocks of a transformer: its longest ModuleList. Raises ModelError if there is none."""
     lists = [module for module in backbone.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ModelError(f"{type(backbone).__name__} has no list of layers to shard")
@@ -278,7 +281,7 @@ def export_model(source: str, config: Any, weights: dict[str, Tensor], folder: P
 
     dtype = next(iter(weights.values())).dtype
     with torch.device("meta"):
-        # A copy: from_config writes its attention into the config that it is given.
+        # A copy, because from_config writes its attention implementation into the config that it is given.
         shell = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa")
     folder.mkdir(parents=True, exist_ok=True)
     shell.load_state_dict(weights, strict=False, assign=True)

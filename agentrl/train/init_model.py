@@ -12,8 +12,8 @@ from agentrl.train.tokenizer import END_OF_TURN, PAD, VOCABULARY, packaged_token
 def init_model(cfg: InitModelConfig, folder: str | Path, seed: int) -> Path:
     """Write config, weights, tokenizer and chat template to `folder`; the same seed gives the same bytes.
 
-    Embeddings are tied; every matrix is drawn from a normal distribution of deviation `cfg.init_std`.
-    Raises ConfigError where the head counts do not fit, ModelError where the folder holds other files.
+    Embeddings are tied; every matrix is drawn from a normal distribution with standard deviation `cfg.init_std`.
+    Raises ConfigError if the head counts do not fit, ModelError if `folder` is a file.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -1,9 +1,9 @@
-"""One training step over all roles, on the driver: what the loop calls once a batch of episodes is there.
+"""One training step over all roles, on the driver: the loop calls it once it has a batch of episodes.
 
     batch -> [actor] old_logprobs -> [reference] ref_logprobs -> [critic] values -> advantages
           -> all finite? -> [critic] update -> actor update
 
-What is in brackets happens only where the config asks for it.
+The parts in brackets run only if the config asks for them.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ log = logging.getLogger(__name__)
 
 STATE = "learner.json"
 MAX_SKIPPED = 3
-"""Training steps in a row that may be skipped, as something in them is not finite; the next one ends the run."""
+"""Training steps in a row that may be skipped because something in them is not finite; one more ends the run."""
 W = TypeVar("W", bound=Worker)
 
 
 def mesh_of(config: TrainConfig, ranks: int | None = None) -> dict[str, int]:
     """The ranks of a role as a mesh: the ranks along "sp" get the same rows and share their tokens.
 
-    `ranks`: of a role with a pool of its own; else `cluster.actors`. Raises ConfigError where
-    `model.sequence_parallel` does not divide them.
+    `ranks`: their number, for a role with its own pool; by default `cluster.actors`. Raises ConfigError if
+    `model.sequence_parallel` does not divide it.
     """
     share = config.model.sequence_parallel
     name, ranks = ("cluster.actors", config.cluster.actors) if ranks is None else ("a pool of processes", ranks)
@@ -59,7 +59,7 @@ def mesh_of(config: TrainConfig, ranks: int | None = None) -> dict[str, int]:
 
 
 def check_learner(config: TrainConfig) -> None:
-    """Raise ConfigError for a combination of algorithm and roles that cannot mean what it says.
+    """Raise ConfigError for a combination of algorithm and roles that would not do what its settings say.
 
     Reads: algorithm, critic, reward_model, steps, model.sequence_parallel, cluster.actors, rollout.max_turns,
     rollout.max_turn_tokens, rollout.max_episode_tokens.
@@ -68,7 +68,7 @@ def check_learner(config: TrainConfig) -> None:
     if config.algorithm.length_norm is not None and config.algorithm.aggregate != "seq_mean_token_sum_norm":
         raise ConfigError(
             f'algorithm.length_norm is the constant of aggregate = "seq_mean_token_sum_norm"; with '
-            f'"{config.algorithm.aggregate}" nothing reads it'
+            f'"{config.algorithm.aggregate}" it is not used'
         )
     mesh_of(config)
     name = config.algorithm.advantage.name
@@ -78,19 +78,21 @@ def check_learner(config: TrainConfig) -> None:
         raise ConfigError(f'algorithm.advantage "{name}" needs a critic: add a [critic] section')
     if "values" not in needs and config.critic is not None:
         users = ADVANTAGES.that_need("values")
-        raise ConfigError(f'[critic] is there, but algorithm.advantage "{name}" has no use for it; use {users}')
+        raise ConfigError(f'there is a [critic] section, but algorithm.advantage "{name}" does not use a critic; use {users}')
     if config.critic is not None and config.critic.warmup >= config.steps:
         raise ConfigError(
-            f"critic.warmup = {config.critic.warmup}: in so many steps only the critic learns, and the run has steps = "
-            f"{config.steps}, so the policy never would"
+            f"critic.warmup = {config.critic.warmup}: during these steps only the critic learns, and the run has steps = "
+            f"{config.steps}, so the policy would never learn"
         )
     if needs & {"baseline", "terms"} and config.reward_model is not None:
-        raise ConfigError(f'algorithm.advantage "{name}" reads scores of the reward spec, which a [reward_model] is not part of')
+        raise ConfigError(
+            f'algorithm.advantage "{name}" reads scores of the reward spec, and the score of a [reward_model] is not part of it'
+        )
     kl = config.algorithm.kl
     if "terms" in needs and kl.coef > 0 and kl.where == "reward":
         raise ConfigError(
-            f'algorithm.advantage "{name}" reads single terms, which algorithm.kl.where = "reward" does '
-            'not reach; use where = "loss"'
+            f'algorithm.advantage "{name}" reads single reward terms, to which algorithm.kl.where = "reward" is '
+            'not applied; use where = "loss"'
         )
 
 
@@ -104,15 +106,15 @@ def settled_algorithm(config: TrainConfig) -> AlgorithmConfig:
 
 
 def policy_updates(config: TrainConfig) -> int:
-    """Training steps in which the policy learns: all but those in which only the critic does."""
+    """Number of training steps in which the policy learns: all except those in which only the critic does."""
     return max(config.steps - (config.critic.warmup if config.critic is not None else 0), 1)
 
 
 class Learner:
-    """The training roles of a run: the actor, and a critic and a reference where the config names them."""
+    """The training roles of a run: the actor and, if the config names them, a critic, a reference and a reward model."""
 
     def __init__(self, config: TrainConfig, actors: WorkerGroup[Actor], pools: Pools | None = None) -> None:
-        """`pools`: where roles that have a place of their own are started."""
+        """`pools`: where roles that have a pool of their own are started."""
         check_learner(config)
         self.config, self.actors, self.pools = config, actors, pools
         self.critics: WorkerGroup[Critic] | None = None
@@ -123,7 +125,7 @@ class Learner:
         self._skipped = 0
 
     async def open(self, path: str) -> None:
-        """Start the further roles from the model at `path`: in their pools, or in the actors' own processes."""
+        """Start the other roles from the model at `path`: in their pools, or in the actors' processes."""
         config = self.config
         if config.critic is not None:
             self.critics = self._start("critic", Critic)
@@ -151,12 +153,13 @@ class Learner:
         )
 
     async def step(self, batch: TensorDict, step: int) -> dict[str, float]:
-        """One training step on what `collate` made. Returns the metrics of all roles.
+        """One training step on a batch from `collate`. Returns the metrics of all roles.
 
-        A step in which something is not finite is skipped: nothing learns, and `skipped_steps` is 1. Raises
-        NonFiniteError after more than MAX_SKIPPED of them in a row, and where the weights themselves are not finite.
+        A step in which something is not finite is skipped: nothing is trained, and `skipped_steps` is 1. Raises
+        NonFiniteError after more than MAX_SKIPPED of them in a row, and if the weights themselves are not finite.
         """
         view, metrics = await self._prepared(Ragged.of(batch))
+        # Checked before the advantages too: whitening and group means would spread one NaN over all rows and hide its own.
         found = await in_thread("batch", broken_rows, view)
         if found:
             return metrics | self._skip(step, described(view, found))
@@ -166,6 +169,7 @@ class Learner:
         found = await in_thread("batch", broken_rows, view)
         if found:
             return metrics | self._skip(step, described(view, found))
+        # Critic and actor get the same batch, advantages included: values were computed before either of them moves.
         learned = await self._learn(view.batch, step)
         metrics |= learned
         if self.algorithm.proximal == "recompute":
@@ -173,6 +177,7 @@ class Learner:
         if self.references is not None:
             metrics["kl_coef"] = self.kl_coef
             measured = metrics.get("kl_reward" if self.algorithm.kl.where == "reward" else "kl_reference")
+            # Adapted only after a step that was taken: without one the policy, and so its KL, has not changed.
             if measured is not None and learned.get("optimizer_steps", 0) > 0:
                 episodes = int(view.episode.max()) + 1
                 self.kl_coef = adapted_kl_coef(self.kl_coef, measured, episodes, self.algorithm.kl)
@@ -182,8 +187,8 @@ class Learner:
         return metrics | {"skipped_steps": 0.0}
 
     async def _prepared(self, view: Ragged) -> tuple[Ragged, dict[str, float]]:
-        """The batch with what advantages are formed from: the reward model's scores, the logprobs of the proximal and the
-        reference policy, and values, each if it is asked for."""
+        """The batch with the inputs of advantages: the reward model's scores, the logprobs of the proximal and the
+        reference policy, and values, each only if the config asks for it."""
         temperature = self.config.rollout.temperature or 1.0
         view = await in_thread("batch", with_trees, view, effective_mode(self.config.optim.prefix_sharing))
         metrics: dict[str, float] = {}
@@ -195,15 +200,15 @@ class Learner:
             now = await self.actors.arun(Actor.compute_logprob, view.batch, temperature)
             view = view.with_tokens(old_logprobs=now["logprobs"].values())
         if self.references is not None:
-            found = await self.references.arun(Reference.compute_logprob, view.batch, temperature)
-            view = view.with_tokens(ref_logprobs=found["logprobs"].values())
+            reference = await self.references.arun(Reference.compute_logprob, view.batch, temperature)
+            view = view.with_tokens(ref_logprobs=reference["logprobs"].values())
         if self.critics is not None:
             values = await self.critics.arun(Critic.compute_values, view.batch)
             view = view.with_tokens(values=values["values"].values())
         return view, metrics
 
     async def _learn(self, batch: TensorDict, step: int) -> dict[str, float]:
-        """The updates of critic and actor."""
+        """The updates of critic and actor. During `critic.warmup` steps only the critic is updated."""
         algorithm, seed, metrics = self.algorithm, self.config.seed, {}
         if self.critics is not None:
             metrics = await self.critics.arun(Critic.update, batch, algorithm, step=step, seed=seed)
@@ -220,35 +225,35 @@ class Learner:
         return metrics
 
     def _skip(self, step: int, what: str) -> dict[str, float]:
-        """Count a skipped step; its metrics. Raises NonFiniteError where there were too many in a row."""
+        """Count a skipped step; returns its metrics. Raises NonFiniteError if there were too many in a row."""
         self._skipped += 1
-        said = f"step {step} is skipped ({self._skipped} in a row), as there are numbers that are not finite: {what}"
-        log.error(said)
+        message = f"step {step} is skipped ({self._skipped} in a row), as there are numbers that are not finite: {what}"
+        log.error(message)
         if self._skipped > MAX_SKIPPED:
-            raise NonFiniteError(f"{said}. The run ends; the weights are those of the last step that was not skipped")
+            raise NonFiniteError(f"{message}. The run ends; the weights are those of the last step that was not skipped")
         return {"skipped_steps": 1.0}
 
     async def save(self, folder: Path) -> None:
-        """All roles' state into `folder`, for `Checkpoints.writing`."""
+        """Write the state of all roles to `folder`, for `Checkpoints.writing`."""
         await self.actors.arun(Actor.save, str(folder / "actor"))
         if self.critics is not None:
             await self.critics.arun(Critic.save, str(folder / "critic"))
         (folder / STATE).write_text(json.dumps({"kl_coef": self.kl_coef}), encoding="utf-8")
 
     async def begin_save(self, folder: Path) -> None:
-        """`save` in the background: returns when all roles' state is copied. See `saved`."""
+        """`save` in the background: returns when the state of all roles is copied. See `saved`."""
         await self.actors.arun(Actor.begin_save, str(folder / "actor"))
         if self.critics is not None:
             await self.critics.arun(Critic.begin_save, str(folder / "critic"))
         (folder / STATE).write_text(json.dumps({"kl_coef": self.kl_coef}), encoding="utf-8")
 
     async def saved(self) -> bool:
-        """Whether the save that `begin_save` began is written; raises what a role's part failed with."""
+        """Whether the save that `begin_save` started is complete; raises the error of a role whose part failed."""
         done = await self.actors.arun(Actor.saved)
         return done and (self.critics is None or await self.critics.arun(Critic.saved))
 
     async def load(self, folder: Path) -> None:
-        """What `save` wrote. Raises CheckpointError where a role's part is missing or does not fit."""
+        """Load what `save` wrote. Raises CheckpointError if a role's part is missing or does not fit."""
         await self.actors.arun(Actor.load, str(folder / "actor"))
         if self.critics is not None:
             await self.critics.arun(Critic.load, str(folder / "critic"))
@@ -256,17 +261,17 @@ class Learner:
             self.kl_coef = float(json.loads((folder / STATE).read_text(encoding="utf-8"))["kl_coef"])
 
     def close(self) -> None:
-        """End the further roles; the actors belong to whoever started them."""
+        """End the other roles; the actors belong to the caller that started them."""
         for group in (self.critics, self.references, self.reward_models):
             if group is not None:
                 group.close()
 
 
 def with_advantages(view: Ragged, algorithm: AlgorithmConfig, kl_coef: float) -> tuple[Ragged, dict[str, float]]:
-    """The batch with `advantages` (and `returns`, where the estimator defines them), and metrics.
+    """The batch with `advantages` (and `returns`, if the estimator defines them), and metrics.
 
-    Where `algorithm.kl.where` is "reward", the penalty is taken off the token rewards and the episode
-    rewards first.
+    If `algorithm.kl.where` is "reward", the penalty is first subtracted from the token rewards and the episode
+    rewards.
     """
     mask = view.tokens("sampled")
     rewards, reward = view.tokens("rewards"), view.row("reward")
@@ -291,6 +296,6 @@ def with_advantages(view: Ragged, algorithm: AlgorithmConfig, kl_coef: float) ->
     name = algorithm.advantage.name
     if "anchors" in ADVANTAGES.entry(name).needs:
         given = replace(given, anchors=anchors_of(view.tokens("token_ids"), mask, view.offsets))
-    found = advantages(name, algorithm.advantage.args)(given)
-    view = view.with_tokens(advantages=found.advantages)
-    return view if found.returns is None else view.with_tokens(returns=found.returns), metrics
+    out = advantages(name, algorithm.advantage.args)(given)
+    view = view.with_tokens(advantages=out.advantages)
+    return view if out.returns is None else view.with_tokens(returns=out.returns), metrics

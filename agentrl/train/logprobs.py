@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens without ever holding the logits of more than one chunk.
 
 The logits of T tokens over a vocabulary of V are T x V numbers; here they exist for `CHUNK` tokens at a
-time, in the forward pass and again in the backward pass, which computes them anew.
+time, in the forward pass and again in the backward pass, which recomputes them.
 """
 
 from __future__ import annotations
@@ -52,12 +52,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_logprob, grad_entropy = grads
         grad_hidden = torch.empty_like(hidden)
         train_weight = ctx.needs_input_grad[1]
+        # float32, because it is summed over chunks: in bfloat16 the terms of late chunks would be lost to rounding.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if train_weight else None
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             z = (hidden[part] @ weight.t()).float().div_(ctx.temperature)
             log_p = z.sub_(lse[part, None])
             p = torch.exp(log_p)
+            # dz reuses the memory of `p`: arrays of the size of a chunk's logits are what the peak memory consists of.
             scale = -grad_logprob[part, None]
             if ctx.entropy:
                 scale = scale - grad_entropy[part, None] * (log_p + spread[part, None])
@@ -83,7 +85,7 @@ def token_logprobs(
     """log softmax(hidden W^T / temperature) of the targets, and the entropies of those distributions.
 
     `hidden` [M, E], `weight` [V, E], `targets` int64 [M] -> two float32 tensors [M], both with gradient;
-    the entropies are zeros where `entropy` is False.
+    the entropies are zeros if `entropy` is False.
     """
     call: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLogprobs.apply
     return call(hidden, weight, targets, temperature, chunk, entropy)

@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) by peft: injected, trained alone, published merged."""
+"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) by peft: injected, the only trained weights, merged for publishing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ BASE, DOWN, UP = ".base_layer.", ".lora_A.default.", ".lora_B.default."
 
 
 def inject(model: Any, cfg: LoraSection, seed: int = 0) -> None:
-    """Put adapters beside the linear layers that `cfg.modules` names and freeze everything else.
+    """Add adapters to the linear layers that `cfg.modules` names and freeze everything else.
 
-    The adapters start as a zero change. Raises DependencyError without peft, ModelError where no layer has
+    The adapters start as a zero change. Raises DependencyError without peft, ModelError if no layer has
     such a name.
     """
     try:
@@ -36,9 +36,9 @@ def inject(model: Any, cfg: LoraSection, seed: int = 0) -> None:
 
 
 def merged(held: Mapping[str, Tensor], full: Callable[[Tensor], Tensor], cfg: LoraSection) -> Iterator[tuple[str, Tensor]]:
-    """The weights under their plain names, adapters added: W + alpha / rank * B A.
+    """The weights under their plain names, with adapters added: W + alpha / rank * B A.
 
-    `held` is a state dict; `full` makes a whole tensor of an entry (a collective where it is sharded).
+    `held` is a state dict; `full` returns the full tensor of an entry (a collective if it is sharded).
     """
     for name, tensor in held.items():
         if ".lora_" in name:

@@ -1,14 +1,14 @@
-"""What an optimizer step counts: its rows, its denominators, and which rows it computes at all. On the driver.
+"""What an optimizer step consists of: its rows, its denominators, and which rows are computed at all. On the driver.
 
-The strategies here stand in the roles' dispatch tables. `UpdateShard` settles a training step over the whole batch, in
-this order, which matters:
+The strategies here are used in the roles' dispatch tables. `UpdateShard` prepares a training step over the whole batch.
+The order matters:
 
-    with_policies        the proximal policy, and the weights of an off-policy correction: they reject tokens
+    with_policies        the proximal policy, and the weights of an off-policy correction, which reject tokens
     cut_minibatches      episodes -> optimizer steps                                     (batch/schedule.py)
     counted              denominators of each, from every row: rejected tokens do not count, idle rows do
-    with_selection           tokens that a loss treats on their own, over all rows of a minibatch
-    without_idle_rows    rows that cannot have a gradient go, which saves time and changes no step
-    assign_ranks         what is left -> ranks                                           (batch/schedule.py)
+    with_selection       tokens that a loss treats differently, over all rows of a minibatch
+    without_idle_rows    drops rows that cannot have a gradient, which saves time and changes no step
+    assign_ranks         remaining rows -> ranks                                         (batch/schedule.py)
 
 Workers find all of it in the columns `minibatch`, `episode_tokens` and `counts` (see `minibatches`, `counts_of`).
 """
@@ -34,7 +34,7 @@ from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError, DispatchError
 
 DRIVER_ONLY = ("rewards", "turns", "versions")
-"""Token columns that advantages are formed from, on the driver: no role reads them, so they are not sent."""
+"""Token columns that only the driver reads, to compute advantages: they are not sent to the roles."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class UpdateShard(Shard):
     """For `update(batch, algorithm, step, seed, ...)`: minibatches of episodes, each balanced over the ranks.
 
     `policy`: for the policy's update, which has a proximal policy, an off-policy correction and picked tokens, and leaves
-    out rows that cannot have a gradient. Else every row counts, and is computed.
+    out rows that cannot have a gradient. Otherwise every row counts and is computed.
     """
 
     policy: bool = True
@@ -52,7 +52,7 @@ class UpdateShard(Shard):
         view, rest = _taken(call, "algorithm")
         algorithm: AlgorithmConfig = rest.kwargs["algorithm"]
         seed, step = rest.kwargs.get("seed", 0), rest.kwargs.get("step", 0)
-        if self.policy:
+        if self.policy:  # before anything is counted: a correction's rejected tokens are in no denominator
             view = with_policies(view, algorithm)
         parts = cut_minibatches(view, algorithm, seed, step)
         view = counted(view, parts, norm_length(algorithm))
@@ -65,7 +65,7 @@ class UpdateShard(Shard):
 
 @dataclass(frozen=True)
 class RowsShard(Shard):
-    """For one forward pass over all rows: balanced by tokens, those that are shared counted once."""
+    """For one forward pass over all rows: balanced by tokens, with shared tokens counted once."""
 
     balance: Literal["tokens", "column"] | None = "tokens"
     stays: tuple[str, ...] = DRIVER_ONLY
@@ -73,7 +73,7 @@ class RowsShard(Shard):
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
         name = call.names[0]
         batch, rest = call.take(name)
-        if not isinstance(batch, TensorDict):  # a future's rows: they lie where they were made
+        if not isinstance(batch, TensorDict):  # a future: its rows stay on the ranks that made them
             return Shard.scatter(self, call, mesh)
         view = assign_ranks(Ragged.of(batch), [np.arange(len(batch))], mesh.size(self.mesh))
         by_column = Shard(mesh=self.mesh, collect=self.collect, balance="column", argument=name, stays=self.stays)
@@ -82,13 +82,13 @@ class RowsShard(Shard):
 
 @dataclass(frozen=True)
 class StepsShard(Shard):
-    """For `sft_steps(batch, count)`: `count` optimizer steps of equal numbers of rows, in the rows' order."""
+    """For `sft_steps(batch, count)`: `count` optimizer steps over nearly equal numbers of rows, in the rows' order."""
 
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
         view, rest = _taken(call, "count")
         count: int = rest.kwargs["count"]
         if not 1 <= count <= len(view):
-            raise DispatchError(f"{call.where}: {len(view)} rows do not make {count} steps")
+            raise DispatchError(f"{call.where}: {len(view)} rows cannot be split into {count} steps")
         parts = np.array_split(np.arange(len(view)), count)
         view = assign_ranks(counted(view, parts), parts, mesh.size(self.mesh))
         return Shard.scatter(self, Call(call.where, call.names, (view.batch,), rest.kwargs), mesh)
@@ -106,7 +106,7 @@ def _taken(call: Call, needed: str) -> tuple[Ragged, Call]:
 
 
 def norm_length(algorithm: AlgorithmConfig) -> int | None:
-    """The constant of `aggregate = "seq_mean_token_sum_norm"`, None for another. Raises ConfigError where it is missing."""
+    """The constant of `aggregate = "seq_mean_token_sum_norm"`, None for other modes. Raises ConfigError if it is missing."""
     if algorithm.aggregate != "seq_mean_token_sum_norm":
         return None
     if algorithm.length_norm is None:
@@ -121,13 +121,13 @@ def minibatches(view: Ragged) -> list[np.ndarray]:
 
 
 def counts_of(view: Ragged) -> tuple[Denominators, ...]:
-    """The denominators of each minibatch, over all ranks and all rows, those that were left out included."""
-    found: tuple[Denominators, ...] = view.batch["counts"]
-    return found
+    """The denominators of each minibatch, over all ranks and all rows, including those that were left out."""
+    counts: tuple[Denominators, ...] = view.batch["counts"]
+    return counts
 
 
 def proximal_of(view: Ragged) -> Tensor:
-    """Logprobs of the proximal policy [T]: `old_logprobs` if they were recomputed, else the engine's."""
+    """Logprobs of the proximal policy [T]: `old_logprobs` if they were recomputed, else those of the engine."""
     return view.tokens("old_logprobs" if "old_logprobs" in view else "logprobs")
 
 
@@ -135,7 +135,7 @@ def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
     """The batch with `old_logprobs` only if the proximal policy is to be recomputed, and `weights` if there is an
     off-policy correction.
 
-    Raises ConfigError if the proximal policy is to be recomputed and was not.
+    Raises ConfigError if the proximal policy should have been recomputed but was not.
     """
     if algorithm.proximal == "behaviour" and "old_logprobs" in view:
         view = view.without("old_logprobs")
@@ -148,7 +148,7 @@ def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
 
 
 def trained_tokens(view: Ragged) -> Tensor:
-    """The tokens that are trained, bool [T]: sampled, less those that an off-policy correction rejects."""
+    """The tokens that are trained, bool [T]: the sampled ones, except those that an off-policy correction rejects."""
     sampled = view.tokens("sampled")
     return sampled & (view.tokens("weights") > 0) if "weights" in view else sampled
 
@@ -169,8 +169,8 @@ def counted(view: Ragged, parts: list[np.ndarray], length: int | None = None) ->
 def teaches(view: Ragged, algorithm: AlgorithmConfig) -> np.ndarray:
     """Rows that can have a gradient, bool [N]: those with a trained token on which a term of the loss is not zero.
 
-    Every policy loss is zero on a row whose advantages are, but one with the trait "moves_picked" on the tokens picked for
-    it; an entropy bonus or a KL term in the loss moves all of them.
+    Every policy loss is zero on a row whose advantages are zero, except one with the trait "moves_picked" on the tokens
+    picked for it; an entropy bonus or a KL term in the loss has a gradient on all tokens.
     """
     alive = trained_tokens(view)
     if not (algorithm.entropy_bonus > 0 or (algorithm.kl.coef > 0 and algorithm.kl.where == "loss")):
@@ -182,10 +182,10 @@ def teaches(view: Ragged, algorithm: AlgorithmConfig) -> np.ndarray:
 
 
 def without_idle_rows(view: Ragged, parts: list[np.ndarray], algorithm: AlgorithmConfig) -> list[np.ndarray]:
-    """What is left of each minibatch (possibly nothing) without the rows that cannot have a gradient.
+    """Each minibatch without the rows that cannot have a gradient; possibly empty.
 
     The first minibatch keeps at least one row, its shortest with a sampled token: trainer and engine are compared there.
-    The batch itself stays as it is: rows of no minibatch are sent to no rank.
+    The batch itself stays as it is: rows in no minibatch are sent to no rank.
     """
     keep = teaches(view, algorithm)
     if parts and not keep[parts[0]].any():
@@ -195,10 +195,10 @@ def without_idle_rows(view: Ragged, parts: list[np.ndarray], algorithm: Algorith
 
 
 def with_selection(view: Ragged, parts: list[np.ndarray], selection: Selection | None, seed: int) -> Ragged:
-    """The batch with the ragged bool column `picked`; as it is if nothing is to be picked.
+    """The batch with the ragged bool column `picked`; unchanged if nothing is to be picked.
 
-    The covariance of a token is (log pi - mean)(A - mean), means over the trained tokens of its minibatch, those of rows
-    without advantage included; log pi is the proximal policy's.
+    The covariance of a token is (log pi - mean)(A - mean), with means over the trained tokens of its minibatch, including
+    those of rows with advantage 0; log pi is the proximal policy's.
     """
     if selection is None:
         return view
@@ -209,16 +209,16 @@ def with_selection(view: Ragged, parts: list[np.ndarray], selection: Selection |
     for rows in parts:
         spans = [torch.arange(int(view.offsets[row]), int(view.offsets[row + 1])) for row in rows.tolist()]
         every = torch.cat(spans)
-        mine = every[trained[every]]
-        if len(mine):
-            covariance = (logprobs[mine] - logprobs[mine].mean()) * (advantages[mine] - advantages[mine].mean())
-            picked[mine[chosen(covariance, noise[mine], selection)]] = True
+        places = every[trained[every]]
+        if len(places):
+            covariance = (logprobs[places] - logprobs[places].mean()) * (advantages[places] - advantages[places].mean())
+            picked[places[chosen(covariance, noise[places], selection)]] = True
     return view.with_tokens(picked=picked)
 
 
 def chosen(covariance: Tensor, noise: Tensor, selection: Selection) -> Tensor:
-    """The picked of M tokens, int64: `share` of them, at least one and rounded down (as in the authors' code); those with
-    the largest covariance, or so many at random (by `noise`) of those that lie within the bounds."""
+    """Indices of the picked among M tokens, int64: `share` of them, rounded down but at least one (as in the authors' code);
+    those with the largest covariance, or random ones (by `noise`) among those within the bounds."""
     wanted = max(int(selection.share * len(covariance)), 1)
     if selection.low is None or selection.high is None:
         return torch.from_numpy(np.lexsort((noise.numpy(), -covariance.numpy()))[:wanted])
@@ -227,7 +227,8 @@ def chosen(covariance: Tensor, noise: Tensor, selection: Selection) -> Tensor:
 
 
 def token_noise(view: Ragged, seed: int) -> Tensor:
-    """A number in [0, 1) for each token, drawn from what the token is, not from where it lies."""
+    """A number in [0, 1) for each token, derived from the token and its row, not from its position in the batch."""
+    # A generator would hand out its numbers by position, and so pick other tokens if the rows came in another order.
     rows = row_ids(view.offsets)
     place = torch.arange(len(rows)) - view.offsets[:-1][rows]
     mix = view.tokens("token_ids").to(torch.int64) * 2654435761 + place * 40503 + seed * 7919

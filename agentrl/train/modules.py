@@ -1,4 +1,4 @@
-"""The modules that an engine shards: a language model that answers with logprobs, never with logits."""
+"""The modules that an engine shards: a language model whose outputs are logprobs, never logits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from agentrl.train.ulysses import Ulysses
 class Micro:
     """The model's input for one micro-batch of N rows, of which T tokens are computed.
 
-    `input_ids`, `position_ids` int64 [T]; `packed` the layout for attention. Of the M tokens whose logprobs
-    are wanted (never the first of a row) `targets` int64 [M] are the ids and `before` int64 [M] the places
-    of the tokens that predict them; `last` int64 [N] are the places of the rows' last tokens. Rows that
-    share a prefix share places.
+    `input_ids`, `position_ids` int64 [T]; `packed` is the layout for attention. For the M tokens whose logprobs
+    are wanted (never the first of a row), `targets` int64 [M] are the ids and `before` int64 [M] the positions
+    of the tokens that predict them; `last` int64 [N] are the positions of the rows' last tokens. Rows that
+    share a prefix share its positions.
     """
 
     input_ids: Tensor
@@ -33,9 +33,9 @@ class Micro:
 
 
 class PolicyModule(nn.Module):
-    """A causal language model; its forward gives log pi and entropy of chosen tokens.
+    """A causal language model; its forward returns log pi and entropy of chosen tokens.
 
-    The head is applied inside this module's forward, where a sharded weight is whole.
+    The head is applied inside this module's forward, because only there a sharded weight is gathered.
     """
 
     def __init__(self, model: Any) -> None:
@@ -53,8 +53,8 @@ class PolicyModule(nn.Module):
         places, targets, group = micro.before, micro.targets, micro.packed.ulysses
         hidden, first = backbone_states(self.hf.base_model, micro)
         if group is not None:
-            mine, counts, back = shares(places, len(hidden), group)
-            places, targets = places[mine], targets[mine]
+            local, counts, back = shares(places, len(hidden), group)
+            places, targets = places[local], targets[local]
         before = hidden.index_select(0, places - first)
         weight = self.hf.get_output_embeddings().weight.to(before.dtype)
         own = token_logprobs(before, weight, targets, temperature, entropy=entropy)
@@ -64,7 +64,7 @@ class PolicyModule(nn.Module):
 
 
 class ValueModule(nn.Module):
-    """A transformer with a linear value head; its forward gives the value before each chosen token."""
+    """A transformer with a linear value head; its forward returns the value before each chosen token."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -78,8 +78,8 @@ class ValueModule(nn.Module):
         hidden, first = backbone_states(self.hf, micro)
         if group is None:
             return self._read(hidden, micro.before)
-        mine, counts, back = shares(micro.before, len(hidden), group)
-        return group.gather(self._read(hidden, micro.before[mine] - first), counts)[back]
+        local, counts, back = shares(micro.before, len(hidden), group)
+        return group.gather(self._read(hidden, micro.before[local] - first), counts)[back]
 
     def _read(self, hidden: Tensor, places: Tensor) -> Tensor:
         values: Tensor = self.head(hidden.index_select(0, places)).squeeze(1).float()
@@ -87,13 +87,13 @@ class ValueModule(nn.Module):
 
 
 class ScoreModule(nn.Module):
-    """A sequence classifier with one label; its forward gives the score of each row, read at its last token."""
+    """A sequence classifier with one label; its forward returns the score of each row, read at its last token."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.hf = model
         if not isinstance(getattr(model, "score", None), nn.Linear) or model.score.out_features != 1:
-            raise ModelError("a reward model is a sequence classifier with a linear head `score` of one label")
+            raise ModelError("a reward model must be a sequence classifier with a linear head `score` for one label")
 
     def forward(self, micro: Micro) -> Tensor:
         """Scores float32 [N]."""
@@ -103,12 +103,13 @@ class ScoreModule(nn.Module):
 
 
 def backbone_states(backbone: Any, micro: Micro) -> tuple[Tensor, int]:
-    """Last hidden states of packed rows [T, E] and 0; or of this rank's share of the tokens, padding of the
-    last one included, and the number of its first token."""
+    """Last hidden states of packed rows [T, E], and 0; or with sequence parallelism those of this rank's share of the tokens,
+    including the padding on the last rank, and the position of its first token."""
     ids, places, first = micro.input_ids, micro.position_ids, 0
     if micro.packed.ulysses is not None:
-        mine = micro.packed.ulysses.slice_of(len(ids))
-        ids, places, first = ids[mine], places[mine], mine.start
+        local = micro.packed.ulysses.slice_of(len(ids))
+        ids, places, first = ids[local], places[local], local.start
+    # Without a mask and a cache, transformers builds no mask of its own and leaves all masking to `packed`.
     out = backbone(
         input_ids=ids[None],
         position_ids=places[None],
@@ -120,16 +121,16 @@ def backbone_states(backbone: Any, micro: Micro) -> tuple[Tensor, int]:
 
 
 def shares(places: Tensor, share: int, group: Ulysses) -> tuple[Tensor, list[int], Tensor]:
-    """Which places lie in this rank's tokens (`share` a rank); how many lie in each rank's; and the order
-    that puts what is gathered by rank back: with shared prefixes a rank's places need not lie side by side."""
+    """Which places are among this rank's tokens (`share` per rank); how many are among each rank's; and the order that
+    undoes the gathering by rank, because with shared prefixes the places of a rank need not be consecutive."""
     owner = places // share
     counts: list[int] = torch.bincount(owner, minlength=group.size).tolist()
     return owner == group.rank, counts, torch.argsort(torch.argsort(owner, stable=True))
 
 
 def shared(micro: Micro, group: Ulysses) -> Micro:
-    """The micro-batch for a group that shares its tokens: padded to a multiple of the group's size by a
-    row of its own, which no other row sees."""
+    """The micro-batch for a group of ranks that share its tokens: padded to a multiple of the group's size by an
+    additional row, which no other row sees."""
     missing = -len(micro.input_ids) % group.size
     pad = micro.input_ids.new_zeros(missing)
     return replace(

@@ -17,10 +17,10 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 
 def rate(step: int, warmup: int, schedule: Schedule, total: int | None, floor: float = 0.0) -> float:
-    """The share of the base learning rate at `step` (from 0): linear warm-up over `warmup` steps, then
-    constant, or falling to `floor` of the base at step `total`, where it stays.
+    """The learning rate at `step` (from 0) as a fraction of the base: linear warm-up over `warmup` steps, then
+    constant, or decaying to `floor` of the base at step `total`, where it stays.
 
-    Raises ConfigError where a falling schedule has no `total`.
+    Raises ConfigError if a decaying schedule has no `total`.
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -52,22 +52,22 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
     def drop(self) -> None:
-        """Forget the gradients, without a step."""
+        """Drop the gradients without a step."""
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
-        """State tensors as `<parameter>.<entry>`; entries that are not there yet are created as zeros."""
-        found: dict[str, Tensor] = {}
+        """State tensors as `<parameter>.<entry>`; entries that do not exist yet are created as zeros."""
+        tensors: dict[str, Tensor] = {}
         for part in self.parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
                     held = part.state[parameter]
-                    if not held:
+                    if not held:  # torch creates them at the first step, but a load before it needs tensors to write into
                         held.update(_fresh(part, parameter))
                     name = self._names[id(parameter)]
-                    found.update({f"{name}.{key}": value for key, value in held.items()})
-        return found
+                    tensors.update({f"{name}.{key}": value for key, value in held.items()})
+        return tensors
 
 
 def _fresh(part: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ def _fresh(part: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Te
 
 
 def adamw(named: Named, cfg: OptimConfig) -> Optimizers:
-    """AdamW over all parameters; vectors (norms, biases) are not decayed."""
+    """AdamW over all parameters, without weight decay for vectors (norms, biases)."""
     groups = [
         {"params": [p for _, p in named if p.ndim > 1], "weight_decay": cfg.weight_decay},
         {"params": [p for _, p in named if p.ndim <= 1], "weight_decay": 0.0},

@@ -10,33 +10,33 @@ from agentrl.errors import ModelError, hinted
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a model. Raises ModelError where there is none."""
+    """The tokenizer of a model. Raises ModelError if there is none."""
     from transformers import AutoTokenizer
 
     check_path(path)
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: no tokenizer can be loaded from there: {_brief(error)}") from error
+        raise ModelError(f"{path}: no tokenizer can be loaded from it: {_brief(error)}") from error
 
 
 def load_model_config(path: str) -> Any:
-    """The transformers config of a model. Raises ModelError where there is none."""
+    """The transformers config of a model. Raises ModelError if there is none."""
     from transformers import AutoConfig
 
     check_path(path)
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: no model config can be loaded from there: {_brief(error)}") from error
+        raise ModelError(f"{path}: no model config can be loaded from it: {_brief(error)}") from error
 
 
 def load_causal_lm(path: str, **options: Any) -> Any:
-    """A causal language model. Raises ModelError where there is none, or it is of another kind."""
+    """A causal language model. Raises ModelError if there is none, or if it is of another kind."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # it would tear the run's own display
+    logging.disable_progress_bar()  # it would garble the run's own display
     check_path(path)
     try:
         return AutoModelForCausalLM.from_pretrained(path, **options)
@@ -45,8 +45,8 @@ def load_causal_lm(path: str, **options: Any) -> Any:
 
 
 def load_classifier(path: str, **options: Any) -> Any:
-    """A sequence classifier (a reward model). Raises ModelError where there is none, or it has no trained
-    head for one label."""
+    """A sequence classifier (a reward model). Raises ModelError if there is none, or if the model has no trained
+    classification head."""
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
@@ -61,7 +61,7 @@ def load_classifier(path: str, **options: Any) -> Any:
 
 
 def model_context(path: str) -> int:
-    """The longest sequence, in tokens, that a model was made for. Raises ModelError where it is not said."""
+    """The longest sequence, in tokens, that a model supports. Raises ModelError if its config does not say."""
     context = getattr(load_model_config(path), "max_position_embeddings", None)
     if not isinstance(context, int) or context < 1:
         raise ModelError(f"{path}: its config.json has no max_position_embeddings")
@@ -69,15 +69,15 @@ def model_context(path: str) -> int:
 
 
 def head_dim(path: str) -> int | None:
-    """Numbers that one attention head has of a token; None where the model's config does not say. Raises ModelError."""
+    """The dimension of an attention head; None if the model's config does not say. Raises ModelError."""
     text = load_model_config(path).get_text_config()
     heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
-    found = getattr(text, "head_dim", None) or (hidden // heads if heads and hidden else None)
-    return found if isinstance(found, int) else None
+    size = getattr(text, "head_dim", None) or (hidden // heads if heads and hidden else None)
+    return size if isinstance(size, int) else None
 
 
 def count_parameters(path: str) -> int:
-    """Parameters of a causal language model, from its config alone (tied ones count once). Raises ModelError."""
+    """Number of parameters of a causal language model, from its config alone (tied ones count once). Raises ModelError."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -91,11 +91,11 @@ def count_parameters(path: str) -> int:
 
 
 def check_path(path: str) -> None:
-    """Raise ModelError where `path` looks like a folder and is none, or is one without a model in it."""
+    """Raise ModelError if `path` looks like a folder but does not exist, or is a folder without a model."""
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ModelError(f"{path}: the folder holds no config.json, so it is no model folder")
+            raise ModelError(f"{path}: the folder has no config.json, so it is not a model folder")
         try:
             json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Publishing, on the driver: which route the weights take, and the stream of buckets from the actors to the engine."""
+"""Publishing weights, on the driver: the choice of route, and the stream of buckets from the actors to the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AUTO = "auto"
 
 
 def check_weights(config: TrainConfig) -> None:
-    """Raise ConfigError where `[weights]` does not fit the rest.
+    """Raise ConfigError if `[weights]` does not fit the rest of the config.
 
     Reads: weights.route, weights.lora, model.lora, sft.
     """
@@ -35,19 +35,19 @@ def check_weights(config: TrainConfig) -> None:
         raise ConfigError('weights.lora = "adapter" needs [model.lora]; without it, all weights are trained')
     if config.sft is not None:
         raise ConfigError(
-            'weights.lora = "adapter" does not work with [sft]: the warmed-up model has its adapter merged, so it is no base '
-            'for the adapter; use weights.lora = "merged"'
+            'weights.lora = "adapter" does not work with [sft]: the adapter is merged into the warmed-up model, which therefore '
+            'cannot serve as its base; use weights.lora = "merged"'
         )
 
 
 def check_takes_weights(engine: type[Engine], name: str) -> None:
-    """Raise ConfigError if engines of this class cannot be trained. `name`: what the user asked for, or the class."""
+    """Raise ConfigError if engines of this class cannot be trained. `name`: the engine as the user named it, or the class."""
     if not issubclass(engine, WeightTarget):
         raise ConfigError(f"{name} cannot be trained: {engine.untrainable}")
 
 
 class Publisher:
-    """Gives an engine the actors' weights. `route` is the one in use, None before the first publish."""
+    """Sends the actors' weights to an engine. `route` is the route in use, None before the first publish."""
 
     def __init__(self, actors: WorkerGroup[Actor], engine: Engine, cfg: WeightsConfig) -> None:
         """Raises ConfigError for an engine that cannot be trained."""
@@ -59,8 +59,8 @@ class Publisher:
         self.route: str | None = None
 
     async def send(self, version: int) -> None:
-        """Pause the engine, replace its weights and resume it. Raises ConfigError if no route serves (or not the one that the
-        config names), EngineError if the engine refuses the weights."""
+        """Pause the engine, replace its weights and resume it. Raises ConfigError if no route works (or the one that the
+        config names does not), EngineError if the engine refuses the weights."""
         await self._target.pause()
         try:
             await self._target.wake("weights")
@@ -70,7 +70,7 @@ class Publisher:
             await self._target.resume()
 
     async def sleep(self) -> None:
-        """Have the engine give its memory back until the next `send`; nothing may be running in it."""
+        """Make the engine free its memory until the next `send`; nothing may be running in it."""
         await self._target.pause()
         await self._target.sleep()
 
@@ -88,13 +88,13 @@ class Publisher:
                     raise
 
     async def close(self) -> None:
-        """Free the route; the actors must still live."""
+        """Free the route; the actors must still be running."""
         if self.route is not None:
             self.route = None
             await self._actors.arun(Actor.close_route)
 
     async def _connect(self) -> None:
-        """Open a route, once; again where a process of the engine was replaced."""
+        """Open a route once, and again if a process of the engine was replaced."""
         members = self._target.members()
         if self.route is not None and members == self._members:
             return
@@ -106,7 +106,7 @@ class Publisher:
             except ConfigError as problem:
                 reasons.append(str(problem))
                 continue
-            log.info("weights travel by route %s%s", name, "".join(f"; not {reason}" for reason in reasons))
+            log.info("weights are sent by route %s%s", name, "".join(f"; not {reason}" for reason in reasons))
             self.route, self._members = name, members
             return
         await self._actors.arun(Actor.close_route)
@@ -125,5 +125,6 @@ class Publisher:
                 coming = asyncio.ensure_future(self._actors.arun(Actor.next_bucket, False))
                 yield bucket
         finally:
+            # If the engine stops reading, the actors are still in a call with collectives: it must end before another one.
             if not coming.done():
                 await asyncio.wait([coming])

@@ -1,4 +1,4 @@
-"""The reference: a policy that does not move, for a penalty on leaving it."""
+"""The reference: a frozen policy for the KL penalty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reward model: a sequence classifier that scores whole episodes, beside the reward spec."""
+"""The reward model: a sequence classifier that scores whole episodes, in addition to the reward spec."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class RewardModel(ModelRole):
     }
 
     def init_model(self, path: str, model: ModelConfig, optim: OptimConfig) -> None:
-        """Load the classifier from a folder or hub name. Raises ModelError where it is none."""
+        """Load the classifier from a folder or hub name. Raises ModelError if it is not a classifier."""
+        # Frozen, so without an adapter. Reading scores at the rows' last tokens is not implemented for tokens split over ranks.
         plain = model.model_copy(update={"lora": None, "sequence_parallel": 1})
         self._engine = open_engine(self, path, plain, role="score")
         self._engine.module.requires_grad_(False)
@@ -41,18 +42,18 @@ class RewardModel(ModelRole):
 
 @torch.no_grad()
 def compute_scores(engine: FsdpEngine, view: Ragged, cap: int) -> TensorDict:
-    """The scores of a worker's rows; every rank calls it with its own."""
-    found = torch.zeros(len(view))
+    """The scores of a worker's rows; every rank calls it with its own rows."""
+    out = torch.zeros(len(view))
     [micros] = plan_micro_batches(view, [np.arange(len(view))], cap, engine)
     for rows in micros:
         scores = engine.scores(Pack(view, rows, engine.device).micro)
         if rows:
-            found[torch.tensor(rows)] = scores.cpu()
-    return TensorDict({"score": found}, batch_size=[len(view)])
+            out[torch.tensor(rows)] = scores.cpu()
+    return TensorDict({"score": out}, batch_size=[len(view)])
 
 
 def last_rows(view: Ragged) -> torch.Tensor:
-    """The last row of each episode, int64, by the episodes' number."""
+    """The last row of each episode, int64, in the order of the episodes' numbers."""
     episode = torch.from_numpy(view.episode)
     count = int(episode.max()) + 1 if len(episode) else 0
     places = torch.arange(len(episode))
@@ -62,8 +63,8 @@ def last_rows(view: Ragged) -> torch.Tensor:
 def with_scores(view: Ragged, scores: torch.Tensor, weight: float) -> Ragged:
     """Add `weight` times an episode's score to its reward, and to the token reward of its last sampled token.
 
-    `scores` [N] are those of rows; an episode of several rows takes the score of its last row. An episode that sampled
-    nothing holds no token reward.
+    `scores` [N] are per row; an episode of several rows gets the score of its last row. An episode that sampled
+    nothing gets no token reward.
     """
     episode = torch.from_numpy(view.episode)
     last = last_rows(view)

@@ -69,13 +69,13 @@ class TrainedRole(ModelRole):
         self._updates = 0
 
     def _set_rate(self) -> float:
-        """Set the learning rate of the next training step; returns its share of the configured one."""
+        """Set the learning rate of the next training step; returns it as a fraction of the configured one."""
         factor = rate(self._updates, self._optim.warmup, self._optim.schedule, self._total_steps)
         self._ready().set_rate(factor)
         return factor
 
     def save(self, folder: str) -> None:
-        """Model, optimizer, schedule and RNG into `folder`."""
+        """Write model, optimizer, schedule and RNG to `folder`."""
         save_state(self._ready(), Path(folder), {"updates": self._updates})
 
     def begin_save(self, folder: str) -> None:
@@ -83,9 +83,9 @@ class TrainedRole(ModelRole):
         self._saving.begin(self._ready(), Path(folder), {"updates": self._updates})
 
     def saved(self) -> bool:
-        """Whether the save that `begin_save` began is written; raises what it failed with."""
+        """Whether the save that `begin_save` started is complete; raises its error if it failed."""
         return self._saving.done()
 
     def load(self, folder: str) -> None:
-        """What `save` wrote, by any number of ranks. Raises CheckpointError."""
+        """Load what `save` wrote with any number of ranks. Raises CheckpointError."""
         self._updates = int(load_state(self._ready(), Path(folder))["updates"])

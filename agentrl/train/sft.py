@@ -17,14 +17,14 @@ FLOOR = 0.1
 
 
 def sft_rate(step: int, cfg: SftConfig) -> float:
-    """The share of the base learning rates at `step`, from 0."""
+    """The learning rates at `step` (from 0) as a fraction of their base."""
     return rate(step, cfg.warmup, "cosine", cfg.min_steps, floor=FLOOR)
 
 
 def sft_steps(engine: BaseEngine, view: Ragged, cfg: SftConfig, first: int, cap: int) -> dict[str, float]:
-    """One optimizer step a minibatch, numbered from `first`; every rank calls it with its own rows.
+    """One optimizer step per minibatch, numbered from `first`; every rank calls it with its own rows.
 
-    The loss of a step is the mean over its assistant tokens (column `sampled`) on all ranks. Raises NonFiniteError where
+    The loss of a step is the mean over its assistant tokens (column `sampled`) on all ranks. Raises NonFiniteError if
     the weights are not finite afterwards.
     """
     parts = minibatches(view)

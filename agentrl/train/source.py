@@ -1,4 +1,4 @@
-"""The trainer's end of a publish, one a rank: what rank 0 sends, the others help to gather."""
+"""The trainer's end of a publish, one per rank: rank 0 sends, the others help to gather."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ class WeightSource:
     """Streams an engine's weights over one route; all ranks call the same methods in the same order."""
 
     def __init__(self, engine: BaseEngine, rank: int, host: str) -> None:
-        """`host`: the address under which other machines reach this rank."""
+        """`host`: the address at which other machines reach this rank."""
         self._engine, self._rank, self._host = engine, rank, host
         self._sender: Sender | None = None
         self._tensors: Iterator[Named] | None = None
         self._stream: Stream | None = None
 
     def open(self, route: str, cfg: WeightsConfig, receivers: int) -> Offer:
-        """Make the channel; an earlier one is closed. Raises ConfigError where this machine cannot serve it."""
+        """Create the channel; an earlier one is closed. Raises ConfigError if this machine cannot serve the route."""
         self.close()
         largest = self._engine.largest()
         sender = make_sender(route, cfg, largest, receivers, self._host)
-        # All ranks must cut the stream at the same places.
+        # The slot size is the sender's, which may differ from the requested one: all ranks must cut the stream alike.
         self._sender = sender if self._rank == 0 else Silent(sender.slot_bytes, receivers)
         return self._sender.open()
 
     def attached(self) -> None:
-        """All receivers are attached."""
+        """Called when all receivers have attached."""
         self._ready().attached()
 
     def send(self, first: bool) -> Bucket | None:
-        """The next bucket; None at the end. `first` starts anew, whatever became of the stream before."""
+        """The next bucket; None at the end. `first` starts a new stream, whatever the state of the previous one."""
         if first:
             self._abandon()
             self._tensors = self._engine.tensors()
@@ -44,7 +44,7 @@ class WeightSource:
         if self._stream is None:
             return None
         bucket = self._ready().send(self._stream)
-        # Without a bucket, other ranks are done one call earlier than rank 0: they must not begin anew by themselves.
+        # Ranks without buckets reach the end one call before rank 0 does: on that last call they must not start again.
         if self._stream.done and bucket is None:
             self._abandon()
         return bucket
@@ -57,7 +57,7 @@ class WeightSource:
             self._sender = None
 
     def _abandon(self) -> None:
-        self._stream = self._tensors = None  # a generator that is dropped puts its layer back into shards
+        self._stream = self._tensors = None  # dropping the generator reshards its current layer
 
     def _ready(self) -> Sender:
         if self._sender is None:

@@ -1,4 +1,4 @@
-"""Save and load an engine's state with torch.distributed.checkpoint: any number of ranks may read it."""
+"""Save and load an engine's state with torch.distributed.checkpoint: it can be loaded with any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ META = "meta.json"
 
 
 def save_state(engine: BaseEngine, folder: Path, meta: dict[str, Any]) -> None:
-    """Write model, optimizer, every rank's RNG and `meta` (JSON) into `folder`. All ranks call it.
+    """Write model, optimizer, every rank's RNG and `meta` (JSON) to `folder`. All ranks call it.
 
-    Raises CheckpointError where a rank could not write.
+    Raises CheckpointError if a rank could not write.
     """
     _write_small(folder, meta)
     _, alone = _place()
@@ -35,10 +35,10 @@ def save_state(engine: BaseEngine, folder: Path, meta: dict[str, Any]) -> None:
 
 
 class BackgroundSave:
-    """`save_state` while training goes on: the state is copied to host memory, then written by a thread.
+    """`save_state` while training continues: the state is copied to host memory, then written by a thread.
 
-    One save at a time. The threads of all ranks talk over a gloo group of their own: on the default
-    group their collectives would mix with those of training, and hang.
+    One save at a time. The threads of all ranks communicate over a gloo group of their own: on the default
+    group their collectives would mix with those of training and hang.
     """
 
     def __init__(self) -> None:
@@ -47,9 +47,9 @@ class BackgroundSave:
         self._folder = Path()
 
     def begin(self, engine: BaseEngine, folder: Path, meta: dict[str, Any]) -> None:
-        """Copy the state and start to write it; returns when the copy is whole. All ranks call it.
+        """Copy the state and start to write it; returns when the copy is complete. All ranks call it.
 
-        Waits for an earlier save first. Raises CheckpointError for what that one failed with.
+        Waits for an earlier save first. Raises CheckpointError if that one failed.
         """
         self._finish()
         _, alone = _place()
@@ -57,13 +57,13 @@ class BackgroundSave:
             self._group = dist.new_group(backend="gloo")
         _write_small(folder, meta)
         copied = async_save({"state": engine.state()}, checkpoint_id=folder, process_group=self._group, no_dist=alone)
-        assert isinstance(copied, Future)  # only a stager that copies in the background answers otherwise
+        assert isinstance(copied, Future)  # another type is returned only with a stager that copies in the background
         self._writing, self._folder = copied, folder
 
     def done(self) -> bool:
-        """Whether nothing is being written any more. On rank 0 that is so when all ranks have written.
+        """Whether no save is being written any more. On rank 0 that means that all ranks have written.
 
-        Raises CheckpointError for what the save failed with, once.
+        Raises CheckpointError once if the save failed.
         """
         if self._writing is not None and not self._writing.done():
             return False
@@ -81,7 +81,7 @@ class BackgroundSave:
 
 
 def _failed(folder: Path, error: CheckpointException) -> CheckpointError:
-    """An ordinary exception in place of torch's, which is none (it passes every `except Exception`)."""
+    """An ordinary exception in place of torch's, which derives from BaseException and so escapes `except Exception`."""
     rank, (reason, _) = next(iter(error.failures.items()))
     return CheckpointError(f"{folder}: rank {rank} could not write its part: {type(reason).__name__}: {reason}")
 
@@ -96,9 +96,9 @@ def _write_small(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def load_state(engine: BaseEngine, folder: Path) -> dict[str, Any]:
-    """Read what `save_state` wrote, in place, on any number of ranks; returns its `meta`.
+    """Load what `save_state` wrote into the engine's tensors, on any number of ranks; returns its `meta`.
 
-    A rank that has no RNG state in the folder keeps its own. Raises CheckpointError where the folder is
+    A rank without an RNG state in the folder keeps its own. Raises CheckpointError if the folder is
     incomplete or holds another model.
     """
     rank, alone = _place()

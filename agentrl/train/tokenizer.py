@@ -1,11 +1,11 @@
 """The packaged tokenizer: byte-level BPE with about 400 entries and ChatML special tokens.
 
-The file `assets/tokenizer.json` is frozen: training BPE twice may give another merge list, and ids must
-mean the same in every run. `python -m agentrl.train.tokenizer CORPUS OUT` made it from
-`assets/tokenizer_corpus.jsonl`; run it again only for a new tokenizer under a new name.
+The file `assets/tokenizer.json` is frozen: training BPE again may give another merge list, and ids must
+mean the same in every run. It was made from `assets/tokenizer_corpus.jsonl` by
+`python -m agentrl.train.tokenizer CORPUS OUT`; run that again only for a new tokenizer with a new name.
 
-Text is first cut into words, single digits and the rest, and merges never cross a cut: so a word in a
-prompt and the same word inside a JSON call are the same tokens, and a small model can learn to copy it.
+Text is first split into words, single digits and the rest, and merges never cross a split: so a word in a
+prompt and the same word inside a JSON call have the same tokens, and a small model can learn to copy it.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def train_bpe(lines: list[str], entries: int = VOCABULARY) -> Any:
 def packaged_tokenizer(context: int) -> Any:
     """The frozen tokenizer as a `PreTrainedTokenizerFast` with its chat template.
 
-    All seven control tokens are special: plain text that spells one is cut into bytes when it is encoded
-    with `split_special_tokens=True`, so a tool's output cannot forge a turn.
+    All seven control tokens are special: plain text that spells one is encoded as ordinary tokens with
+    `split_special_tokens=True`, so a tool's output cannot forge a turn.
     """
     from transformers import PreTrainedTokenizerFast
 

@@ -1,8 +1,8 @@
-"""Ulysses sequence parallelism (Jacobs et al. 2023, arXiv:2309.14509): the ranks of a group share the tokens
-of a micro-batch; around attention an all-to-all turns shares of tokens into shares of heads and back.
+"""Ulysses sequence parallelism (Jacobs et al. 2023, arXiv:2309.14509): the ranks of a group split the tokens
+of a micro-batch; around attention, an all-to-all turns a split over tokens into a split over heads and back.
 
-Every rank of the group has the whole micro-batch as input, computes its slice of the tokens, and gets the
-logprobs of all of them; so the loss is the same on each, and its gradient flows back to each one's slice.
+Every rank of the group gets the whole micro-batch as input, computes its slice of the tokens, and receives the
+logprobs of all tokens; so the loss is the same on every rank, and its gradient flows back to each rank's slice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentrl.errors import ModelError
 
 
 class _AllToAll(torch.autograd.Function):
-    """[parts, ...] -> [parts, ...]: part i goes to rank i. Its own inverse, so its gradient is itself."""
+    """[parts, ...] -> [parts, ...]: part i goes to rank i. It is its own inverse, so its backward pass is the same exchange."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -32,17 +32,18 @@ class _AllToAll(torch.autograd.Function):
 
 def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     given = parts.contiguous()
-    out = torch.empty_like(given)  # like the contiguous one: the collective writes memory in order
+    out = torch.empty_like(given)  # like the contiguous copy: the collective fills memory in order, whatever the strides
     dist.all_to_all_single(out, given, group=group)
     return out
 
 
 class _Gather(torch.autograd.Function):
     """[m] -> the ranks' [m_i], one after the other. Every rank computes the same loss from the result, so
-    the gradient of a rank's own part is that part of the gradient, and not a sum over ranks."""
+    the gradient of a rank's own part is that part of its gradient, not a sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
+        # Padded to equal lengths, which all_gather requires; and never empty, since a rank may have no chosen token.
         rank, width = dist.get_rank(group), max(max(counts), 1)
         padded = own.new_zeros(width)
         padded[: len(own)] = own
@@ -64,7 +65,7 @@ class Ulysses:
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def slice_of(self, tokens: int) -> slice:
-        """This rank's tokens of `tokens` (a multiple of the group's size)."""
+        """This rank's slice of `tokens` tokens (a multiple of the group's size)."""
         share = tokens // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
@@ -85,7 +86,7 @@ class Ulysses:
         return out.transpose(0, 1).reshape(tokens // self.size, self.size * heads, width)
 
     def gather(self, own: Tensor, counts: list[int]) -> Tensor:
-        """The numbers of all ranks, `counts[i]` of rank i, in rank order."""
+        """The values of all ranks in rank order, `counts[i]` of them from rank i."""
         call: Callable[..., Tensor] = _Gather.apply
         return call(own, counts, self.group)
 

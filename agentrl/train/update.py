@@ -1,8 +1,8 @@
 """The policy update on a worker: minibatches -> micro-batches -> losses with global denominators -> optimizer steps.
 
-`update_policy` is the whole of it; `_Job.loss` is the loss of one micro-batch. `Pack`, `Meter` and `Steps` below them are
-what the critic and supervised steps use as well: a micro-batch, its numbers summed up, and steps that are only taken if
-everything in them is finite.
+`update_policy` is the entry point; `_Job.loss` is the loss of one micro-batch. `Pack`, `Meter` and `Steps` below are also
+used by the critic and by supervised steps: a micro-batch, sums of its numbers, and optimizer steps that are only taken
+if everything in them is finite.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """What an update needs beside batch and algorithm: temperature of the rollout, token cap, seed, step,
+    """What an update needs besides batch and algorithm: the rollout's temperature, token cap, seed, step,
     and the coefficient of the KL term in the loss."""
 
     temperature: float
@@ -59,9 +59,9 @@ def update_policy(engine: BaseEngine, view: Ragged, algorithm: AlgorithmConfig, 
     """All optimizer steps of one training step; every rank calls it with its own rows.
 
     Needs the columns that `UpdateShard` leaves in a batch: token_ids, sampled, logprobs (of the policy that sampled),
-    advantages, minibatch, episode_tokens, where they are asked for old_logprobs (of the proximal policy), weights, picked and
-    ref_logprobs, and the batch-wide counts. A minibatch of which no row is left still takes its optimizer step, with
-    a gradient of zero. Returns metrics, the same on every rank. Raises NonFiniteError where the weights are not finite
+    advantages, minibatch, episode_tokens, if the config asks for them old_logprobs (of the proximal policy), weights, picked
+    and ref_logprobs, and the batch-wide counts. A minibatch without remaining rows still takes its optimizer step, with
+    a gradient of zero. Returns metrics, the same on every rank. Raises NonFiniteError if the weights are not finite
     afterwards.
     """
     loss = policy_loss(algorithm.loss.name, algorithm.loss.args)
@@ -77,7 +77,7 @@ def update_policy(engine: BaseEngine, view: Ragged, algorithm: AlgorithmConfig, 
 
 
 def visit_order(count: int, epoch: int, settings: UpdateSettings) -> list[int]:
-    """Minibatches in the order in which an epoch takes them; the first epoch takes them as they are."""
+    """The order in which an epoch visits the minibatches; the first epoch takes them as they are, as they are shuffled."""
     if epoch == 0:
         return list(range(count))
     order = np.random.default_rng([settings.seed, settings.step, epoch]).permutation(count)
@@ -107,7 +107,7 @@ class _Job:
             piece.column("old_logprobs" if "old_logprobs" in self.view else "logprobs"),
             piece.column("logprobs"),
             piece.column("advantages"),
-            weights.detach() > 0,
+            weights.detach() > 0,  # the mask: weight 0 is a token that the correction rejected
             piece.compact.to(self.engine.device),
             piece.column("picked") if "picked" in self.view else None,
         )
@@ -121,7 +121,7 @@ class _Job:
         return total
 
     def _kl(self, piece: Pack, given: LossInput) -> Tensor:
-        """The KL term of each token, coefficient included; also measured wherever a reference is there."""
+        """The KL term of each token, including its coefficient; the KL is measured whenever there is a reference."""
         if "ref_logprobs" not in self.view:
             return torch.zeros_like(given.logprobs)
         kl = self.algorithm.kl
@@ -143,15 +143,15 @@ class _Job:
         self.meter.add("kl_behaviour", given.behaviour_logprobs - now)
         for name, values in out.metrics.items():
             self.meter.add(name, values[mask])
-        if self.first:  # no step was taken yet: what differs here is trainer against engine, or staleness
+        if self.first:  # no step was taken yet: a difference is between trainer and engine, or due to staleness
             self.meter.add(FIRST, torch.tensor(float(len(mask))))
             self.meter.add("mismatch_kl", kl_estimate("k3", now, given.behaviour_logprobs))
             self.meter.top("mismatch_max", (now - given.behaviour_logprobs).abs())
 
 
 def mismatch(view: Ragged) -> dict[str, float]:
-    """`mismatch_kl` (k3, mean over all sampled tokens) and `mismatch_max` of the proximal policy against the engine's
-    logprobs: where the proximal policy was recomputed, the batch says them itself, rows included that a correction rejects."""
+    """`mismatch_kl` (k3, mean over all sampled tokens) and `mismatch_max` between the proximal policy and the engine's
+    logprobs. If the proximal policy was recomputed, the batch has both, even for rows that a correction rejects."""
     new, old = (view.tokens(name)[view.tokens("sampled")] for name in ("old_logprobs", "logprobs"))
     if not len(new):
         return {}
@@ -160,13 +160,13 @@ def mismatch(view: Ragged) -> dict[str, float]:
 
 TRAINED, SAMPLED, FIRST = "tokens_computed", "sampled_computed", "sampled_first"
 OVER = {"kl_behaviour": SAMPLED, "mismatch_kl": FIRST}
-"""What a metric is the mean over, where that is not the computed tokens that are trained."""
+"""The tokens that a metric is a mean over, if these are not the computed tokens that are trained."""
 
 
 def _metrics(engine: BaseEngine, meter: Meter, steps: Steps, counts: tuple[Denominators, ...]) -> dict[str, float]:
     """`loss` and `grad_norm` are means over the optimizer steps. Means over tokens are over those that were computed (in
-    every epoch), so not over rows that were left out as they teach nothing; `tokens_trained` and `episodes_trained` are
-    the denominators, which count those too."""
+    every epoch), so not over rows that were left out because they have no gradient; `tokens_trained` and
+    `episodes_trained` are the denominators, which include those rows."""
     if not steps.norms:
         return {"tokens_trained": 0.0, "minibatches": 0.0}
     sums, tops = meter.totals(engine)
@@ -188,7 +188,7 @@ def _metrics(engine: BaseEngine, meter: Meter, steps: Steps, counts: tuple[Denom
 
 
 def check_algorithm(algorithm: AlgorithmConfig) -> None:
-    """Raise ConfigError for a combination that cannot mean what it says."""
+    """Raise ConfigError for a combination that would not do what its settings say."""
     policy_loss(algorithm.loss.name, algorithm.loss.args)
     loss = POLICY_LOSSES.entry(algorithm.loss.name)
     if algorithm.proximal != "recompute":
@@ -202,8 +202,8 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
         if "weighs_behaviour" in loss.traits & weighs.traits:
             others = CORRECTIONS.that_are("weighs_behaviour", False)
             raise ConfigError(
-                f'algorithm.correction "{weighs.name}" and algorithm.loss "{loss.name}" both weigh tokens by '
-                f"proximal / behaviour, so it would count twice; use {others}, or another loss"
+                f'algorithm.correction "{weighs.name}" and algorithm.loss "{loss.name}" both weight tokens by '
+                f"proximal / behavior, so this weight would be applied twice; use {others}, or another loss"
             )
     check_kl(algorithm.kl)
     norm_length(algorithm)
@@ -211,8 +211,8 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
 
 class Pack:
     """Some rows of a batch, end to end, on the engine's device: `micro` for the model, `compact` offsets
-    of the sampled tokens, and `column(name)` -> that column at the sampled tokens [M]. `tokens` of the rows,
-    of which `computed` go through the model: fewer if the batch's columns say that rows share a prefix."""
+    of the sampled tokens, and `column(name)` -> that column at the sampled tokens [M]. `tokens` is the number of the rows'
+    tokens, `computed` of which go through the model: fewer if the batch's columns say that rows share a prefix."""
 
     def __init__(self, view: Ragged, rows: list[int], device: torch.device) -> None:
         self.flat = pack(view, rows)
@@ -228,13 +228,13 @@ class Pack:
         packed = packed_rows(offsets, device)
         trees = trees_of(view, rows)
         if trees:
-            # Fewer tokens are computed than the rows have: places in the plain rows become places among those.
+            # Fewer tokens are computed than the rows have: positions in the plain rows become positions among these.
             made = share(view, rows, trees)
             ids, positions = made.token_ids, made.position_ids
             before, last = made.at[before], made.at[last]
             packed = packed_trees(made.spans, packed.longest, device)
         self.tokens, self.computed = len(self.mask) if rows else 0, len(ids) if rows else 0
-        ids, targets = ids.to(device).long(), targets.to(device).long()  # int32 in the batch; gathering takes int64
+        ids, targets = ids.to(device).long(), targets.to(device).long()  # int32 in the batch; gather needs int64
         self.micro = Micro(ids, positions.to(device), packed, before.to(device), targets, last.to(device))
 
     def column(self, name: str) -> Tensor:
@@ -266,20 +266,20 @@ class Meter:
         self._sums[name] = self._sums.get(name, torch.zeros((), dtype=torch.float64)) + total
 
     def top(self, name: str, values: Tensor) -> None:
-        """Keep the largest of `values` (0 where there is none)."""
+        """Keep the largest of `values` (0 if there are none)."""
         zero = torch.zeros((), dtype=torch.float64)
         largest = values.detach().double().max().cpu() if values.numel() else zero
         self._tops[name] = torch.maximum(self._tops.get(name, largest), largest)
 
     def totals(self, engine: BaseEngine) -> tuple[dict[str, float], dict[str, float]]:
-        """Sums and maxima over all ranks, by name. Every rank must have met the same names."""
+        """Sums and maxima over all ranks, by name. Every rank must have added the same names."""
         return _reduced(engine, self._sums, "sum"), _reduced(engine, self._tops, "max")
 
 
 def _reduced(engine: BaseEngine, values: dict[str, Tensor], how: str) -> dict[str, float]:
     if not values:
         return {}
-    names = sorted(values)
+    names = sorted(values)  # one tensor for all names, so the ranks must have them in the same order
     joined = engine.reduce(torch.stack([values[name] for name in names]), "sum" if how == "sum" else "max")
     return dict(zip(names, joined.tolist(), strict=True))
 
@@ -288,7 +288,7 @@ class Steps:
     """The optimizer steps of one update: `norms` holds the gradient norm of each before clipping, `skipped` counts
     those that were not taken.
 
-    A step with a loss or a gradient norm that is not finite is skipped on all ranks alike: its gradients are dropped,
+    A step with a loss or a gradient norm that is not finite is skipped on all ranks: its gradients are dropped,
     weights and optimizer stay as they are.
     """
 
@@ -305,8 +305,9 @@ class Steps:
             share = loss(rows)
             if not bool(torch.isfinite(share.detach())):
                 broken.append(rows)
+            # Also with a loss that is not finite: a rank that left out a backward pass would hang the others' collectives.
             self._engine.backward(share, last=index == len(micros) - 1)
-        # All ranks decide alike: one that stepped alone would hold other weights than the rest from here on.
+        # All ranks must decide the same: a rank that stepped alone would have other weights than the rest from then on.
         sound = not float(self._engine.reduce(torch.tensor([float(len(broken))]), "max"))
         norm = self._engine.step(sound)
         self.norms.append(norm)
@@ -315,21 +316,21 @@ class Steps:
             return
         self.skipped += 1
         if broken:
-            self._say(number, "the loss is not finite in a micro-batch", broken)
+            self._log_skipped(number, "the loss is not finite in a micro-batch", broken)
         elif sound:
-            self._say(number, f"the gradient norm is {norm}; it is that", micros)
+            self._log_skipped(number, f"the gradient norm is {norm}", micros)
 
-    def _say(self, number: int, what: str, micros: list[list[int]]) -> None:
+    def _log_skipped(self, number: int, what: str, micros: list[list[int]]) -> None:
         rows = named_rows(self._view, [row for micro in micros for row in micro])
-        log.error("%s: optimizer step %d is not taken: %s of %s", self._where, number, what, rows)
+        log.error("%s: optimizer step %d is skipped: %s; its rows: %s", self._where, number, what, rows)
 
     def check(self) -> None:
-        """Raise NonFiniteError, on all ranks alike, if the weights are not finite any more."""
+        """Raise NonFiniteError, on all ranks, if the weights are no longer finite."""
         if not self._engine.finite():
-            raise NonFiniteError(f"{self._where}: the weights are not finite any more; they are neither published nor saved")
+            raise NonFiniteError(f"{self._where}: the weights are no longer finite; they are neither published nor saved")
 
     def metrics(self) -> dict[str, float]:
-        """`grad_norm`, the mean over the steps that were taken, `skipped_optimizer_steps` and `optimizer_steps` (taken)."""
+        """`grad_norm` (mean over the steps that were taken), `skipped_optimizer_steps` and `optimizer_steps` (taken)."""
         return {
             "grad_norm": sum(self._taken) / max(len(self._taken), 1),
             "skipped_optimizer_steps": float(self.skipped),

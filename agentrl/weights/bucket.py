@@ -1,4 +1,4 @@
-"""What travels: buckets of bytes, and entries that say which tensor lies where in one."""
+"""The unit of transfer: buckets of bytes, and entries that say where each tensor is in a bucket."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What is told of one bucket: `nbytes` bytes in slot `slot` (see Sender), cut as `entries` say. `file` is the disk
-    route's."""
+    """The description of one bucket: `nbytes` bytes in slot `slot` (see Sender), cut into `entries`. `file` is used by the
+    disk route only."""
 
     slot: int
     nbytes: int
@@ -41,12 +41,12 @@ class Bucket:
     file: str = ""
 
     def with_aliases(self, tied: Mapping[str, str]) -> Bucket:
-        """The same bytes, a tied parameter also under its further names. `tied`: further name -> name."""
+        """The same bytes, with a tied parameter also listed under its other names. `tied`: other name -> name."""
         more = [replace(entry, name=alias) for entry in self.entries for alias, name in tied.items() if name == entry.name]
         return replace(self, entries=(*self.entries, *more))
 
     def to_wire(self) -> Wire:
-        """The same in lists, for channels that carry no classes."""
+        """The same as lists, for channels that cannot carry classes."""
         entries = [[e.name, e.dtype, list(e.shape), e.offset, e.source] for e in self.entries]
         return (self.slot, self.nbytes, self.file, entries)
 
@@ -62,7 +62,7 @@ class Bucket:
 
 
 class Stream:
-    """Tensors in order, with a look at the next one: whoever fills a bucket must know whether it still fits."""
+    """Tensors in order, with a peek at the next one, because filling a bucket requires to know whether it still fits."""
 
     def __init__(self, tensors: Iterator[Named]) -> None:
         self._tensors = tensors
@@ -73,20 +73,20 @@ class Stream:
         return self._next is None
 
     def peek(self) -> Named:
-        """The next tensor, which stays. It is valid until the call of `advance`."""
+        """The next tensor, without consuming it. It is valid until `advance` is called."""
         assert self._next is not None
         return self._next
 
     def advance(self) -> None:
-        self._next = None  # the last reference to it, which may be a whole layer's
+        self._next = None  # drops the last reference first: two whole layers must not be in memory at once
         self._next = next(self._tensors, None)
 
 
 def fill(stream: Stream, room: int, buffer: Tensor | None) -> tuple[list[TensorEntry], int]:
-    """Pack tensors into `buffer` (uint8 [room]) until the next one does not fit; entries and bytes used.
+    """Pack tensors into `buffer` (uint8 [room]) until the next one does not fit; returns entries and bytes used.
 
-    Without a buffer the tensors are counted and left: ranks other than 0 stay in step so. A tensor larger
-    than an empty bucket raises ValueError.
+    Without a buffer the tensors are only counted, which keeps ranks other than 0 in step. Raises ValueError if a tensor
+    is larger than an empty bucket.
     """
     entries: list[TensorEntry] = []
     used = 0
@@ -100,7 +100,7 @@ def fill(stream: Stream, room: int, buffer: Tensor | None) -> tuple[list[TensorE
         entries.append(TensorEntry(name, dtype, tuple(tensor.shape), used, name))
         if buffer is not None:
             tensor_in(buffer, entries[-1]).copy_(tensor.detach())
-        used += -(-tensor.nbytes // ALIGN) * ALIGN
+        used += -(-tensor.nbytes // ALIGN) * ALIGN  # aligned: a view of another dtype must start at a multiple of its size
         stream.advance()
     return entries, min(used, room)
 
@@ -111,7 +111,7 @@ def tensor_in(buffer: Tensor, entry: TensorEntry) -> Tensor:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that `str(dtype)` shortens to `name`."""
+    """The dtype of the name `name`, for example "bfloat16"."""
     found = getattr(torch, name)
     assert isinstance(found, torch.dtype)
     return found

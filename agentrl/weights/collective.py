@@ -1,8 +1,8 @@
 """Route `collective`: a torch.distributed broadcast (gloo, host memory) from the trainer's rank 0 to every process
 of the engine, for engines on other machines.
 
-The group is made beside the default groups of both sides and touches neither. Gloo is the only backend here:
-a broadcast between GPUs (NCCL) is not written, as there was no machine to test it on.
+The process group is created in addition to the default groups of both sides and does not affect them. Gloo is the only
+backend: a broadcast between GPUs (NCCL) is not implemented, because there was no machine to test it on.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from agentrl.weights.bucket import Bucket, Named
 from agentrl.weights.route import ROUTES, SLOTS, Offer, Receiver, Route, Sender
 
 TIMEOUT_S = 120.0
-"""For joining and for one bucket. A receiver is told of a bucket when it is full, so nothing waits for the trainer to gather."""
+"""For joining and for one bucket. A receiver learns of a bucket once it is full, so gathering does not count."""
 
 
 class CollectiveSender(Sender):
-    """See the module. `host`: the address under which the engine's machines reach this one."""
+    """See the module. `host`: the address at which the engine's machines reach this one."""
 
     def __init__(self, slot_bytes: int, receivers: int, host: str) -> None:
         super().__init__(slot_bytes, receivers)
@@ -45,7 +45,7 @@ class CollectiveSender(Sender):
         except RuntimeError as problem:
             raise ConfigError(f"weights.route = collective: cannot listen on {self._host}: {problem}") from problem
         self._slots = [torch.empty(self.slot_bytes, dtype=torch.uint8) for _ in range(SLOTS)]
-        # Joining waits for all the others, who are told of the group only when this call has returned.
+        # Joining waits for all the others, and they learn of the group only after this call has returned: hence a thread.
         self._pool = ThreadPoolExecutor(1, "weights-collective")
         self._joining = self._pool.submit(_join, self._store, 0, self.receivers + 1, self._host)
         return Offer("collective", self.slot_bytes, self.receivers, (self._host, str(self._store.port)))
@@ -55,7 +55,7 @@ class CollectiveSender(Sender):
         try:
             self._group = self._joining.result(TIMEOUT_S)
         except TimeoutError as problem:
-            raise ConfigError(f"weights.route = collective: the engine did not join in {TIMEOUT_S:g} s") from problem
+            raise ConfigError(f"weights.route = collective: the engine did not join within {TIMEOUT_S:g} s") from problem
         except RuntimeError as problem:
             raise ConfigError(f"weights.route = collective: the engine did not join: {problem}") from problem
 
@@ -86,9 +86,9 @@ class CollectiveReceiver(Receiver):
     def open(self) -> None:
         host, port = self.offer.where
         try:
-            mine = _address_towards(host, int(port))
+            own_address = _address_towards(host, int(port))
             store: Any = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
-            self._group = _join(store, 1 + self.index, self.offer.receivers + 1, mine)
+            self._group = _join(store, 1 + self.index, self.offer.receivers + 1, own_address)
         except (RuntimeError, OSError) as problem:
             raise ConfigError(
                 f"weights.route = collective: the engine does not reach the trainer at {host}:{port}: {problem}"
@@ -108,7 +108,7 @@ class CollectiveReceiver(Receiver):
 
 def _join(store: Any, rank: int, world: int, address: str) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # The address, not the host name: that may resolve to one which does not route.
+    # The address, not the host name, which may resolve to an address that does not route.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=TIMEOUT_S)
     return dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, world, options)  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ def _finish(work: Any, guess: str) -> None:
 
 
 def _address_towards(host: str, port: int) -> str:
-    """The address of this machine that traffic to `host` leaves by; connecting UDP sends nothing."""
+    """The address of this machine from which traffic to `host` is sent; connecting a UDP socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])

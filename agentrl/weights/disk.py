@@ -1,4 +1,4 @@
-"""Route `disk`: buckets as safetensors files in a folder that both sides see. The slowest and the last resort."""
+"""Route `disk`: buckets as safetensors files in a folder that both sides see. The slowest route, and the last resort."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKEN = "token"
 
 
 class DiskSender(Sender):
-    """See the module. `parent`: the shared folder, in which the sender makes one of its own."""
+    """See the module. `parent`: the shared folder, in which the sender creates a folder of its own."""
 
     def __init__(self, slot_bytes: int, receivers: int, parent: Path) -> None:
         super().__init__(slot_bytes, receivers)
@@ -40,7 +40,7 @@ class DiskSender(Sender):
         return Offer("disk", self.slot_bytes, self.receivers, (str(self._folder), token))
 
     def slot(self, number: int) -> Tensor:
-        return self._buffer  # a slot is free as soon as its file is written
+        return self._buffer  # one buffer serves both slots: it is free as soon as the slot's file is written
 
     def ship(self, bucket: Bucket) -> Bucket:
         assert self._folder is not None
@@ -60,6 +60,7 @@ class DiskReceiver(Receiver):
     def open(self) -> None:
         folder, token = self.offer.where
         note = Path(folder) / TOKEN
+        # The token proves that it is the same folder, not one of the same path on another machine.
         if not note.is_file() or note.read_text() != token:
             raise ConfigError(
                 f"weights.route = disk: the engine does not see the trainer's folder {folder}; "

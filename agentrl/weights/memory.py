@@ -17,7 +17,7 @@ from agentrl.weights.route import ROUTES, SLOTS, Offer, Receiver, Route, Sender
 
 _numbers = itertools.count()
 _open: weakref.WeakValueDictionary[str, MemorySender] = weakref.WeakValueDictionary()
-"""The senders of this process. Another process has none of them, and so cannot mistake a copy for their slots."""
+"""The senders of this process. Another process has none of them, so it cannot take a copy for their slots."""
 
 
 class MemorySender(Sender):
@@ -49,7 +49,7 @@ class MemoryReceiver(Receiver):
 
     def open(self) -> None:
         if self.offer.where[0] not in _open:
-            raise ConfigError("weights.route = memory: the engine's weights are in another process than the trainer")
+            raise ConfigError("weights.route = memory: the engine's weights are in another process than the trainer's")
 
     def receive(self, bucket: Bucket) -> list[Named]:
         flat = _open[self.offer.where[0]].slot(bucket.slot)

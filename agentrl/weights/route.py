@@ -6,8 +6,8 @@
     sender.send(stream) --->  Bucket ------------------>  receiver.receive(bucket) -> tensors
                               ... until the stream ends
 
-A sender has two slots: while the engine loads the one, the trainer fills the other. The driver asks for
-bucket n + 2 only when bucket n is loaded, so that is all the memory a publish takes beside the weights.
+A sender has two slots: while the engine loads one, the trainer fills the other. The driver requests
+bucket n + 2 only when bucket n is loaded, so a publish needs no memory besides these slots and the weights.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SLOTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a receiver must know: the route's name, bytes a slot, how many receivers there are, and `where`
-    (paths, a key, an address: the route's own)."""
+    """What a receiver must know: the route's name, bytes per slot, number of receivers, and `where`
+    (paths, a key or an address, depending on the route)."""
 
     route: str
     slot_bytes: int
@@ -38,7 +38,7 @@ class Offer:
 
 
 class Sender(ABC):
-    """The trainer's end, on rank 0. `slot_bytes`: the most that one bucket holds; no tensor may be larger."""
+    """The trainer's end, on rank 0. `slot_bytes`: the size of a bucket; no tensor may be larger."""
 
     def __init__(self, slot_bytes: int, receivers: int) -> None:
         self.slot_bytes, self.receivers = slot_bytes, receivers
@@ -46,10 +46,10 @@ class Sender(ABC):
 
     @abstractmethod
     def open(self) -> Offer:
-        """Make the channel. Raises ConfigError where this machine cannot serve the route."""
+        """Create the channel. Raises ConfigError if this machine cannot serve the route."""
 
     def attached(self) -> None:
-        """All receivers are there. Raises ConfigError where they cannot be reached after all."""
+        """Called when all receivers have attached. Raises ConfigError if they cannot be reached after all."""
         return None
 
     def send(self, stream: Stream) -> Bucket | None:
@@ -57,16 +57,17 @@ class Sender(ABC):
         if stream.done:
             return None
         slot, self._turn = self._turn, (self._turn + 1) % SLOTS
+        # `self.slot` blocks until the bucket before the last, which used this slot, is no longer read.
         entries, used = fill(stream, self.slot_bytes, self.slot(slot))
         return self.ship(Bucket(slot, used, tuple(entries)))
 
     @abstractmethod
     def slot(self, number: int) -> Tensor:
-        """The slot's bytes, uint8 [slot_bytes], once nobody reads them any more."""
+        """The slot's bytes, uint8 [slot_bytes]; waits until no receiver reads them any more."""
 
     @abstractmethod
     def ship(self, bucket: Bucket) -> Bucket:
-        """Let the receivers have a filled slot; what they must be told."""
+        """Make a filled slot available to the receivers; returns the bucket to tell them."""
 
     @abstractmethod
     def close(self) -> None:
@@ -74,7 +75,7 @@ class Sender(ABC):
 
 
 class Silent(Sender):
-    """The end on ranks other than 0: takes the same tensors off the stream, which are collectives, and drops them."""
+    """The end on ranks other than 0: takes the same tensors from the stream, because each is a collective, and drops them."""
 
     def open(self) -> Offer:
         return Offer("none", self.slot_bytes, self.receivers, ())
@@ -95,18 +96,18 @@ class Silent(Sender):
 
 
 class Receiver(ABC):
-    """The engine's end, one a process that holds weights. `index`: from 0, over all of them."""
+    """The engine's end, one per process that holds weights. `index`: from 0, over all of these."""
 
     def __init__(self, offer: Offer, index: int) -> None:
         self.offer, self.index = offer, index
 
     @abstractmethod
     def open(self) -> None:
-        """Attach. Raises ConfigError with the reason where this process cannot be served by the route."""
+        """Attach. Raises ConfigError with the reason if the route cannot serve this process."""
 
     @abstractmethod
     def receive(self, bucket: Bucket) -> list[Named]:
-        """The tensors of a bucket. They are gone once the caller has answered: whoever keeps one clones it."""
+        """The tensors of a bucket. They are valid until the caller answers the driver: clone a tensor to keep it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -114,15 +115,15 @@ class Receiver(ABC):
 
 
 class Route(ABC):
-    """Both ends of a route by name: one file in agentrl/weights, or in `plugins/` of a shelf, brings a route."""
+    """Both ends of a route: one file in agentrl/weights, or in `plugins/` of a shelf, adds a route."""
 
     cost: ClassVar[float] = math.inf
-    """Its place in what `weights.route = "auto"` tries, the cheapest first; infinite: only where it is named."""
+    """Its place in the order that `weights.route = "auto"` tries, the cheapest first; infinite: used only if it is named."""
     receiver: ClassVar[type[Receiver]]
 
     @abstractmethod
     def sender(self, cfg: WeightsConfig, slot_bytes: int, receivers: int, host: str) -> Sender:
-        """The trainer's end; `host` is this machine as the engine's machines see it."""
+        """The trainer's end; `host` is the address at which the engine's machines reach this one."""
 
 
 ROUTES: Registry[type[Route]] = Registry("weights.route", "ROUTES", "agentrl.weights")

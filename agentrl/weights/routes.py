@@ -9,21 +9,21 @@ from agentrl.weights.route import ROUTES, Offer, Receiver, Sender
 
 
 def order() -> tuple[str, ...]:
-    """What `weights.route = "auto"` tries, the cheapest first: each proves by itself whether it can serve."""
+    """The routes that `weights.route = "auto"` tries, the cheapest first: each proves itself whether it can serve."""
     tried = [entry for entry in ROUTES.own() if math.isfinite(entry.make.cost)]
     return tuple(entry.name for entry in sorted(tried, key=lambda entry: entry.make.cost))
 
 
 def make_sender(name: str, cfg: WeightsConfig, largest: int, receivers: int, host: str) -> Sender:
-    """The trainer's end. `largest`: bytes of the largest tensor; `host`: this machine as the engine's machines see it.
+    """The trainer's end. `largest`: bytes of the largest tensor; `host`: address at which the engine's machines reach this one.
 
     Raises ConfigError for an unknown route."""
-    size = max(int(cfg.bucket_mib * 2**20), largest)
+    size = max(int(cfg.bucket_mib * 2**20), largest)  # no tensor is ever split over buckets
     return ROUTES.entry(name).make().sender(cfg, size, receivers, host)
 
 
 def open_receiver(offer: Offer, index: int) -> Receiver:
-    """The engine's end, attached. Raises ConfigError with the reason where it cannot be."""
+    """The engine's end, attached. Raises ConfigError with the reason if it cannot attach."""
     receiver = ROUTES.entry(offer.route).make.receiver(offer, index)
     receiver.open()
     return receiver

@@ -1,7 +1,6 @@
-"""Route `shared`: both processes map the same memory, so a bucket is written once and read where it lies.
+"""Route `shared`: both processes map the same memory, so a bucket is written once and read in place.
 
-The segments lose their names as soon as every receiver has mapped them: nothing is left behind by a
-process that is killed.
+The segments are unlinked as soon as every receiver has mapped them, so a killed process leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class SharedSender(Sender):
         descriptor, name = tempfile.mkstemp(prefix="agentrl-weights-", dir=FOLDER)
         self._files.append(Path(name))
         try:
-            # Memory that is not there shows now, as an error; later it would be a SIGBUS.
+            # If there is too little memory, this fails now with an error; without it, a later write would raise SIGBUS.
             os.posix_fallocate(descriptor, 0, self.slot_bytes)
         except OSError as problem:
             self.close()
@@ -83,12 +82,12 @@ class SharedReceiver(Receiver):
         token, *files = self.offer.where
         self._slots: list[Tensor] = []
         for name in files:
-            # A file of this name that another machine made would not hold the token.
+            # A file of this name that was made on another machine does not hold the token.
             if not Path(name).is_file() or Path(name).stat().st_size != self.offer.slot_bytes:
                 raise ConfigError("weights.route = shared: the engine and the trainer do not share memory (two machines?)")
             slot = torch.from_file(name, shared=True, size=self.offer.slot_bytes, dtype=torch.uint8)
             if bytes(slot[:TOKEN_BYTES].tolist()).hex() != token:
-                raise ConfigError("weights.route = shared: the engine reads other memory than the trainer writes")
+                raise ConfigError("weights.route = shared: the engine does not read the memory that the trainer writes")
             self._slots.append(slot)
 
     def receive(self, bucket: Bucket) -> list[Named]:

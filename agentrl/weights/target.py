@@ -1,4 +1,4 @@
-"""What an engine whose weights can be replaced offers: this is how an engine says that it can be trained."""
+"""The interface of an engine whose weights can be replaced; implementing it declares that the engine can be trained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WakeStage = Literal["weights", "cache"]
 
 
 class MembersChangedError(EngineError):
-    """A process of the engine was replaced since the route was attached: attach again."""
+    """A process of the engine was replaced after the route was attached: attach again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +32,25 @@ class Adapter:
 
 
 class WeightTarget(ABC):
-    """Mixed into an engine that can be trained; one without it (an API model, a replay) cannot. Whoever brings weights
-    pauses the engine before and resumes it after."""
+    """Mixed into an engine that can be trained; one without it (an API model, a replay) cannot. The caller that replaces
+    weights pauses the engine before and resumes it afterwards."""
 
     @abstractmethod
     async def pause(self) -> None:
-        """Stop sampling after the step under way; requests stay queued and keep what they sampled."""
+        """Stop sampling after the current step; requests stay queued and keep the tokens that they sampled."""
 
     @abstractmethod
     async def resume(self) -> None:
-        """Go on after `pause`. What was running is recomputed under the current weights."""
+        """Continue after `pause`. The caches of running requests are recomputed with the current weights."""
 
     async def sleep(self) -> None:
-        """Give back the memory of weights and caches while the trainer uses it. The caller has paused the engine, and
-        nothing runs. Raises EngineError if the engine cannot."""
+        """Free the memory of weights and caches while the trainer uses it. The caller has paused the engine, and
+        nothing is running. Raises EngineError if the engine cannot do so."""
         raise EngineError(f"{type(self).__name__} cannot sleep")
 
     async def wake(self, stage: WakeStage) -> None:
-        """Take memory again, in two stages: "weights" before new weights come, "cache" after it, when what the trainer held
-        for them is free. Nothing happens if the engine is awake."""
+        """Allocate memory again, in two stages: "weights" before new weights come, "cache" after them, when the trainer has
+        freed the memory that it needed to send them. Does nothing if the engine is awake."""
         return None
 
     @abstractmethod
@@ -59,16 +59,16 @@ class WeightTarget(ABC):
 
     @abstractmethod
     async def attach(self, offer: Offer) -> None:
-        """Open a receiver in every member; the one before is closed. Raises ConfigError with the reason if a member cannot be
-        served by this route, MembersChangedError if one died meanwhile."""
+        """Open a receiver in every member; an earlier one is closed. Raises ConfigError with the reason if the route cannot
+        serve a member, MembersChangedError if one died meanwhile."""
 
     @abstractmethod
     async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
-        """Replace the weights. No cache survives it. Raises EngineError where a parameter is missing, unknown or of another
-        shape; the engine then refuses to generate until all weights have come whole. Raises MembersChangedError, before
-        anything is changed, where a member has no receiver."""
+        """Replace the weights and drop all caches. Raises EngineError if a parameter is missing, unknown or of another
+        shape; the engine then refuses to generate until it has received complete weights. Raises MembersChangedError, before
+        anything is changed, if a member has no receiver."""
 
     @abstractmethod
     async def adapt(self, version: int, adapter: Adapter) -> None:
-        """Use this adapter on top of the weights that the engine started with, instead of the one before. Raises EngineError
-        where it does not fit the model."""
+        """Use this adapter on top of the weights that the engine started with, replacing an earlier one. Raises EngineError
+        if it does not fit the model."""

@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused():
         concat([])
     other = jagged(torch.arange(3), torch.tensor([0, 1, 3]))
     odd = build({"a": jagged(torch.arange(3), torch.tensor([0, 2, 3])), "b": other}, 2)
-    with pytest.raises(ValueError, match="'b' has row lengths of its own"):
+    with pytest.raises(ValueError, match="'b' has other row lengths than the first one"):
         serialize(odd)
 
 

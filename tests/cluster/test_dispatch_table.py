@@ -147,7 +147,7 @@ def test_tables_are_inherited_and_can_be_overridden():
 
 def test_a_method_of_another_class_is_refused():
     group = launch(Plain, backend="inline")
-    with pytest.raises(DispatchError, match=r"Summing.total is no method of Plain"):
+    with pytest.raises(DispatchError, match=r"Summing.total is not a method of Plain"):
         group.run(Summing.total, 1.0)
     with pytest.raises(DispatchError, match="AllToAll"):
         group.run(Plain.swap, 1)

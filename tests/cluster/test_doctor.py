@@ -29,7 +29,7 @@ def test_a_failed_check_gives_code_2_and_advice(monkeypatch, capsys):
     args = parse("--no-ray")
     assert args.run(args) == 2
     text = capsys.readouterr().out
-    assert "FAIL NCCL_SOCKET_IFNAME" in text and "nosuch0 is no interface" in text and "-> this node has" in text
+    assert "FAIL NCCL_SOCKET_IFNAME" in text and "nosuch0 is not an interface" in text and "-> this node has" in text
 
 
 def test_an_empty_ray_address_and_a_lost_package_are_found(monkeypatch):

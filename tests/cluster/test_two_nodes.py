@@ -79,7 +79,7 @@ except ResourceError as error:
 pools = Pools(split(2), roles)
 groups = {role: pools.launch(role, Plain) for role in ("actor", "reference", "critic")}
 out["processes"] = {role: group.run(Plain.pid) for role, group in groups.items()}
-out["sampling"] = asyncio.run(replicas(pools.beside("rollout")))
+out["sampling"] = asyncio.run(replicas(pools.ray_options("rollout")))
 out["training"] = [group.backend.hosts.nodes[0][2] for group in groups.values()]
 pools.close()
 pools = Pools(split(2), roles)  # every place was given back

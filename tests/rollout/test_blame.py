@@ -405,7 +405,7 @@ def test_a_teardown_that_hangs_is_let_go_and_the_episode_counts(room: Any, rende
     with caplog.at_level(logging.ERROR):
         members, _ = play(room(slow="teardown"), renderer, {0: ["bye"], 1: ["think"]}, env_timeout=0.5, turn_timeout=0.3)
     assert [m.reward for m in members] == [1.0, 0.0] and time.monotonic() - began < 30
-    assert "the teardown of environment test/Room-v0: no end within 0.5 s; it is abandoned" in caplog.text
+    assert "the teardown of environment test/Room-v0: not finished within 0.5 s; it is abandoned" in caplog.text
 
 
 @pytest.mark.parametrize(

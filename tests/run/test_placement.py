@@ -72,7 +72,7 @@ def test_vllm_replicas_run_where_the_role_rollout_is_placed(monkeypatch: pytest.
         def __contains__(self, role: str) -> bool:
             return placed and role == "rollout"
 
-        def beside(self, role: str) -> list[dict[str, Any]]:
+        def ray_options(self, role: str) -> list[dict[str, Any]]:
             assert role == "rollout"
             return slots
 

@@ -206,7 +206,7 @@ def test_a_state_that_is_not_told_in_time_is_a_fault(clock: dict[str, Any]) -> N
     env.reset(seed=0)
     env.timeout = 0.2  # type: ignore[attr-defined]
     began = time.monotonic()
-    with pytest.raises(EnvError, match=r"wait.*no end within 0\.2 s"):
+    with pytest.raises(EnvError, match=r"wait.*not finished within 0\.2 s"):
         env.step("late")
     assert time.monotonic() - began < 4, "the server takes 5 s"
     assert env.trajectory.stop is StopReason.ENV_ERROR and env.trajectory.reward is None and not env.is_open

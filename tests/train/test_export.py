@@ -69,7 +69,7 @@ def test_command_and_errors(run_folder: Path, tmp_path: Path, capsys: pytest.Cap
     args = parser.parse_args(["export", str(run_folder), out])
     assert args.run(args) == 0
     assert "step 2" in capsys.readouterr().out
-    with pytest.raises(ModelError, match="in the way"):
+    with pytest.raises(ModelError, match="already exists"):
         args.run(args)
     with pytest.raises(CheckpointError, match="whole ones: 1, 2"):
         export_run(run_folder, tmp_path / "x", 7)

@@ -203,7 +203,7 @@ def test_straight_through_is_the_gradient_of_k2_whatever_the_kind(tiny: str) -> 
     ("sections", "message"),
     [
         ({"algorithm": GAE}, "needs a critic"),
-        ({"critic": toy_critic()}, "has no use for it"),
+        ({"critic": toy_critic()}, "does not use a critic"),
         ({"algorithm": GAE, "critic": toy_critic(warmup=4), "steps": 4}, "critic.warmup = 4: .* steps = 4"),
         ({"algorithm": AlgorithmConfig(kl=KlConfig(target=1.0))}, "must be above 0"),
         ({"algorithm": AlgorithmConfig(correction=Choice(name="masked"))}, "recompute"),

@@ -107,7 +107,7 @@ def test_another_machines_file_of_the_same_name_is_not_taken(tmp_path: Path) -> 
     sender = shared.SharedSender(1 << 12, 1)
     offer = sender.open()
     wrong = replace(offer, where=("00" * 16, *offer.where[1:]))
-    with pytest.raises(ConfigError, match="other memory"):
+    with pytest.raises(ConfigError, match="does not read the memory"):
         routes.open_receiver(wrong, 0)
     sender.close()
     with pytest.raises(ConfigError, match="do not share memory"):

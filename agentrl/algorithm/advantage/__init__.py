@@ -1,4 +1,4 @@
-"""Advantage estimators, one file each: what one needs beside rewards stands where it is registered."""
+"""Advantage estimators, one file each. What an estimator needs besides rewards is declared where it is registered."""
 
 from __future__ import annotations
 

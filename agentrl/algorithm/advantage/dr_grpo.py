@@ -10,7 +10,7 @@ from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
 @ADVANTAGES.register("dr_grpo", needs={"group"})
 def dr_grpo(batch: AdvantageInput) -> AdvantageOutput:
-    """R - mean on every sampled token. The paper's other half, a sum over tokens that no length divides, is
+    """R - mean on every sampled token. The paper's other change, a sum over tokens that is not divided by a length, is
     `algorithm.aggregate`."""
-    rows = row_advantages(batch, Episodes.centred)
+    rows = row_advantages(batch, Episodes.centered)
     return AdvantageOutput(on_mask(rows, batch.mask, batch.offsets))

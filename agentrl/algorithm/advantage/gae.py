@@ -25,8 +25,8 @@ def gae(
 ) -> AdvantageOutput:
     """delta_t = r_t + gamma V_(t+1) - V_t and A_t = delta_t + gamma lam A_(t+1), over the sampled tokens of an episode.
 
-    Steps go from sampled token to sampled token, over all ledgers of an episode: tool results and a
-    rewritten context cost no discount, and V and A are 0 only after the episode's last sampled token.
+    A step goes from one sampled token to the next, across all ledgers of an episode: tool results and a
+    rewritten context are not discounted, and V and A are 0 only after the episode's last sampled token.
     `returns` = advantage + value, taken before whitening (over the sampled tokens of scored episodes).
     Raises ConfigError without a critic's values.
     """

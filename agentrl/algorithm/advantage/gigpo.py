@@ -1,4 +1,4 @@
-"""GiGPO (Feng et al. 2025, arXiv:2505.10978): group advantages of episodes plus those of turns that were
+"""GiGPO (Feng et al. 2025, arXiv:2505.10978): group advantages of episodes, plus group advantages of the turns that were
 taken in the same state."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def gigpo(
     """A(episode) + weight * A(turn), each (value - mean) / F; weight is the paper's omega.
 
     A(episode) compares the rewards of the group. A(turn) compares the discounted rewards-to-go of all turns
-    of the group that were taken in one state (equal `anchors`), those of one episode among themselves
-    too; a turn whose state no other turn shares has A(turn) = 0. F is the unbiased std + 1e-6, or 1 without `divide`:
+    of the group that were taken in the same state (equal `anchors`), including several turns of one episode;
+    a turn whose state no other turn shares has A(turn) = 0. F is the unbiased std + 1e-6, or 1 without `divide`:
     the paper's two choices of F_norm. Raises ConfigError without anchors.
     """
     if batch.anchors is None:
@@ -41,6 +41,6 @@ def gigpo(
     steps = turns.put(normalized(turns.returns(gamma), keys, divide, EPS), batch.reward.dtype)
 
     def rule(e: Episodes) -> Tensor:
-        return e.standardized(EPS) if divide else e.centred()
+        return e.standardized(EPS) if divide else e.centered()
 
     return AdvantageOutput(on_mask(row_advantages(batch, rule), batch.mask, batch.offsets) + weight * steps)

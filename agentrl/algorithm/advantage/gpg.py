@@ -1,4 +1,4 @@
-"""GPG (Chu et al. 2025, arXiv:2504.02546): centred rewards, scaled up for the groups that teach nothing."""
+"""GPG (Chu et al. 2025, arXiv:2504.02546): centered rewards, scaled up to make up for the groups that teach nothing."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
 @ADVANTAGES.register("gpg", needs={"group"})
 def gpg(batch: AdvantageInput, *, f_norm: Annotated[float, Field(gt=0)] = 1.0) -> AdvantageOutput:
-    """alpha (R - mean) / f_norm, alpha = B / (B - M): of B scored episodes, M lie in groups without a difference.
+    """alpha (R - mean) / f_norm, alpha = B / (B - M): of B scored episodes, M are in groups whose rewards are all equal.
 
     alpha makes up for the M in the denominators of the loss, which therefore must count them. The paper's
-    F_norm is 1 or the group's standard deviation; here it is a constant (for the other see `grpo`). Its
-    threshold, below which groups are drawn anew, is `rollout.filter_zero_variance`.
+    F_norm is 1 or the group's standard deviation; here it is a constant (for the standard deviation see `grpo`).
+    The paper's threshold, below which groups are sampled again, is `rollout.filter_zero_variance`.
     """
 
     def scaled(e: Episodes) -> Tensor:
-        teaching = max(int((e.std() > 0).sum()), 1)
-        return e.centred() * len(e.reward) / teaching / f_norm
+        teaching = max(int((e.std() > 0).sum()), 1)  # B - M
+        return e.centered() * len(e.reward) / teaching / f_norm
 
     return AdvantageOutput(on_mask(row_advantages(batch, scaled), batch.mask, batch.offsets))

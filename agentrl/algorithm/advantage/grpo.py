@@ -14,9 +14,9 @@ from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 
 @ADVANTAGES.register("grpo", needs={"group"})
 def grpo(batch: AdvantageInput, *, eps: Annotated[float, Field(ge=0)] = 1e-6) -> AdvantageOutput:
-    """(R - mean) / (std + eps) on every sampled token; 0 in a group of one, or without a difference.
+    """(R - mean) / (std + eps) on every sampled token; 0 in a group of one, or if all rewards are equal.
 
-    std is unbiased and eps 1e-6; the paper says neither.
+    std is unbiased and eps 1e-6; the paper specifies neither.
     """
     rows = row_advantages(batch, lambda e: e.standardized(eps))
     return AdvantageOutput(on_mask(rows, batch.mask, batch.offsets))

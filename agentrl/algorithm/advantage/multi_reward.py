@@ -31,8 +31,8 @@ def multi_reward(
     (`whitened`) is over all scored episodes, each once, as in the paper (verl takes it over tokens);
     the mean of A over them is 0 by construction.
 
-    `terms` names the columns of `batch.terms`: ids of nodes of the reward spec. Raises ConfigError where
-    the batch has no such columns, or where there are not as many weights.
+    `terms` names the columns of `batch.terms`: ids of nodes of the reward spec. Raises ConfigError if the batch
+    has no such columns, or if the number of weights differs from that of terms.
     """
     columns = batch.terms
     if columns is None or columns.shape[1] != len(terms):
@@ -47,7 +47,7 @@ def multi_reward(
             total = total + factor * _normalized(e, columns[e.first, number].double(), eps)
         if not whitened:
             return total
-        std = deviation(total, torch.zeros_like(e.group), 1) + eps
+        std = deviation(total, torch.zeros_like(e.group), 1) + eps  # all episodes as one group
         return total / torch.where(std > 0, std, 1.0)
 
     return AdvantageOutput(on_mask(row_advantages(batch, rule), batch.mask, batch.offsets))

@@ -14,5 +14,5 @@ def opo(batch: AdvantageInput) -> AdvantageOutput:
 
     The length stands for the squared norm of the score function, as in the paper's simplification.
     """
-    rows = row_advantages(batch, lambda e: e.centred(weights=e.tokens))
+    rows = row_advantages(batch, lambda e: e.centered(weights=e.tokens))
     return AdvantageOutput(on_mask(rows, batch.mask, batch.offsets))

@@ -1,7 +1,7 @@
 """Pass@k training (Chen et al. 2025, arXiv:2508.10751), for rewards of any value.
 
-The reward of a set of k episodes is the largest of theirs. An episode's advantage is the mean reward of
-the k-subsets of its group that hold it, against the mean over all k-subsets, in standard deviations of
+The reward of a set of k episodes is the largest of their rewards. An episode's advantage is the mean reward of
+the k-subsets of its group that contain it, minus the mean over all k-subsets, in standard deviations of
 the latter. For 0 / 1 rewards this is the paper's closed form; other rewards are this project's extension.
 """
 
@@ -29,7 +29,7 @@ def pass_at_k(
 ) -> AdvantageOutput:
     """Advantages of the pass@k objective, (mean with it - mean) / (std + eps).
 
-    A group of at most k episodes has one subset only, and so advantage 0: groups must be larger than k.
+    A group of at most k episodes has only one subset, so its advantages are 0: groups must be larger than k.
     """
 
     def rule(e: Episodes) -> Tensor:
@@ -43,17 +43,18 @@ def pass_at_k(
 
 
 def subset_advantages(rewards: Tensor, k: int, eps: float) -> Tensor:
-    """Advantages of one group's rewards, [n] -> float64 [n]; exactly 0 where all are equal, or n <= k."""
+    """Advantages of one group's rewards, [n] -> float64 [n]; exactly 0 if all are equal, or n <= k."""
     n = len(rewards)
     if n <= k:
         return torch.zeros(n, dtype=torch.float64)
     ordered, order = torch.sort(rewards.double(), stable=True)
-    above = ordered - ordered[0]  # shifts cancel; the chances below add up to 1 but for rounding
+    # A shift cancels in exact arithmetic. Here it makes equal rewards exactly 0: the probabilities sum to 1 only up to rounding.
+    above = ordered - ordered[0]
     mean = (_largest(n, k) * above).sum()
     std = (_largest(n, k) * (above - mean).square()).sum().sqrt()
     if std == 0:
         return torch.zeros(n, dtype=torch.float64)
-    # With i in the subset, the others are a (k-1)-subset of the n-1 rest, and the larger of both counts.
+    # If i is in the subset, its other members are a (k-1)-subset of the remaining n-1, and the larger of the two maxima counts.
     inside = torch.empty_like(above)
     for i in range(n):
         rest = torch.cat([above[:i], above[i + 1 :]])
@@ -64,5 +65,5 @@ def subset_advantages(rewards: Tensor, k: int, eps: float) -> Tensor:
 
 
 def _largest(n: int, k: int) -> Tensor:
-    """The chance that item j of n in rising order is the largest of a k-subset, float64 [n]."""
+    """The probability that item j of n, in ascending order, is the largest of a random k-subset, float64 [n]."""
     return torch.tensor([comb(j, k - 1) / comb(n, k) for j in range(n)], dtype=torch.float64)

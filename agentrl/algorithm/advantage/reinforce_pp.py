@@ -16,8 +16,8 @@ from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 def reinforce_pp(batch: AdvantageInput, *, gamma: Annotated[float, Field(ge=0, le=1)] = 1.0) -> AdvantageOutput:
     """G_t = r_t + gamma G_(t+1), then (G - mean) / std over the sampled tokens of all scored episodes.
 
-    Steps go from sampled token to sampled token over all ledgers of an episode. The paper has gamma = 1 and
-    takes beta times the k1 estimate of the KL off each token's reward: `algorithm.kl.where = "reward"`.
+    A step goes from one sampled token to the next, across all ledgers of an episode. The paper has gamma = 1 and
+    subtracts beta times the k1 estimate of the KL from each token's reward: `algorithm.kl.where = "reward"`.
     """
     dtype, tokens = batch.reward.dtype, episode_tokens(batch)
     returns = discounted(tokens.earned(batch.token_rewards), tokens.compact, gamma)

@@ -1,4 +1,4 @@
-"""REINFORCE++ with a group baseline (Hu et al. 2025, arXiv:2501.03262, section on several samples a prompt)."""
+"""REINFORCE++ with a group baseline (Hu et al. 2025, arXiv:2501.03262, section on several samples per prompt)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 def reinforce_pp_baseline(batch: AdvantageInput) -> AdvantageOutput:
     """R - group mean, then (A - mean) / std over the sampled tokens of all scored episodes.
 
-    A group without a difference is exactly 0 before the whitening, and after it as far from 0 as the mean over tokens was.
+    A group of equal rewards is exactly 0 before whitening; whitening then shifts it, like all tokens, by the mean over tokens.
     """
-    rows = row_advantages(batch, Episodes.centred)
+    rows = row_advantages(batch, Episodes.centered)
     return AdvantageOutput(whiten(on_mask(rows, batch.mask, batch.offsets), scored_mask(batch)))

@@ -1,4 +1,4 @@
-"""ReMax (Li et al. 2023, arXiv:2310.10505): the reward of the greedy rollout of the same task as baseline."""
+"""ReMax (Li et al. 2023, arXiv:2310.10505): the baseline is the reward of a greedy rollout of the same task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RLOO (Ahmadian et al. 2024, arXiv:2402.14740): the reward against the mean of the others in its group."""
+"""RLOO (Ahmadian et al. 2024, arXiv:2402.14740): the reward minus the mean of the others in its group."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ def rloo(batch: AdvantageInput) -> AdvantageOutput:
 
 def _leave_one_out(e: Episodes) -> Tensor:
     n = e.size()
-    return e.centred() * n / (n - 1).clamp(min=1)
+    return e.centered() * n / (n - 1).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Policy losses, one file each: what one needs beside logprobs and advantages stands where it is registered."""
+"""Policy losses, one file each. What a loss needs besides logprobs and advantages is declared where it is registered."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ POLICY_LOSSES: Registry[Callable[..., LossOutput]] = Registry(
     given=1,
     needs={
         "picked": "tokens of the minibatch chosen by covariance, as its arguments share, low and high say",
-        "proximal": "the proximal policy recomputed",
+        "proximal": "recomputed logprobs of the proximal policy",
     },
     traits={
         "moves_picked": "its gradient on a picked token is not 0 even if the advantage is",
-        "weighs_behaviour": "weighs tokens by proximal / behaviour, as an off-policy correction does",
+        "weighs_behaviour": "weights tokens by proximal / behavior, as an off-policy correction does",
     },
 )

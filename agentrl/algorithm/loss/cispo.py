@@ -12,7 +12,7 @@ from agentrl.algorithm.types import LossInput, LossOutput
 
 @POLICY_LOSSES.register("cispo")
 def cispo(batch: LossInput, *, clip_low: Clip = 1.0, clip_high: Clip = 0.28) -> LossOutput:
-    """-sg(clip(r, 1 - low, 1 + high)) A log pi. A lower bound of 1 (the default) is none."""
+    """-sg(clip(r, 1 - low, 1 + high)) A log pi. With low = 1 (the default) there is no lower bound."""
     ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs)).detach()
     weight = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
     metrics = {"ratio": ratio, "clip_fraction": (weight != ratio).float()}

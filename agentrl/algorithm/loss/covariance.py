@@ -1,7 +1,7 @@
-"""Clip-Cov and KL-Cov (Cui et al. 2025, arXiv:2505.22617): hold back the few tokens that drive entropy down.
+"""Clip-Cov and KL-Cov (Cui et al. 2025, arXiv:2505.22617): restrain the few tokens that drive entropy down.
 
-Those tokens have a high covariance of log-probability and advantage. Which ones they are is decided over
-a whole minibatch and all ranks before its first micro-batch (`Selection`), so it does not depend on packing.
+These tokens have a high covariance of log-probability and advantage. They are selected over a whole minibatch
+and all ranks before its first micro-batch (`Selection`), so the selection does not depend on packing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Coefficient = Annotated[float, Field(ge=0)]
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Which tokens of a minibatch to pick: `share` of all tokens, at random among those whose covariance
-    lies in (low, high), or (where `low` is None) those with the largest covariance."""
+    is in (low, high), or (if `low` is None) those with the largest covariance."""
 
     share: float
     low: float | None = None
@@ -63,7 +63,7 @@ def kl_cov(batch: LossInput, *, share: Share = 2e-3, coefficient: Coefficient = 
 
 
 def selection_of(name: str, args: Mapping[str, Any]) -> Selection | None:
-    """What the loss of that name and arguments needs picked, or None."""
+    """Which tokens the loss of that name and arguments needs picked, or None."""
     if "picked" not in POLICY_LOSSES.entry(name).needs:
         return None
     given = POLICY_LOSSES.arguments(name, args)

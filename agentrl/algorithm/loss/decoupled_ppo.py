@@ -22,7 +22,7 @@ def decoupled_ppo(
     dual_clip: DualClip | None = 3.0,
     weight_cap: DualClip | None = None,
 ) -> LossOutput:
-    """PPO clip on theta / proximal, times the detached weight proximal / behaviour (at most `weight_cap`)."""
+    """PPO clip on theta / proximal, times the detached weight proximal / behavior (at most `weight_cap`)."""
     ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))
     out = clipped_surrogate(ratio, batch.advantages, clip_low, clip_high, dual_clip)
     weight = torch.exp(log_ratio(batch.old_logprobs, batch.behaviour_logprobs)).detach()

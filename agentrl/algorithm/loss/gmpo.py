@@ -13,11 +13,11 @@ from agentrl.algorithm.types import LossInput, LossOutput
 
 @POLICY_LOSSES.register("gmpo")
 def gmpo(batch: LossInput, *, clip_low: Clip = 0.4, clip_high: Clip = 0.4) -> LossOutput:
-    """-A (product over the row of its clipped token ratios)^(1 / length) on every token of the row; use with
+    """-A (product of the row's clipped token ratios)^(1 / length) on every token of the row; use with
     `aggregate = "seq_mean_token_mean"`.
 
     A token's log-ratio is clipped to [-low, high] on the side that PPO clips for the sign of A. A is the row's
-    advantage; where its tokens differ (turn-level estimators), which the paper does not have, their
+    advantage; if its tokens differ (turn-level estimators, which the paper does not have), A is their
     mean. A row is one ledger, as in `gspo`. The paper's 0.4 is the exponent of its bounds exp(-0.4) and exp(0.4).
     """
     delta = batch.logprobs - batch.old_logprobs

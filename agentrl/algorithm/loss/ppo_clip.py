@@ -19,7 +19,7 @@ DualClip = Annotated[float, Field(gt=1)]
 
 @POLICY_LOSSES.register("ppo_clip")
 def ppo_clip(batch: LossInput, *, clip_low: Clip = 0.2, clip_high: Clip = 0.2, dual_clip: DualClip | None = 3.0) -> LossOutput:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), and at most -dual_clip * A where A < 0; r = theta / old."""
+    """-min(r A, clip(r, 1 - low, 1 + high) A), and at most -dual_clip * A if A < 0; r = theta / old."""
     ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))
     return clipped_surrogate(ratio, batch.advantages, clip_low, clip_high, dual_clip)
 
@@ -27,7 +27,7 @@ def ppo_clip(batch: LossInput, *, clip_low: Clip = 0.2, clip_high: Clip = 0.2, d
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> LossOutput:
-    """The surrogate of a given ratio [T]; metrics: the ratio and the share of tokens each bound cut off."""
+    """The surrogate of a given ratio [T]; metrics: the ratio and the fraction of tokens that each bound clipped."""
     plain = -advantages * ratio
     clipped = -advantages * torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
     loss = torch.maximum(plain, clipped)

@@ -17,5 +17,5 @@ def log_ratio(new: Tensor, old: Tensor) -> Tensor:
 
 
 def bounded(exponent: Tensor) -> Tensor:
-    """An exponent clamped to +-20. Sums and means over a row are bounded after they are taken, not token by token."""
+    """An exponent clamped to +-20. Sums and means over a row are clamped after they are taken, not token by token."""
     return torch.clamp(exponent, -LIMIT, LIMIT)

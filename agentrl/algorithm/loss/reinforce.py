@@ -8,5 +8,5 @@ from agentrl.algorithm.types import LossInput, LossOutput
 
 @POLICY_LOSSES.register("reinforce")
 def reinforce(batch: LossInput) -> LossOutput:
-    """-A log pi; exact where the weights that sampled are the weights that train."""
+    """-A log pi; exact if the tokens were sampled with the weights that are being trained."""
     return LossOutput(-batch.advantages * batch.logprobs)

@@ -16,7 +16,7 @@ Sharpness = Annotated[float, Field(gt=0)]
 
 @POLICY_LOSSES.register("sapo")
 def sapo(batch: LossInput, *, tau_positive: Sharpness = 1.0, tau_negative: Sharpness = 1.05) -> LossOutput:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, with a tau of its own for A <= 0; its gradient at r = 1 is PPO's."""
+    """-(4 / tau) sigmoid(tau (r - 1)) A, with a separate tau for A <= 0; at r = 1 its gradient equals PPO's."""
     ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))
     tau = torch.full_like(ratio, tau_negative).masked_fill(batch.advantages > 0, tau_positive)
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau

@@ -1,4 +1,4 @@
-"""The critic's loss, clipped around the values that the advantages were formed with (PPO2)."""
+"""The critic's loss, clipped around the values that the advantages were computed with (PPO2)."""
 
 from __future__ import annotations
 
