@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable
 def did_you_mean(
     word: object, known: Iterable[object], otherwise: str = "", *, most: int = 1, show: Callable[[str], str] = repr
 ) -> str:
-    """A hint for a misspelt `word`: "did you mean 'x'?" with the nearest of `known`, at most `most` of them, each as `show`
-    writes it; `otherwise` if none is near."""
+    """A hint for a misspelled `word`: "did you mean 'x'?" with the nearest of `known`, at most `most` of them, each formatted
+    by `show`; `otherwise` if none is near."""
     near = difflib.get_close_matches(str(word), sorted({str(item) for item in known}), n=most, cutoff=0.5)
     return f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
 
 
 def hinted(word: object, known: Iterable[object], *, show: Callable[[str], str] = repr) -> str:
-    """The same as the end of a sentence: "; did you mean 'x'?", or nothing."""
+    """The same hint to append to a sentence: "; did you mean 'x'?", or nothing."""
     hint = did_you_mean(word, known, show=show)
     return f"; {hint}" if hint else ""
 
@@ -27,7 +27,7 @@ class AgentrlError(Exception):
 
 
 class UserError(AgentrlError):
-    """Something the user can mend; the message names the place, what was expected and what is near it."""
+    """Something the user can fix; the message says where it is, what was expected and what is near it."""
 
 
 class ConfigError(UserError):
@@ -43,11 +43,11 @@ class TaskDataError(UserError):
 
 
 class RewardSpecError(UserError):
-    """A reward spec is wrong: names the JSON Pointer of the place."""
+    """A reward spec is wrong: gives the JSON Pointer to the place."""
 
 
 class ModelError(UserError):
-    """A model folder or tokenizer is missing, unreadable or unfit for what was asked."""
+    """A model folder or tokenizer is missing, unreadable or unsuitable for what was asked."""
 
 
 class ResourceError(UserError):
@@ -55,7 +55,7 @@ class ResourceError(UserError):
 
 
 class DependencyError(UserError):
-    """An optional dependency is missing: names the extra that brings it."""
+    """An optional dependency is missing: names the extra that installs it."""
 
 
 class CheckpointError(UserError):
@@ -63,15 +63,15 @@ class CheckpointError(UserError):
 
 
 class NonFiniteError(UserError):
-    """Training met numbers that are not finite, more often than it may skip, or in the weights: names the rows."""
+    """Training got non-finite numbers, more often than it may skip or in the weights: names the rows."""
 
 
 class JudgeBudgetError(UserError):
-    """What the run may spend on judges is spent: its episodes cannot be scored any more."""
+    """The run has used up its budget for judges: its episodes can no longer be scored."""
 
 
 class ReplayError(UserError):
-    """A replay asks for something else than what was recorded: names episode, call, expected and got."""
+    """A replay makes a request that differs from the recorded one: names the episode, the call, expected and got."""
 
 
 class ToolError(AgentrlError):
@@ -79,19 +79,19 @@ class ToolError(AgentrlError):
 
 
 class EnvError(AgentrlError):
-    """An environment broke (its own fault, not the policy's): the episode is unscored, never 0."""
+    """An environment failed (its own fault, not the policy's): the episode is unscored, never 0."""
 
 
 class HungError(EnvError):
-    """A tool or reward spec hangs in so many threads that no more calls of it are begun: names it."""
+    """A tool or reward spec hangs in so many threads that no more calls of it are started: names it."""
 
 
 class ToolTimeoutError(EnvError):
-    """A tool gave no answer in its time, and the tool (not the policy) is to blame: unscored, never 0."""
+    """A tool did not answer in time, and the tool (not the policy) is to blame: unscored, never 0."""
 
 
 class PolicyTimeoutError(AgentrlError):
-    """The policy used up a tool's time (an endless loop in its code, say): the episode is cut there and scored."""
+    """The policy used up a tool's time (for example with an endless loop in its code): the episode ends there and is scored."""
 
 
 class EngineError(AgentrlError):

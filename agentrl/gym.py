@@ -1,6 +1,6 @@
 """Importing this registers every environment with Gymnasium: `gymnasium.make("agentrl.gym:KeyValue-v0")`.
 
-Gymnasium imports what stands before the colon. `import agentrl` itself registers nothing.
+Gymnasium imports the module before the colon. `import agentrl` itself registers nothing.
 """
 
 from agentrl.catalog import register_gymnasium

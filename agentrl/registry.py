@@ -5,12 +5,12 @@
     @ADVANTAGES.register("remax", needs={"baseline"})       # in one file; no table elsewhere names it
     def remax(batch, *, ...): ...
 
-What a name needs and what it is (`needs`, `traits`) stand beside its function as words that the registry knows, so whoever
-prepares a batch or places an engine reads words, and never compares names.
+What a component needs and what it is (`needs`, `traits`) are declared next to its function with words that the registry
+defines, so that the code that prepares a batch or places an engine reads these words and never compares names.
 
 A name is found in the registry's own package, in `plugins/` of the shelves (the user's before all others), and among other
 packages' entry points in the group `agentrl.plugins`, called "KIND/NAME" with a module as value. Files are searched by
-their source text; the one that registers the name is loaded, no other.
+their source text; only the one that registers the name is loaded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FOLDER = "plugins"
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[T]):
-    """One registered thing: what makes it, what it needs from others, and what others must know of it."""
+    """One registered component: its factory, what it needs from others, and what others must know about it."""
 
     name: str
     make: T
@@ -48,7 +48,7 @@ class Entry(Generic[T]):
 
 
 class Registry(Mapping[str, T]):
-    """Names of one kind; as a mapping, name -> what was registered."""
+    """The components of one kind; a mapping from a name to what was registered."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class Registry(Mapping[str, T]):
         needs: Mapping[str, str] | None = None,
         traits: Mapping[str, str] | None = None,
     ) -> None:
-        """`kind`: the config key, for messages. `symbol`: the name of this object in the source of those who register.
-        `home`: the package (or module) with agentrl's own. `given`: so many first parameters are passed by the caller, the
-        others are a config's arguments. `needs`, `traits`: the words that may be registered, each with its meaning."""
+        """`kind`: the config key, for messages. `symbol`: the name of this object in the source of files that register.
+        `home`: the package (or module) with agentrl's own components. `given`: the number of leading parameters that the
+        caller passes; the others are a config's arguments. `needs`, `traits`: the allowed words, each with its meaning."""
         self.kind, self.symbol, self.home, self.given = kind, symbol, home, given
         self.words = {"needs": dict(needs or {}), "traits": dict(traits or {})}
         self._entries: dict[tuple[str, str], Entry[T]] = {}
@@ -71,7 +71,7 @@ class Registry(Mapping[str, T]):
     def register(
         self, name: str, *, needs: Collection[str] = frozenset(), traits: Collection[str] = frozenset()
     ) -> Callable[[T], T]:
-        """Decorator of the function or class. Raises ValueError for a word that the registry does not know."""
+        """Decorator for the function or class. Raises ValueError for a word that the registry does not define."""
         for field, given in (("needs", needs), ("traits", traits)):
             for word in given:
                 if word not in self.words[field]:
@@ -88,7 +88,7 @@ class Registry(Mapping[str, T]):
 
     def entry(self, name: str) -> Entry[T]:
         """Raises ConfigError for an unknown name, with the nearest, and for one that two files register."""
-        if name in self._own:  # found before; losses ask for every micro-batch
+        if name in self._own:  # cached, because losses are looked up for every micro-batch
             return self._own[name]
         places = self._places().get(name, [])
         if not places:
@@ -98,6 +98,7 @@ class Registry(Mapping[str, T]):
             raise ConfigError(f"{self.kind}: two files register {name!r}: {places[0]} and {places[1]}; rename one")
         found = self._entries.get((name, _loaded(places[0])))
         if found is None:
+            # The source text has the call, but the code did not reach it (a condition, or a function that was not called).
             raise ConfigError(f"{self.kind}: {places[0]} does not register {name!r} when it is loaded")
         if name in dict(_packaged(self.home, self.symbol)):
             self._own[name] = found
@@ -118,26 +119,26 @@ class Registry(Mapping[str, T]):
         return name in self._places()
 
     def own(self) -> list[Entry[T]]:
-        """Those that come with agentrl, by name: a user's file is loaded only if its name is asked for."""
+        """agentrl's own components, by name: a user's file is loaded only if its name is requested."""
         return [self.entry(name) for name in sorted(dict(_packaged(self.home, self.symbol)))]
 
     def that_need(self, word: str, yes: bool = True) -> str:
-        """The names of agentrl's own that need `word` (or do not), for a message."""
+        """The names of agentrl's own components that need `word` (or do not), for a message."""
         assert word in self.words["needs"], word
         return _listed(entry.name for entry in self.own() if (word in entry.needs) == yes)
 
     def that_are(self, word: str, yes: bool = True) -> str:
-        """The names of agentrl's own with the trait `word` (or without it), for a message."""
+        """The names of agentrl's own components with the trait `word` (or without it), for a message."""
         assert word in self.words["traits"], word
         return _listed(entry.name for entry in self.own() if (word in entry.traits) == yes)
 
     # -- arguments ---------------------------------------------------------------------------------
 
     def bind(self, name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
-        """What is registered under the name, with its keyword arguments bound.
+        """The component registered under the name, with its keyword arguments bound.
 
-        Raises ConfigError for an unknown name, an unknown argument, a missing one, a value of another type or range, and
-        for numbers `low` and `high` (those not given by their defaults) with nothing between them.
+        Raises ConfigError for an unknown name, an unknown argument, a missing one, a value of the wrong type or range, and
+        for numbers `low` >= `high` (given or default).
         """
         make = self.entry(name).make
         known = self._parameters(make)
@@ -158,11 +159,11 @@ class Registry(Mapping[str, T]):
             raise ConfigError(f"{self.kind} {name!r}: argument {missing[0]!r} is required")
         low, high = (bound.get(key, known[key].default) if key in known else None for key in ("low", "high"))
         if isinstance(low, int | float) and isinstance(high, int | float) and low >= high:
-            raise ConfigError(f"{self.kind} {name!r}: argument low = {low:g} must be below high = {high:g}: nothing is between")
+            raise ConfigError(f"{self.kind} {name!r}: argument low = {low:g} must be below high = {high:g}")
         return partial(make, **bound)
 
     def arguments(self, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
-        """All arguments that the name is called with: those given over the defaults. Raises ConfigError as `bind` does."""
+        """All arguments of the name's call: the defaults, overridden by `args`. Raises ConfigError as `bind` does."""
         bound: partial[Any] = self.bind(name, args)  # type: ignore[assignment]
         known = self._parameters(self.entry(name).make)
         return {key: bound.keywords.get(key, parameter.default) for key, parameter in known.items()}
@@ -228,7 +229,7 @@ def _name_in(node: ast.AST, symbol: str) -> str | None:
 
 @lru_cache(maxsize=64)
 def _packaged(home: str, symbol: str) -> tuple[tuple[str, str], ...]:
-    """(name, module) of what agentrl's own files register; they do not change while a process lives."""
+    """(name, module) of what agentrl's own files register; cached, since they do not change while a process runs."""
     spec = find_spec(home)
     assert spec is not None and spec.origin is not None, home
     if spec.submodule_search_locations is None:
@@ -249,7 +250,7 @@ def _announced() -> tuple[tuple[str, str, str], ...]:
 
 
 def _loaded(place: str) -> str:
-    """Load the module or file; the module's name."""
+    """Load the module or file; returns the module's name."""
     if place.endswith(".py"):
         return load_module(Path(place)).__name__
     if place not in sys.modules:

@@ -1,7 +1,7 @@
-"""The shelves: folders with `envs/`, `tools/`, `rewards/`, `configs/` and `plugins/` in them, and loading a file of one.
+"""The shelves: folders with `envs/`, `tools/`, `rewards/`, `configs/` and `plugins/` in them, and how their files are loaded.
 
-A file of a shelf is not importable by name. It is loaded under a private module name made from its path,
-so two shelves may hold files of the same name; files beside an `env.py` are reached by relative import.
+A file on a shelf is not importable by name. It is loaded under a private module name derived from its path,
+so two shelves may have files of the same name; files next to an `env.py` are imported relatively.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from agentrl.errors import CatalogError
 
 _PACKAGE = Path(__file__).resolve().parent
 PRIVATE = "_agentrl_shelf_"
-"""What the names of modules begin with that were loaded from a shelf."""
+"""Prefix of the names of modules that were loaded from a shelf."""
 
 SHIPPED = "AGENTRL_SHIPPED"
 """Set on the workers of a cluster: the driver's folders whose shelves were copied to AGENTRL_PATH, in order."""
 
 
 def here(path: str) -> Path:
-    """Where a file that the driver names lies in this process: in the shipped copy of its shelf, where there
-    is one, else under the very path."""
+    """The path in this process of a file that the driver names: in the shipped copy of its shelf if there is
+    one, else the same path."""
     copies = os.environ.get("AGENTRL_PATH", "").split(os.pathsep)
     for root, copy in zip(os.environ.get(SHIPPED, "").split(os.pathsep), copies, strict=False):
         if root and Path(path).is_relative_to(root):
@@ -34,7 +34,7 @@ def here(path: str) -> Path:
 
 
 def shelves() -> list[Path]:
-    """The folders that are searched, in order; only those that exist, each once."""
+    """The folders to search, in order; only existing ones, each once."""
     places = [
         Path.cwd(),
         *(Path(part) for part in os.environ.get("AGENTRL_PATH", "").split(os.pathsep) if part),
@@ -43,7 +43,7 @@ def shelves() -> list[Path]:
     if packaged.is_dir():
         places.append(packaged)
     elif (_PACKAGE.parent / "pyproject.toml").is_file():
-        # In a source checkout the shelf is not copied into the package: it lies beside it.
+        # In a source checkout the shelf is not copied into the package: it is next to it.
         places.append(_PACKAGE.parent)
     unique: list[Path] = []
     for place in places:
@@ -54,7 +54,7 @@ def shelves() -> list[Path]:
 
 
 def load_module(path: Path) -> types.ModuleType:
-    """The module of a content file, loaded once a process. Raises CatalogError with the cause."""
+    """The module of a content file, loaded once per process. Raises CatalogError with the cause."""
     path = path.resolve()
     package = PRIVATE + blake2b(str(path.parent).encode(), digest_size=6).hexdigest()
     if package not in sys.modules:
@@ -68,6 +68,7 @@ def load_module(path: Path) -> types.ModuleType:
     if spec is None or spec.loader is None:
         raise CatalogError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
+    # Registered before it runs: dataclasses and pickle look a class's module up there.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

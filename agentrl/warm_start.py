@@ -1,7 +1,7 @@
 """The supervised warm start: transcripts of a scripted teacher, until a gate on held-out tasks opens.
 
-A fixed number of steps is not enough: if copying from the prompt has not formed yet, RL does not
-create it (measured; see docs/quickstart.md). So the warm start goes on until greedy success on easy
+A fixed number of steps is not enough: if the model has not learned to copy from the prompt yet, RL does not
+teach it (measured; see docs/quickstart.md). So the warm start continues until greedy success on easy
 held-out tasks reaches `sft.gate`.
 """
 
@@ -22,11 +22,11 @@ from agentrl.trajectory import StopReason, TokenLedger, Trajectory
 log = logging.getLogger(__name__)
 
 TRIES = 8
-"""Transcripts that are drawn for one number, until one is short enough."""
+"""How many transcripts are drawn for one index until one is short enough."""
 
 
 async def transcript(env: ToolEnv, renderer: Renderer, seed: int, teacher: dict[str, Any]) -> Trajectory:
-    """One episode of the environment's teacher, in exactly the tokens that a policy would have sampled.
+    """One episode of the environment's teacher, as exactly the tokens that a policy would have sampled.
 
     `sampled` marks the teacher's tokens (logprob 0, version 0). The episode is not scored.
     """
@@ -40,6 +40,7 @@ async def transcript(env: ToolEnv, renderer: Renderer, seed: int, teacher: dict[
         while (message := policy.act(observation)) is not None:
             ids = renderer.assistant(message)
             ledger.append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn)
+            # Parsed from its own tokens, so that the environment sees what it would see from a policy.
             observation, _, terminated, truncated, _ = await env.astep(renderer.parse(ids, "stop"))
             if terminated or truncated:
                 break
@@ -60,10 +61,10 @@ def _policy(env: ToolEnv, seed: int, params: dict[str, Any]) -> Teacher:
 
 
 class Transcripts:
-    """An endless, seeded source of teacher transcripts: number i is the same in every run of a seed.
+    """An endless, seeded source of teacher transcripts: transcript i is the same in every run with the same seed.
 
-    A transcript of more than `most` tokens (None: any number) is no row of any micro-batch, and rows are never cut: the next
-    draw for its number takes its place. `skipped` counts those.
+    A transcript of more than `most` tokens (None: no limit) fits in no micro-batch, and rows are never cut, so the next
+    draw for its index replaces it. `skipped` counts those.
     """
 
     def __init__(self, env: EnvRef, renderer: Renderer, teacher: dict[str, Any], seed: int, most: int | None = None) -> None:
@@ -71,7 +72,7 @@ class Transcripts:
         self.skipped = 0
 
     async def take(self, first: int, count: int) -> Sequence[Trajectory]:
-        """Transcripts `first` .. `first + count - 1`. Raises ConfigError if there is no teacher, or a number for which
+        """Transcripts `first` .. `first + count - 1`. Raises ConfigError if there is no teacher, or if for one of them
         none of `TRIES` draws is short enough."""
         try:
             return [await self._fitting(index) for index in range(first, first + count)]

@@ -1,9 +1,9 @@
 """From an id to an environment, and from a name to a tool set, reward spec or config.
 
-Content lies on shelves: folders with `envs/`, `tools/`, `rewards/` and `configs/` in them. They are
+Content is on shelves: folders with `envs/`, `tools/`, `rewards/` and `configs/` in them. They are
 searched in this order: the working directory, each folder of AGENTRL_PATH, the shelf that comes with
-agentrl, and last the packages that announce environments in the entry-point group `agentrl.envs`.
-Listing reads source text and never runs it; a module is loaded when an environment of it is built.
+agentrl, and last the packages that declare environments in the entry-point group `agentrl.envs`.
+Listing reads source text and never runs it; a module is loaded when one of its environments is built.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GROUP = "agentrl.envs"
 
 @dataclass(frozen=True, slots=True)
 class EnvEntry:
-    """One environment that can be built: its id, short name, where it is, and its own reward spec's name."""
+    """One environment that can be built: its id, short name, location, and the name of its own reward spec."""
 
     id: str
     name: str
@@ -49,11 +49,11 @@ class EnvEntry:
         elif self.path is not None:
             loaded = load_class(self.path, self.class_name)
         if not (isinstance(loaded, type) and issubclass(loaded, ToolEnv)):
-            raise CatalogError(f"{self.id}: {self.class_name} in {self.path} is no ToolEnv")
+            raise CatalogError(f"{self.id}: {self.class_name} in {self.path} is not a ToolEnv")
         return loaded
 
     def reward_path(self) -> Path | None:
-        """The environment's own reward spec: beside its file, or on a shelf. None if it names none."""
+        """The environment's own reward spec: next to its file, or on a shelf. None if it names none."""
         if self.reward is None:
             return None
         if self.path is not None and (beside := self.path.parent / self.reward).is_file():
@@ -65,10 +65,10 @@ class EnvEntry:
 class EnvRef:
     """An environment by name: what a worker needs to build one where it runs.
 
-    `params` are the keyword arguments of its class, `seed` what its first reset uses where it is given
-    none. `source` is filled in when the reference is pickled, so that a worker whose working directory
-    is another one still finds the same file, or its copy if the shelves were shipped to the worker.
-    `tools`: sets and MCP servers beside the environment's own. `wrappers`: by name, innermost first.
+    `params` are the keyword arguments of its class, `seed` is what its first reset uses if it is given
+    none. `source` is filled in when the reference is pickled, so that a worker with another working directory
+    still finds the same file, or its copy if the shelves were shipped to the worker.
+    `tools`: sets and MCP servers in addition to the environment's own. `wrappers`: by name, innermost first.
     """
 
     id: str
@@ -101,8 +101,8 @@ class EnvRef:
             return find_env(self.id)
         except CatalogError as problem:
             raise CatalogError(
-                f"{problem}\nits file was {self.source}, which is not on this machine; only what lies in envs/ of the "
-                "working directory or of AGENTRL_PATH travels to other machines"
+                f"{problem}\nits file was {self.source}, which is not on this machine; only files in envs/ of the "
+                "working directory or of AGENTRL_PATH are copied to other machines"
             ) from None
 
     @cached_property
@@ -154,7 +154,7 @@ def find_env(name: str) -> EnvEntry:
 
 
 def broken_files() -> dict[Path, str]:
-    """Files on the shelves that should declare environments but are no Python, with the reason."""
+    """Files on the shelves that should declare environments but are not valid Python, with the reason."""
     broken: dict[Path, str] = {}
     for path in _env_files():
         try:
@@ -193,7 +193,7 @@ def _env_files() -> Iterator[Path]:
 
 def _all_entries() -> Iterator[EnvEntry]:
     for path in _env_files():
-        # A file that is no Python hides nothing else; `broken_files` reports it.
+        # One broken file must not hide the other environments; `broken_files` reports it.
         with suppress(CatalogError):
             yield from _entries_of(path)
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
@@ -231,7 +231,7 @@ def _add_tools(env: ToolEnv, config: ToolsConfig) -> None:
     for name in config.sets:
         for item in load_tools(find_tools(name)):
             if item.name in env.toolbox:
-                raise CatalogError(f"tools.sets: {name!r} brings {item.name!r}, which {env.id} already has")
+                raise CatalogError(f"tools.sets: {name!r} has a tool {item.name!r}, which {env.id} already has")
             env.toolbox.add(item)
     for name, server in config.mcp.items():
         env.add_source(McpSource(name, server))

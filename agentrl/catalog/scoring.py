@@ -1,4 +1,4 @@
-"""Which reward spec scores the episodes of an environment, and what it may use: for runs, commands and Gymnasium alike."""
+"""The reward spec that scores an environment's episodes, and what it may use: for runs, commands and Gymnasium."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_scorer(
 ) -> Scorer:
     """The compiled spec: its judge and its functions as `config` says, its gold replays on new environments of `env`.
 
-    `timeout` (seconds) bounds the scoring of an episode; `through` may stand between the spec and whom it asks.
+    `timeout` (seconds) limits the scoring of an episode; `through` may wrap the context that the spec calls.
     Raises RewardSpecError for a bad spec, and for one that replays if `env` is None.
     """
     context = make_context(config, replay_env=None if env is None else lambda task: env.build())

@@ -1,4 +1,4 @@
-"""Content files: what they declare, read without running them, and what is in one that is loaded."""
+"""Content files: what they declare, read without running them, and the contents of a loaded one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Declared:
 
 
 def read_declarations(path: Path) -> list[Declared]:
-    """Every class in the file that sets `id` to a text. Raises CatalogError if it is not Python."""
+    """Every class in the file that sets `id` to a string. Raises CatalogError if the file is not Python."""
     stat = path.stat()
     return list(_declarations(path, stat.st_mtime_ns, stat.st_size))
 
@@ -66,7 +66,7 @@ def load_tools(path: Path) -> list[Tool]:
 
 
 def load_class(path: Path, class_name: str) -> object:
-    """A name of a content file. Raises CatalogError if the file does not load or lacks it."""
+    """A class of a content file. Raises CatalogError if the file does not load or does not have it."""
     module = load_module(path)
     if class_name not in vars(module):
         raise CatalogError(f"{path}: no class {class_name!r}")

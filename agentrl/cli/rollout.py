@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser, *, tasks: int, split: str, folder: str) -> None:
-    """What to run, on what, and if to; None if the user left an option open."""
+    """What to run, on what, and where to; None if the user left an option open."""
     parser.add_argument("env", nargs="?", help="an environment's id or short name")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values of the config's sections")
     parser.add_argument("--model", help="a model folder or hub name, or api:NAME for an API model (litellm's names)")

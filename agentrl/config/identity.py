@@ -1,7 +1,7 @@
-"""What must be equal for results to belong together: the whole config, less keys that are named here, each with its reason.
+"""What must be equal for results to belong together: the whole config except the keys listed here, each with its reason.
 
-A key that is added to the config is part of every identity until it is named here. `agentrl eval` and `agentrl rollout`
-go on in a folder, a record goes on, and a run is resumed, only under an equal identity.
+A key that is added to the config is part of every identity until it is listed here. An `agentrl eval` or `agentrl rollout`
+folder, a record and a run are continued only under an equal identity.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _FAULT = "bounds what is a fault of the infrastructure, whose episodes are unsco
 _ANYWHERE = {
     "name": _LABEL,
     "out": _LABEL,
-    "steps": "says how long a run goes on",
-    "stop_at_success": "says how long a run goes on",
+    "steps": "says how long a run takes",
+    "stop_at_success": "says how long a run takes",
     "trajectories_every": _KEPT,
     "checkpoint": _KEPT,
     "trackers": _KEPT,
@@ -103,15 +103,15 @@ CANNOT_MATTER: dict[Purpose, Mapping[str, str]] = {
     "eval": {**_EPISODES, "rollout.temperature": "an evaluation samples at eval.temperature"},
     "rollout": {**_EPISODES, "eval.temperature": "a rollout samples at rollout.temperature"},
 }
-"""Keys, or sections with all their keys, by what is done; each with the reason why its value cannot matter there."""
+"""Keys, or sections with all their keys, by purpose; each with the reason why its value cannot matter for it."""
 
 _DIGEST = "sha256:"
 _SECRET = ("command", "url", "env")
-"""Keys of a tool server that may hold passwords: an identity, which is written to files, has digests of them."""
+"""Keys of a tool server that may contain passwords: an identity is written to files, so it holds digests of them."""
 
 
 def identity_of(config: TrainConfig, purpose: Purpose) -> Identity:
-    """What must be equal for `config` to go on with what another config began."""
+    """What must be equal for `config` to continue what another config began."""
     table = config.model_dump(mode="json", exclude_none=True)
     for server in table["tools"]["mcp"].values():
         server.update({key: _digests(server[key]) for key in _SECRET if key in server})
@@ -119,9 +119,9 @@ def identity_of(config: TrainConfig, purpose: Purpose) -> Identity:
 
 
 def episode_overrides(config: TrainConfig) -> list[str]:
-    """What `agentrl eval ENV` is told beside the environment's id to ask the tasks of `config`, and to score them, as it does.
+    """The overrides with which `agentrl eval ENV` runs and scores the same tasks as `config`.
 
-    Environment variables of tool servers, which may hold passwords, are left out.
+    Environment variables of tool servers, which may contain passwords, are left out.
     """
     table = config.model_dump(mode="json", exclude_none=True)
     plain = TrainConfig.model_validate({"env": {"id": config.env.id}}).model_dump(mode="json", exclude_none=True)
@@ -132,12 +132,12 @@ def episode_overrides(config: TrainConfig) -> list[str]:
 
 
 def digest_of(value: Any) -> str:
-    """What an identity holds of a JSON value that it should not hold itself."""
+    """What an identity stores instead of a JSON value that it should not contain itself."""
     return _DIGEST + hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def cannot_matter(key: str, purpose: Purpose) -> bool:
-    """Whether `key`, or a section that it is in, is named in CANNOT_MATTER."""
+    """Whether `key`, or a section that contains it, is listed in CANNOT_MATTER."""
     parts = key.split(".")
     return any(".".join(parts[:end]) in CANNOT_MATTER[purpose] for end in range(1, len(parts) + 1))
 
@@ -149,23 +149,23 @@ def differences(before: Identity, now: Identity) -> str:
 
 
 def check_goes_on(before: Identity | None, now: Identity, of: str, folder: Path, option: str) -> None:
-    """Raise ConfigError if what `folder` holds has another identity than `now`, or none. `of`: what it would be then;
-    `option`: of the command, that names another folder."""
+    """Raises ConfigError if the content of `folder` has another identity than `now`, or none. `of`: what it is in that case;
+    `option`: the command's option that names another folder."""
     if before is None:
         raise ConfigError(
-            f"{folder}: it holds {of}, or so it must be taken: it was written by an older agentrl, which did not note all that "
-            f"an episode depends on; use another {option}"
+            f"{folder}: it must be assumed to hold {of}: it was written by an older agentrl, which did not record everything "
+            f"that an episode depends on; use another {option}"
         )
     if found := differences(before, now):
         raise ConfigError(f"{folder}: it holds {of}: {found}; use another {option}")
 
 
 def check_resumed(before: TrainConfig, now: TrainConfig, folder: Path) -> None:
-    """Raise ConfigError if the run in `folder`, begun as `before` says, cannot go on as `now` says."""
+    """Raises ConfigError if the run in `folder`, started with `before`, cannot continue with `now`."""
     if found := differences(identity_of(before, "train"), identity_of(now, "train")):
         raise ConfigError(
             f"{folder / 'config.toml'}: what the run has learned so far was learned with other values: {found}; leave them as "
-            "they are, or begin another run (model.path can be a model folder of this one)"
+            "they are, or start another run (model.path can be a model folder of this one)"
         )
 
 

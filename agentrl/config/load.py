@@ -1,4 +1,4 @@
-"""Read a TOML config, apply `a.b=c` overrides, and validate the whole before anything starts."""
+"""Reads a TOML config, applies `a.b=c` overrides, and validates the result before anything starts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _ABSENT = object()
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), find: Find = Path) -> TrainConfig:
-    """The validated config of a TOML file, put on what its `base` says, with overrides applied.
+    """The validated config of a TOML file, on top of its `base`, with overrides applied.
 
-    `find` leads from a base that is no file beside the one that names it to its file, as a shelf does. Raises ConfigError:
-    it names the file or override, the key, what was expected and the nearest key.
+    `find` locates a base that is not a file next to the one that names it, for example on a shelf. Raises ConfigError, which
+    names the file or override, the key, what was expected and the nearest key.
     """
     layers = read_layers(Path(path), find)
     table: Table = {}
@@ -40,7 +40,7 @@ def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()
     """
     for keys, value, text in parse_overrides(overrides):
         if keys == ["base"]:
-            raise ConfigError(f"override {text!r}: base stands in a config file; name the other config instead")
+            raise ConfigError(f"override {text!r}: base can only be set in a config file; name the other config instead")
         _assign(table, keys, value, text)
     try:
         return TrainConfig.model_validate(_without(table, TrainConfig))
@@ -51,7 +51,7 @@ def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()
 def read_layers(file: Path, find: Find = Path) -> Layers:
     """The file and those that it builds on by `base`, each with its own keys, the topmost first.
 
-    Raises ConfigError for a file that is not there, and for bases in a circle.
+    Raises ConfigError for a missing file and for circular bases.
     """
     layers: list[tuple[Path, Table]] = []
     while True:
@@ -78,8 +78,9 @@ def _base_of(file: Path, name: Any, find: Find) -> Path:
 def _joined(below: Table, table: Table, model: type[BaseModel]) -> Table:
     """`table` on top of `below`, which are tables of the section `model`.
 
-    Sections are joined key by key. The value of a key replaces that of the base, be it a table: the arguments of one loss are
-    of no use to another. Nor are the parameters and the reward spec of one environment: another `id` begins [env] anew.
+    Sections are merged key by key. The value of a key replaces that of the base even if it is a table, because the arguments
+    of one loss are of no use to another. And [env] has the parameters and the reward spec of one environment: with another
+    `id`, nothing of the base's [env] is kept.
     """
     if model is EnvConfig and below.get("id") != table.get("id", below.get("id")):
         return table
@@ -96,7 +97,7 @@ def _joined(below: Table, table: Table, model: type[BaseModel]) -> Table:
 
 
 def _without(table: Table, model: type[BaseModel]) -> Table:
-    """`table` less the sections that are false. TOML has no null; this is how a section of the base is taken away."""
+    """`table` without the sections that are false. TOML has no null; this is how a section of the base is removed."""
     kept: Table = {}
     for key, value in table.items():
         field = model.model_fields.get(key)
@@ -140,7 +141,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[tuple[list[str], Any, str]
 
 
 def to_toml(config: BaseModel) -> str:
-    """The config as TOML that `load_config` reads back to an equal config."""
+    """The config as TOML, which `load_config` reads back as an equal config."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
@@ -164,7 +165,7 @@ def _explain(error: ValidationError, layers: Layers, overrides: Sequence[str]) -
 
 
 def _file_of(location: Sequence[str], layers: Layers) -> str:
-    """The topmost file that has the key; for a key that none has, the topmost."""
+    """The topmost file that has the key; if none has it, the topmost file."""
     for file, table in layers:
         inner: Any = table
         for part in location:
@@ -188,7 +189,7 @@ def _problem(item: Mapping[str, Any], location: list[str]) -> str:
 
 
 def _keys_at(path: Sequence[str]) -> list[str]:
-    """The valid keys of the section at `path`, found by walking the config's own types."""
+    """The valid keys of the section at `path`, found by walking the config's types."""
     model: type[BaseModel] = TrainConfig
     for part in path:
         field = model.model_fields.get(part)

@@ -23,7 +23,7 @@ class Frozen(BaseModel):
 
 
 class Choice(Frozen):
-    """A named piece with its arguments, for example `name = "ppo_clip"` with `args.clip_high = 0.28`."""
+    """A registered component and its arguments, for example `name = "ppo_clip"` with `args.clip_high = 0.28`."""
 
     name: str
     args: dict[str, Any] = Field(default_factory=dict)
@@ -54,12 +54,12 @@ class ModelConfig(Frozen):
     """`path`: a folder or hub name of a causal language model; or `init`: build a tiny one.
 
     How it is trained: `dtype` of the computation (weights and optimizer stay float32);
-    `activation_checkpointing` computes activations anew in the backward pass; `replicas` shards within
+    `activation_checkpointing` computes activations again in the backward pass; `replicas` shards within
     actors / replicas ranks and replicates across (HSDP); `sequence_parallel` ranks share the tokens of each
     micro-batch (Ulysses); `cpu_offload` keeps weights and optimizer in host memory (GPUs only).
 
-    `tool_parser`: what reads the model's tool calls, by name: "hermes", "qwen_xml", "llama_json", "mistral", or
-    "vllm:NAME" for one of vLLM's own; "auto" is the one that fits the chat template.
+    `tool_parser`: the parser of the model's tool calls, by name: "hermes", "qwen_xml", "llama_json", "mistral", or
+    "vllm:NAME" for one of vLLM's own; "auto" picks the one that fits the chat template.
     """
 
     path: str | None = None
@@ -77,10 +77,10 @@ class SftConfig(Frozen):
     """Supervised warm start on transcripts of the environment's scripted teacher.
 
     `lr`: of AdamW, for embeddings and vectors; `matrix_lr`: of Muon, for the matrices inside the layers.
-    `teacher`: its parameters. `params` and `gate_params`: parameters of the environment that the transcripts
-    and the gate's tasks have instead of `env.params`. `gate`: greedy success that ends the warm start, asked every
+    `teacher`: its parameters. `params` and `gate_params`: environment parameters for the transcripts and for the
+    gate's tasks that override `env.params`. `gate`: the greedy success that ends the warm start, measured every
     `gate_every` steps from `min_steps` on, and after `max_steps`. A transcript that is longer than `optim.micro_tokens` or
-    the model's context gives way to another, and is counted (the metric `transcripts_skipped`).
+    the model's context is replaced by another one and counted (the metric `transcripts_skipped`).
     """
 
     max_steps: PositiveInt = 1500
@@ -98,7 +98,7 @@ class SftConfig(Frozen):
 
 
 class EnvConfig(Frozen):
-    """Which environment, with which parameters, and by which reward spec (id or path; its own by default)."""
+    """The environment, its parameters, and the reward spec (id or path; by default the environment's own)."""
 
     id: str
     params: dict[str, Any] = Field(default_factory=dict)
@@ -109,9 +109,9 @@ class EnvConfig(Frozen):
 class McpServerConfig(Frozen):
     """One Model Context Protocol server: the `command` that starts it, or the `url` of one that runs.
 
-    `tools`: only these of its tools; `prefix` goes before each name; `timeout` (seconds) bounds the start
-    and every call, `max_output` (tokens) every answer. `late`: whose doing it is if a call is late: the
-    "infrastructure"'s (the episode ends unscored and is tried again), or the "policy"'s, for servers that run what
+    `tools`: only these of its tools; `prefix` is put before each name; `timeout` (seconds) limits the start
+    and every call, `max_output` (tokens) every answer. `late`: who is to blame if a call is late: the
+    "infrastructure" (the episode ends unscored and is tried again), or the "policy", for servers that run code that
     the policy wrote (the episode ends there and is scored).
     """
 
@@ -126,7 +126,7 @@ class McpServerConfig(Frozen):
 
 
 class ToolsConfig(Frozen):
-    """Tools beside the environment's own: `sets` from the shelves, and `mcp` servers by name."""
+    """Tools in addition to the environment's own: `sets` from the shelves, and `mcp` servers by name."""
 
     sets: list[str] = Field(default_factory=list)
     mcp: dict[str, McpServerConfig] = Field(default_factory=dict)
@@ -135,20 +135,20 @@ class ToolsConfig(Frozen):
 class RolloutConfig(Frozen):
     """How episodes are run. Times are in seconds, budgets in tokens. docs/rollouts.md says how to choose.
 
-    `oversample`, `oversample_members`: so many times the groups of an update, or the members of a group, are
-    started; the slowest of them are cancelled once enough are back. `sampler`: which task a group gets.
-    `colocate`: the engine gives its memory (weights and cache) back while the actors update, and takes it again in
+    `oversample`, `oversample_members`: start this many times the groups of an update, or the members of a group, and
+    cancel the slowest once enough have finished. `sampler`: which task a group gets.
+    `colocate`: the engine frees its memory (weights and cache) while the actors update, and allocates it again in
     two stages, around the publish; for one device that both use, with `max_staleness` 0.
-    `filter_zero_variance`: groups whose members all scored the same are replaced, `max_filtered` times the groups of
-    an update at most; from then on the update takes such groups as they come.
+    `filter_zero_variance`: replace groups whose members all have the same score, at most `max_filtered` times the groups
+    of an update; after that the update accepts such groups too.
     `temperature`: of sampling and of the policy that is trained, softmax(logits / temperature), so a training run
-    needs one of at least 0.01 (0 is greedy); `top_p` (likeliest tokens that have this probability together) and
-    `top_k` (so many likeliest ones; 0 is all) say which tokens may be drawn.
+    needs at least 0.01 (0 is greedy); `top_p` (the most likely tokens that have this probability together) and
+    `top_k` (this many most likely tokens; 0 is all) restrict which tokens may be drawn.
     `turn_timeout`, `episode_timeout`: of active time, so neither queues nor publishes count. `env_timeout`: for an
-    environment's setup, for its teardown, and for scoring an episode (a judge keeps its own time). `stall_timeout`:
-    without a token, a tool's answer or an end of anything, after which the run stops and says what it waited for.
-    `context`: what happens to a conversation that outgrows the model; `summary_model`: an API model (in
-    litellm's form) that writes the summaries for it, instead of the policy.
+    environment's setup, for its teardown, and for scoring an episode (judges have a timeout of their own).
+    `stall_timeout`: time without a token, a tool's answer or a finished episode, after which the run stops and says what
+    it waited for. `context`: what happens to a conversation that outgrows the model's context; `summary_model`: an API
+    model (in litellm's form) that writes its summaries instead of the policy.
     """
 
     groups: PositiveInt = 16
@@ -178,12 +178,12 @@ class RolloutConfig(Frozen):
 
 
 class KlConfig(Frozen):
-    """A penalty for leaving the reference policy (the model that the run started from).
+    """A penalty for moving away from the reference policy (the model that the run started from).
 
-    `coef` 0 is none. `where`: in the loss, or taken off the token rewards before advantages are formed.
+    `coef` 0 means none. `where`: in the loss, or subtracted from the token rewards before advantages are computed.
     `kind`: the estimator; by default k3 in the loss and k1 in the reward. `straight_through`: the estimator's
-    value with the gradient of k2 (in the loss). With `target` (nats a token), the coefficient is steered so that
-    the KL stays near it: it changes by at most 20 % x episodes / `horizon` a step in which the policy learns.
+    value with the gradient of k2 (in the loss). With `target` (nats per token), the coefficient is controlled so that
+    the KL stays near it: it changes by at most 20 % x episodes / `horizon` per step in which the policy learns.
     """
 
     coef: Annotated[float, Field(ge=0.0)] = 0.0
@@ -197,14 +197,14 @@ class KlConfig(Frozen):
 class AlgorithmConfig(Frozen):
     """Advantage estimator, policy loss and how token losses are averaged.
 
-    `minibatch`: the most episodes of one optimizer step; all ledgers of an episode share it. `aggregate`: the mean over
-    tokens, or over episodes of their tokens' mean or sum; "seq_mean_token_sum_norm" divides that sum by the constant
-    `length_norm` (tokens; by default as many as an episode may sample: the lesser of `rollout.max_turns` x
+    `minibatch`: the most episodes per optimizer step; all ledgers of an episode are in the same one. `aggregate`: the mean
+    over tokens, or the mean over episodes of their tokens' mean or sum; "seq_mean_token_sum_norm" divides that sum by the
+    constant `length_norm` (tokens; by default the most that an episode may sample: the lesser of `rollout.max_turns` x
     `rollout.max_turn_tokens` and `rollout.max_episode_tokens`).
-    `proximal`: the policy that ratios are taken against: the one that sampled ("behaviour": the engine's
+    `proximal`: the policy in the denominator of the ratios: the one that sampled ("behaviour": the engine's
     logprobs), or the trainer's weights at the start of the update ("recompute": one more forward pass).
     `groups`: "kept" puts all members of a group into one minibatch, on one rank and, as far as
-    `optim.micro_tokens` allows, into one micro-batch; "split" draws episodes one by one and places every row on its own.
+    `optim.micro_tokens` allows, into one micro-batch; "split" draws episodes one by one and places every row separately.
     `correction`: weights between those two policies (algorithm/correction.py); it needs "recompute".
     """
 
@@ -225,7 +225,7 @@ class OptimConfig(Frozen):
     """Optimizer and micro-batching. `micro_tokens` is a hard cap per micro-batch, and must hold the longest row.
     Defaults are for full fine-tuning of a real model; docs/hyperparameters.md has LoRA's, and others by size.
 
-    `prefix_sharing`: rows of a group that begin with the same tokens compute them once ("on"), only where
+    `prefix_sharing`: rows of a group that start with the same tokens compute them once: always ("on"), only if
     that saves a third of the slowest rank's tokens ("auto"; on CPUs only), or never ("off"). Results are the same.
     """
 
@@ -243,7 +243,7 @@ Role = Literal["actor", "rollout", "reference", "critic", "reward_model"]
 
 
 class PoolConfig(Frozen):
-    """Processes for roles: `per_node` on each of `nodes` nodes, each with so many CPU slots and GPUs."""
+    """Processes for roles: `per_node` on each of `nodes` nodes; each process gets `cpus` CPU slots and `gpus` GPUs."""
 
     nodes: PositiveInt = 1
     per_node: PositiveInt = 1
@@ -252,9 +252,9 @@ class PoolConfig(Frozen):
 
 
 class CriticConfig(Frozen):
-    """A value function beside the policy, for advantage "gae". `path`: its model, by default the policy's.
+    """A value function next to the policy, for advantage "gae". `path`: its model, by default the policy's.
 
-    `clip`: how far a value may move from the one that the advantages were formed with. For the first
+    `clip`: how far a value may move from the one used for the advantages. During the first
     `warmup` training steps only the critic learns. `lr` follows `optim.warmup` and `optim.schedule`.
     """
 
@@ -278,9 +278,9 @@ class RewardModelConfig(Frozen):
 class ClusterConfig(Frozen):
     """Where the roles run. `inline` keeps every role in the driver process, for a debugger.
 
-    `pools` are named sets of processes and `roles` says which pool a role uses; roles of one pool share
-    its processes and take turns. A role that is not named uses `actors` processes of its own.
-    `call_timeout` (seconds) bounds every call to a worker: one that hangs is named, not waited for.
+    `pools` are named sets of processes and `roles` says which pool a role uses; roles in the same pool share
+    its processes and take turns. A role that is not listed uses `actors` processes of its own.
+    `call_timeout` (seconds) limits every call to a worker: one that hangs is reported by name, not waited for.
     """
 
     backend: Literal["ray", "inline"] = "ray"
@@ -294,10 +294,10 @@ class ClusterConfig(Frozen):
 
 
 class VllmConfig(Frozen):
-    """The vLLM engine: one Ray actor a replica. `max_respawns`: dead replicas that are replaced in a run, in all;
+    """The vLLM engine: one Ray actor per replica. `max_respawns`: how many dead replicas are replaced in a run, in total;
     above 0 the newest weights stay in Ray's object store (spilled to disk if that is full) for them.
-    `kv_cache_mib` must hold a sequence of `max_model_len` tokens, which a model of less context lowers to its own.
-    `call_timeout`: seconds after which a replica that answers no call (other than to sample) counts as dead."""
+    `kv_cache_mib` must hold a sequence of `max_model_len` tokens, which is lowered to the model's context if that is less.
+    `call_timeout`: seconds after which a replica that does not answer a call (other than to sample) counts as dead."""
 
     replicas: PositiveInt = 1
     max_respawns: Annotated[int, Field(ge=0)] = 3
@@ -309,12 +309,12 @@ class VllmConfig(Frozen):
 
 
 class WeightsConfig(Frozen):
-    """How new weights reach the engine, a bucket of `bucket_mib` MiB at a time (two are in memory at once).
+    """How new weights reach the engine, in buckets of `bucket_mib` MiB (two are in memory at once).
 
     `route`: "memory" (engine and trainer in one process), "shared" (on one machine), "collective" (a broadcast
     to other machines), "disk" (files in `folder`, which all machines must see), the name of one in `plugins/` of a shelf,
-    or "auto": the first of those four that works. `lora`: what a model with adapters publishes, its weights with the
-    adapter "merged" into them, or the "adapter" only, which the engine applies to the weights that it started with.
+    or "auto": the first of those four that works. `lora`: what a model with adapters publishes: its weights with the
+    adapter "merged" into them, or only the "adapter", which the engine applies to the weights that it started with.
     """
 
     route: str = "auto"
@@ -332,10 +332,10 @@ class EvalConfig(Frozen):
 
 
 class ApiConfig(Frozen):
-    """How `--model api:NAME` is asked (NAME in litellm's form). Keys come from the environment variables that
-    litellm reads. `base`: URL of a server of one's own. `timeout`: seconds of one attempt; `retries`: further ones
-    after an outage or a full queue, with growing waits, or what the server's Retry-After says up to `max_wait`
-    seconds. `usd_per_million`: (prompt, sampled) prices if litellm knows none."""
+    """How `--model api:NAME` is called (NAME in litellm's form). Keys come from the environment variables that
+    litellm reads. `base`: URL of your own server. `timeout`: seconds per attempt; `retries`: further attempts
+    after an outage or a rate limit, with growing waits, or what the server's Retry-After says, up to `max_wait`
+    seconds. `usd_per_million`: (prompt, sampled) prices if litellm has none."""
 
     base: str | None = None
     concurrency: PositiveInt = 32
@@ -348,9 +348,9 @@ class ApiConfig(Frozen):
 class CheckpointConfig(Frozen):
     """Save every `every` steps; keep the newest `keep`, and the `keep_best` best by held-out evaluation.
 
-    `best`: the number that says which are best, success rate or mean reward. An evaluation that beats all
-    before it has its weights saved even between two saves. `asynchronous`: write files in the background
-    while training goes on (takes a copy of the state in host memory).
+    `best`: the metric that decides which are best, success rate or mean reward. After an evaluation that beats all
+    earlier ones the weights are saved even between two regular saves. `asynchronous`: write files in the background
+    while training continues (needs a copy of the state in host memory).
     """
 
     every: PositiveInt = 10
@@ -361,10 +361,10 @@ class CheckpointConfig(Frozen):
 
 
 class JudgeConfig(Frozen):
-    """How judge leaves are asked; model and prompt stand in the spec. Keys come from the environment
+    """How the models of judge leaves are called; model and prompt are in the spec. Keys come from the environment
     variables that litellm reads. `cache`: a folder for verdicts. `calls`, `usd`: budgets of the whole run; a run that
-    surely needs more calls is refused, and one that has spent a budget stops with a checkpoint.
-    `usd_per_million`: (prompt, sampled) prices if litellm knows none."""
+    certainly needs more calls is refused, and one that has spent a budget stops with a checkpoint.
+    `usd_per_million`: (prompt, sampled) prices if litellm has none."""
 
     api_base: str | None = None
     cache: str | None = None
@@ -377,7 +377,7 @@ class JudgeConfig(Frozen):
 
 
 class RewardConfig(Frozen):
-    """What a reward spec may use beside the episode. `python`: functions that `python` leaves may call,
+    """What a reward spec may use in addition to the episode. `python`: functions that `python` leaves may call,
     by name, each as "module:function"."""
 
     python: dict[str, str] = Field(default_factory=dict)
@@ -387,13 +387,13 @@ class RewardConfig(Frozen):
 class TrainConfig(Frozen):
     """A whole run: `agentrl train CONFIG.toml [a.b=c ...]`.
 
-    A file may start with `base = "quickstart"`: it then holds what differs from that config, which is looked for beside it
-    and on the shelves. Sections are joined key by key; the value of a key replaces that of the base; with another
-    `env.id`, nothing of the base's [env] is left. A section that may be missing is taken away by `false`: `sft = false`, or
+    A file may start with `base = "quickstart"`: it then contains only what differs from that config, which is searched for
+    next to it and on the shelves. Sections are merged key by key; the value of a key replaces that of the base; if `env.id`
+    differs, nothing of the base's [env] is kept. An optional section is removed by `false`: `sft = false`, or
     `model.init=false` on the command line.
 
     `engine`: "embedded", "vllm", the name of one in `plugins/` of a shelf, or "auto": the one that suits the machine.
-    `engine_args`: arguments of an engine that has no section here. `trackers`: where metrics are written beside
+    `engine_args`: arguments of an engine that has no section here. `trackers`: where metrics are written in addition to
     metrics.jsonl: "tensorboard", or one in `plugins/`.
     """
 

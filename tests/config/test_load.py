@@ -156,7 +156,7 @@ def test_a_wrong_base_says_which_file_is_wrong(tmp_path: Path, base: str, expect
 
 
 def test_base_is_no_override(file: Path) -> None:
-    with pytest.raises(ConfigError, match="base stands in a config file"):
+    with pytest.raises(ConfigError, match="base can only be set in a config file"):
         load_config(file, ["base=quickstart"])
 
 
