@@ -246,6 +246,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         await self.aclose()
         task = self._next_task(seed, options)
         self._record = Trajectory(env_id=self.id, task=task, seed=task.seed)
+        # Open before `setup`, so that a setup that fails is torn down as well.
         self._open, self._ended, self._calls, self._cut_for = True, False, 0, None
         self._tools_before = self.toolbox.table
         try:
@@ -272,6 +273,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         message, self._calls = read_action(action, self._calls)
         record = self._record
         turn = Turn(index=len(record.turns), message=message)
+        # Recorded before it is answered, so that the record of a failed episode has the turn that caused it.
         record.messages.append(message)
         record.turns.append(turn)
         try:
@@ -314,6 +316,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         try:
             self._record.state = self.state() if not self._record.stop.infrastructure else None
         finally:
+            # Closed before the first await, so that no second aclose tears down again; shielded from cancellation below.
             self._open = False
             # Tools added or removed in this episode must not carry over to the next one.
             self.toolbox.table = self._tools_before

@@ -33,6 +33,7 @@ def copy_parts(source: Any, target: object, names: Iterable[str]) -> dict[str, A
     If `target` is `source` itself, the references become a placeholder that `Snapshot.thaw` replaces.
     Raises TypeError, naming the attribute, if one cannot be copied.
     """
+    # Seeding deepcopy's memo makes references to the environment end at `target` instead of copying it.
     memo: dict[int, Any] = {id(source): _OWNER if target is source else target}
     parts: dict[str, Any] = {}
     for name in names:

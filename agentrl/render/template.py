@@ -26,6 +26,7 @@ from agentrl.trajectory import Json, Message, ToolCall
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Private-use characters, which templates copy like letters; a _HIDE in the text itself is escaped like a control token.
 _HIDE, _SHOW = "\ue000", "\ue001"
 _HIDDEN = re.compile(f"{_HIDE}([0-9]+){_SHOW}")
 _MARK = "Qmarkq"
@@ -113,6 +114,7 @@ class TemplateRenderer(Renderer):
     def keeps(self, message: Message, following: Sequence[Message]) -> bool:
         if not message.reasoning:
             return True
+        # Templates decide this by roles only, so one probe per sequence of roles is enough.
         roles = tuple(item.role for item in following)
         kept = self._kept.get(roles)
         if kept is None:

@@ -69,6 +69,7 @@ class Codec:
             for piece in self._pieces(part) if isinstance(part, Markup) else (part,):
                 if isinstance(piece, Markup):
                     text = "".join(run)
+                    # Some added tokens swallow the white space next to them; the tokenizer would do the same here.
                     ids += self._ordinary(text.lstrip() if strip else text, piece in self._strip_before, after)
                     ids.append(self.added[piece])
                     run, strip, after = [], piece in self._strip_after, Place.TOKEN

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 Weights = Sequence[Sequence[float]]
 Pairs = list[tuple[int, int]]
 
-_EPS = 1e-12
+_EPS = 1e-12  # weights are sums of fractions: a smaller difference is rounding
 
 
 def optimal(weights: Weights) -> Pairs:

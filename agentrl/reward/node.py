@@ -132,7 +132,7 @@ class Node(ABC):
         if raw is not None and not math.isfinite(raw):
             raw, result.evidence = None, {**result.evidence, "unscored": f"not a finite number: {raw!r}"}
         if raw is None:
-            result.steps = {}
+            result.steps = {}  # a replaced value does not come from any turn
             if self.mods.missing == "skip":
                 return Result(None, self._header({**result.evidence, "skipped": "missing"}, None), skipped=True)
             if self.mods.missing == "invalid":

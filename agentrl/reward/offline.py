@@ -73,6 +73,7 @@ def _map(scorer: Scorer, path: str, chunks: Sequence[Lines], workers: int, make:
         with pool:
             yield from pool.map(lambda chunk: _score_lines(scorer, path, chunk), chunks)
         return
+    # spawn: forking a process with threads (torch's, say) can deadlock.
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start, initargs=(path, make))
     with pool:

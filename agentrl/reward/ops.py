@@ -125,6 +125,7 @@ def _may_skip(node: Node) -> bool:
 
 
 def _times(weight: float, value: float) -> float:
+    # Bounds may be infinite, and 0 * inf would be nan.
     return 0.0 if weight == 0.0 or value == 0.0 else weight * value
 
 

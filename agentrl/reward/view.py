@@ -60,6 +60,7 @@ class View:
     def place(self) -> tuple[Hashable, ...]:
         """A key for this part of the episode; equal for equal parts only."""
         if self.scope == "call":
+            # By object: call ids need not be unique in a record from elsewhere.
             return "call", self.index, id(self.calls[0].call)
         return self.scope, self.index, self.last_turn
 

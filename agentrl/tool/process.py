@@ -24,13 +24,13 @@ from typing import Any
 from agentrl.errors import EnvError, ToolError
 from agentrl.executors import TOOLS
 
-Where = tuple[str, str, str]
+FunctionRef = tuple[str, str, str]
 """Module, qualified name and file of a function."""
 
 _idle: list[Child] = []
 
 
-def where(function: Callable[..., Any], name: str) -> Where:
+def function_ref(function: Callable[..., Any], name: str) -> FunctionRef:
     """What a child needs to find the function. Raises TypeError, naming the tool, if no child could import it."""
     kind = (
         "a coroutine function"
@@ -49,7 +49,7 @@ def where(function: Callable[..., Any], name: str) -> Where:
 
 
 @asynccontextmanager
-async def child_for(name: str, place: Where) -> AsyncIterator[Child]:
+async def child_for(name: str, place: FunctionRef) -> AsyncIterator[Child]:
     """A child that has imported the function already, so that its start does not count as the tool's time."""
     child = _idle_child()
     if child is None:
@@ -58,7 +58,7 @@ async def child_for(name: str, place: Where) -> AsyncIterator[Child]:
         await child.call(name, place, None)
         yield child
     finally:
-        if child.lives:
+        if child.lives:  # a child whose call was abandoned has been killed
             _idle.append(child)
 
 
@@ -89,7 +89,7 @@ class Child:
         """Whether the process is alive."""
         return self._process.is_alive()
 
-    async def call(self, name: str, place: Where, values: Mapping[str, Any] | None) -> Any:
+    async def call(self, name: str, place: FunctionRef, values: Mapping[str, Any] | None) -> Any:
         """Call the function (with values None, only import it). Raises what it raises, and EnvError if the child ends
         instead of answering. If the caller gives up (is cancelled), the child is killed."""
         began = self._processor_s()
@@ -107,7 +107,7 @@ class Child:
             raise result
         return result
 
-    def _ask(self, place: Where, values: Mapping[str, Any] | None) -> tuple[bool, Any]:
+    def _ask(self, place: FunctionRef, values: Mapping[str, Any] | None) -> tuple[bool, Any]:
         """Blocks. Raises EOFError or OSError if the process is gone."""
         self._pipe.send((place, values))
         answer: tuple[bool, Any] = pickle.loads(self._pipe.recv_bytes())

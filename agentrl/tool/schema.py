@@ -104,6 +104,7 @@ def _converter(model: type[BaseModel], fields: Mapping[str, Any]) -> Callable[[M
         return dict
 
     def convert(arguments: Mapping[str, Json]) -> dict[str, Any]:
+        # `type` and not isinstance: a bool must not pass for an int.
         if all(type(arguments[name]) is hints[name] for name in arguments):
             return dict(arguments)
         # JSON text on purpose: pydantic then accepts enums, dates and tuples in their JSON form only.

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from pydantic import ValidationError
 
 from agentrl.executors import TOOLS
-from agentrl.tool.process import Child, child_for, where
+from agentrl.tool.process import Child, child_for, function_ref
 from agentrl.tool.schema import Hidden, Signature, conversion_problem, read_signature
 from agentrl.tool.validate import Problem, compile_validator
 from agentrl.trajectory import Json
@@ -139,7 +139,7 @@ class Tool:
                 await places.enter_async_context(TOOLS.place())
             child = None
             if self.options.process:
-                child = await places.enter_async_context(child_for(self.name, where(self.function, self.name)))
+                child = await places.enter_async_context(child_for(self.name, function_ref(self.function, self.name)))
             yield child
 
     def _slot(self) -> asyncio.Semaphore:
@@ -158,7 +158,7 @@ class Tool:
     async def invoke(self, owner: object | None, values: Mapping[str, Any], child: Child | None = None) -> Any:
         """Call the function with Python values: awaited, inline, in a thread or in a child. `child`: what `place` gave."""
         if child is not None:
-            return await child.call(self.name, where(self.function, self.name), values)
+            return await child.call(self.name, function_ref(self.function, self.name), values)
         target = self.function.__get__(owner) if self.method else self.function
         if self.is_async:
             return await target(**values)
@@ -195,7 +195,7 @@ def tool(
         first = next(iter(inspect.signature(target).parameters), None)
         made = Tool(target, name or target.__name__, Options(**options), method=first == "self")
         if made.options.process:
-            where(target, made.name)
+            function_ref(target, made.name)
         return made
 
     return decorate if function is None else decorate(function)

@@ -177,6 +177,7 @@ def restrict_files(folder: str, readable: list[str]) -> None:
     """Landlock: `folder` for reading and writing, `readable` for reading, nothing else."""
     abi = checked(libc.syscall(444, None, 0, 1), "landlock")
     handled = (1 << 13) - 1
+    # A kernel refuses rights that its Landlock version does not know, so each is asked for only from its version on.
     for version, bit in ((2, 13), (3, 14), (5, 15)):
         handled |= (1 << bit) if abi >= version else 0
     net = 0b11 if abi >= 4 else 0
@@ -196,7 +197,7 @@ def restrict_files(folder: str, readable: list[str]) -> None:
         except FileNotFoundError:
             continue
         if not stat.S_ISDIR(os.fstat(place).st_mode):
-            access &= ~(1 << 3)
+            access &= ~(1 << 3)  # the right to list a directory is invalid for a file
         rule = struct.pack("=Qi", access, place)
         checked(libc.syscall(445, rules, 1, rule, 0), f"landlock_add_rule {path}")
         os.close(place)
@@ -209,6 +210,7 @@ def filter_calls() -> None:
     which = 0 if MACHINE == "x86_64" else 1
     load, jump_equal, jump_above, jump_set, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, deny = 0x7FFF0000, 0x80000000, 0x00050000
+    # The architecture is checked first: a number means different calls on different architectures.
     program: list[tuple[int, int, int, int]] = [
         (load, 0, 0, 4),
         (jump_equal, 1, 0, AUDIT_ARCH[MACHINE]),

@@ -127,7 +127,7 @@ async def run_group(command: Sequence[str], stdin: bytes, work: Path, limits: Li
     limit, when the folder exceeds the disk limit, on cancellation, and also after a normal end.
     """
     reader, writer = os.pipe()
-    os.set_blocking(reader, False)
+    os.set_blocking(reader, False)  # polled from the event loop
     began = time.monotonic()
     process: asyncio.subprocess.Process | None = None
     try:

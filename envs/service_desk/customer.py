@@ -102,6 +102,7 @@ class Customer:
     def _next(self) -> str | None:
         self.goal += 1
         self.pushed = False
+        # The identity stays told; the other details belong to the request that has just ended.
         self._told -= {"order", "reason", "refund", "variant", "address"}
         if self.goal == len(self.script["goals"]):
             return None

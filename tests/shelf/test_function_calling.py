@@ -423,10 +423,10 @@ def test_the_native_layout(tmp_path: Path) -> None:
         (native_row(tools=[{"name": ""}]), "a function needs a name"),
         (native_row(tools=[{"name": "f", "parameters": {"properties": {"x": 3}}}]), "field 'tools.0..x'"),
         (native_row(tools=[{"name": "f"}, {"name": "f"}]), "two tools are called 'f'"),
-        (native_row(calls=[{"name": "g", "arguments": {}}]), "'g' is none of the tools"),
+        (native_row(calls=[{"name": "g", "arguments": {}}]), "'g' is not one of the tools"),
         (native_row(calls=[{"name": "f", "arguments": {"x": 1}}]), r"field 'calls\[0\].arguments.x'"),
         (native_row(calls=[], answers=[" "]), "field 'answers'"),
-        ("{", "row 2: no JSON"),
+        ("{", "row 2: not JSON"),
         ([1], "row 2: expected an object"),
     ],
 )

@@ -112,6 +112,7 @@ class Judge:
         with self._lock:
             running = self._running.get(key)
             if running is None:
+                # `_attempts` fills the cache before the future ends, so an equal request always finds one of the two.
                 running = self._pool.submit(self._attempts, key, request)
                 self._running[key] = running
                 running.add_done_callback(lambda _: self._running.pop(key, None))

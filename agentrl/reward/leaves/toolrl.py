@@ -43,6 +43,8 @@ def graded(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRul
 def _pairs(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule, how: str) -> assign.Pairs:
     if how == "greedy":
         return _greedy(made, gold, rule)
+    # Pairing equal calls by hash first leaves less for the cubic assignment. With a tolerance equality is not
+    # transitive, so there is no hash.
     sure = _identical(made, gold, rule) if rule.strict else []
     taken, met = {i for i, _ in sure}, {j for _, j in sure}
     rows = [i for i in range(len(made)) if i not in taken]
