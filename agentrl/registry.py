@@ -190,7 +190,8 @@ class Registry(Mapping[str, T]):
                 add(name, module)
         seen = set(found)
         for shelf in shelves():
-            here = [(name, path) for path in sorted(shelf.glob(f"{FOLDER}/*.py")) for name in registered_in(path, self.symbol)]
+            files = [path for path in sorted(shelf.glob(f"{FOLDER}/*.py")) if path.is_file()]  # no folder, no editor's lock
+            here = [(name, path) for path in files for name in registered_in(path, self.symbol)]
             for name, path in here:
                 if name not in seen or name in dict(_packaged(self.home, self.symbol)):
                     add(name, str(path))
@@ -209,20 +210,25 @@ def registered_in(path: Path, symbol: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _registered(path: Path, symbol: str, modified: int, size: int) -> tuple[str, ...]:
-    text = path.read_text(encoding="utf-8")
-    if f"{symbol}.register(" not in text:
+    source = path.read_bytes()  # as bytes, Python's own rules of encoding hold
+    if f"{symbol}.register(".encode() not in source:
         return ()
     try:
-        tree = ast.parse(text)
-    except SyntaxError as problem:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError) as problem:
         raise ConfigError(f"{path}: not a Python file: {problem}") from problem
-    return tuple(name for node in ast.walk(tree) if (name := _name_in(node, symbol)) is not None)
+    names = [name for node in ast.walk(tree) if (name := _name_in(node, symbol)) is not None]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{path}: it registers {name!r} twice; rename one")
+    return tuple(names)
 
 
 def _name_in(node: ast.AST, symbol: str) -> str | None:
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register" and node.args):
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register"):
         return None
-    owner, first = node.func.value, node.args[0]
+    given = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "name")]
+    owner, first = node.func.value, given[0] if given else None
     same = owner.id == symbol if isinstance(owner, ast.Name) else isinstance(owner, ast.Attribute) and owner.attr == symbol
     return str(first.value) if same and isinstance(first, ast.Constant) else None
 

@@ -309,3 +309,22 @@ def test_a_plugin_of_another_folder_is_gone(tmp_path: Path, monkeypatch: pytest.
         POLICY_LOSSES.entry("half")
     monkeypatch.setenv("AGENTRL_PATH", str(tmp_path))
     assert POLICY_LOSSES.entry("half").name == "half"
+
+
+def test_what_is_no_file_of_python_in_plugins_stops_no_run_or_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An editor's lock is a link to nowhere, `.#mine.py`; another leaves a byte order mark; a file may be no text at all."""
+    (folder := tmp_path / "plugins").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (folder / ".#mine.py").symlink_to("user@host.1")
+    (folder / "folder.py").mkdir()
+    source = "from agentrl.algorithm import ADVANTAGES\n@ADVANTAGES.register(name='marked')\ndef marked(batch): ...\n"
+    (folder / "mine.py").write_bytes(b"\xef\xbb\xbf" + source.encode())
+    assert ADVANTAGES.entry("marked").make.__name__ == "marked"
+    assert "grpo" in ADVANTAGES
+    (folder / "bytes.py").write_bytes(b"# ADVANTAGES.register(\xff\x00")
+    with pytest.raises(ConfigError, match=r"bytes\.py: not a Python file"):
+        ADVANTAGES.entry("marked2")
+    (folder / "bytes.py").unlink()
+    (folder / "twice.py").write_text(source + source.replace("def marked", "def other"))
+    with pytest.raises(ConfigError, match=r"twice\.py: it registers 'marked' twice"):
+        ADVANTAGES.entry("grpo")
