@@ -129,7 +129,8 @@ async def log_step(
     run_log.row("train", step, values)
     if step % session.config.trajectories_every == 0 or step == session.config.steps:
         await run_log.trajectories(f"step_{step:06d}", members)
-    session.display.step(step, {"success": success, "reward": reward, "tokens/s": tokens / max(clock.laps["rollout_s"], 1e-9)})
+    speed = tokens / clock.sampling(session.config.rollout.max_staleness > 0)
+    session.display.step(step, {"success": success, "reward": reward, "tokens/s": speed})
 
 
 class Clock:
@@ -141,6 +142,9 @@ class Clock:
 
     def lap(self, name: str) -> None:
         """End a part that began at the last lap."""
-        now = time.monotonic()
-        self.laps[name] = now - self._last
-        self._last = now
+        before, self._last = self._last, time.monotonic()
+        self.laps[name] = self._last - before
+
+    def sampling(self, beside: bool) -> float:
+        """Seconds of the step's sampling: the whole step if rollouts go on `beside` the update."""
+        return max(sum(self.laps.values()) if beside else self.laps["rollout_s"], 1e-9)
