@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -251,16 +252,23 @@ async def test_a_subset_and_a_prefix(stdio: McpServerConfig) -> None:
         await env.areset(seed=0)
 
 
-@pytest.fixture
-def http_server(script: Path) -> Iterator[str]:
+@contextmanager
+def serving(*args: str) -> Iterator[str]:
+    """The address of a server over HTTP: python with `args` and a port."""
     port = free_port()
-    process = subprocess.Popen([sys.executable, str(script), str(port)], start_new_session=True)
+    process = subprocess.Popen([sys.executable, *args, str(port)], start_new_session=True)
     try:
         wait_for(port, process)
         yield f"http://127.0.0.1:{port}/mcp"
     finally:
         process.terminate()
         process.wait(10)
+
+
+@pytest.fixture
+def http_server(script: Path) -> Iterator[str]:
+    with serving(str(script)) as url:
+        yield url
 
 
 async def test_over_http_and_through_a_config(http_server: str) -> None:
@@ -311,14 +319,8 @@ async def test_an_environment_served_over_stdio() -> None:
 
 @pytest.fixture
 async def served_http() -> AsyncIterator[str]:
-    port = free_port()
-    process = subprocess.Popen([sys.executable, *SERVE, "--http", str(port)], start_new_session=True)
-    try:
-        wait_for(port, process)
-        yield f"http://127.0.0.1:{port}/mcp"
-    finally:
-        process.terminate()
-        process.wait(10)
+    with serving(*SERVE, "--http") as url:
+        yield url
 
 
 async def test_an_environment_served_over_http(served_http: str) -> None:

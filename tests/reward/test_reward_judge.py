@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import threading
 import time
 from dataclasses import dataclass, fields, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +19,7 @@ from agentrl.reward import Context, compile_spec
 from agentrl.reward.context import judge_settings
 from agentrl.reward.judge import Judge, load
 from agentrl.reward.judge.client import VerdictRequest
+from tests.rollout.loopback import LoopbackServer
 
 MODEL = "openai/test-judge-2026-01-01"
 
@@ -33,27 +33,14 @@ def completion(content):
     }  # fmt: skip
 
 
-class Server:
+class Server(LoopbackServer):
     """Answers each request with the next of `script` (the last one again and again): a status with a body, a
     text as the judge's message, or seconds to sleep first."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.script = ['{"score": 7, "reason": "fine"}']
-        self.requests: list[dict] = []
         self.running = self.most_running = 0
-        self.lock = threading.Lock()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                outer.handle(self)
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
-        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
     def handle(self, handler: BaseHTTPRequestHandler) -> None:
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
@@ -85,10 +72,8 @@ class Server:
 
 @pytest.fixture
 def server():
-    server = Server()
-    yield server
-    server.http.shutdown()
-    server.http.server_close()
+    with Server() as server:
+        yield server
 
 
 def judge(server, **keys):

@@ -7,21 +7,19 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 
 Answer = dict[str, Any] | str | None
 """A message, its text, or None: the socket is closed without an answer. {"status": 429, "headers": {...}, "sleep": s}
 is an error."""
 
 
-class Loopback:
-    """`answer` gets the request's body and its number, from 0. Use as a context manager."""
+class LoopbackServer:
+    """A server of one's own on a free port of 127.0.0.1, a thread for each request. Use as a context manager."""
 
-    def __init__(self, answer: Callable[[dict[str, Any], int], Answer], usage: bool = True) -> None:
-        self.answer, self.usage = answer, usage
+    def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
-        self.times: list[float] = []
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -34,7 +32,7 @@ class Loopback:
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
 
-    def __enter__(self) -> Loopback:
+    def __enter__(self) -> Self:
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
@@ -43,8 +41,21 @@ class Loopback:
         self.http.server_close()
 
     def handle(self, handler: BaseHTTPRequestHandler) -> None:
+        """Answer one request."""
+        raise NotImplementedError
+
+
+class Loopback(LoopbackServer):
+    """`answer` gets the request's body and its number, from 0."""
+
+    def __init__(self, answer: Callable[[dict[str, Any], int], Answer], usage: bool = True) -> None:
+        super().__init__()
+        self.answer, self.usage = answer, usage
+        self.times: list[float] = []
+
+    def handle(self, handler: BaseHTTPRequestHandler) -> None:
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
-        with self._lock:
+        with self.lock:
             number = len(self.requests)
             self.requests.append(body)
             self.times.append(time.monotonic())

@@ -36,13 +36,19 @@ def collector(renderer: Renderer, engine: FaultyEngine, **rollout: Any) -> Colle
     return Collector(ENV, Policy(engine, renderer), scorer(), config, context=2048, seed=0)
 
 
-async def run(collect: Collector, updates: int) -> list[list[Group]]:
+async def batches_of(collect: Collector, updates: int) -> list[list[Group]]:
+    """The groups of so many updates; the collector goes on."""
     batches = []
     for _ in range(updates):
         groups = await collect.collect()
         batches.append(groups)
         collect.trained(groups)
         await exchange(collect)
+    return batches
+
+
+async def run(collect: Collector, updates: int) -> list[list[Group]]:
+    batches = await batches_of(collect, updates)
     await collect.close()
     return batches
 

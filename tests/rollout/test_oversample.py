@@ -12,21 +12,15 @@ from agentrl.errors import StalledError
 from agentrl.render.base import Renderer
 from agentrl.rollout.collect import Collector
 from agentrl.trajectory import Group
-from tests.publishing import exchange
 from tests.rollout.conftest import FaultyEngine
-from tests.rollout.test_collect import collector
+from tests.rollout.test_collect import batches_of, collector
 
 
 def played(renderer: Renderer, stuck: tuple[str, ...], updates: int = 2, **rollout: Any) -> tuple[Any, Collector, FaultyEngine]:
     async def scenario() -> tuple[list[list[Group]], Collector, FaultyEngine]:
         engine = FaultyEngine(renderer.stop_token_ids[0], stuck=stuck)
         collect = collector(renderer, engine, stall_timeout=3.0, **rollout)
-        batches = []
-        for _ in range(updates):
-            groups = await collect.collect()
-            batches.append(groups)
-            collect.trained(groups)
-            await exchange(collect)
+        batches = await batches_of(collect, updates)
         # Counted before the end: what was given up lets go of the engine.
         async with asyncio.timeout(60):
             while engine.running != 3 * collect.ledger.counts()["running"]:

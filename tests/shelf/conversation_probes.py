@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from gymnasium.utils.env_checker import check_env
 from hypothesis import strategies as st
 
 from agentrl.catalog import make_env
@@ -117,3 +120,23 @@ def task_json(task: Task) -> str:
 def build(name: str, **params: Any) -> ToolEnv:
     """The environment with its own reward spec as its scorer."""
     return make_env(name, **params)
+
+
+def teacher_success(env: ToolEnv, episodes: int) -> float:
+    """The mean reward of the environment's own teacher, who errs now and then."""
+    rewards = []
+    for seed in range(episodes):
+        observation, _ = env.reset(seed=seed)
+        teacher = env.teacher(env.task, random.Random(seed))
+        reward, over = 0.0, False
+        while not over and (message := teacher.act(observation)) is not None:
+            observation, reward, over, *_ = env.step(message)
+        rewards.append(reward)
+    return sum(rewards) / episodes
+
+
+def gymnasium_accepts(env: ToolEnv) -> None:
+    """Gymnasium's own checker finds no fault."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_env(env, skip_render_check=True)

@@ -14,11 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
+from conversation_probes import play
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentrl.catalog import find_env, make_env
-from agentrl.env import Message, ToolCall, ToolEnv
+from agentrl.env import Message, ToolCall
 from agentrl.env.check import Subject, check_all
 from agentrl.env.sync import run_sync
 from agentrl.errors import ConfigError, EnvError, ResourceError
@@ -38,15 +39,6 @@ def attack(code: str, limits: Any = SHORT, files: dict[str, bytes] | None = None
 
 def call(code: str) -> Message:
     return Message("assistant", tool_calls=(ToolCall("run", {"code": code}),))
-
-
-def play(env: ToolEnv, turns: list[Message | str]) -> tuple[float, bool]:
-    reward, over = 0.0, False
-    for turn in turns:
-        _, reward, over, _, _ = env.step(turn)
-        if over:
-            break
-    return reward, over
 
 
 # -- tasks and scoring -------------------------------------------------------------------------------

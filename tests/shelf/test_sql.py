@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conversation_probes import play
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -29,15 +30,6 @@ WORDS = """SELECT * FROM orders WHERE id = ( ) , ' " -- /* 1 x'ff' NULL AND LIKE
 
 def call(name: str, **arguments: Any) -> Message:
     return Message("assistant", tool_calls=(ToolCall(name, arguments),))
-
-
-def play(env: ToolEnv, turns: list[Message | str]) -> tuple[float, bool]:
-    reward, over = 0.0, False
-    for turn in turns:
-        _, reward, over, _, _ = env.step(turn)
-        if over:
-            break
-    return reward, over
 
 
 def score(env: ToolEnv) -> float | None:
