@@ -216,7 +216,7 @@ class TokenLedger:
 
     def _column(self, name: str) -> npt.NDArray[Any]:
         view = self._room[name][: self._length]
-        view.flags.writeable = False
+        view.flags.writeable = False  # a caller must not be able to change what the trainer learns from
         return view
 
     @property

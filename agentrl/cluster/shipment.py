@@ -51,6 +51,7 @@ class Stored:
             piece_of[part] = piece
             place_of[part] = np.arange(len(part))
         owners = piece_of[rows]
+        # Grouped by piece, so that each piece is read once; `order` restores the requested order afterwards.
         takes: list[RowsOfPart] = []
         came: list[np.ndarray] = []
         for piece in np.unique(owners).tolist():

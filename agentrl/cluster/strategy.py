@@ -40,6 +40,7 @@ class Call:
         at = self.names.index(name)
         if at >= len(self.args):
             raise DispatchError(f"{self.where}: no argument given for {name!r}")
+        # Not strict: the last parameters may be left to their defaults.
         after = dict(zip(self.names[at + 1 :], self.args[at + 1 :], strict=False))
         return self.args[at], Call(self.where, self.names, self.args[:at], {**after, **self.kwargs})
 

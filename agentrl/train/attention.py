@@ -83,6 +83,7 @@ def padded(packed: PackedSequences, missing: int) -> PackedSequences:
 
 
 def _blocks(starts: Tensor, stops: Tensor, device: torch.device) -> tuple[Block, ...]:
+    # On the host, because block sizes become shapes: reading them from a GPU would synchronize with it for each block.
     starts, stops = starts.cpu(), stops.cpu()
     return tuple(_block(starts[rows], stops[rows], device) for rows in _similar((stops - starts).tolist()))
 

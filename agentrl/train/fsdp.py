@@ -251,6 +251,7 @@ class Layout:
             raise ConfigError("model.cpu_offload = true: there is no GPU, so everything is in host memory already")
         if not dist.is_initialized():
             return cls()
+        # Parameters are sharded over ranks that share tokens too: these have the same weights and only compute other tokens.
         kind, shard, share = device.type, world // cfg.replicas, cfg.sequence_parallel
         if cfg.replicas == 1:
             fsdp = init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
@@ -280,7 +281,7 @@ def export_model(source: str, config: Any, weights: dict[str, Tensor], folder: P
     from transformers import AutoModelForCausalLM
 
     dtype = next(iter(weights.values())).dtype
-    with torch.device("meta"):
+    with torch.device("meta"):  # allocates nothing: `assign=True` below puts the given tensors in place
         # A copy, because from_config writes its attention implementation into the config that it is given.
         shell = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa")
     folder.mkdir(parents=True, exist_ok=True)

@@ -83,7 +83,7 @@ class Publisher:
                 await self._connect()
                 await self._target.receive(version, self._buckets())
                 return
-            except MembersChangedError:
+            except MembersChangedError:  # a process of the engine was replaced, and the new one has no receiver yet
                 if attempt == ATTEMPTS - 1:
                     raise
 
