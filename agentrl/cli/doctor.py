@@ -1,4 +1,4 @@
-"""`agentrl doctor`: whether this machine or cluster can hold a run, without one."""
+"""`agentrl doctor`: checks whether this machine or cluster can run a training, without starting one."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def run_explain(args: argparse.Namespace) -> int:
 
 
 def run_score(args: argparse.Namespace) -> int:
-    """Score a file; one JSON object a row. What is unscored, and why, goes to the standard error."""
+    """Score a file; one JSON object per row. Unscored rows, with the reason, go to the standard error."""
     from agentrl.reward.explain import reasons
 
     if args.out is not None and not args.out.parent.is_dir():

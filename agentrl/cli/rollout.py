@@ -127,6 +127,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def say_interrupted(say: Any, request: RolloutRequest, done: int) -> int:
-    """What is left after Ctrl-C; returns the exit code."""
+    """Print what is left to do after Ctrl-C; returns the exit code."""
     say(f"interrupted: {done} of {len(request.pairs)} episodes are in {request.out}; the same command goes on")
     return 130

@@ -1,6 +1,6 @@
-"""A run's checkpoints: the training roles' state and the driver's, under one manifest.
+"""A run's checkpoints: the state of the training roles and of the driver, under one manifest.
 
-save:  begin (state copied)  ->  ... training goes on, a background task waits for the writers ...  ->  commit
+save:  begin (state copied)  ->  ... training continues, a background task waits for the writers ...  ->  commit
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Saver:
 
     A checkpoint holds model, optimizer, schedule and RNG of the training roles, and the driver's group
     ledger, which is also the data cursor, with its finished but untrained groups (`groups.jsonl`). With
-    `checkpoint.asynchronous` its files are written while training goes on; it counts from the moment that
-    its manifest is there, so a kill before that loses this one and no other.
+    `checkpoint.asynchronous` its files are written while training continues; it is valid from the moment when
+    its manifest exists, so a kill before that loses only this one.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Saver:
         self._writing: asyncio.Task[None] | None = None
 
     async def save(self, evaluated: Evaluation | None = None) -> None:
-        """Begin the checkpoint of the ledger's version, after the one before is whole.
+        """Start the checkpoint of the ledger's version, after the previous one is complete.
 
-        `evaluated`: what these very weights reached, if that is known. Raises what the writing of the
-        one before failed with; ResourceError if the disk is full.
+        `evaluated`: the evaluation of exactly these weights, if there is one. Raises the error of the previous
+        checkpoint if writing it failed; ResourceError if the disk is full.
         """
         await self.wait()
         step = self._collector.version
@@ -64,7 +64,7 @@ class Saver:
             await self.wait()
 
     async def save_missing(self) -> int:
-        """Have a whole checkpoint of the ledger's version, which is returned."""
+        """Ensure a complete checkpoint of the ledger's version; returns that version."""
         await self.wait()
         step, newest = self._collector.version, self._checkpoints.newest()
         if newest is None or newest.name != f"step_{step:06d}":
@@ -73,24 +73,24 @@ class Saver:
         return step
 
     async def wait(self) -> None:
-        """Until nothing is being written. Raises what the writing failed with."""
+        """Wait until nothing is being written. Raises the error if writing failed."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             await writing
 
     async def check(self) -> None:
-        """Raise what a save in the background failed with, without waiting for one that goes on."""
+        """Raise the error of a failed background save, without waiting for one in progress."""
         if self._writing is not None and self._writing.done():
             await self.wait()
 
     async def close(self) -> None:
-        """Let go of a save that is not finished; it is lost."""
+        """Cancel a save that is not finished; it is lost."""
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def rate(self, evaluated: Evaluation) -> None:
-        """Say what the weights of the ledger's version, whose checkpoint is there, reached."""
+        """Record the evaluation of the ledger's version, whose checkpoint exists already."""
         await self.wait()
         score = self._score(evaluated)
         if score is not None:
@@ -102,7 +102,7 @@ class Saver:
         return self._config.checkpoint.keep_best > 0 and score is not None and (best is None or score > best[1])
 
     async def load(self) -> bool:
-        """Take up the newest whole checkpoint; False if there is none. Metrics beyond it are forgotten."""
+        """Load the newest complete checkpoint; False if there is none. Metrics after it are removed."""
         lost = self._checkpoints.lost()
         newest = self._checkpoints.newest()
         if lost:
@@ -145,14 +145,14 @@ class Saver:
 
 
 def _write_driver(folder: Path, state: dict[str, Any], groups: Iterable[Group]) -> None:
-    """The driver's state, and its groups one a line, of which never more than a column is held as text."""
+    """The driver's state, and its groups one per line, of which never more than one column is in memory as text."""
     with (folder / GROUPS).open("w") as file:
         file.writelines(lines(groups))
     (folder / DRIVER).write_text(json.dumps(state))
 
 
 def _read_groups(path: Path) -> Iterator[Group]:
-    """The groups in a file, one after the other; none if an older checkpoint has no such file."""
+    """The groups in a file, one at a time; none if an older checkpoint has no such file."""
     if path.exists():
         with path.open() as file:
             for line in file:

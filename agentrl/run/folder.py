@@ -1,8 +1,8 @@
 """The run folder: everything a run leaves behind, each file whole at any moment.
 
-config.toml        the resolved config          metrics.jsonl     one JSON object a row
+config.toml        the resolved config          metrics.jsonl     one JSON object per row
 summary.json       how it ended                 curve.png         the learning curve
-trajectories/      *.jsonl, one episode a row   tensorboard/      events
+trajectories/      *.jsonl, one episode per row tensorboard/      events
 checkpoints/       step_NNNNNN/                 log.txt           everything logged
 model/ warm_start/ final/   the initial, the warmed-up and the trained model, as Hugging Face folders
 """
@@ -65,14 +65,14 @@ class RunFolder:
             file.write(json.dumps(row) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All whole rows of metrics.jsonl; a last row that a kill cut short is left out."""
+        """All complete rows of metrics.jsonl; a last row that a kill cut short is left out."""
         if not self.metrics.exists():
             return []
         lines = self.metrics.read_text().split("\n")
         return [json.loads(line) for line in lines[:-1] if line]
 
     def rewind(self, step: int) -> None:
-        """Forget what a resume from `step` (updates done) does again; the warm start is never done again."""
+        """Remove the rows that a resume from `step` (updates done) will write again; the warm start is never repeated."""
         rows = [
             row
             for row in self.read_metrics()
@@ -90,19 +90,19 @@ class RunFolder:
 
 
 def lines(rows: Iterable[Trajectory | Group]) -> Iterator[str]:
-    """One JSON object a line, in the pieces that the rows come in."""
+    """One JSON object per line, in the pieces that the rows yield."""
     for row in rows:
         yield from row.pieces()
         yield "\n"
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Write aside, fsync, rename: a reader or a kill sees the old file or the new one, never half of one."""
+    """Write to a temporary file, fsync, rename: readers (and a kill) find the old file or the new one, never half of one."""
     atomic_write_all(path, [text])
 
 
 def atomic_write_all(path: Path, parts: Iterable[str]) -> None:
-    """The same for a text in parts, of which one at a time is held. What making a part raises leaves the old file."""
+    """The same for a text in parts, of which one at a time is in memory. If producing a part raises, the old file stays."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with aside.open("w") as file:

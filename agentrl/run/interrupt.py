@@ -1,4 +1,4 @@
-"""Ctrl-C: once asks, twice insists."""
+"""Ctrl-C: the first stops after the step, the second at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Interrupt:
-    """Set by the first SIGINT or SIGTERM; the loop looks at it between steps. A second one cancels.
+    """Set by the first SIGINT or SIGTERM; the loop checks it between steps. A second one cancels.
 
     If there is no step to finish (`in_step` False: starting, warming up) the first one cancels.
     """

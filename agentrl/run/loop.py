@@ -7,7 +7,7 @@
     engine    <- session.publish()            weights under the new version          (train/publish, weights/)
 
 One loop for every staleness bound: with `rollout.max_staleness = 0` nothing runs while the actors
-update; above it the collector's episodes go on meanwhile.
+update; above 0 the collector's episodes continue meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agentrl.trajectory import Group
 
 
 async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) -> None:
-    """Run updates until `steps`, an early stop or an interrupt; a checkpoint is left in each case."""
+    """Run updates until `steps`, an early stop or an interrupt; a checkpoint is written in each case."""
     config, collector = session.config, session.collector
     session.display.phase("train", config.steps, first=collector.ledger.version)
     interrupt.in_step = True
@@ -46,7 +46,7 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         if config.rollout.colocate:
             await session.rest()  # until the publish
         update = await session.learner.step(batch, collector.ledger.version) | ages
-        del batch  # with what lies of it in the object store; the next episodes need the memory
+        del batch  # also frees its part in the object store, which the next episodes need
         clock.lap("update_s")
         collector.trained(groups)
         await session.publish()
@@ -60,10 +60,10 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
             reached = config.stop_at_success is not None and (found.success or 0.0) >= config.stop_at_success
         await session.saver.check()
         await run_log.writes.check()
-        # Asked once a step, for the save and the end alike: Ctrl-C in between would end the loop without a checkpoint.
+        # Read once per step, for both the save and the end: Ctrl-C in between would end the loop without a checkpoint.
         done = step >= config.steps or reached or interrupt.requested
         if done or step % config.checkpoint.every == 0 or session.saver.wanted(found):
-            await run_log.writes.wait()  # a resume from here finds the files of all steps before
+            await run_log.writes.wait()  # so that a resume from here finds the files of all earlier steps
             await session.saver.save(found)
     await session.saver.wait()
     interrupt.in_step = False
@@ -84,14 +84,14 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
         max_episodes=config.rollout.max_episodes,
     )
     if config.rollout.max_staleness == 0:
-        # A resumed run has not evaluated: its first rollouts must not differ by what an evaluation left in the cache.
+        # A resumed run does not repeat this evaluation, and its rollouts must not differ because of what one left in the cache.
         await session.engine.forget()
     await run_log.evaluation(phase, session.collector.ledger.version, result, time.monotonic() - began)
     return result
 
 
 def make_batch(groups: list[Group], advantage: Choice) -> TensorDict:
-    """Scored members as one TensorDict, one row a ledger, with the columns that the estimator reads."""
+    """Scored members as one TensorDict, one row per ledger, with the columns that the estimator reads."""
     batch = collate(
         [t for group in groups for t in group.scored()], groups=[group.index for group in groups for _ in group.scored()]
     )
@@ -99,7 +99,7 @@ def make_batch(groups: list[Group], advantage: Choice) -> TensorDict:
 
 
 def staleness(batch: TensorDict, version: int) -> dict[str, float]:
-    """How many updates older than `version` the weights were that sampled the batch's tokens: mean and maximum."""
+    """How many updates behind `version` the weights that sampled the batch's tokens were: mean and maximum."""
     ages = version - batch["versions"].values()[batch["sampled"].values()]
     return {"staleness_mean": ages.double().mean().item(), "staleness_max": ages.max().item()}
 
@@ -141,10 +141,10 @@ class Clock:
         self._last = time.monotonic()
 
     def lap(self, name: str) -> None:
-        """End a part that began at the last lap."""
+        """End a part that started at the last lap."""
         before, self._last = self._last, time.monotonic()
         self.laps[name] = self._last - before
 
     def sampling(self, beside: bool) -> float:
-        """Seconds of the step's sampling: the whole step if rollouts go on `beside` the update."""
+        """Seconds of the step's sampling: the whole step if rollouts continue during the update (`beside`)."""
         return max(sum(self.laps.values()) if beside else self.laps["rollout_s"], 1e-9)

@@ -1,4 +1,4 @@
-"""A folder with the record of a run: all that a replay needs.
+"""A folder with the record of a run: everything that a replay needs.
 
 record.json   the config, what was asked for, the model's context     calls.jsonl   every answer (rollout/replay/tape.py)
 reward.json   the reward spec                                        tokenizer/    of the model (none for an API)
@@ -34,7 +34,7 @@ class RecordFolder:
         self._read: Recorded | None = None
 
     def manifest(self) -> dict[str, Any]:
-        """record.json. Raises ReplayError if there is none, or of another format."""
+        """record.json. Raises ReplayError if it is missing or has another format."""
         file = self.path / "record.json"
         try:
             manifest: dict[str, Any] = json.loads(file.read_text())
@@ -53,7 +53,7 @@ class RecordFolder:
         return self._read
 
     def ended(self) -> set[str]:
-        """Episodes that are in the record whole; none if there is no record yet."""
+        """Episodes that are complete in the record; none if there is no record yet."""
         return set(self.read().episodes) if self.calls.exists() else set()
 
     def inputs(self) -> Inputs:
@@ -64,7 +64,7 @@ class RecordFolder:
         return Inputs(spec, None if api else load_tokenizer(str(self.tokenizer)), manifest["context"])
 
     def open(self, config: TrainConfig, inputs: Inputs) -> Recorder:
-        """Begin the record, or go on with one of the same run. Raises ConfigError if it is of another run."""
+        """Start the record, or continue one of the same run. Raises ConfigError if it is of another run."""
         self.path.mkdir(parents=True, exist_ok=True)
         # Commands and addresses of tool servers may hold keys, and a replay starts none.
         table = config.model_dump(mode="json", exclude_none=True, exclude={"tools"})

@@ -1,6 +1,6 @@
-"""What an evaluation says: success with intervals, reward terms, how episodes end, and what they cost.
+"""The report of an evaluation: success with intervals, reward terms, how episodes end, and what they cost.
 
-What nobody knows is null, never 0: the price of an unknown model, tokens that a provider did not count, the latency
+Unknown values are null, never 0: the price of an unknown model, tokens that a provider did not count, the latency
 of an episode that was never answered.
 """
 
@@ -22,7 +22,7 @@ from agentrl.trajectory import Trajectory, Turn
 
 def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, Any]:
     """pass@k and pass^k with 95 % intervals over tasks, reward terms, stop reasons, error classes, tokens, latency
-    in seconds and cost in US dollars; per episode if not said otherwise."""
+    in seconds and cost in US dollars; per episode unless stated otherwise."""
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
         by_task[trajectory.task.id].append(trajectory)
@@ -108,7 +108,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """The report as a table; "-" stands for what nobody knows."""
+    """The report as a table; "-" stands for an unknown value."""
     table = Table("", "value", "95 % interval", title=f"{report['episodes']} episodes of {report['tasks']} tasks")
     for key, value in report.items():
         if isinstance(value, dict) and "mean" in value:

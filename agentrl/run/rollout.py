@@ -1,7 +1,7 @@
 """Episodes of a model on an environment's tasks, into a folder: resumable, recorded or replayed.
 
-trajectories.jsonl   one episode a line, in the order of tasks once all are there
-eval.json            what was asked for (rollout.json for `agentrl rollout`): another run does not go on there
+trajectories.jsonl   one episode per line, in the order of tasks once all are there
+eval.json            what was requested (rollout.json for `agentrl rollout`): a different run does not continue there
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Pair = tuple[int, int]
 class RolloutRequest:
     """What to run: `tasks` tasks of a split, `samples` episodes each, written to `out`.
 
-    `record`: also write down every answer there; `replay`: play from such a folder instead of live.
+    `record`: also record every answer there; `replay`: run from such a folder instead of live.
     """
 
     purpose: Literal["eval", "rollout"]
@@ -49,7 +49,7 @@ class RolloutRequest:
         return [(task, member) for task in range(self.tasks) for member in range(self.samples)]
 
     def temperature(self, config: TrainConfig) -> float:
-        """Of the sampling: an evaluation has its own."""
+        """The sampling temperature; an evaluation has its own."""
         return config.eval.temperature if self.purpose == "eval" else config.rollout.temperature
 
 
@@ -62,7 +62,7 @@ class RolloutOutcome:
 
 
 async def run_rollout(config: TrainConfig, request: RolloutRequest, display: Display) -> RolloutOutcome:
-    """Run what is missing. Ctrl-C ends it early: what is done is kept, and the same command goes on.
+    """Run what is missing. Ctrl-C ends it early: finished episodes are kept, and the same command continues.
 
     Raises ConfigError if `out` or `record` holds something else, ReplayError if a replay diverges.
     """
@@ -70,7 +70,7 @@ async def run_rollout(config: TrainConfig, request: RolloutRequest, display: Dis
         done = _resume(config, request)
         session = _open(config, request)
     else:
-        session = _open(config, request)  # first: a record that is none leaves no folder
+        session = _open(config, request)  # first, so that an invalid record leaves no folder behind
         done = _resume(config, request)
     outcome = RolloutOutcome(done)
     missing = [pair for pair in request.pairs if pair not in outcome.episodes]
@@ -190,6 +190,6 @@ def _identity(config: TrainConfig, request: RolloutRequest) -> Identity:
 
 
 def _sort(request: RolloutRequest, outcome: RolloutOutcome) -> None:
-    """Write the file anew in the order of tasks, so that equal runs leave equal files."""
+    """Rewrite the file in the order of tasks, so that equal runs leave equal files."""
     rows = [json.dumps(outcome.episodes[pair].to_json()) + "\n" for pair in sorted(outcome.episodes)]
     atomic_write(request.out / "trajectories.jsonl", "".join(rows))

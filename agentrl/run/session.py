@@ -1,4 +1,4 @@
-"""The live parts of a run, joined: environment, scorer, renderer, engine, actors, collector."""
+"""The live parts of a run, connected: environment, scorer, renderer, engine, actors, collector."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Session:
-    """What a loop needs, opened by `open_session` and closed whatever happens."""
+    """What a training loop needs; opened by `open_session` and closed in any case."""
 
     config: TrainConfig
     folder: RunFolder
@@ -48,11 +48,11 @@ class Session:
     publisher: Publisher
 
     async def publish(self) -> None:
-        """Weights of the actors to the engine, under the ledger's version."""
+        """Publish the actors' weights to the engine, under the ledger's version."""
         await self.collector.exchange(self.publisher.send)
 
     async def rest(self) -> None:
-        """Give the engine's memory back until the next `publish`; for the time of an update that nothing runs beside."""
+        """Free the engine's memory until the next `publish`, during an update in which no episode runs."""
         await self.collector.rest()
         await self.publisher.sleep()
 
@@ -72,7 +72,7 @@ class Session:
 
 
 def model_folder(config: TrainConfig, folder: RunFolder) -> str:
-    """The model that a session starts from: the warmed-up one, the given one, or a newly built one."""
+    """The model that a session starts with: the warmed-up one, the given one, or a newly built one."""
     if (folder.warm_start / "config.json").is_file():
         return str(folder.warm_start)
     if config.model.path is not None:
@@ -84,7 +84,7 @@ def model_folder(config: TrainConfig, folder: RunFolder) -> str:
 
 
 async def open_session(config: TrainConfig, folder: RunFolder, display: Display) -> Session:
-    """Start every part. What was started is closed again if a later part fails."""
+    """Start every part. If one fails, the parts that were already started are closed."""
     path = model_folder(config, folder)
     engine_name = resolve_engine(config.engine)
     display.phase("start", 1)

@@ -1,4 +1,4 @@
-"""The warm-start phase of a run: supervised steps until the gate opens, then the model is written down."""
+"""The warm-start phase of a run: supervised steps until the gate opens, then the model is saved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS_A_CALL = 10
 async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) -> None:
     """Train on teacher transcripts until greedy success on the gate's tasks reaches `sft.gate`.
 
-    Raises AgentrlError if `sft.max_steps` are done and the gate is still shut.
+    Raises AgentrlError if the gate is still closed after `sft.max_steps`.
     """
     config = session.config.sft
     assert config is not None
@@ -30,7 +30,7 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     session.display.phase("warm start", config.max_steps)
     step, success = 0, None
     while step < config.max_steps and not interrupt.requested:
-        # No call goes past the last step, nor past one at which the gate is asked.
+        # No call goes past the last step or past a step at which the gate is measured.
         count = min(STEPS_A_CALL, config.max_steps - step, config.gate_every - step % config.gate_every)
         rows = await source.take(step * config.batch, count * config.batch)
         metrics = await session.actors.arun(Actor.sft_steps, collate(rows, allow_unscored=True), count)

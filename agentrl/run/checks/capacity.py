@@ -1,4 +1,4 @@
-"""Checks before anything starts: a run that cannot fit fails now, with a sentence, and not at 2 a.m."""
+"""Checks before anything starts: a run that does not fit on the machine fails now, with a clear message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEMORY_PER_PROCESS_MIB = PROCESS_MIB
 
 
 def check_capacity(config: TrainConfig) -> None:
-    """Raise ResourceError where disk, memory or cores are too few for what the config asks.
+    """Raise ResourceError if disk, memory or cores are too few for what the config asks.
 
     Reads: out, engine, engine_args, model.path, cluster.backend, cluster.address, cluster.actors, vllm.
     """

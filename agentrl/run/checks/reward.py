@@ -1,4 +1,4 @@
-"""Before a run: its gold is a success by its reward spec, and its judges can be paid to the end."""
+"""Before a run: its gold solutions succeed by its reward spec, and its budget for judges lasts to the end."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def check_decided(scorer: Scorer) -> None:
 
 
 def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
-    """Raise ConfigError if the gold solution of a training task is no success: whatever counts successes would be dead;
-    and if it cannot be played, as the environment breaks or hangs.
+    """Raise ConfigError if the gold solution of a training task is not a success (all that depends on success would be
+    useless), or if it cannot be played because the environment fails or hangs.
 
-    Not checked, which is logged, if the environment scripts no gold solution or a judge would have to be paid. Wrappers
+    Not checked, which is logged, if the environment has no scripted gold solution or a judge would cost money. Wrappers
     that inject faults by chance are left out.
 
     Reads: env, tools, checkpoint.best, rollout.sampler, rollout.env_timeout, rollout.episode_timeout, seed.
@@ -96,8 +96,8 @@ def _first_fault(tasks: Iterable[tuple[EnvRef, int]], scorer: Scorer, limit: flo
 
 
 def _apart(work: Callable[[], T], limit: float) -> T:
-    """Environments are played where no event loop runs (a notebook runs one here), and those that hang are given up after
-    `limit` seconds (TimeoutError): in a thread that the process need not wait for."""
+    """Run `work` in a daemon thread: there no event loop is running (in a notebook one is running here), and an environment
+    that hangs can be given up after `limit` seconds (TimeoutError) without blocking the exit of the process."""
     answer: Future[T] = Future()
 
     def run() -> None:

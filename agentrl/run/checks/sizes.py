@@ -11,14 +11,14 @@ from agentrl.run.engines import maker_of
 from agentrl.train.pretrained import count_parameters, head_dim
 
 LARGE = 100_000_000
-"""Parameters from which on a learning rate of a toy is warned of."""
+"""Models with at least this many parameters get a warning about learning rates meant for tiny models."""
 
 RATES = {"optim.lr": 1e-6, "critic.lr": 1e-5, "sft.lr": 1e-5, "sft.matrix_lr": 1e-4}
 LORA_RATES = {"optim.lr": 1e-5, "critic.lr": 1e-4, "sft.lr": 1e-4}
 """Learning rates for models of that size (docs/hyperparameters.md has the sources)."""
 
 FAR = 30.0
-"""So many times the recommended rate is warned of; recipes that work lie within a factor of ten."""
+"""The factor above the recommended rate that causes a warning; recipes that work are within a factor of ten."""
 
 
 def check_sizes(config: TrainConfig, engine_name: str) -> None:
@@ -77,7 +77,7 @@ def check_heads(config: TrainConfig, engine_name: str) -> None:
 
 
 def advice(config: TrainConfig) -> list[str]:
-    """A sentence for each learning rate that suits a toy and not the model at `model.path`: key, value, recommendation."""
+    """A warning for each learning rate that suits a tiny model but not the one at `model.path`: key, value, recommendation."""
     if config.model.path is None:
         return []
     given = {"optim.lr": config.optim.lr}

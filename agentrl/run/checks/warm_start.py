@@ -38,6 +38,6 @@ def check_warm_start(config: TrainConfig, env: EnvRef) -> None:
         config.seed,
         longest_row(config),
     )
-    # In a thread of its own, so that this can be called where an event loop runs.
+    # In a thread of its own, so that this can be called while an event loop is running (in a notebook).
     with ThreadPoolExecutor(max_workers=1) as pool:
         pool.submit(asyncio.run, source.take(0, sft.batch)).result()

@@ -1,6 +1,6 @@
-"""Where the numbers of a run go beside metrics.jsonl: the contract, and the registry of trackers by name.
+"""Where the metrics of a run go in addition to metrics.jsonl: the contract, and the registry of trackers by name.
 
-One file here, or in `plugins/` of a shelf, brings a tracker; the config's `trackers` names those that a run has.
+A tracker is one file here, or in `plugins/` of a shelf; the config's `trackers` names those that a run uses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def __init__(self, folder: RunFolder) -> None:
-        """Begin, or go on after a resume."""
+        """Start, or continue after a resume."""
 
     @abstractmethod
     def row(self, phase: str, step: int, values: Mapping[str, float]) -> None:
@@ -26,7 +26,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """All rows are there."""
+        """Called after the last row."""
 
     def look(self) -> str | None:
         """The command that shows them, if there is one."""

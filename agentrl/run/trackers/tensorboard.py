@@ -10,7 +10,7 @@ from agentrl.run.trackers import TRACKERS, Tracker
 
 @TRACKERS.register("tensorboard")
 class TensorBoard(Tracker):
-    """One scalar a number, called PHASE/KEY."""
+    """One scalar per number, called PHASE/KEY."""
 
     def __init__(self, folder: RunFolder) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
