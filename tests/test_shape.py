@@ -110,6 +110,15 @@ def test_no_file_leads_back_to_itself_by_imports() -> None:
     TopologicalSorter({module: {other for other in others if other in files} for module, others in leads.items()}).prepare()
 
 
+def test_a_class_name_stands_for_one_thing() -> None:
+    homes: dict[str, list[str]] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(file.read_text()).body if "_shelf" not in file.parts else []:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
 def test_shelves_are_not_importable_by_library_code() -> None:
     for file in PACKAGE.rglob("*.py"):
         for line, module in imports(file):

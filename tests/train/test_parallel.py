@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
-from agentrl.cluster.runtime import start_ray, stop_ray
-from agentrl.config.schema import AlgorithmConfig, ClusterConfig, LoraSection, ModelConfig
+from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.errors import ConfigError, ModelError
 from agentrl.train.actor import Actor
 from tests.publishing import weights_of as weights
@@ -109,13 +107,6 @@ def test_what_cannot_be(tiny: str) -> None:
         start(tiny, ModelConfig(sequence_parallel=3))
     with pytest.raises(ModelError, match="nothing_proj"):
         start(tiny, ModelConfig(lora=LoraSection(modules=["nothing_proj"])))
-
-
-@pytest.fixture(scope="module")
-def ray_up() -> Iterator[None]:
-    start_ray(ClusterConfig())
-    yield
-    stop_ray()
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from agentrl.cluster.dispatch import Call
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.cluster.mesh import Mesh
-from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config.schema import (
     AlgorithmConfig,
     ClusterConfig,
@@ -223,13 +221,6 @@ def test_the_key_groups_keeps_a_group_in_one_minibatch_and_on_one_rank(groups: s
     ]
     assert sizes == [8, 8, 8] and int(planned["minibatch"].max()) == 2
     assert {len(places) for places in homes.values()} == {1} if groups == "kept" else max(map(len, homes.values())) > 2
-
-
-@pytest.fixture(scope="module")
-def ray_up() -> Iterator[None]:
-    start_ray(ClusterConfig())
-    yield
-    stop_ray()
 
 
 @pytest.mark.slow

@@ -12,20 +12,12 @@ from train_batches import make_batch, toy_optim, toy_sft, trajectories
 from agentrl.batch import collate
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
-from agentrl.cluster.runtime import start_ray, stop_ray
-from agentrl.config.schema import AlgorithmConfig, ClusterConfig, ModelConfig
+from agentrl.config.schema import AlgorithmConfig, ModelConfig
 from agentrl.train.actor import Actor
 from tests.publishing import weights_of as weights
 
 pytestmark = pytest.mark.slow
 ALGORITHM = AlgorithmConfig(minibatch=6)
-
-
-@pytest.fixture(scope="module")
-def ray_up() -> Iterator[None]:
-    start_ray(ClusterConfig())
-    yield
-    stop_ray()
 
 
 def start(tiny: str, ranks: int, backend: str, name: str, dtype: str = "float32") -> WorkerGroup[Actor]:
