@@ -22,7 +22,9 @@ from agentrl.config.schema import (
     VllmConfig,
     WeightsConfig,
 )
+from agentrl.errors import ConfigError
 from agentrl.run import engines, placement
+from agentrl.run.checks.placement import check_placement
 from agentrl.train import learner
 from tests.train.train_batches import toy_critic
 
@@ -104,3 +106,13 @@ def test_vllm_gets_room_for_an_adapter_of_the_rank_and_only_where_one_is_publish
     engine: Any = engines.make_engine("vllm", "model", config)
     options = engine._replicas._options
     assert (options.get("max_lora_rank"), options.get("enable_lora", False)) == (room, room is not None)
+
+
+@pytest.mark.parametrize(("backend", "actors", "fits"), [("inline", 1, True), ("inline", 2, False), ("ray", 2, True)])
+def test_several_actors_in_the_drivers_process_are_refused_before_a_folder_is_made(backend: Any, actors: int, fits: bool) -> None:
+    config = TrainConfig(env=EnvConfig(id="key_value"), cluster=ClusterConfig(backend=backend, actors=actors))
+    if fits:
+        check_placement(config, "embedded")
+        return
+    with pytest.raises(ConfigError, match=r'cluster\.actors = 2.*cluster\.actors = 1 or cluster\.backend = "ray"'):
+        check_placement(config, "embedded")

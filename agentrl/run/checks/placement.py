@@ -12,13 +12,19 @@ from agentrl.train.learner import mesh_of
 
 
 def check_placement(config: TrainConfig, engine_name: str) -> None:
-    """Raise ConfigError for a role in an unknown pool, or in one of another size than the role's.
+    """Raise ConfigError for a role in an unknown pool, or in one of another size than the role's, and for several actors in
+    the driver's process.
 
     Reads: cluster, engine_args, vllm, algorithm.kl.coef, critic, reward_model, model.sequence_parallel.
     """
     cluster = config.cluster
     check_roles(cluster)
     if cluster.backend != "ray":
+        if cluster.actors > 1:
+            raise ConfigError(
+                f"cluster.actors = {cluster.actors}: the driver's process has room for one, as torch.distributed has one rank per "
+                'process: set cluster.actors = 1 or cluster.backend = "ray"'
+            )
         return
     engine = maker_of(engine_name, config).processes()
     if "rollout" in cluster.roles and engine is None:
