@@ -22,8 +22,8 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
     if cluster.backend != "ray":
         if cluster.actors > 1:
             raise ConfigError(
-                f"cluster.actors = {cluster.actors}: the driver's process has room for one, as torch.distributed has one rank per "
-                'process: set cluster.actors = 1 or cluster.backend = "ray"'
+                f"cluster.actors = {cluster.actors}: the driver's process has room for one, as torch.distributed has one rank "
+                'per process: set cluster.actors = 1 or cluster.backend = "ray"'
             )
         return
     engine = maker_of(engine_name, config).processes()
