@@ -264,7 +264,7 @@ def _spec(name: str) -> dict[str, Any]:
     from agentrl.reward import load_spec
 
     path = Path(name)
-    if path.suffix == ".json" or path.is_file():
+    if path.is_file() or (path.suffix == ".json" and not name.startswith("rewards/")):  # those lie on a shelf, too
         return load_spec(path)
     try:
         return load_spec(find_reward(name))

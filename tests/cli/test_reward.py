@@ -385,3 +385,11 @@ def test_score_says_why_episodes_are_unscored(tmp_path, capsys):
     assert "unscored: 1 x '/task/gold/anser' resolves to nothing" in said
     with pytest.raises(UserError, match="there is no folder"):
         agentrl("score", tmp_path / "s.json", rows, "--out", tmp_path / "none" / "x.jsonl")
+
+
+def test_a_path_into_the_shelf_is_found_from_any_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert agentrl("lint", "rewards/key_value_exact.json") == 0
+    assert "key_value_exact" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"mine\.json"):
+        agentrl("lint", "mine.json")
