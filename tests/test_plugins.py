@@ -327,4 +327,4 @@ def test_what_is_no_file_of_python_in_plugins_stops_no_run_or_is_named(tmp_path:
     (folder / "bytes.py").unlink()
     (folder / "twice.py").write_text(source + source.replace("def marked", "def other"))
     with pytest.raises(ConfigError, match=r"twice\.py: it registers 'marked' twice"):
-        ADVANTAGES.entry("grpo")
+        ADVANTAGES.entry("unheard")

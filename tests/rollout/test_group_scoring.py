@@ -65,7 +65,7 @@ def test_members_are_ranked_against_their_own_group(renderer: Renderer) -> None:
         assert sum(member.reward or 0.0 for member in group.trajectories) == pytest.approx(3.0)
 
 
-def test_standard_scores_of_a_group_are_centred(renderer: Renderer) -> None:
+def test_standard_scores_of_a_group_are_centered(renderer: Renderer) -> None:
     for group in collected(renderer, spec("group.zscore", bound=3)):
         rewards = [member.reward for member in group.trajectories]
         assert None not in rewards
