@@ -105,20 +105,20 @@ class RayBackend(Backend):
         if isinstance(error, TimeoutError):  # Ray's GetTimeoutError is one
             done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)
             late = [rank for rank, ref in refs.items() if ref not in done]
-            return StalledError(f"{self._where(method)}: no answer from ranks {late} within {self.call_timeout:g} s")
+            return StalledError(f"{self._label(method)}: no answer from ranks {late} within {self.call_timeout:g} s")
         self.hosts.note_lost(refs)
         if self.hosts.lost:
             return WorkerDiedError(self._lost(method))
         if isinstance(error, RayTaskError):
-            return WorkerError(f"{self._where(method)}: {error}")
+            return WorkerError(f"{self._label(method)}: {error}")
         # None of this group's processes is gone, so it was an argument's: the worker that made it died.
-        return WorkerDiedError(f"{self._where(method)}: an argument that it waits for is lost: {first_line(error)}")
+        return WorkerDiedError(f"{self._label(method)}: an argument that it waits for is lost: {first_line(error)}")
 
-    def _where(self, method: str) -> str:
+    def _label(self, method: str) -> str:
         return f"group {self.role!r}: {self.cls.__name__}.{method}"
 
     def _lost(self, method: str) -> str:
-        return f"{self._where(method)}: worker process gone: {self.hosts.describe_lost()}"
+        return f"{self._label(method)}: worker process gone: {self.hosts.describe_lost()}"
 
 
 def pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

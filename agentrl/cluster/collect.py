@@ -25,29 +25,29 @@ METRIC_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 
-def reduced_metrics(where: str, parts: Sequence[Any], how: Mapping[str, str]) -> dict[str, float]:
+def reduced_metrics(label: str, parts: Sequence[Any], how: Mapping[str, str]) -> dict[str, float]:
     """One dict from the ranks' dicts, key by key, over the ranks that report the key."""
     values: dict[str, list[float]] = {}
     for part in parts:
         if not isinstance(part, Mapping):
-            raise DispatchError(f"{where}: collect='metrics' needs a dict from each rank, got {type(part).__name__}")
+            raise DispatchError(f"{label}: collect='metrics' needs a dict from each rank, got {type(part).__name__}")
         for key, value in part.items():
             values.setdefault(key, []).append(float(value))
     return {key: METRIC_REDUCTIONS[how.get(key, "mean")](items) for key, items in values.items()}
 
 
-def joined(where: str, parts: Sequence[Any]) -> Any:
+def joined(label: str, parts: Sequence[Any]) -> Any:
     """TensorDicts, tensors (dense or jagged) or lists of the ranks, one after the other."""
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
-        raise DispatchError(f"{where}: ranks returned different types: {[type(part).__name__ for part in parts]}")
+        raise DispatchError(f"{label}: ranks returned different types: {[type(part).__name__ for part in parts]}")
     if isinstance(first, TensorDict):
         return concat(parts)
     if isinstance(first, torch.Tensor):
         return _joined_tensors(parts)
     if isinstance(first, list):
         return [item for part in parts for item in part]
-    raise DispatchError(f"{where}: cannot collect rows of a {type(first).__name__}; return a TensorDict, tensor or list")
+    raise DispatchError(f"{label}: cannot collect rows of a {type(first).__name__}; return a TensorDict, tensor or list")
 
 
 def _joined_tensors(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -59,15 +59,15 @@ def _joined_tensors(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return jagged(torch.cat([part.values() for part in parts]), offsets)
 
 
-def reordered(where: str, parts: Sequence[Any], rows: Sequence[np.ndarray]) -> Any:
+def reordered(label: str, parts: Sequence[Any], rows: Sequence[np.ndarray]) -> Any:
     """The ranks' rows in the driver's order: entry k of `parts[r]` is row `rows[r][k]`.
 
     Raises DispatchError if a rank returned another number of rows than it was given.
     """
     given, got = [len(row) for row in rows], [len(part) for part in parts]
     if given != got:
-        raise DispatchError(f"{where}: collect='source' needs one result per row; ranks got {given}, returned {got}")
-    whole = joined(where, parts)
+        raise DispatchError(f"{label}: collect='source' needs one result per row; ranks got {given}, returned {got}")
+    whole = joined(label, parts)
     order = np.argsort(np.concatenate(list(rows)), kind="stable")
     if np.array_equal(order, np.arange(len(order))):
         return whole

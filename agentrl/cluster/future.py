@@ -34,8 +34,8 @@ class Future(Generic[R]):
     """What `WorkerGroup.submit` returns at once. `result()` or `await` brings the value to the driver;
     `value` stands for it in another group's call, whose workers then read it directly."""
 
-    def __init__(self, where: str, pending: Pending, gather: Callable[[dict[int, Any]], R], stored: Stored | None) -> None:
-        self._where, self._pending, self._gather, self._stored = where, pending, gather, stored
+    def __init__(self, label: str, pending: Pending, gather: Callable[[dict[int, Any]], R], stored: Stored | None) -> None:
+        self._label, self._pending, self._gather, self._stored = label, pending, gather, stored
 
     def result(self) -> R:
         """Wait for the call. Raises as `WorkerGroup.run`."""
@@ -57,7 +57,7 @@ class Future(Generic[R]):
         Raises DispatchError if the call's results are not rows (collect "metrics" or "none").
         """
         if self._stored is None:
-            raise DispatchError(f"{self._where}: only rows (collect 'source' or 'concat') can be passed on")
+            raise DispatchError(f"{self._label}: only rows (collect 'source' or 'concat') can be passed on")
         stand_in: Any = self._stored
         result: R = stand_in
         return result

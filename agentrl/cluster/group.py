@@ -82,13 +82,13 @@ class WorkerGroup(Generic[W]):
         """Start `method` and return at once; see Future. Inline, it runs when its result is first requested."""
         name, strategy, shipment = self._split(method, args, kwargs)
         pending = self.backend.submit(name, shipment)
-        where = f"{self.cls.__name__}.{name}"
+        label = f"{self.cls.__name__}.{name}"
 
         def gather(results: dict[int, Any]) -> R:
-            result: R = strategy.gather(where, results, shipment, self.mesh)
+            result: R = strategy.gather(label, results, shipment, self.mesh)
             return result
 
-        return Future(where, pending, gather, self._stored(strategy, shipment, pending))
+        return Future(label, pending, gather, self._stored(strategy, shipment, pending))
 
     def run_all(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """`run`, but with the results of all ranks, in rank order."""

@@ -25,19 +25,19 @@ from agentrl.errors import UserError, WorkerError
 class RemoteFailure(Exception):
     """A worker's exception on its way to the driver: as text, plus the class if it is a UserError.
 
-    `where` names group, method and rank of the failed call, even if the driver only learns of it through another
+    `label` names group, method and rank of the failed call, even if the driver only learns of it through another
     group's call that takes its result as an argument.
     """
 
-    def __init__(self, where: str, message: str, trace: str, user_error: type[UserError] | None) -> None:
-        super().__init__(where, message, trace, user_error)
-        self.where, self.message, self.trace, self.user_error = where, message, trace, user_error
+    def __init__(self, label: str, message: str, trace: str, user_error: type[UserError] | None) -> None:
+        super().__init__(label, message, trace, user_error)
+        self.label, self.message, self.trace, self.user_error = label, message, trace, user_error
 
     def as_error(self) -> Exception:
         """The error that the driver raises."""
         if self.user_error is not None:
-            return self.user_error(f"{self.message} ({self.where})")
-        return WorkerError(f"{self.where}: {self.message}\n--- remote traceback ---\n{self.trace.rstrip()}")
+            return self.user_error(f"{self.message} ({self.label})")
+        return WorkerError(f"{self.label}: {self.message}\n--- remote traceback ---\n{self.trace.rstrip()}")
 
 
 @dataclass(slots=True)
@@ -48,14 +48,14 @@ class PackedCall:
     buffers: list[Any]
 
 
-def failure(where: str, error: BaseException) -> RemoteFailure:
+def failure(label: str, error: BaseException) -> RemoteFailure:
     """Describe an exception raised by a worker's method; the traceback starts at the method."""
     # As text: a traceback cannot be pickled, and an exception class of the user may not exist on the driver.
     entry = error.__traceback__.tb_next if error.__traceback__ else None
     trace = "".join(traceback.format_exception(type(error), error, entry))
     if isinstance(error, UserError):
-        return RemoteFailure(where, str(error), trace, type(error))
-    return RemoteFailure(where, f"{type(error).__name__}: {error}", trace, None)
+        return RemoteFailure(label, str(error), trace, type(error))
+    return RemoteFailure(label, f"{type(error).__name__}: {error}", trace, None)
 
 
 class Host:
@@ -64,7 +64,7 @@ class Host:
     def __init__(self) -> None:
         self._roles: dict[str, Worker] = {}
 
-    def where(self) -> tuple[str, int, str]:
+    def location(self) -> tuple[str, int, str]:
         """This process's node address, process id and node id."""
         import ray
 
@@ -79,8 +79,8 @@ class Host:
         try:
             self._roles[role] = cls(context)
         except Exception as error:
-            where = f"group {role!r}: {cls.__name__}.__init__, rank {context.rank}"
-            raise failure(where, error) from None
+            label = f"group {role!r}: {cls.__name__}.__init__, rank {context.rank}"
+            raise failure(label, error) from None
 
     def call(
         self,
@@ -102,8 +102,8 @@ class Host:
             )
             return serialized(getattr(worker, method)(*[deserialized(value) for value in args], **kwargs))
         except Exception as error:
-            where = f"group {role!r}: {type(worker).__name__}.{method}, rank {worker.rank}"
-            raise failure(where, error) from None
+            label = f"group {role!r}: {type(worker).__name__}.{method}, rank {worker.rank}"
+            raise failure(label, error) from None
 
 
 def unpack_arguments(common: bytes | PackedCall) -> Any:

@@ -42,7 +42,7 @@ class Hosts:
         # Ray must not restart or retry by itself: a fresh process has no roles, and a repeated update would train twice.
         fixed = {"max_concurrency": 1, "max_restarts": 0, "max_task_retries": 0}
         self.handles = [remote.options(**fixed, **options).remote() for options in self._options]
-        refs = [handle.where.remote() for handle in self.handles]
+        refs = [handle.location.remote() for handle in self.handles]
         try:
             self.nodes = ray.get(refs, timeout=self.timeout)
         except (GetTimeoutError, RayActorError, RayTaskError) as error:

@@ -87,8 +87,8 @@ class InlineBackend(Backend):
         except UserError:
             raise
         except Exception as error:
-            where = f"group {self._name!r}: {self._cls.__name__}.{method}, rank {rank}"
-            raise WorkerError(f"{where}: {type(error).__name__}: {error}") from error
+            label = f"group {self._name!r}: {self._cls.__name__}.{method}, rank {rank}"
+            raise WorkerError(f"{label}: {type(error).__name__}: {error}") from error
 
     @staticmethod
     def _rows(shipment: Shipment, rank: int) -> Any:

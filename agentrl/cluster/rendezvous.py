@@ -46,7 +46,7 @@ def listen(host: str) -> Rendezvous:
     return listener.address
 
 
-def join_group(where: Rendezvous | None, rank: int, world_size: int, backend: str | None, timeout: float) -> None:
+def join_group(rendezvous: Rendezvous | None, rank: int, world_size: int, backend: str | None, timeout: float) -> None:
     """Create this process's default process group, or keep one that has the same rank and size.
 
     Sets MASTER_ADDR and MASTER_PORT for libraries that read them. Raises DispatchError if this process is already in
@@ -63,18 +63,18 @@ def join_group(where: Rendezvous | None, rank: int, world_size: int, backend: st
         return
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     span = timedelta(seconds=timeout)
-    if where is None:
+    if rendezvous is None:
         if world_size != 1:
             raise DispatchError(f"{world_size} ranks need backend 'ray': an inline group has no processes to join")
         # A store in memory: a single process needs no port, which could be taken.
         dist.init_process_group(chosen, store=HashStore(), rank=0, world_size=1, timeout=span)
         return
-    os.environ.update(MASTER_ADDR=where.host, MASTER_PORT=str(where.port))
+    os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port))
     if rank == 0:
-        fd = _listeners.pop(where).detach()
+        fd = _listeners.pop(rendezvous).detach()
         store = TCPStore(
-            where.host,
-            where.port,
+            rendezvous.host,
+            rendezvous.port,
             world_size,
             is_master=True,
             wait_for_workers=False,
@@ -82,5 +82,5 @@ def join_group(where: Rendezvous | None, rank: int, world_size: int, backend: st
             master_listen_fd=fd,
         )
     else:
-        store = TCPStore(where.host, where.port, world_size, is_master=False, timeout=span)
+        store = TCPStore(rendezvous.host, rendezvous.port, world_size, is_master=False, timeout=span)
     dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=span)

@@ -52,31 +52,31 @@ class Shard(Strategy):
     cost: tuple[float, float] = (1.0, 0.0)
     stays: tuple[str, ...] = ()
 
-    def check(self, where: str, parameters: Sequence[inspect.Parameter], returns: Any) -> None:
+    def check(self, label: str, parameters: Sequence[inspect.Parameter], returns: Any) -> None:
         usable = positional(parameters)
         if not usable:
-            raise DispatchError(f"{where}: Shard() passes a TensorDict, the method has no parameter for it")
+            raise DispatchError(f"{label}: Shard() passes a TensorDict, the method has no parameter for it")
         if self.argument is not None and self.argument not in usable:
-            raise DispatchError(f"{where}: Shard() names the parameter {self.argument!r}; the method has {usable}")
+            raise DispatchError(f"{label}: Shard() names the parameter {self.argument!r}; the method has {usable}")
         chosen = next(p for p in parameters if p.name == (self.argument or usable[0]))
         declared = _text(chosen.annotation)
         if declared and not any(word in declared for word in ("TensorDict", "Any", "object")):
-            raise DispatchError(f"{where}: Shard() passes a TensorDict as {chosen.name!r}, which is declared as {declared}")
+            raise DispatchError(f"{label}: Shard() passes a TensorDict as {chosen.name!r}, which is declared as {declared}")
         if returns in (None, "None") and self.collect != "none":
-            raise DispatchError(f"{where}: Shard(collect={self.collect!r}) needs a result, the method returns None")
-        self._check_options(where)
+            raise DispatchError(f"{label}: Shard(collect={self.collect!r}) needs a result, the method returns None")
+        self._check_options(label)
 
-    def _check_options(self, where: str) -> None:
+    def _check_options(self, label: str) -> None:
         if self.collect not in ("source", "concat", "metrics", "none"):
-            raise DispatchError(f"{where}: unknown collect {self.collect!r}")
+            raise DispatchError(f"{label}: unknown collect {self.collect!r}")
         if self.balance not in (None, "tokens", "column"):
-            raise DispatchError(f"{where}: unknown balance {self.balance!r}")
+            raise DispatchError(f"{label}: unknown balance {self.balance!r}")
         wrong = {key: how for key, how in self.metrics.items() if how not in METRIC_REDUCTIONS}
         if wrong:
-            raise DispatchError(f"{where}: unknown metric reductions {wrong}; known: {sorted(METRIC_REDUCTIONS)}")
+            raise DispatchError(f"{label}: unknown metric reductions {wrong}; known: {sorted(METRIC_REDUCTIONS)}")
 
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
-        where = call.where
+        label = call.label
         name = self.argument or call.names[0]
         batch, rest = call.take(name)
         count = mesh.size(self.mesh)
@@ -84,25 +84,25 @@ class Shard(Strategy):
         # Ranks with the same coordinate get the same rows: sequence-parallel peers compute each micro-batch together.
         axis = {rank: mesh.index(rank, self.mesh) for rank in shipment.ranks}
         if isinstance(batch, TensorDict):
-            shards = self._shards(where, batch, count)
+            shards = self._shards(label, batch, count)
             shipment.batch = batch.exclude(*self.stays) if self.stays else batch
             shipment.rows = {rank: shards[axis[rank]] for rank in shipment.ranks}
         elif isinstance(batch, Stored):
-            shares = self._stored(where, batch, count)
+            shares = self._stored(label, batch, count)
             shipment.gather_plans = {rank: shares[axis[rank]][0] for rank in shipment.ranks}
             known = {rank: shares[axis[rank]][1] for rank in shipment.ranks}
             shipment.rows = {rank: rows for rank, rows in known.items() if rows is not None}
         else:
-            raise DispatchError(f"{where}: {name!r} must be a TensorDict, it is a {type(batch).__name__}")
+            raise DispatchError(f"{label}: {name!r} must be a TensorDict, it is a {type(batch).__name__}")
         return shipment
 
-    def _shards(self, where: str, batch: TensorDict, count: int) -> list[np.ndarray]:
+    def _shards(self, label: str, batch: TensorDict, count: int) -> list[np.ndarray]:
         if self.balance == "column":
             owner = np.asarray(batch.get("dp_rank"))
             least = 0 if self.collect == "source" else -1
             if len(owner) and (owner.min() < least or owner.max() >= count):
                 wrong = owner.max() if owner.max() >= count else owner.min()
-                raise DispatchError(f"{where}: column dp_rank names rank {wrong}, the axis has {count}")
+                raise DispatchError(f"{label}: column dp_rank names rank {wrong}, the axis has {count}")
             return [np.flatnonzero(owner == rank) for rank in range(count)]
         if self.balance == "tokens":
             tokens = lengths(batch).numpy().astype(np.float64)
@@ -111,31 +111,31 @@ class Shard(Strategy):
             return [np.sort(np.asarray(part, dtype=np.int64)) for part in partition(costs, count)]
         return list(np.array_split(np.arange(len(batch), dtype=np.int64), count))
 
-    def _stored(self, where: str, stored: Stored, count: int) -> list[tuple[GatherPlan, Any]]:
+    def _stored(self, label: str, stored: Stored, count: int) -> list[tuple[GatherPlan, Any]]:
         """GatherPlan and row numbers (None if unknown) of each coordinate."""
         if stored.known is not None:
-            return [(stored.gather_plan(rows), rows) for rows in self._shards(where, stored.known, count)]
+            return [(stored.gather_plan(rows), rows) for rows in self._shards(label, stored.known, count)]
         if len(stored.pieces) == count:
             held: list[Any] = [None] * count if stored.rows is None else list(stored.rows)
             return [(GatherPlan((RowsOfPart(piece),)), held[piece]) for piece in range(count)]
         if stored.rows is None or self.balance is not None:
             raise DispatchError(
-                f"{where}: a future of {len(stored.pieces)} pieces for {count} ranks: "
+                f"{label}: a future of {len(stored.pieces)} pieces for {count} ranks: "
                 "splitting it again needs collect='source' where it was made and balance=None here"
             )
         every = np.arange(sum(len(part) for part in stored.rows), dtype=np.int64)
         return [(stored.gather_plan(part), part) for part in np.array_split(every, count)]
 
-    def gather(self, where: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
+    def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
         sources = mesh.sources(self.mesh)
         parts = [results[rank] for rank in sources]
         if self.collect == "none":
             return None
         if self.collect == "metrics":
-            return reduced_metrics(where, parts, self.metrics)
+            return reduced_metrics(label, parts, self.metrics)
         if self.collect == "concat" or not shipment.rows:
-            return joined(where, parts)
-        return reordered(where, parts, [shipment.rows[rank] for rank in sources])
+            return joined(label, parts)
+        return reordered(label, parts, [shipment.rows[rank] for rank in sources])
 
 
 def _text(annotation: Any) -> str:

@@ -19,9 +19,9 @@ from agentrl.errors import DispatchError
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a method: `where` names it in messages, `names` are its positional parameters."""
+    """One call of a method: `label` names it in messages, `names` are its positional parameters."""
 
-    where: str
+    label: str
     names: tuple[str, ...]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -33,23 +33,23 @@ class Call:
         """
         if len(self.args) > len(self.names):
             given = len(self.args)
-            raise DispatchError(f"{self.where} takes {list(self.names)}, it was given {given} arguments")
+            raise DispatchError(f"{self.label} takes {list(self.names)}, it was given {given} arguments")
         if name in self.kwargs:
             rest = {key: value for key, value in self.kwargs.items() if key != name}
-            return self.kwargs[name], Call(self.where, self.names, self.args, rest)
+            return self.kwargs[name], Call(self.label, self.names, self.args, rest)
         at = self.names.index(name)
         if at >= len(self.args):
-            raise DispatchError(f"{self.where}: no argument given for {name!r}")
+            raise DispatchError(f"{self.label}: no argument given for {name!r}")
         # Not strict: the last parameters may be left to their defaults.
         after = dict(zip(self.names[at + 1 :], self.args[at + 1 :], strict=False))
-        return self.args[at], Call(self.where, self.names, self.args[:at], {**after, **self.kwargs})
+        return self.args[at], Call(self.label, self.names, self.args[:at], {**after, **self.kwargs})
 
 
 @dataclass(frozen=True)
 class Strategy(ABC):
     """Base of all strategies."""
 
-    def check(self, where: str, parameters: Sequence[inspect.Parameter], returns: Any) -> None:
+    def check(self, label: str, parameters: Sequence[inspect.Parameter], returns: Any) -> None:
         """Raise DispatchError if a method's signature (without self) does not fit."""
         return None
 
@@ -58,7 +58,7 @@ class Strategy(ABC):
         """Split one call. Raises DispatchError if its arguments do not fit."""
 
     @abstractmethod
-    def gather(self, where: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
+    def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
         """One result from the ranks' results."""
 
 
@@ -80,7 +80,7 @@ class Broadcast(Strategy):
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
         return Shipment(call.args, call.kwargs, list(range(mesh.world_size)))
 
-    def gather(self, where: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
+    def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
         return results[0]
 
 
@@ -91,7 +91,7 @@ class RankZero(Strategy):
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
         return Shipment(call.args, call.kwargs, [0])
 
-    def gather(self, where: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
+    def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
         return results[0]
 
 
@@ -100,9 +100,9 @@ class Direct(Strategy):
     """One rank, chosen by the call (`WorkerGroup.run_on`), runs the method."""
 
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
-        raise DispatchError(f"{call.where} is Direct: call it with `run_on(rank, ...)`")
+        raise DispatchError(f"{call.label} is Direct: call it with `run_on(rank, ...)`")
 
-    def gather(self, where: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
+    def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
         return results[shipment.ranks[0]]
 
 
@@ -117,18 +117,18 @@ class PerRank:
 class AllToAll(Strategy):
     """Each rank gets its own first argument (`WorkerGroup.scatter`); the results come back as a list."""
 
-    def check(self, where: str, parameters: Sequence[inspect.Parameter], returns: Any) -> None:
+    def check(self, label: str, parameters: Sequence[inspect.Parameter], returns: Any) -> None:
         if not positional(parameters):
-            raise DispatchError(f"{where}: AllToAll() gives each rank its own first argument, the method has none")
+            raise DispatchError(f"{label}: AllToAll() gives each rank its own first argument, the method has none")
 
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
         given, rest = call.take(call.names[0])
         if not isinstance(given, PerRank):
-            raise DispatchError(f"{call.where} is AllToAll: call it with `scatter([one item per rank], ...)`")
+            raise DispatchError(f"{call.label} is AllToAll: call it with `scatter([one item per rank], ...)`")
         if len(given.items) != mesh.world_size:
-            raise DispatchError(f"{call.where}: {len(given.items)} items for {mesh.world_size} ranks")
+            raise DispatchError(f"{call.label}: {len(given.items)} items for {mesh.world_size} ranks")
         own = {rank: {call.names[0]: item} for rank, item in enumerate(given.items)}
         return Shipment(rest.args, rest.kwargs, list(range(mesh.world_size)), own)
 
-    def gather(self, where: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
+    def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
         return [results[rank] for rank in shipment.ranks]

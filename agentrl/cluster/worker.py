@@ -88,15 +88,15 @@ def check_table(cls: type, table: Mapping[str, Strategy]) -> None:
 
 def check_method(cls: type, name: str, method: Any, strategy: Strategy) -> None:
     """Raise DispatchError if a method's kind or signature does not fit its strategy."""
-    where = f"{cls.__name__}.{name}"
+    label = f"{cls.__name__}.{name}"
     if not inspect.isfunction(method):
-        raise DispatchError(f"{where} must be a plain method, it is a {type(method).__name__}")
+        raise DispatchError(f"{label} must be a plain method, it is a {type(method).__name__}")
     if any(test(method) for test in _NOT_PLAIN):
-        raise DispatchError(f"{where} must be a plain method: a worker runs one call at a time and returns a value")
+        raise DispatchError(f"{label} must be a plain method: a worker runs one call at a time and returns a value")
     if not inspect.signature(method).parameters:
-        raise DispatchError(f"{where} has no parameter `self`")
+        raise DispatchError(f"{label} has no parameter `self`")
     parameters, returns = call_shape(method)
-    strategy.check(where, parameters, returns)
+    strategy.check(label, parameters, returns)
 
 
 _NOT_PLAIN = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)

@@ -60,7 +60,7 @@ class UpdateShard(Shard):
             view = with_selection(view, parts, selection_of(algorithm.loss.name, algorithm.loss.args), seed + step)
             parts = without_idle_rows(view, parts, algorithm)
         view = assign_ranks(view, parts, mesh.size(self.mesh), kept=algorithm.groups == "kept")
-        return Shard.scatter(self, Call(call.where, call.names, (view.batch,), rest.kwargs), mesh)
+        return Shard.scatter(self, Call(call.label, call.names, (view.batch,), rest.kwargs), mesh)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class RowsShard(Shard):
             return Shard.scatter(self, call, mesh)
         view = assign_ranks(Ragged.of(batch), [np.arange(len(batch))], mesh.size(self.mesh))
         by_column = Shard(mesh=self.mesh, collect=self.collect, balance="column", argument=name, stays=self.stays)
-        return by_column.scatter(Call(call.where, call.names, (view.batch, *rest.args), rest.kwargs), mesh)
+        return by_column.scatter(Call(call.label, call.names, (view.batch, *rest.args), rest.kwargs), mesh)
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ class StepsShard(Shard):
         view, rest = _taken(call, "count")
         count: int = rest.kwargs["count"]
         if not 1 <= count <= len(view):
-            raise DispatchError(f"{call.where}: {len(view)} rows cannot be split into {count} steps")
+            raise DispatchError(f"{call.label}: {len(view)} rows cannot be split into {count} steps")
         parts = np.array_split(np.arange(len(view)), count)
         view = assign_ranks(counted(view, parts), parts, mesh.size(self.mesh))
-        return Shard.scatter(self, Call(call.where, call.names, (view.batch,), rest.kwargs), mesh)
+        return Shard.scatter(self, Call(call.label, call.names, (view.batch,), rest.kwargs), mesh)
 
 
 def _taken(call: Call, needed: str) -> tuple[Ragged, Call]:
@@ -99,9 +99,9 @@ def _taken(call: Call, needed: str) -> tuple[Ragged, Call]:
     name = call.names[0]
     batch, rest = call.take(name)
     if not isinstance(batch, TensorDict):
-        raise DispatchError(f"{call.where}: {name!r} must be a TensorDict, it is a {type(batch).__name__}")
+        raise DispatchError(f"{call.label}: {name!r} must be a TensorDict, it is a {type(batch).__name__}")
     if needed not in rest.kwargs:
-        raise DispatchError(f"{call.where}: no argument given for {needed!r}")
+        raise DispatchError(f"{call.label}: no argument given for {needed!r}")
     return Ragged.of(batch), rest
 
 
