@@ -25,35 +25,35 @@ CORRECTIONS: Registry[Callable[..., Tensor]] = Registry(
     "CORRECTIONS",
     "agentrl.algorithm.correction",
     given=4,
-    traits={"weighs_behaviour": "weights tokens by proximal / behavior instead of only rejecting some"},
+    traits={"importance_weighted": "weights tokens by proximal / behavior instead of only rejecting some"},
 )
 
 
-@CORRECTIONS.register("truncated", traits={"weighs_behaviour"})
+@CORRECTIONS.register("truncated", traits={"importance_weighted"})
 def truncated(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
     """Truncated importance sampling per token: min(exp(d), cap)."""
     return torch.exp(log_ratio(prox, behave)).clamp(max=cap)
 
 
-@CORRECTIONS.register("truncated_sequence", traits={"weighs_behaviour"})
+@CORRECTIONS.register("truncated_sequence", traits={"importance_weighted"})
 def truncated_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
     """Truncated importance sampling per row: min(exp(sum d), cap) on each of its tokens."""
     return torch.exp(_row_total(prox, behave, mask, offsets)).clamp(max=cap)
 
 
-@CORRECTIONS.register("masked", traits={"weighs_behaviour"})
+@CORRECTIONS.register("masked", traits={"importance_weighted"})
 def masked(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
     """Masked importance sampling per token: exp(d) if it is at most cap, else the token is rejected."""
     return _within(torch.exp(log_ratio(prox, behave)), 0.0, cap)
 
 
-@CORRECTIONS.register("masked_sequence", traits={"weighs_behaviour"})
+@CORRECTIONS.register("masked_sequence", traits={"importance_weighted"})
 def masked_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
     """Masked importance sampling per row: exp(sum d) if it is at most cap, else the row is rejected."""
     return _within(torch.exp(_row_total(prox, behave, mask, offsets)), 0.0, cap)
 
 
-@CORRECTIONS.register("icepop", traits={"weighs_behaviour"})
+@CORRECTIONS.register("icepop", traits={"importance_weighted"})
 def icepop(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Cap = 0.5, high: Cap = 5.0) -> Tensor:
     """IcePop (Ling team 2025, arXiv:2510.18855): exp(d) if it is within [low, high], else the token is rejected."""
     return _within(torch.exp(log_ratio(prox, behave)), low, high)

@@ -66,39 +66,39 @@ def serialize(batch: TensorDict) -> SerializedBatch:
     """
     column = ragged_column(batch)
     offsets = None if column is None else offsets_of(column)
-    wire = SerializedBatch(len(batch), None if offsets is None else offsets.cpu().numpy(), {}, {}, {}, {}, {})
+    serialized = SerializedBatch(len(batch), None if offsets is None else offsets.cpu().numpy(), {}, {}, {}, {}, {})
     for key, value in columns(batch):
         if isinstance(value, torch.Tensor):
-            wire.dtypes[key] = value.dtype
+            serialized.dtypes[key] = value.dtype
         if is_ragged(value):
             if offsets is not None and not torch.equal(offsets_of(value), offsets):
                 raise ValueError(f"ragged column {key!r} has other row lengths than the first one")
-            wire.ragged[key] = _to_numpy(value.values())
+            serialized.ragged[key] = _to_numpy(value.values())
         elif isinstance(value, torch.Tensor):
-            wire.dense[key] = _to_numpy(value)
+            serialized.dense[key] = _to_numpy(value)
         elif isinstance(value, NonTensorStack):
-            wire.items[key] = value.tolist()
+            serialized.items[key] = value.tolist()
         elif isinstance(value, NonTensorData):
-            wire.wide[key] = value.data
+            serialized.wide[key] = value.data
         else:
             raise TypeError(f"column {key!r}: a batch holds tensors or non-tensors, not {type(value).__name__}")
-    return wire
+    return serialized
 
 
-def deserialize(wire: SerializedBatch, rows: Any = None) -> TensorDict:
+def deserialize(serialized: SerializedBatch, rows: Any = None) -> TensorDict:
     """The rows `rows` (all by default) as a batch in fresh storage."""
-    index = np.arange(wire.rows, dtype=np.int64) if rows is None else row_index(rows)
+    index = np.arange(serialized.rows, dtype=np.int64) if rows is None else row_index(rows)
     out: dict[str, Any] = {}
-    if wire.offsets is not None:
-        runs = token_runs(index, wire.offsets)
+    if serialized.offsets is not None:
+        runs = token_runs(index, serialized.offsets)
         fresh = torch.zeros(len(index) + 1, dtype=torch.int64)
-        torch.cumsum(torch.from_numpy(np.diff(wire.offsets)[index]), 0, out=fresh[1:])
-        for key, values in wire.ragged.items():
-            out[key] = jagged(gather_runs(_to_torch(values, wire.dtypes[key]), runs), fresh)
-    for key, values in wire.dense.items():
-        out[key] = pick(_to_torch(values, wire.dtypes[key]), index)
-    for key, items in wire.items.items():
+        torch.cumsum(torch.from_numpy(np.diff(serialized.offsets)[index]), 0, out=fresh[1:])
+        for key, values in serialized.ragged.items():
+            out[key] = jagged(gather_runs(_to_torch(values, serialized.dtypes[key]), runs), fresh)
+    for key, values in serialized.dense.items():
+        out[key] = pick(_to_torch(values, serialized.dtypes[key]), index)
+    for key, items in serialized.items.items():
         out[key] = items_column([items[i] for i in index.tolist()])
-    for key, value in wire.wide.items():
+    for key, value in serialized.wide.items():
         out[key] = wide(value, len(index))
     return build(out, len(index))

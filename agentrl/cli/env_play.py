@@ -36,7 +36,7 @@ def play_by_hand(env: ToolEnv, seed: int, split: str, read: Callable[[str], str]
         try:
             observation, reward, terminated, truncated, info = env.step(parse_line(line, env.toolbox.names))
         except EnvError as fault:
-            write(f"the environment broke: {fault}")
+            write(f"the environment failed: {fault}")
             return 1
         _show(observation, write)
         if terminated or truncated:

@@ -25,7 +25,7 @@ BY_COLUMN_BYTES = 1 << 20
 class Head:
     """A serialized batch without its token columns, which follow it as separate arguments, in the order of `names`."""
 
-    wire: SerializedBatch
+    serialized: SerializedBatch
     names: tuple[str, ...]
 
 
@@ -50,11 +50,11 @@ class Columns:
 
     def put(self, batch: TensorDict) -> list[Any]:
         """References from which `rejoined`, on a worker, makes the batch's serialized form."""
-        wire = serialize(batch)
-        if sum(array.nbytes for array in wire.ragged.values()) < BY_COLUMN_BYTES:
-            return [ray.put(wire)]
-        head = Head(replace(wire, ragged={}), tuple(wire.ragged))
-        return [ray.put(head), *(self._ref(batch.get(name), array) for name, array in wire.ragged.items())]
+        serialized = serialize(batch)
+        if sum(array.nbytes for array in serialized.ragged.values()) < BY_COLUMN_BYTES:
+            return [ray.put(serialized)]
+        head = Head(replace(serialized, ragged={}), tuple(serialized.ragged))
+        return [ray.put(head), *(self._ref(batch.get(name), array) for name, array in serialized.ragged.items())]
 
     def _ref(self, nested: Any, array: Any) -> Any:
         column: torch.Tensor = nested._values  # the same object for every view that `values()` returns
@@ -73,7 +73,7 @@ def rejoined(parts: Sequence[Any]) -> list[Any]:
     rest, pieces = iter(parts), []
     for part in rest:
         if isinstance(part, Head):
-            part = replace(part.wire, ragged={name: next(rest) for name in part.names})
+            part = replace(part.serialized, ragged={name: next(rest) for name in part.names})
         pieces.append(part)
     return pieces
 

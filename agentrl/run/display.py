@@ -81,5 +81,10 @@ class Display:
         return f"{minutes}:{seconds:02d}"
 
 
+def percent(value: float | None) -> str:
+    """A rate in percent; "-" if it is unknown."""
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
 def _short(value: Any) -> str:
     return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.3f}"

@@ -15,7 +15,7 @@ from agentrl.config.identity import episode_overrides
 from agentrl.errors import AgentrlError, JudgeBudgetError, ResourceError, WorkerDiedError
 from agentrl.run.checks.sizes import advice
 from agentrl.run.curve import draw_curve
-from agentrl.run.display import Display
+from agentrl.run.display import Display, percent
 from agentrl.run.folder import RunFolder
 from agentrl.run.gc_threshold import raise_gc_threshold
 from agentrl.run.interrupt import Interrupt
@@ -177,7 +177,7 @@ def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: 
     rows = folder.read_metrics()
     summary = {row["phase"]: row["success"] for row in rows if row["phase"] in ("before", "after")}
     display.say("")
-    display.say(f"success on held-out tasks   before {_percent(summary.get('before'))}   after {_percent(summary.get('after'))}")
+    display.say(f"success on held-out tasks   before {percent(summary.get('before'))}   after {percent(summary.get('after'))}")
     display.say(f"run folder                  {folder.path}  (curve.png, metrics.jsonl, trajectories/, checkpoints/)")
     display.say(f"trained model               {folder.final}")
     for look in looks:
@@ -190,10 +190,6 @@ def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: 
 
 def _go_on(folder: RunFolder) -> str:
     return f"agentrl train --resume {shlex.quote(str(folder.path))}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def _quiet() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentrl.config import Choice
 from agentrl.rollout.evaluate import Evaluation
-from agentrl.run.display import Display
+from agentrl.run.display import Display, percent
 from agentrl.run.folder import RunFolder
 from agentrl.run.trackers import open_trackers
 from agentrl.run.writes import Writes
@@ -54,10 +54,6 @@ class RunLog:
         self.row(phase, step, values)
         await self.trajectories(f"{phase}_{step:06d}", result.trajectories)
         self.display.say(
-            f"[{phase}] held-out success {_percent(result.success)} over {result.scored} tasks"
+            f"[{phase}] held-out success {percent(result.success)} over {result.scored} tasks"
             + (f" ({result.unscored} unscored)" if result.unscored else "")
         )
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"

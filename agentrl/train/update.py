@@ -199,8 +199,8 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     if algorithm.correction is not None:
         correction(algorithm.correction.name, algorithm.correction.args)
         weighs = CORRECTIONS.entry(algorithm.correction.name)
-        if "weighs_behaviour" in loss.traits & weighs.traits:
-            others = CORRECTIONS.that_are("weighs_behaviour", False)
+        if "importance_weighted" in loss.traits & weighs.traits:
+            others = CORRECTIONS.that_are("importance_weighted", False)
             raise ConfigError(
                 f'algorithm.correction "{weighs.name}" and algorithm.loss "{loss.name}" both weight tokens by '
                 f"proximal / behavior, so this weight would be applied twice; use {others}, or another loss"

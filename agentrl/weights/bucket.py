@@ -11,7 +11,7 @@ from torch import Tensor
 
 ALIGN = 64
 Named = tuple[str, Tensor]
-Wire = tuple[int, int, str, list[list[Any]]]
+PlainBucket = tuple[int, int, str, list[list[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class Bucket:
         more = [replace(entry, name=alias) for entry in self.entries for alias, name in tied.items() if name == entry.name]
         return replace(self, entries=(*self.entries, *more))
 
-    def to_wire(self) -> Wire:
-        """The same as lists, for channels that cannot carry classes."""
+    def to_plain(self) -> PlainBucket:
+        """The same as plain values, for channels that cannot carry classes (such as vLLM's RPC)."""
         entries = [[e.name, e.dtype, list(e.shape), e.offset, e.source] for e in self.entries]
         return (self.slot, self.nbytes, self.file, entries)
 
@@ -55,8 +55,8 @@ class Bucket:
         return [(entry.name, tensor_in(flat, entry)) for entry in self.entries]
 
     @classmethod
-    def from_wire(cls, wire: Wire) -> Bucket:
-        slot, nbytes, file, entries = wire
+    def from_plain(cls, plain: PlainBucket) -> Bucket:
+        slot, nbytes, file, entries = plain
         cut = tuple(TensorEntry(name, dtype, tuple(shape), at, source) for name, dtype, shape, at, source in entries)
         return cls(slot, nbytes, cut, file)
 

@@ -53,7 +53,7 @@ class Actor:
             self.open.set()
         elif name in ("receive", "load"):
             assert not self.open.is_set(), "a step in the middle of an update"
-            self.loaded += [entry.name for entry in Bucket.from_wire(args[-1]).entries]
+            self.loaded += [entry.name for entry in Bucket.from_plain(args[-1]).entries]
         elif name == "attach":
             return ""
         elif name == "end_update" and args[0] is not None:

@@ -49,7 +49,7 @@ sizes = st.lists(st.integers(0, 6), min_size=1, max_size=7)
 
 @settings(max_examples=80, deadline=None)
 @given(sizes, st.data())
-def test_select_wire_and_concat_agree_with_lists(row_sizes, data):
+def test_select_serialized_and_concat_agree_with_lists(row_sizes, data):
     batch = every_column(row_sizes)
     full = as_lists(batch)
     rows = data.draw(st.lists(st.integers(0, len(row_sizes) - 1), max_size=9))
@@ -76,8 +76,8 @@ def test_rows_have_storage_of_their_own():
     batch = every_column([1000, 2])
     small = select(batch, [1])
     assert small["ids"].values().untyped_storage().nbytes() == 2 * 8
-    wire = serialize(batch)
-    taken = deserialize(wire, [0, 1])
+    serialized = serialize(batch)
+    taken = deserialize(serialized, [0, 1])
     taken["ids"].values().fill_(-1)
     taken["row"].fill_(-1)
     assert batch["ids"].values()[1] == 1 and batch["row"].tolist() == [0, 1]

@@ -243,7 +243,7 @@ def test_buckets_hold_every_tensor_once_and_in_bounds(sizes: list[int], room: in
         entries, used = fill(stream, room, buffer)
         quiet.send(silent)  # ranks without a buffer stay in step
         assert used <= room and stream.done == silent.done
-        bucket = Bucket.from_wire(Bucket(0, used, tuple(entries)).to_wire())
+        bucket = Bucket.from_plain(Bucket(0, used, tuple(entries)).to_plain())
         found += [(entry.name, tensor_in(buffer, entry).clone()) for entry in bucket.entries]
     assert [name for name, _ in found] == [name for name, _ in made]
     assert all(torch.equal(one, other) for (_, one), (_, other) in zip(found, made, strict=True))

@@ -18,6 +18,6 @@ POLICY_LOSSES: Registry[Callable[..., LossOutput]] = Registry(
     },
     traits={
         "moves_picked": "its gradient on a picked token is not 0 even if the advantage is",
-        "weighs_behaviour": "weights tokens by proximal / behavior, as an off-policy correction does",
+        "importance_weighted": "weights tokens by proximal / behavior, as an off-policy correction does",
     },
 )

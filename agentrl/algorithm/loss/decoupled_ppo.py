@@ -13,7 +13,7 @@ from agentrl.algorithm.loss.ratio import log_ratio
 from agentrl.algorithm.types import LossInput, LossOutput
 
 
-@POLICY_LOSSES.register("decoupled_ppo", needs={"proximal"}, traits={"weighs_behaviour"})
+@POLICY_LOSSES.register("decoupled_ppo", needs={"proximal"}, traits={"importance_weighted"})
 def decoupled_ppo(
     batch: LossInput,
     *,

@@ -19,7 +19,7 @@ from agentrl.backends.vllm.pace import Pace, Told
 from agentrl.backends.vllm.request_batcher import Answers, Request, answered
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import EngineStats, Finish, Generation, Sampling
-from agentrl.weights.bucket import Wire
+from agentrl.weights.bucket import PlainBucket
 from agentrl.weights.route import Offer
 from agentrl.weights.target import Adapter
 
@@ -131,13 +131,13 @@ class VllmActor:
     async def begin_update(self) -> None:
         await self._engine.collective_rpc("agentrl_begin")
 
-    async def load(self, data: npt.NDArray[np.uint8], wire: Wire) -> None:
+    async def load(self, data: npt.NDArray[np.uint8], plain: PlainBucket) -> None:
         """Hand one kept bucket to the worker processes through a file in shared memory."""
         folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
         with tempfile.NamedTemporaryFile(prefix="agentrl-", dir=folder) as file:
             data.tofile(file)
             file.flush()
-            await self._engine.collective_rpc("agentrl_load", args=(file.name, wire))
+            await self._engine.collective_rpc("agentrl_load", args=(file.name, plain))
 
     async def attach(self, offer: Offer, base: int) -> str:
         """Open a route's receiver in every worker process; indices start at `base`. Returns why one cannot be served, or ""."""
@@ -145,9 +145,9 @@ class VllmActor:
         answers: list[str] = await self._engine.collective_rpc("agentrl_attach", args=(plain, base))
         return next(filter(None, answers), "")
 
-    async def receive(self, wire: Wire) -> None:
+    async def receive(self, plain: PlainBucket) -> None:
         """Load a bucket that arrives over the attached route."""
-        await self._engine.collective_rpc("agentrl_receive", args=(wire,))
+        await self._engine.collective_rpc("agentrl_receive", args=(plain,))
 
     async def adapt(self, version: int, adapter: Adapter) -> None:
         """Use an adapter from now on, instead of the previous one."""

@@ -172,7 +172,7 @@ class VllmEngine(Engine, WeightTarget):
             if self._newest:
                 await self._replicas.control(replica, "begin_update")
                 for kept in self._newest:
-                    await self._replicas.control(replica, "load", kept.data, kept.bucket.to_wire())
+                    await self._replicas.control(replica, "load", kept.data, kept.bucket.to_plain())
                 await self._replicas.control(replica, "end_update", self._version)
             if self._adapter is not None:
                 await self._replicas.control(replica, "adapt", self._version, self._adapter)

@@ -67,7 +67,7 @@ class VllmRoutes:
         # On a CPU, vLLM packs its own copy of a tied output head: without its name in the update, it would keep the
         # old weights.
         whole = bucket.with_aliases(expected.tied)
-        loading = self._replicas.all("receive", whole.to_wire())
+        loading = self._replicas.all("receive", whole.to_plain())
         # Both at once: a collective broadcast ends only when the driver has received its copy too.
         keeping = in_thread("weights", self._copy, whole)
         kept: list[Kept]

@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from agentrl.errors import ConfigError
-from agentrl.weights.bucket import Bucket, Wire
+from agentrl.weights.bucket import Bucket, PlainBucket
 from agentrl.weights.route import Offer, Receiver
 from agentrl.weights.routes import open_receiver
 
@@ -35,10 +35,10 @@ class WeightReceiver:
             finalize_layerwise_reload(model, self.model_config)
             initialize_layerwise_reload(model)
 
-    def agentrl_load(self, path: str, wire: Wire) -> None:
+    def agentrl_load(self, path: str, plain: PlainBucket) -> None:
         """Load one bucket whose bytes are the file `path`. The tensors keep the mapping alive until the last layer that
         holds one of them is complete, so the file may be deleted immediately."""
-        bucket = Bucket.from_wire(wire)
+        bucket = Bucket.from_plain(plain)
         tensors = bucket.cut(torch.from_file(path, shared=True, size=bucket.nbytes, dtype=torch.uint8))
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(tensors)
@@ -55,11 +55,11 @@ class WeightReceiver:
         self.agentrl_receiver = receiver
         return ""
 
-    def agentrl_receive(self, wire: Wire) -> None:
+    def agentrl_receive(self, plain: PlainBucket) -> None:
         """Load one bucket that came over the attached route."""
         if self.agentrl_receiver is None:
             raise RuntimeError("no route for weights is attached")
-        tensors = self.agentrl_receiver.receive(Bucket.from_wire(wire))
+        tensors = self.agentrl_receiver.receive(Bucket.from_plain(plain))
         with set_current_vllm_config(self.vllm_config):
             model = self.model_runner.get_model()
             model.load_weights(tensors)
