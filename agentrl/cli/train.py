@@ -16,6 +16,8 @@ EPILOG = """examples:
   agentrl train configs/quickstart.toml seed=3 name=seed3 rollout.group_size=16
   agentrl train configs/quickstart.toml engine=vllm cluster.actors=2
   agentrl train quickstart cluster.backend=inline      a packaged config; every role in this process
+  agentrl train configs/quickstart.toml --dry-run      all checks, and the memory of each role; starts nothing
+  agentrl train my.toml --dry-run --gpu-memory 80      ... planned for cards of 80 GiB on another machine
   agentrl train --resume runs/quickstart               go on after the newest checkpoint
   agentrl train --resume runs/quickstart steps=400     ... for longer; what was learned with cannot change
 
@@ -28,12 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, "a TOML file or the name of a packaged config")
     parser.add_argument("--resume", metavar="RUN", help="go on with this run folder")
     parser.add_argument("--overwrite", action="store_true", help="start over if a run of that name exists")
+    parser.add_argument("--dry-run", action="store_true", help="check the config, print the memory of every role, and end")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each card, to plan a run for another machine")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
     config, resume = _config(args)
+    if args.dry_run:
+        from agentrl.run.dry_run import dry_run
+
+        print(dry_run(config, args.gpu_memory))
+        return 0
+    if args.gpu_memory is not None:
+        raise ConfigError("--gpu-memory is for planning: use it together with --dry-run")
     from agentrl.run.checks import check_train
     from agentrl.run.folder import RunFolder
     from agentrl.run.main import execute

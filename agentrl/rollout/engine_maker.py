@@ -44,6 +44,14 @@ class Processes:
     what: str
 
 
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Bytes that an engine takes on each of its devices."""
+
+    weights: int
+    cache: int
+
+
 class EngineMaker(ABC):
     """Made for one config. A subclass's keyword arguments are the config's `engine_args`; nothing heavy is loaded here."""
 
@@ -75,6 +83,11 @@ class EngineMaker(ABC):
 
     def processes(self) -> Processes | None:
         """The processes that `cluster.roles.rollout` places; None for an engine in the driver."""
+        return None
+
+    def memory(self, weights: int, token: int, device: int | None) -> EngineMemory | None:
+        """What it takes of each device, of `device` bytes (None: host memory): for a model whose weights take `weights` bytes in
+        the type of the computation, and a token in the cache `token`. None for an engine that does not say."""
         return None
 
     def context(self, positions: int) -> int:

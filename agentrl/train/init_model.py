@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from agentrl.config.schema import InitModelConfig
 from agentrl.errors import ConfigError, ModelError
@@ -16,16 +17,31 @@ def init_model(cfg: InitModelConfig, folder: str | Path, seed: int) -> Path:
     Raises ConfigError if the head counts do not fit, ModelError if `folder` is a file.
     """
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
-    if cfg.heads % cfg.kv_heads:
-        raise ConfigError(f"model.init.heads={cfg.heads} is not a multiple of model.init.kv_heads={cfg.kv_heads}")
+    config = architecture(cfg)
     target = Path(folder)
     if target.exists() and not target.is_dir():
         raise ModelError(f"{target}: expected a folder to write the model to, found a file")
     tokenizer = packaged_tokenizer(cfg.context)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    target.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return target
+
+
+def architecture(cfg: InitModelConfig) -> Any:
+    """The transformers config of such a model. Raises ConfigError if the head counts do not fit."""
+    from transformers import Qwen3Config
+
+    if cfg.heads % cfg.kv_heads:
+        raise ConfigError(f"model.init.heads={cfg.heads} is not a multiple of model.init.kv_heads={cfg.kv_heads}")
+    tokenizer = packaged_tokenizer(cfg.context)
     end_of_turn = tokenizer.convert_tokens_to_ids(END_OF_TURN)
-    config = Qwen3Config(
+    return Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=cfg.hidden,
         intermediate_size=cfg.mlp,
@@ -41,10 +57,3 @@ def init_model(cfg: InitModelConfig, folder: str | Path, seed: int) -> Path:
         pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
         dtype="float32",
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    target.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    return target

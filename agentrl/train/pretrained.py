@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.schema import InitModelConfig, ModelConfig
 from agentrl.errors import ModelError, hinted
+from agentrl.train.init_model import architecture
 
 
 def load_tokenizer(path: str) -> Any:
@@ -78,16 +80,26 @@ def head_dim(path: str) -> int | None:
 
 def count_parameters(path: str) -> int:
     """Number of parameters of a causal language model, from its config alone (tied ones count once). Raises ModelError."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    return sum(parameter.numel() for parameter in meta_model(ModelConfig(path=path)).parameters())
 
-    config = load_model_config(path)
+
+def meta_model(cfg: ModelConfig, *, classifier: bool = False, **options: Any) -> Any:
+    """The model of `path` or `init` without weights, on the meta device: a causal language model, or a `classifier` with one
+    label. Raises ModelError, ConfigError."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    config = load_model_config(cfg.path) if cfg.path is not None else architecture(cfg.init or InitModelConfig())
+    if classifier:
+        config.num_labels = 1
+    kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            return kind.from_config(config, **options)
     except ValueError as error:
-        raise ModelError(f"{path}: no causal language model: {_brief(error)}") from error
-    return sum(parameter.numel() for parameter in model.parameters())
+        raise ModelError(
+            f"{cfg.path}: not {'a classifier' if classifier else 'a causal language model'}: {_brief(error)}"
+        ) from error
 
 
 def check_path(path: str) -> None:

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.rollout.engine import Engine
-from agentrl.rollout.engine_maker import ENGINES, EngineMaker
+from agentrl.rollout.engine_maker import ENGINES, EngineMaker, EngineMemory
+
+KV_CACHE_MIB = 2048
+"""Upper limit of the cache, which grows on demand."""
 
 
 @ENGINES.register("embedded", traits={"sleeps"})
@@ -23,6 +26,10 @@ class EmbeddedMaker(EngineMaker):
     def suits(cls) -> int:
         return 1
 
+    def memory(self, weights: int, token: int, device: int | None) -> EngineMemory:
+        rollout = self.config.rollout
+        return EngineMemory(weights, min(KV_CACHE_MIB << 20, rollout.max_episodes * rollout.max_episode_tokens * token))
+
     def make(self, model: str, positions: int, ray_options: Sequence[Mapping[str, Any]] = ()) -> Engine:
         from agentrl.backends.embedded.engine import EmbeddedEngine
 
@@ -34,4 +41,5 @@ class EmbeddedMaker(EngineMaker):
             dtype=self.config.model.dtype,
             max_slots=rollout.max_episodes,
             max_context=min(rollout.max_episode_tokens, positions),
+            kv_cache_mib=KV_CACHE_MIB,
         )

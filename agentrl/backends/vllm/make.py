@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.config import TrainConfig
 from agentrl.errors import DependencyError
 from agentrl.rollout.engine import Engine
-from agentrl.rollout.engine_maker import ENGINES, PROCESS_MIB, EngineMaker, Processes
+from agentrl.rollout.engine_maker import ENGINES, PROCESS_MIB, EngineMaker, EngineMemory, Processes
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that the CPU build of vLLM has kernels for; with any other it crashes at the first request."""
@@ -52,6 +52,9 @@ class VllmMaker(EngineMaker):
             lower=("vllm.replicas", f"vllm.kv_cache_mib = {vllm.kv_cache_mib}"),
             what="a vLLM replica",
         )
+
+    def memory(self, weights: int, token: int, device: int | None) -> EngineMemory:
+        return EngineMemory(weights // self.config.vllm.tensor_parallel, self.config.vllm.kv_cache_mib << 20)
 
     def context(self, positions: int) -> int:
         return min(positions, self.config.vllm.max_model_len)

@@ -1,0 +1,108 @@
+"""How many bytes a role takes on each of its ranks, counted from the model's architecture alone: no weights are read.
+
+The model is built on torch's meta device, with its adapters, so parameters are those that a rank will have. What a rank
+holds of them follows FSDP2: float32 shards along the first dimension, and gathered layers in the type of the computation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from agentrl.config.schema import ModelConfig
+from agentrl.train.fsdp import MODULES, Role, layers_of
+from agentrl.train.lora import inject
+from agentrl.train.pretrained import meta_model
+
+MASTER = 4
+"""Bytes of a number of the weights, of their gradients and of each of AdamW's two moments: all float32."""
+ADAMW = 2 * MASTER
+GATHERED = 3
+"""Layers that FSDP2 has gathered at once: the one that computes, the next one, and the buffer that one arrives in."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleMemory:
+    """Bytes on one rank. `weights`, `optimizer` and an engine's `cache` stay between the role's turns; the others exist during
+    a turn: `gathered` are unsharded layers and the buffers of their gradients' reduction."""
+
+    weights: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    gathered: int = 0
+    cache: int = 0
+
+    @property
+    def held(self) -> int:
+        """What stays between turns."""
+        return self.weights + self.optimizer + self.cache
+
+    @property
+    def turn(self) -> int:
+        """What a turn needs in addition."""
+        return self.gradients + self.gathered
+
+
+def shell(cfg: ModelConfig, role: Role = "policy", path: str | None = None) -> nn.Module:
+    """The role's module on the meta device; `path` instead of `model.path` if given. Raises ModelError, DependencyError."""
+    with torch.device("meta"):
+        source = cfg if path is None else cfg.model_copy(update={"path": path, "init": None})
+        model = meta_model(source, classifier=role == "score")
+        if cfg.lora is not None and role != "score":
+            inject(model, cfg.lora)
+        return MODULES[role](model)
+
+
+def count(module: nn.Module, cfg: ModelConfig, ranks: int, *, trained: bool) -> RoleMemory:
+    """The memory of a role with `ranks` ranks, on one of them. `trained`: whether it has gradients and an optimizer."""
+    shards = ranks // cfg.replicas
+    parameters = list(module.parameters())
+    own = _local(parameters, shards)
+    learning = [p for p in parameters if p.requires_grad] if trained else []
+    return RoleMemory(
+        weights=MASTER * own,
+        optimizer=ADAMW * _local(learning, shards),
+        gradients=MASTER * numbers(learning),
+        gathered=_gathered(module, cfg, trained) if ranks > 1 or cfg.dtype != "float32" else 0,
+    )
+
+
+def numbers(parameters: Iterable[nn.Parameter]) -> int:
+    """How many numbers the parameters hold together."""
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _local(parameters: Iterable[nn.Parameter], shards: int) -> int:
+    """Numbers on the rank that holds the most: FSDP2 cuts the first dimension into equal pieces, the last ones shorter."""
+    return sum(math.ceil(len(p) / shards) * (p.numel() // max(len(p), 1)) for p in parameters)
+
+
+def _gathered(module: nn.Module, cfg: ModelConfig, trained: bool) -> int:
+    size = width(cfg.dtype)
+    layers = [list(layer.parameters()) for layer in layers_of(module)]
+    inside = {id(p) for layer in layers for p in layer}
+    root = [p for p in module.parameters() if id(p) not in inside]
+    largest = max(layers, key=numbers)
+    held = size * (numbers(root) + GATHERED * numbers(largest))
+    if not trained:
+        return held
+    # The gradients of one group of parameters at a time: as computed, and as float32 in the buffer of their reduction.
+    return held + (size + MASTER) * max(numbers(p for p in group if p.requires_grad) for group in (root, largest))
+
+
+def token_bytes(model: Any, dtype: str) -> int:
+    """Bytes of a token in an engine's cache: a key and a value in each layer."""
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return 2 * int(text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * size) * width(dtype)
+
+
+def width(dtype: str) -> int:
+    """Bytes of a number of the computation."""
+    return 4 if dtype == "float32" else 2
