@@ -33,6 +33,7 @@ def reduced_metrics(label: str, parts: Sequence[Any], how: Mapping[str, str]) ->
             raise DispatchError(f"{label}: collect='metrics' needs a dict from each rank, got {type(part).__name__}")
         for key, value in part.items():
             values.setdefault(key, []).append(float(value))
+    # Not over all ranks: one that got no rows reports nothing, and a 0 in its name would pull means and minima down.
     return {key: METRIC_REDUCTIONS[how.get(key, "mean")](items) for key, items in values.items()}
 
 
@@ -51,6 +52,7 @@ def joined(label: str, parts: Sequence[Any]) -> Any:
 
 
 def _joined_tensors(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    # torch cannot concatenate jagged tensors along their rows, so values and row lengths are joined below.
     if not is_ragged(parts[0]):
         return torch.cat(list(parts))
     counts = torch.cat([offsets_of(part).diff() for part in parts])
@@ -69,10 +71,12 @@ def reordered(label: str, parts: Sequence[Any], rows: Sequence[np.ndarray]) -> A
         raise DispatchError(f"{label}: collect='source' needs one result per row; ranks got {given}, returned {got}")
     whole = joined(label, parts)
     order = np.argsort(np.concatenate(list(rows)), kind="stable")
+    # One rank, or rows split contiguously: saves a copy of the whole batch.
     if np.array_equal(order, np.arange(len(order))):
         return whole
     if isinstance(whole, TensorDict):
         return select(whole, order)
     if isinstance(whole, list):
         return [whole[i] for i in order.tolist()]
+    # As a batch of one column, because `select` alone knows how rows of a jagged tensor are picked.
     return select(build({"value": whole}, len(order)), order).get("value")

@@ -36,6 +36,8 @@ def routes_back(address: str, timeout: float = 1.0) -> bool:
         try:
             server.bind((address, 0))
             server.listen(1)
+            # The kernel completes the handshake without an accept. The timeout is for firewalls that drop packets without a
+            # word: they would hold up each start for minutes.
             with socket.create_connection(server.getsockname(), timeout=timeout):
                 return True
         except OSError:
@@ -57,6 +59,7 @@ def guard_network(environ: MutableMapping[str, str] | None = None, *, multi_node
     Returns the reason if it pinned them, else None.
     """
     env = os.environ if environ is None else environ
+    # Loopback would cut this node off from the others; and who has set one of the variables knows this network better.
     if multi_node or any(env.get(key) for key in LOOPBACK):
         return None
     fault = network_fault()

@@ -95,6 +95,8 @@ class Host:
         says, per parameter, from which rows of the pieces in `parts` it is built."""
         worker = self._roles[role]
         try:
+            # Unpickled here rather than by Ray, so that a class which this process cannot import fails as an error of this
+            # call.
             args, kwargs = unpack_arguments(common)
             kwargs = {key: deserialized(value) for key, value in {**kwargs, **(own or {})}.items()}
             kwargs.update(
@@ -139,6 +141,7 @@ def pick_rows(piece: Any, rows: np.ndarray | None) -> Any:
     from agentrl.batch.rows import select
     from agentrl.batch.serialization import SerializedBatch, deserialize
 
+    # Rows are copied even if all are wanted: inline, the piece is the caller's own batch, and the method may write into it.
     if isinstance(piece, TensorDict):
         return select(piece, np.arange(len(piece)) if rows is None else rows)
     return deserialize(piece, rows) if isinstance(piece, SerializedBatch) else piece

@@ -93,6 +93,7 @@ class Hosts:
     def end(self) -> None:
         """End all processes; idempotent. A busy one is killed after `GRACE` seconds."""
         if self.handles and ray.is_initialized():
+            # Asked before they are killed: a killed process runs no exit handlers, and libraries have some.
             leaving = [handle.__ray_terminate__.remote() for handle in self.handles]
             ray.wait(leaving, num_returns=len(leaving), timeout=GRACE)
         self.kill()

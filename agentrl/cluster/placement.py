@@ -81,6 +81,7 @@ def reserve(pools: Mapping[str, PoolConfig], timeout: float) -> dict[str, Reserv
     supply: at once if no placement exists, after `timeout` seconds if others use the resources.
     """
     nodes = cluster_nodes()
+    # Against total resources first: what does not fit an empty cluster need not wait for one.
     place(pools, nodes)
     deadline = time.monotonic() + timeout
     while True:
@@ -103,6 +104,7 @@ def reserve(pools: Mapping[str, PoolConfig], timeout: float) -> dict[str, Reserv
 
 def _hold(pools: Mapping[str, PoolConfig]) -> dict[str, Reserved]:
     """Request resources on nodes that have them free now; empty if there are none."""
+    # Ray's public call has only the sum over nodes, which may fit though no node does.
     free = _nodes(available_resources_per_node())
     try:
         chosen = place(pools, list(free))

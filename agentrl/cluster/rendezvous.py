@@ -27,7 +27,9 @@ class Listener:
 
     def __init__(self, host: str) -> None:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        # On all interfaces: other nodes may come by another address than the one that is announced.
         self._socket.bind(("", 0))
+        # All ranks of a large group may connect before rank 0 gets to its store; with a short backlog some would be refused.
         self._socket.listen(1024)
         self.address = Rendezvous(host, int(self._socket.getsockname()[1]))
 
@@ -77,6 +79,7 @@ def join_group(rendezvous: Rendezvous | None, rank: int, world_size: int, backen
             rendezvous.port,
             world_size,
             is_master=True,
+            # The constructor would block until all have come; `init_process_group` waits for them anyway, by the same timeout.
             wait_for_workers=False,
             timeout=span,
             master_listen_fd=fd,

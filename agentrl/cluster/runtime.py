@@ -61,6 +61,7 @@ def _init(address: str | None, options: dict[str, Any]) -> None:
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
+    # Ray would otherwise replace the log handlers of the program that calls us.
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
     try:
         ray.init(**quiet, **options)
@@ -71,6 +72,7 @@ def _init(address: str | None, options: dict[str, Any]) -> None:
 def _local(object_store_bytes: int | None) -> dict[str, Any]:
     options: dict[str, Any] = {
         "address": "local",
+        # Ray would count the machine's cores, also those that this process must not use.
         "num_cpus": usable_cpus(),
         "include_dashboard": False,
         "runtime_env": {"env_vars": worker_env()},

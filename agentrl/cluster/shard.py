@@ -113,6 +113,7 @@ class Shard(Strategy):
 
     def _stored(self, label: str, stored: Stored, count: int) -> list[tuple[GatherPlan, Any]]:
         """GatherPlan and row numbers (None if unknown) of each coordinate."""
+        # The driver's own copy has the columns by which rows are balanced; without one, only counts are known.
         if stored.known is not None:
             return [(stored.gather_plan(rows), rows) for rows in self._shards(label, stored.known, count)]
         if len(stored.pieces) == count:

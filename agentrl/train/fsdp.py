@@ -65,12 +65,17 @@ class FsdpEngine(BaseEngine):
         if not self.sharded and cfg.dtype != "float32":
             raise ModelError(f'model.dtype = "{cfg.dtype}" needs a process group: cluster.backend = "ray"')
         load = load_classifier if role == "score" else load_causal_lm
+        # Float32 whatever the computing type: these are the master weights. A step at a learning rate of 1e-6 is far below
+        # what bfloat16 resolves (2^-8 of the weight) and would be rounded away.
         model = load(path, dtype=torch.float32, attn_implementation=PACKED)
         self.config = model.config
         self.tied = bool(model.config.get_text_config().tie_word_embeddings)
         if cfg.activation_checkpointing:
+            # The reentrant kind computes no gradient if no input of a layer needs one, which is so with adapters on frozen
+            # weights.
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if cfg.lora is not None:
+            # Before sharding: FSDP2 takes over the parameters that a layer has at that moment.
             inject(model, cfg.lora)
         self.module: nn.Module = MODULES[role](model)
         self.module.to(self.device)
@@ -86,12 +91,15 @@ class FsdpEngine(BaseEngine):
         self.optimizers: Optimizers | None = None
 
     def _shard(self) -> None:
+        # A bfloat16 sum over many ranks would swallow the small gradients, hence the reduction in float32.
         policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
         if self.compute_dtype == torch.float32:
             policy = MixedPrecisionPolicy()
         options: dict[str, Any] = {"mp_policy": policy, "mesh": self.layout.fsdp}
         if self.cfg.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
+        # Layers first: the call for the root takes what they leave (embeddings, head, last norm). With the root alone, the
+        # whole model would be gathered at once.
         for layer in layers_of(self.module):
             fully_shard(layer, **options)
         fully_shard(self.module, **options)
@@ -134,6 +142,7 @@ class FsdpEngine(BaseEngine):
     def step(self, sound: bool = True) -> float:
         assert self.optimizers is not None
         parameters = [p for _, p in self.named() if p.grad is not None]
+        # A norm that is not finite spoils the gradients here, which does no harm: they are dropped below.
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()  # of all ranks' shards, so that every rank decides alike below
@@ -146,6 +155,7 @@ class FsdpEngine(BaseEngine):
 
     def finite(self) -> bool:
         parts = [p.to_local() if isinstance(p, DTensor) else p for _, p in self.named()]
+        # One NaN or infinity anywhere shows in the norm, and no mask as long as the weights is made.
         size = torch.nn.utils.get_total_norm([part.detach() for part in parts])
         broken = torch.logical_not(torch.isfinite(size)).to(self.device, torch.float32)
         if self.sharded:  # over all ranks, not only the data-parallel ones: each has shards of its own
@@ -157,8 +167,10 @@ class FsdpEngine(BaseEngine):
         self.optimizers.set_rate(factor)
 
     def reduce(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:
+        # Over the data axis alone: ranks that share tokens hold the same values, which would count once per rank.
         if not self.sharded or dist.get_world_size(self.layout.data) == 1:
             return values
+        # NCCL reduces only what is on a GPU; callers keep their counts on the host.
         moved = values.to(self.device)
         dist.all_reduce(moved, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, self.layout.data)
         return moved.cpu()
@@ -178,6 +190,7 @@ class FsdpEngine(BaseEngine):
         }
 
     def largest(self) -> int:
+        # A DTensor's numel is that of the whole tensor, which is what one bucket has to hold.
         counts: list[int] = [tensor.numel() for tensor in self.module.state_dict().values()]
         return max(counts) * self.compute_dtype.itemsize
 
@@ -203,6 +216,7 @@ class FsdpEngine(BaseEngine):
             finally:
                 if isinstance(part, FSDPModule):
                     part.reshard()
+        # Buffers, and whatever no part has yielded.
         for name, tensor in self.module.state_dict().items():
             if name not in seen and not self._left_out(name):
                 yield name, unsharded(tensor)
@@ -225,6 +239,7 @@ class FsdpEngine(BaseEngine):
     def export(self, folder: Path) -> None:
         writes = not self.sharded or dist.get_rank() == 0
         weights: dict[str, Tensor] = {}
+        # All ranks go through all tensors, since gathering is a collective; one keeps them.
         for name, tensor in self.tensors():
             if writes:
                 weights[name] = tensor.to("cpu", copy=True)
@@ -285,6 +300,7 @@ def export_model(source: str, config: Any, weights: dict[str, Tensor], folder: P
         # A copy, because from_config writes its attention implementation into the config that it is given.
         shell = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa")
     folder.mkdir(parents=True, exist_ok=True)
+    # Not strict: a tied head is not among the weights. Whether anything else is missing is checked below.
     shell.load_state_dict(weights, strict=False, assign=True)
     shell.tie_weights()
     left = [name for name, parameter in shell.named_parameters() if parameter.is_meta]

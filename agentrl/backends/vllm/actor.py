@@ -63,6 +63,7 @@ class VllmActor:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         args = AsyncEngineArgs(
+            # Token ids go in and come out. A tokenizer here could only bring text back, which nobody may tokenize again.
             skip_tokenizer_init=True,
             enable_prefix_caching=True,
             # None of vLLM's own modes reports log softmax(z / T) under truncation; see logprobs.py for how this one does.
@@ -91,9 +92,12 @@ class VllmActor:
             top_k=sampling.top_k,
             seed=None if sampling.seed is None else sampling.seed % 2**63,
             stop_token_ids=list(sampling.stop_token_ids),
+            # Only the renderer knows which tokens end a turn; vLLM's own idea comes from the model's files and may differ.
             ignore_eos=True,
             detokenize=False,
+            # Of the sampled token alone; each further one would be computed and sent for every token.
             logprobs=0,
+            # An output per token would wake the event loop for each; progress is read from vLLM's states (pace.py).
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._requests.setdefault(request_key, set()).add(request_id)
@@ -141,6 +145,7 @@ class VllmActor:
 
     async def attach(self, offer: Offer, base: int) -> str:
         """Open a route's receiver in every worker process; indices start at `base`. Returns why one cannot be served, or ""."""
+        # vLLM's call to its processes serializes plain values only.
         plain = (offer.route, offer.slot_bytes, offer.receivers, list(offer.where))
         answers: list[str] = await self._engine.collective_rpc("agentrl_attach", args=(plain, base))
         return next(filter(None, answers), "")
@@ -155,6 +160,7 @@ class VllmActor:
 
         folder = tempfile.TemporaryDirectory(prefix="agentrl-adapter-")
         write_adapter(Path(folder.name), adapter)
+        # The same id each time, replaced in place: a new id would take another of vLLM's slots, of which there is one.
         await self._engine.add_lora(LoRARequest("policy", 1, folder.name, load_inplace=True))
         # Requests name the loaded adapter; its folder must stay in case a worker has to load it again.
         self._lora, self._lora_folder = LoRARequest("policy", 1, folder.name), folder

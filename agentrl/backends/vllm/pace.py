@@ -55,6 +55,7 @@ class Pace:
 
     def over(self, request_id: str) -> float:
         """Active seconds of a request that has ended in any way; it is forgotten."""
+        # vLLM has forgotten the request by now, so a look would miss its last interval.
         since = 0.0 if self._paused else time.monotonic() - self._looked
         return self._active.pop(request_id, 0.0) + since
 
@@ -80,6 +81,7 @@ class Paces:
 
     def end(self, key: str, request_id: str) -> None:
         """The request is over."""
+        # The episode may have begun its next request, which must not lose its progress to the end of the old one.
         if self._ids.get(key) == request_id:
             del self._ids[key]
         self._told.pop(request_id, None)
@@ -99,9 +101,11 @@ class Paces:
             self._task = None
 
     async def _follow(self) -> None:
+        # Ends with the last request, so that an idle engine is not polled; `of` begins again.
         while self._ids:
             told: Told = {}
             for part in await self._ask():
                 told |= part
+            # Replaced, not merged: what a dead replica reported must not stay as if its requests went on.
             self._told = told
             await asyncio.sleep(ASK)

@@ -83,6 +83,7 @@ class Replicas:
     async def close(self) -> None:
         """End every process, including those that are still starting; idempotent."""
         self._started = False
+        # First what is starting: a replica that joined after the list below was taken would be left running.
         coming = list(self._coming)
         for task in coming:
             task.cancel()
@@ -120,6 +121,7 @@ class Replicas:
                 if not self._coming:
                     raise EngineError(f"no replica of the vLLM engine is alive: {self._deaths()}")
                 await asyncio.wait(self._coming, return_when=asyncio.FIRST_COMPLETED)
+            # By requests, not by episodes: an episode that waits for a tool loads nothing.
             replica = min(alive, key=lambda item: item.in_flight)
         # Episodes never sign off; as an LRU map (popped above, re-added here) it forgets the ones that ended long ago.
         self._home[key] = replica
@@ -132,6 +134,8 @@ class Replicas:
         fails, or if none is alive or being started."""
         replicas = self.alive()
         calls = [self.control(replica, method, *args) for replica in replicas]
+        # All answers before any error: raising at the first would leave calls under way, and a caller who believes in an engine
+        # that is paused or updated in part. Who dies here misses nothing: its successor catches up.
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, ReplicaDeadError):

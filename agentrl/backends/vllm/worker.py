@@ -33,6 +33,8 @@ class WeightReceiver:
         with set_current_vllm_config(self.vllm_config):
             model = self.model_runner.get_model()
             finalize_layerwise_reload(model, self.model_config)
+            # vLLM repacks a layer once it is loaded (kernel layouts, quantization); this restores the layout that files have,
+            # without which new weights land wrong or only in part.
             initialize_layerwise_reload(model)
 
     def agentrl_load(self, path: str, plain: PlainBucket) -> None:
@@ -49,6 +51,7 @@ class WeightReceiver:
         try:
             receiver = open_receiver(Offer(route, slot_bytes, receivers, tuple(where)), base + self.rank)
         except ConfigError as problem:
+            # Returned, not raised: vLLM's call across processes keeps the text of an exception, not its class.
             return str(problem)
         if self.agentrl_receiver is not None:
             self.agentrl_receiver.close()
