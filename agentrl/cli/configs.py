@@ -1,4 +1,4 @@
-"""What the commands that take a config share: asking for it, finding it, and opening its run folder."""
+"""Shared by the commands that take a config: its arguments, finding its file, and creating its run folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_config(args: argparse.Namespace) -> TrainConfig:
 
 
 def find_config_file(name: str) -> Path:
-    """A path to a TOML file, or the name of a config on a shelf. Raises UserError if there is none."""
+    """The TOML file at the path `name`, or the config of that name on a shelf. Raises UserError if there is none."""
     path = Path(name)
     if path.is_file():
         return path
@@ -43,10 +43,11 @@ def find_config_file(name: str) -> Path:
 
 
 def open_folder(config: TrainConfig, *, overwrite: bool) -> RunFolder:
-    """The run's new folder; with `overwrite` an older run of that name is removed first."""
+    """Create the run's folder; with `overwrite` an older run of that name is removed first."""
     from agentrl.run.folder import RunFolder
 
     target = Path(config.out) / config.name
+    # Only what is certainly a run is removed: `out` and `name` may point at any folder of the user.
     if overwrite and (target / "config.toml").is_file():
         shutil.rmtree(target)
     return RunFolder.create(config)

@@ -12,7 +12,7 @@ from agentrl.cli.configs import add_config, read_config
 if TYPE_CHECKING:
     from agentrl.cluster.checks import MachineFinding
 
-HELP = "check this machine and cluster without a run"
+HELP = "check this machine and cluster without starting a run"
 EPILOG = """examples:
   agentrl doctor                                     this machine, and a local Ray
   agentrl doctor configs/quickstart.toml             also whether the config's pools fit the cluster
@@ -25,7 +25,7 @@ MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its arguments, and what runs it."""
+    """Add the command's arguments."""
     add_config(parser, "a config whose cluster section is checked")
     parser.add_argument("--no-ray", action="store_true", help="do not start or join Ray")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
@@ -38,20 +38,20 @@ def run(args: argparse.Namespace) -> int:
     from agentrl.config.schema import ClusterConfig
 
     cluster = ClusterConfig() if args.config is None else read_config(args).cluster
-    found: list[MachineFinding] = []
+    findings: list[MachineFinding] = []
     for finding in all_checks(cluster, with_ray=not args.no_ray and cluster.backend == "ray"):
-        found.append(finding)
+        findings.append(finding)
         if not args.json:
             print(line(finding), flush=True)
-    failed = [finding.check for finding in found if finding.level == "fail"]
+    failed = [finding.check for finding in findings if finding.level == "fail"]
     if args.json:
-        print(json.dumps({"findings": [asdict(finding) for finding in found], "failed": failed}))
+        print(json.dumps({"findings": [asdict(finding) for finding in findings], "failed": failed}))
     else:
-        print(f"{len(found)} checks, {len(failed)} failed" + (f": {', '.join(failed)}" if failed else ""))
+        print(f"{len(findings)} checks, {len(failed)} failed" + (f": {', '.join(failed)}" if failed else ""))
     return 2 if failed else 0
 
 
 def line(finding: MachineFinding) -> str:
-    """One finding as a line of text, its advice below it."""
+    """One finding as a line of text, with its advice on the next line."""
     advice = f"\n       -> {finding.advice}" if finding.advice else ""
     return f"{MARKS[finding.level]} {finding.check:<20} {finding.found}{advice}"

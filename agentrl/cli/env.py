@@ -1,4 +1,4 @@
-"""`agentrl env`: list, show, make, check, play and serve environments."""
+"""`agentrl env`: list, show, create, check, play and serve environments."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:
     from agentrl.catalog import EnvRef
     from agentrl.env.check import CheckFinding
 
-HELP = "list, show, make, check, play and serve environments"
+HELP = "list, show, create, check, play and serve environments"
 EPILOG = """examples:
   agentrl env list                           which environments there are, and where they come from
   agentrl env show key_value calls=4         its parameters, tools and a sample task
   agentrl env new todo                       a working environment to start from, in envs/todo
-  agentrl env check todo                     does it keep the contract?
+  agentrl env check todo                     does it fulfill the contract?
   agentrl env check --all                    the same for every environment on the shelves
   agentrl env play key_value --seed 3        be the agent yourself
   agentrl env serve key_value --mcp          offer its tools to any MCP client
 """
 
-PARAMS = "a=b: parameters of the environment, values in TOML (a word is a text)"
+PARAMS = "a=b: parameters of the environment, values in TOML (a bare word is a string)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its subcommands, each with its arguments and what runs it."""
+    """Add the subcommands with their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     listing = actions.add_parser("list", help="every environment on the shelves")
     listing.add_argument("--json", action="store_true", help="one JSON array")
@@ -38,16 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     new.add_argument("name", help="its short name, for example todo: the folder envs/todo")
     new.add_argument("--shelf", default=".", help="the folder that holds envs/ (default: here)")
     new.set_defaults(run=run_new)
-    _add_check(actions.add_parser("check", help="does it keep the contract? exit code 1 if it does not"))
+    _add_check(actions.add_parser("check", help="does it fulfill the contract? exit code 1 if it does not"))
     play = _with_env(actions.add_parser("play", help="be the agent, in the terminal"))
     play.add_argument("--seed", type=int, default=0, help="which task (default 0)")
-    play.add_argument("--split", default="train", help="of which split (default train)")
+    play.add_argument("--split", default="train", help="the task's split (default train)")
     play.set_defaults(run=run_play)
     serve = _with_env(actions.add_parser("serve", help="offer its tools to other programs"))
     serve.add_argument("--mcp", action="store_true", required=True, help="as a Model Context Protocol server")
     serve.add_argument("--http", type=int, metavar="PORT", help="over HTTP on 127.0.0.1 (default: stdio)")
     serve.add_argument("--seed", type=int, default=0, help="which task (default 0)")
-    serve.add_argument("--split", default="train", help="of which split (default train)")
+    serve.add_argument("--split", default="train", help="the task's split (default train)")
     serve.set_defaults(run=run_serve)
 
 
@@ -61,15 +61,15 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("env", nargs="?", help="an id or short name")
     parser.add_argument("params", nargs="*", metavar="a=b", help=PARAMS)
     parser.add_argument("--all", action="store_true", help="every environment on the shelves")
-    parser.add_argument("--tasks", type=int, default=12, help="tasks a check looks at (default 12)")
-    parser.add_argument("--fuzz", type=int, default=500, help="inputs for each tool (default 500)")
-    parser.add_argument("--reward", help="judge by this reward spec instead of the environment's own")
+    parser.add_argument("--tasks", type=int, default=12, help="tasks per check (default 12)")
+    parser.add_argument("--fuzz", type=int, default=500, help="random inputs per tool (default 500)")
+    parser.add_argument("--reward", help="score with this reward spec instead of the environment's own")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.set_defaults(run=run_check)
 
 
 def reference(env_id: str, params: list[str]) -> EnvRef:
-    """The reference of an id and `a=b` texts. Raises CatalogError or ConfigError."""
+    """The reference to an environment by id and `a=b` strings. Raises CatalogError or ConfigError."""
     from agentrl.catalog import EnvRef
     from agentrl.config.load import parse_overrides
 
@@ -95,12 +95,12 @@ def run_list(args: argparse.Namespace) -> int:
     for entry in entries:
         print(f"{entry.id:{width}}  {entry.name:{short}}  {entry.summary}")
     for problem in broken_files().values():
-        print(f"left out: {problem}")
+        print(f"skipped: {problem}")
     return 0
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Print what an environment is; returns the exit code."""
+    """Describe an environment; returns the exit code."""
     import inspect
 
     ref = reference(args.env, args.params)
@@ -147,7 +147,7 @@ def run_new(args: argparse.Namespace) -> int:
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Check one environment or all; 0 if every check passed, else 1."""
+    """Check one environment or all; returns 0 if every check passed, else 1."""
     from agentrl.catalog import EnvRef, list_envs
 
     if args.all == (args.env is not None):
@@ -171,13 +171,13 @@ def _check(ref: EnvRef, args: argparse.Namespace) -> list[CheckFinding]:
     from agentrl.config.schema import RewardConfig
     from agentrl.env.check import Subject, check_all
 
-    ref.build().close()  # what the user got wrong is told once, not as the outcome of every check
-    named = args.reward or ref.default_reward()
-    scorer = make_scorer(find_spec(ref, named), RewardConfig(), ref) if named else None
+    ref.build().close()  # a mistake in the parameters is reported once, not as the result of every check
+    reward = args.reward or ref.default_reward()
+    scorer = make_scorer(find_spec(ref, reward), RewardConfig(), ref) if reward else None
     return check_all(Subject(ref.build, scorer, args.tasks, args.fuzz, pickle.dumps(ref)))
 
 
-_WORDS = {True: "ok", False: "FAIL", None: "-"}
+_STATUS = {True: "ok", False: "FAIL", None: "-"}
 
 
 def _row(finding: CheckFinding) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def _print_table(env: str, findings: list[CheckFinding]) -> None:
     print(f"{env}: {f'{failed} of {len(findings)} checks failed' if failed else 'all checks passed'}")
     width = max(len(finding.check) for finding in findings)
     for finding in findings:
-        print(f"  {_WORDS[finding.ok]:4}  {finding.check:{width}}  {finding.evidence}")
+        print(f"  {_STATUS[finding.ok]:4}  {finding.check:{width}}  {finding.evidence}")
 
 
 def run_play(args: argparse.Namespace) -> int:

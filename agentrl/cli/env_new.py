@@ -37,7 +37,7 @@ class {title}(ToolEnv):
             names = sorted(rng.sample(THINGS, self.things))
             return rng.choice(["red", "blue"]), {{name: rng.choice(["red", "blue"]) for name in names}}
 
-        # Which split a task belongs to hangs on its content, so train and held-out tasks never coincide.
+        # A task's split depends on its content, so train and held-out tasks never coincide.
         color, colors = draw(task_rng(self.id, split, rng_seed), split, propose, str)
         count = sum(value == color for value in colors.values())
         data = {{"color": color, "colors": colors}}
@@ -73,7 +73,7 @@ REWARD = {
     },
 }
 
-TEST = '''"""The environment keeps the contract: the same checks as `agentrl env check {name}`."""
+TEST = '''"""The environment fulfills the contract: the same checks as `agentrl env check {name}`."""
 
 import pickle
 from pathlib import Path

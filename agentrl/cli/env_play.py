@@ -10,14 +10,14 @@ from typing import Any
 from agentrl.env import Message, ToolCall, ToolEnv
 from agentrl.errors import EnvError
 
-HELP = """  NAME a=b c=d     call a tool (values in JSON; a word is a text)
+HELP = """  NAME a=b c=d     call a tool (values in JSON; a bare word is a string)
   {"name": ...}    call a tool, as the model would write it
-  anything else    say it to the user; ":" in front says it in every case
+  anything else    say it to the user; ":" in front always says it
   /tools /state /help /quit"""
 
 
 def play_by_hand(env: ToolEnv, seed: int, split: str, read: Callable[[str], str], write: Callable[[str], None]) -> int:
-    """Run one episode with `read` as the agent; returns the exit code (130 if it was broken off)."""
+    """Run one episode with `read` as the agent; returns the exit code (130 if the person quit)."""
     observation, info = env.reset(seed=seed, options={"split": split})
     write(f"{env.id}, task {info['task_id']}. Type /help for help.")
     _show(observation, write)
@@ -28,7 +28,7 @@ def play_by_hand(env: ToolEnv, seed: int, split: str, read: Callable[[str], str]
             line = "/quit"
         if line == "/quit":
             env.close()
-            write("left; the episode is not scored")
+            write("quit; the episode is not scored")
             return 130
         if line.startswith("/"):
             write(_command(env, line))
@@ -42,12 +42,12 @@ def play_by_hand(env: ToolEnv, seed: int, split: str, read: Callable[[str], str]
         if terminated or truncated:
             break
     calls = sum(1 for _ in env.trajectory.calls())
-    write(f"over ({info['stop']}) after {info['turns']} turns with {calls} calls; reward {reward:g}")
+    write(f"ended ({info['stop']}) after {info['turns']} turns with {calls} calls; reward {reward:g}")
     return 0
 
 
 def parse_line(line: str, tools: tuple[str, ...]) -> Message:
-    """What a typed line means: a call if it starts with a tool's name and only a=b follow, or JSON."""
+    """The message that a typed line means: a call if it is JSON or a tool's name followed only by a=b, else text."""
     if line.startswith(":"):
         return Message("assistant", line[1:].strip())
     if line.startswith("{"):

@@ -13,7 +13,7 @@ EPILOG = """examples:
   agentrl eval key_value --model runs/quickstart/final -n 200 -k 4 env.params.calls='[4, 8]'
   agentrl eval key_value --model runs/quickstart/final eval.temperature=0 engine=vllm
   agentrl eval key_value --model api:openai/gpt-4.1-mini -n 50 --max-concurrent 8
-  agentrl eval key_value --model api:openai/my-model api.base=http://127.0.0.1:8000/v1      a server of your own
+  agentrl eval key_value --model api:openai/my-model api.base=http://127.0.0.1:8000/v1      your own server
 
 The folder --out holds trajectories.jsonl and report.json; the same command again runs only what is missing. API keys
 are read from the environment variables that litellm names, such as OPENAI_API_KEY.
@@ -21,7 +21,7 @@ are read from the environment variables that litellm names, such as OPENAI_API_K
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its arguments, and what runs it."""
+    """Add the command's arguments."""
     add_options(parser, tasks=100, split="heldout", folder="evals")
     parser.set_defaults(run=run)
 

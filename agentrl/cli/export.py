@@ -7,25 +7,25 @@ import argparse
 HELP = "write a run's checkpoint as a Hugging Face model folder"
 EPILOG = """examples:
   agentrl export runs/quickstart models/mine              the newest checkpoint
-  agentrl export runs/quickstart models/step20 --step 20  that of one step
-  agentrl export runs/quickstart models/best --best       the best by held-out evaluation
+  agentrl export runs/quickstart models/step20 --step 20  the checkpoint of step 20
+  agentrl export runs/quickstart models/best --best       the best one by held-out evaluation
 
 The folder holds config, weights and tokenizer; plain transformers and vLLM load it.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its arguments, and what runs it."""
+    """Add the command's arguments."""
     parser.add_argument("run_folder", help="a run folder", metavar="RUN")
     parser.add_argument("out", help="where to write the model; must not exist, or be empty", metavar="OUT")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, default=None, help="which checkpoint (default: the newest)")
-    which.add_argument("--best", action="store_true", help="the checkpoint that was evaluated best")
+    which.add_argument("--best", action="store_true", help="the checkpoint with the best evaluation")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0; a missing run or checkpoint, or a folder in the way, is a UserError."""
+    """Export; returns 0. Raises UserError if the run or checkpoint is missing, or OUT is not an empty folder."""
     from agentrl.train.export import export_run
 
     step = export_run(args.run_folder, args.out, args.step, best=args.best)

@@ -14,7 +14,7 @@ EPILOG = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its arguments, and what runs it."""
+    """Add the command's arguments."""
     parser.add_argument("folder", help="where to write it")
     parser.add_argument("--seed", type=int, default=0)
     for name, value in InitModelConfig().model_dump().items():
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0; a wrong size is a ConfigError."""
+    """Write the model; returns 0. Raises ConfigError for an invalid size."""
     from pydantic import ValidationError
 
     from agentrl.errors import ConfigError

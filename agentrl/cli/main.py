@@ -1,6 +1,6 @@
-"""`agentrl`: one file for each subcommand, which has HELP, EPILOG (its examples) and `add_arguments(parser)`.
+"""`agentrl`: one file per subcommand, with HELP, EPILOG (its examples) and `add_arguments(parser)`.
 
-Imports stay inside the commands, so that `--help` is quick.
+Heavy imports stay inside the commands, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COMMANDS = ("train", "eval", "rollout", "init_model", "sft", "env", "reward", "e
 EPILOG = """examples:
   agentrl train configs/quickstart.toml              learn the key-value task on a laptop
   agentrl train configs/quickstart.toml seed=1       override any key: a.b=c
-  agentrl train --resume runs/quickstart             go on where a run stopped
+  agentrl train --resume runs/quickstart             continue a run that stopped
   agentrl env list                                   which environments there are
 """
 
@@ -47,8 +47,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """argparse takes no positional arguments behind an option, but `train FILE --overwrite a.b=c` is natural."""
+    """Parse, also with overrides after an option."""
     parser = build_parser()
+    # argparse fills optional positionals at the first chance and accepts none after an option, so what it leaves over
+    # of `train FILE --overwrite a.b=c` or `eval -n 5 ENV a.b=c` is assigned here.
     args, rest = parser.parse_known_args(argv)
     if rest and "env" in args and "overrides" in args and args.env is None and "=" not in rest[0] and rest[0][0] != "-":
         args.env = rest.pop(0)
@@ -61,7 +63,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Exit codes: 0 done, 1 the run failed, 2 a user's mistake, 130 interrupted."""
+    """Run a command. Exit codes: 0 done, 1 the run failed, 2 a user error, 130 interrupted."""
     args = _parse(argv)
     try:
         code: int = args.run(args)

@@ -1,4 +1,4 @@
-"""`agentrl reward`: lint, explain, score and diff reward specs, list their leaves, write their schema."""
+"""`agentrl reward`: lint, explain, score and diff reward specs, list the leaves, write the schema."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HELP = "check, explain and apply reward specs"
 EPILOG = """examples:
-  agentrl reward lint key_value                                  what the spec cannot do
+  agentrl reward lint key_value                                  mistakes in the spec
   agentrl reward lint my_spec.json --env agentrl/KeyValue-v0     ... on gold, empty and spam episodes
   agentrl reward explain key_value runs/quickstart/trajectories/eval.jsonl --row 3
   agentrl reward score my_spec.json episodes.jsonl --workers 4 > scores.jsonl
@@ -30,28 +30,28 @@ EPILOG = """examples:
   agentrl reward schema --out rewards/schema.json                the grammar as JSON Schema, for an editor
 
 SPEC is the name of a spec on the shelf (rewards/) or a path to a JSON file. A spec that replays gold calls
-needs --env; one with a judge asks the model named in the spec, at --judge-url if given.
+needs --env; one with a judge asks the model that it names, at --judge-url if given.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its parts, each with its arguments and what runs it."""
+    """Add the subcommands with their arguments."""
     raw = argparse.RawDescriptionHelpFormatter
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
-    lint = parts.add_parser("lint", help="find what a spec cannot do", epilog=EPILOG, formatter_class=raw)
+    lint = parts.add_parser("lint", help="find mistakes in a spec", epilog=EPILOG, formatter_class=raw)
     lint.add_argument("spec")
     lint.add_argument("--tasks", type=_positive, default=5, help="tasks to probe with --env (default 5)")
     lint.add_argument("--seed", type=int, default=0, help="seed of the first task (default 0)")
     lint.set_defaults(run=run_lint)
-    explain = parts.add_parser("explain", help="why an episode scored what it scored", epilog=EPILOG, formatter_class=raw)
+    explain = parts.add_parser("explain", help="why an episode got its score", epilog=EPILOG, formatter_class=raw)
     explain.add_argument("spec")
     explain.add_argument("trajectory", type=Path, help="a JSON or JSONL file")
     explain.add_argument("--row", type=_positive, default=1, help="which row of a JSONL file (from 1)")
     explain.set_defaults(run=run_explain)
-    score = parts.add_parser("score", help="score recorded episodes again", epilog=EPILOG, formatter_class=raw)
+    score = parts.add_parser("score", help="rescore recorded episodes", epilog=EPILOG, formatter_class=raw)
     score.add_argument("spec")
     score.add_argument("trajectories", type=Path, help="a JSONL file")
-    score.add_argument("--out", type=Path, help="write the scores here instead of to the standard output")
+    score.add_argument("--out", type=Path, help="write the scores to this file instead of standard output")
     score.set_defaults(run=run_score)
     diff = parts.add_parser("diff", help="which episodes change rank", epilog=EPILOG, formatter_class=raw)
     diff.add_argument("spec_a")
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     leaves = parts.add_parser("leaves", help="the leaf kinds, each with formula and example", formatter_class=raw)
     leaves.set_defaults(run=run_leaves)
     schema = parts.add_parser("schema", help="the grammar as JSON Schema, for an editor", epilog=EPILOG, formatter_class=raw)
-    schema.add_argument("--out", type=Path, help="write it here instead of to the standard output")
+    schema.add_argument("--out", type=Path, help="write it to this file instead of standard output")
     schema.set_defaults(run=run_schema)
     for part in (lint, explain, score, diff):
         _add_context(part)
@@ -72,17 +72,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_context(part: argparse.ArgumentParser) -> None:
-    part.add_argument("--env", help="id of the environment: to replay gold calls on, and to probe")
+    part.add_argument("--env", help="id of the environment on which gold calls are replayed, and which lint probes")
     part.add_argument("--param", action="append", default=[], metavar="NAME=JSON", help="a parameter of --env")
     part.add_argument("--python", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help="allow a python leaf")
     part.add_argument("--judge-url", help="base URL of an OpenAI-compatible server for judge leaves")
-    part.add_argument("--judge-cache", help="folder that keeps verdicts")
-    part.add_argument("--judge-calls", type=_positive, default=1000, help="most calls to the judge (default 1000)")
-    part.add_argument("--judge-usd", type=float, help="most money for the judge")
+    part.add_argument("--judge-cache", help="folder in which verdicts are cached")
+    part.add_argument("--judge-calls", type=_positive, default=1000, help="limit on calls to the judge (default 1000)")
+    part.add_argument("--judge-usd", type=float, help="limit on the judge's cost in US dollars")
 
 
 def run_lint(args: argparse.Namespace) -> int:
-    """Print the findings; exit code 1 if one is an error."""
+    """Print the findings; returns exit code 1 if one of them is an error."""
     from agentrl.reward.lint import lint_probes, lint_spec
     from agentrl.reward.probes import probe_episodes
 
@@ -98,8 +98,8 @@ def run_lint(args: argparse.Namespace) -> int:
         findings += lint_probes(scorer, probes, ref.build().order_free)
     if args.json:
         decides = None if scorer.rule is None else {"by": str(scorer.rule), "node": scorer.rule.node}
-        found = [item.to_json() for item in findings]
-        print(json.dumps({"spec": scorer.name, "success": decides, "findings": found}, indent=2))
+        rows = [item.to_json() for item in findings]
+        print(json.dumps({"spec": scorer.name, "success": decides, "findings": rows}, indent=2))
     else:
         for item in findings:
             print(f"{item.level}: {item.code} at {item.at}: {item.message}")
@@ -107,7 +107,7 @@ def run_lint(args: argparse.Namespace) -> int:
             node = f": {json.dumps(scorer.rule.node)}" if scorer.rule.derived else ""
             print(f"success is decided by {scorer.rule}{node}")
         low, high = scorer.range
-        probed = f", probed on {args.tasks} tasks of {args.env}" if args.env else ", not probed (--env ID would)"
+        probed = f", probed on {args.tasks} tasks of {args.env}" if args.env else ", not probed (pass --env ID)"
         print(f"{scorer.name}: {_count(len(findings), 'finding')}; reward within [{low:g}, {high:g}]{probed}")
     return 1 if any(item.level == "error" for item in findings) else 0
 
@@ -130,14 +130,14 @@ def run_explain(args: argparse.Namespace) -> int:
         print(json.dumps({**content, "evidence": score.evidence}, indent=2))
     else:
         recorded = f"recorded reward {_shown(trajectory.reward)}"
-        where = f"{trajectory.task.id}, member {trajectory.member}, {_count(len(trajectory.turns), 'turn')}"
-        print(f"{where}, stopped: {trajectory.stop.value}, {recorded}")
+        episode = f"{trajectory.task.id}, member {trajectory.member}, {_count(len(trajectory.turns), 'turn')}"
+        print(f"{episode}, stopped: {trajectory.stop.value}, {recorded}")
         print(explain_text(score))
     return 0
 
 
 def run_score(args: argparse.Namespace) -> int:
-    """Score a file; one JSON object per row. Unscored rows, with the reason, go to the standard error."""
+    """Score a file; one JSON object per row. The reasons for unscored rows are counted on standard error."""
     from agentrl.reward.explain import reasons
 
     if args.out is not None and not args.out.parent.is_dir():
@@ -153,8 +153,8 @@ def run_score(args: argparse.Namespace) -> int:
     known = [row["success"] for row in rows if row["success"] is not None]
     mean += f", success {sum(known)} of {len(known)}" if known else ""
     print(f"{len(values)} of {len(rows)} episodes scored, {mean}", file=sys.stderr)
-    why = Counter(next(reasons(row["evidence"]), "no reason given") for row in rows if row["value"] is None)
-    for reason, count in why.most_common(5):
+    unscored = Counter(next(reasons(row["evidence"]), "no reason given") for row in rows if row["value"] is None)
+    for reason, count in unscored.most_common(5):
         print(f"unscored: {count} x {reason}", file=sys.stderr)
     return 0
 
@@ -209,7 +209,7 @@ def run_leaves(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Options:
-    """What the command line lets a spec use; picklable, for worker processes."""
+    """What a spec may use, from the command line. Picklable, because worker processes build their own scorer from it."""
 
     env: str | None
     params: tuple[tuple[str, Any], ...]
@@ -220,7 +220,7 @@ class _Options:
     python: tuple[tuple[str, str], ...] = ()
 
     def scorer(self, spec: dict[str, Any]) -> Scorer:
-        """The scorer of a spec, assembled as a run's is."""
+        """The scorer of a spec, assembled in the same way as for a run."""
         from agentrl.catalog.scoring import make_scorer
         from agentrl.config.schema import JudgeConfig, RewardConfig
 
@@ -264,7 +264,7 @@ def _spec(name: str) -> dict[str, Any]:
     from agentrl.reward import load_spec
 
     path = Path(name)
-    if path.is_file() or (path.suffix == ".json" and not name.startswith("rewards/")):  # those lie on a shelf, too
+    if path.is_file() or (path.suffix == ".json" and not name.startswith("rewards/")):  # those are also found on a shelf
         return load_spec(path)
     try:
         return load_spec(find_reward(name))
@@ -272,7 +272,7 @@ def _spec(name: str) -> dict[str, Any]:
         raise UserError(f"{name!r} is neither a file nor a spec on the shelf: {error}") from error
 
 
-def _one(path: Path, row: int) -> Trajectory:
+def _episode(path: Path, row: int) -> Trajectory:
     from agentrl.reward.offline import parse_row, read_lines
 
     if path.suffix == ".json":
@@ -280,20 +280,20 @@ def _one(path: Path, row: int) -> Trajectory:
         return parse_row(str(path), 1, text)
     lines = read_lines(path)
     if row > len(lines):
-        raise UserError(f"{path}: --row {row}, but it holds {len(lines)} rows")
+        raise UserError(f"{path}: --row {row}, but it has {len(lines)} rows")
     return parse_row(str(path), *lines[row - 1])
 
 
 def _with_others(path: Path, row: int, compares: bool) -> tuple[Trajectory, list[Trajectory]]:
-    """The episode of a row and, for a spec that compares, the other episodes of its task in the file."""
+    """The episode of a row and, for a spec that compares episodes, the others of its task in the file."""
     from agentrl.reward.offline import parse_row, read_lines
 
-    chosen = _one(path, row)
+    chosen = _episode(path, row)
     if not compares or path.suffix == ".json":
         return chosen, []
     rows = [parse_row(str(path), number, line) for number, line in read_lines(path)]
     task = (chosen.env_id, chosen.task.id)
-    return chosen, [other for place, other in enumerate(rows, 1) if place != row and (other.env_id, other.task.id) == task]
+    return chosen, [other for number, other in enumerate(rows, 1) if number != row and (other.env_id, other.task.id) == task]
 
 
 def _scored(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
@@ -307,7 +307,7 @@ def _scored(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on the standard error, if that is a terminal."""
+    """A progress bar on standard error, if that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 

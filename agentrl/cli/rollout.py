@@ -1,4 +1,4 @@
-"""`agentrl rollout`: episodes of a model, as trajectories; and what it shares with `agentrl eval`."""
+"""`agentrl rollout`: episodes of a model, as trajectories. `agentrl eval` shares its options."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ if TYPE_CHECKING:
     from agentrl.config import TrainConfig
     from agentrl.run.rollout import RolloutRequest
 
-HELP = "write trajectories of a model on an environment"
+HELP = "write a model's trajectories on an environment"
 EPILOG = """examples:
   agentrl rollout key_value --model runs/quickstart/final -n 100 -k 8
   agentrl rollout key_value --model api:openai/gpt-4.1-mini --split heldout rollout.max_turns=8
-  agentrl rollout key_value --model runs/quickstart/final --record records/one      write down every answer
-  agentrl rollout --replay records/one --out again       play it again: no model, no tools, no judge
+  agentrl rollout key_value --model runs/quickstart/final --record records/one      record every answer
+  agentrl rollout --replay records/one --out again       replay it: no model, no tools, no judge
 
-The folder --out holds trajectories.jsonl, one episode a line. Ctrl-C keeps what is done; the same command again
-runs only what is missing.
+The folder --out gets trajectories.jsonl, one episode per line. Ctrl-C keeps finished episodes; the same command
+then runs only the missing ones.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its arguments, and what runs it."""
+    """Add the command's arguments."""
     add_options(parser, tasks=16, split="train", folder="rollouts")
     parser.set_defaults(run=run)
 
 
 def add_options(parser: argparse.ArgumentParser, *, tasks: int, split: str, folder: str) -> None:
-    """What to run, on what, and where to; None if the user left an option open."""
+    """Add the options of rollouts. One that the user does not give is None, so that a replay can take it from its record."""
     parser.add_argument("env", nargs="?", help="an environment's id or short name")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values of the config's sections")
     parser.add_argument("--model", help="a model folder or hub name, or api:NAME for an API model (litellm's names)")
     parser.add_argument("-n", "--tasks", type=int, help=f"tasks (default {tasks})")
-    parser.add_argument("-k", "--samples", type=int, help="episodes a task (default 1)")
-    parser.add_argument("--seed", type=int, help="moves the sampling, not the tasks (default 0)")
-    parser.add_argument("--split", help=f"which tasks (default {split})")
-    parser.add_argument("--max-concurrent", type=int, metavar="N", help="episodes at once (default 256)")
+    parser.add_argument("-k", "--samples", type=int, help="episodes per task (default 1)")
+    parser.add_argument("--seed", type=int, help="seed of the sampling; the tasks stay the same (default 0)")
+    parser.add_argument("--split", help=f"split of the tasks (default {split})")
+    parser.add_argument("--max-concurrent", type=int, metavar="N", help="episodes at the same time (default 256)")
     parser.add_argument("--out", help=f"folder of the results (default {folder}/ENV)")
-    parser.add_argument("--record", metavar="DIR", help="also write down every answer of model, environment and judge")
-    parser.add_argument("--replay", metavar="DIR", help="play from such a record; what is not given is taken from it")
+    parser.add_argument("--record", metavar="DIR", help="also record every answer of model, environment and judge")
+    parser.add_argument("--replay", metavar="DIR", help="replay such a record; options that are not given are taken from it")
     parser.set_defaults(defaults={"tasks": tasks, "samples": 1, "split": split, "folder": folder})
 
 
@@ -74,7 +74,7 @@ def read_request(args: argparse.Namespace, purpose: Literal["eval", "rollout"]) 
 
 
 def _base(args: argparse.Namespace, purpose: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The config table to begin with, and the request's values if none are given."""
+    """The config table to start from, and the request's values for options that are not given."""
     if args.replay is None:
         if args.env is None:
             raise ConfigError(f"an environment is needed, for example: agentrl {purpose} key_value --model runs/quickstart/final")
@@ -96,11 +96,11 @@ def _base(args: argparse.Namespace, purpose: str) -> tuple[dict[str, Any], dict[
 
 
 def check_request(config: TrainConfig, request: RolloutRequest) -> None:
-    """Raise a UserError for what is wrong before a folder is made. A replay is checked call by call instead."""
+    """Raise a UserError for a request that cannot work, before a folder is created. A replay is checked call by call instead."""
     if request.replay is not None:
         for key, given in (("tools.sets", config.tools.sets), ("tools.mcp", config.tools.mcp)):
             if given:
-                raise ConfigError(f"{key}: a replay has the answers of the recorded run's tools and asks no others; leave it out")
+                raise ConfigError(f"{key}: a replay has the answers of the recorded run's tools and calls no others; leave it out")
     else:
         from agentrl.run.checks import check_eval
 
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         if outcome.interrupted:
             return say_interrupted(display.say, request, len(outcome.episodes))
         unscored = sum(trajectory.reward is None for trajectory in outcome.episodes.values())
-        note = f" ({unscored} of them unscored: the same command runs those again)" if unscored else ""
+        note = f" ({unscored} of them unscored: the same command runs them again)" if unscored else ""
         display.say(f"{len(request.pairs)} episodes{note}: {request.out / 'trajectories.jsonl'}")
         if request.record is not None:
             display.say(f"record: {request.record} (agentrl {request.purpose} --replay {request.record})")
@@ -127,6 +127,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def say_interrupted(say: Any, request: RolloutRequest, done: int) -> int:
-    """Print what is left to do after Ctrl-C; returns the exit code."""
-    say(f"interrupted: {done} of {len(request.pairs)} episodes are in {request.out}; the same command goes on")
+    """Say after Ctrl-C what is done and how to continue; returns the exit code."""
+    say(f"interrupted: {done} of {len(request.pairs)} episodes are in {request.out}; the same command runs the rest")
     return 130

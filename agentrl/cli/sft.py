@@ -13,12 +13,12 @@ EPILOG = """examples:
   agentrl sft configs/quickstart.toml name=warm sft.gate=0.9 sft.teacher.wrong=0.1
   agentrl train configs/quickstart.toml model.init=false sft=false model.path=runs/warm/warm_start    train from there
 
-The folder it writes is a Hugging Face model folder: any tool that loads those loads it.
+The result is a Hugging Face model folder, which transformers and vLLM can load.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its arguments, and what runs it."""
+    """Add the command's arguments."""
     add_config(parser, "a TOML file or the name of a packaged config, with an [sft] section", required=True)
     parser.add_argument("--overwrite", action="store_true", help="start over if a run of that name exists")
     parser.set_defaults(run=run)

@@ -1,4 +1,4 @@
-"""`agentrl train`: validate, set up the run folder, train, and leave a summary whatever happens."""
+"""`agentrl train`: validate the config, create the run folder, train, and always write a summary."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ EPILOG = """examples:
   agentrl train quickstart cluster.backend=inline      a packaged config; every role in this process
   agentrl train configs/quickstart.toml --dry-run      all checks, and the memory of each role; starts nothing
   agentrl train my.toml --dry-run --gpu-memory 80      ... planned for cards of 80 GiB on another machine
-  agentrl train --resume runs/quickstart               go on after the newest checkpoint
-  agentrl train --resume runs/quickstart steps=400     ... for longer; what was learned with cannot change
+  agentrl train --resume runs/quickstart               continue from the newest checkpoint
+  agentrl train --resume runs/quickstart steps=400     ... for more steps; keys that affect learning cannot change
 
 Ctrl-C once finishes the step, writes a checkpoint and exits with 130; twice stops at once.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its arguments, and what runs it."""
+    """Add the command's arguments."""
     add_config(parser, "a TOML file or the name of a packaged config")
-    parser.add_argument("--resume", metavar="RUN", help="go on with this run folder")
+    parser.add_argument("--resume", metavar="RUN", help="continue the run in this folder")
     parser.add_argument("--overwrite", action="store_true", help="start over if a run of that name exists")
     parser.add_argument("--dry-run", action="store_true", help="check the config, print the memory of every role, and end")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each card, to plan a run for another machine")

@@ -44,7 +44,7 @@ def test_a_broken_file_is_shown_as_left_out(here: Path, capsys: pytest.CaptureFi
     (here / "envs" / "bad.py").write_text("def (")
     assert run("list") == 0
     out = capsys.readouterr().out
-    assert "left out:" in out and "bad.py" in out
+    assert "skipped:" in out and "bad.py" in out
 
 
 def test_new_writes_an_environment_that_passes_its_checks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
