@@ -100,7 +100,9 @@ def check_request(config: TrainConfig, request: RolloutRequest) -> None:
     if request.replay is not None:
         for key, given in (("tools.sets", config.tools.sets), ("tools.mcp", config.tools.mcp)):
             if given:
-                raise ConfigError(f"{key}: a replay has the answers of the recorded run's tools and calls no others; leave it out")
+                raise ConfigError(
+                    f"{key}: a replay has the answers of the recorded run's tools and calls no others; leave it out"
+                )
     else:
         from agentrl.run.checks import check_eval
 

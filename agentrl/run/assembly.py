@@ -1,13 +1,13 @@
-"""From a config to what plays and scores its episodes. Training, evaluations, rollouts, replays and their checks assemble here.
+"""From a config to the parts that play and score its episodes, for training, evaluations, rollouts, replays and their checks.
 
     environment   config.env, config.tools                       EnvRef.of
     scorer        config.env.reward, config.reward               catalog/scoring
     renderer      tokenizer, config.model.tool_parser            `make_renderer`
     engine        config.engine or an API model                  run/engines
-    policy        all of these, config.rollout                   `make_policy`: sampling, context policy, who writes summaries
+    policy        all of these, config.rollout                   `make_policy`: sampling, context policy, writer of summaries
     limits        config.rollout, the model's context length     rollout/episode
 
-An `EpisodeIO` stands between these parts and the outside: a run with a record, or a replay of one, differs there alone.
+An `EpisodeIO` stands between these parts and the outside. A recorded run, or a replay of one, differs only there.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from agentrl.cluster.placement import Pools
 
 VLLM_PARSER = "vllm:"
-"""What the name of one of vLLM's own tool parsers begins with."""
+"""Prefix of the names of vLLM's own tool parsers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What is read from files before anything is made; a record keeps them, so that a replay needs no others.
+    """What is read from files before any part is made; a record keeps copies, so that a replay needs no other files.
 
-    `tokenizer` is None for an API model. `context`: tokens that one prompt and its turn may take.
+    `tokenizer` is None for an API model. `context`: the most tokens of a prompt together with its turn.
     """
 
     spec: dict[str, Any]
@@ -52,7 +52,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """What plays and scores the episodes of a config; nothing is started."""
+    """The parts that play and score the episodes of a config; nothing is started."""
 
     env: EnvRef
     scorer: Scorer
@@ -73,7 +73,7 @@ class Assembly:
 
 
 def read_inputs(config: TrainConfig, model: str | None = None) -> Inputs:
-    """The reward spec, tokenizer and context length of a run; `model` instead of `model.path` if given.
+    """The reward spec, tokenizer and context length of a run; `model`, if given, replaces `model.path`.
 
     Raises ConfigError, CatalogError, RewardSpecError or ModelError if one of them is missing or unfit.
     """
@@ -93,9 +93,9 @@ def assemble(
     temperature: float | None = None,
     pools: Pools | None = None,
 ) -> Assembly:
-    """All parts. `model` and `temperature` instead of `model.path` and `rollout.temperature` if given; `pools`: of the run.
+    """All parts. `model` and `temperature`, if given, replace `model.path` and `rollout.temperature`; `pools`: the run's.
 
-    Raises ConfigError, ModelError, DependencyError or RewardSpecError for what does not fit together.
+    Raises ConfigError, ModelError, DependencyError or RewardSpecError if parts do not fit together.
     """
     io, path = io or EpisodeIO(), model or config.model.path
     assert path is not None
@@ -111,10 +111,10 @@ def assemble(
 
 
 def scorer_of(config: TrainConfig, spec: dict[str, Any] | None = None, io: EpisodeIO | None = None) -> Scorer:
-    """What scores a run's episodes: by `spec`, or by the one that the config names."""
+    """The scorer of a run's episodes, by `spec` or else by the spec that the config names."""
     env = EnvRef.of(config)
-    found = spec or find_spec(env, config.env.reward)
-    return make_scorer(found, config.reward, env, timeout=config.rollout.env_timeout, through=(io or EpisodeIO()).scoring)
+    spec = spec or find_spec(env, config.env.reward)
+    return make_scorer(spec, config.reward, env, timeout=config.rollout.env_timeout, through=(io or EpisodeIO()).scoring)
 
 
 def renderer_of(config: ModelConfig, tokenizer: Any) -> Renderer:
@@ -131,7 +131,7 @@ def _parser(name: str, tokenizer: Any) -> Parser | ForTools | None:
 
         return vllm_parser_for_tools(name.removeprefix(VLLM_PARSER), tokenizer)
     if name not in PARSERS:
-        hint = did_you_mean(name, PARSERS, f"a parser of vLLM is asked for as '{VLLM_PARSER}{name}'")
+        hint = did_you_mean(name, PARSERS, f"a parser of vLLM is written '{VLLM_PARSER}{name}'")
         known = ", ".join(map(repr, PARSERS))
         raise ConfigError(f"model.tool_parser = {name!r}: expected 'auto', {known} or '{VLLM_PARSER}NAME'; {hint}")
     return PARSERS[name]
@@ -140,9 +140,9 @@ def _parser(name: str, tokenizer: Any) -> Parser | ForTools | None:
 def make_policy(
     config: TrainConfig, engine: Engine, renderer: Renderer, temperature: float | None = None, io: EpisodeIO | None = None
 ) -> Policy:
-    """The policy of a run's episodes; `temperature` instead of `rollout.temperature` if given.
+    """The policy of a run's episodes; `temperature`, if given, replaces `rollout.temperature`.
 
-    Summaries are written by `rollout.summary_model`, greedily and asked as `api` says, or else by the policy itself.
+    Summaries are written by `rollout.summary_model` (greedily, with the settings of `api`), or else by the policy itself.
     """
     rollout, writer = config.rollout, None
     if rollout.summary_model is not None:
@@ -159,12 +159,13 @@ def make_policy(
 
 
 def _api_model(config: TrainConfig, io: EpisodeIO, owner: str, path: str) -> tuple[Engine, Renderer]:
-    """An API model: its engine and its renderer share a transcript."""
+    """Engine and renderer of an API model."""
     from agentrl.backends.api.engine import ApiRenderer, Transcript
 
-    asked = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    # Shared: the renderer numbers messages, since episodes consist of ids, and the engine maps the numbers back.
     transcript = Transcript(*io.transcript(owner))
-    return io.engine(lambda: make_api_engine(asked, transcript)), ApiRenderer(transcript)
+    return io.engine(lambda: make_api_engine(config, transcript)), ApiRenderer(transcript)
 
 
 def tokenizer_of(config: TrainConfig, model: str | None = None) -> Any:
@@ -177,7 +178,7 @@ def tokenizer_of(config: TrainConfig, model: str | None = None) -> Any:
 
 
 def model_length(config: TrainConfig, model: str | None = None) -> int:
-    """Tokens that the model takes at most: `model`, the one of `model.path`, or the one that [model.init] builds."""
+    """The most tokens that the model takes: `model`, the one at `model.path`, or the one that [model.init] builds."""
     path, init = model or config.model.path, config.model.init
     if path is not None:
         return model_context(path)
@@ -186,11 +187,11 @@ def model_length(config: TrainConfig, model: str | None = None) -> int:
 
 
 def context_length(config: TrainConfig, engine: str, model: str | None = None) -> int:
-    """Tokens that one prompt and its turn may take: the model's own limit, and that of the engine."""
+    """The most tokens of a prompt together with its turn: the model's limit or the engine's, whichever is lower."""
     context = model_length(config, model)
     return maker_of(engine, config).context(context)
 
 
 def longest_row(config: TrainConfig) -> int:
-    """The most tokens that a transcript may have: those of a micro-batch, and not more than the model takes."""
+    """The most tokens of a transcript: what a micro-batch holds, but not more than the model takes."""
     return min(config.optim.micro_tokens, model_length(config))

@@ -1,4 +1,4 @@
-"""What the files hold that a config only names: an evaluation of other weights under an old path is another evaluation."""
+"""Digests of the files that a config only names, so that new weights under an old path are a different evaluation."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _CHUNKS = 128
 
 
 def contents_of(config: TrainConfig) -> Identity:
-    """Digests of the reward spec, and of the files of the model, the environment and the tool sets, for an identity.
+    """Digests of the reward spec and of the files of the model, the environment and the tool sets, for an identity.
 
-    Models on a hub or behind an API, and environments of installed packages, have none. Raises CatalogError or
+    Models on a hub or behind an API and environments of installed packages have no digest. Raises CatalogError or
     RewardSpecError if the spec, the environment or a tool set is not found.
     """
     env = EnvRef.of(config)
-    found: Identity = {"the content of env.reward": digest_of(find_spec(env, config.env.reward))}
+    digests: Identity = {"the content of env.reward": digest_of(find_spec(env, config.env.reward))}
     model = Path(config.model.path or "")
     files = {
         "model.path": sorted(_plain(model.iterdir())) if config.model.path and model.is_dir() else [],
@@ -31,12 +31,12 @@ def contents_of(config: TrainConfig) -> Identity:
     }
     for key, paths in files.items():
         if paths:
-            found[f"the files of {key}"] = digest_of([[path.name, _digest(path)] for path in paths])
-    return found
+            digests[f"the files of {key}"] = digest_of([[path.name, _digest(path)] for path in paths])
+    return digests
 
 
 def _sources(path: Path | None) -> Iterator[Path]:
-    """The environment's file and, if it has a folder of its own, what lies beside it; tests decide nothing."""
+    """The environment's file and, if it has its own folder, the other files there except tests."""
     if path is None:
         return
     if path.name != "env.py":
@@ -52,14 +52,15 @@ def _plain(paths: Iterator[Path]) -> Iterator[Path]:
 
 
 def _digest(path: Path) -> str:
-    """Of a file's size and content; of a large one, as weights are, of chunks spread evenly over it, which takes no time."""
-    size, found = path.stat().st_size, sha256()
-    found.update(str(size).encode())
+    """Digest of a file's size and content; of a large file (weights), of its size and `_CHUNKS` chunks."""
+    size, digest = path.stat().st_size, sha256()
+    digest.update(str(size).encode())
     with path.open("rb") as file:
         if size <= _CHUNK * _CHUNKS:
-            found.update(file.read())
-            return found.hexdigest()
+            digest.update(file.read())
+            return digest.hexdigest()
+        # Evenly spread samples: a training step changes nearly all weights, and reading 100 GB would take minutes.
         for chunk in range(_CHUNKS):
             file.seek(chunk * (size - _CHUNK) // (_CHUNKS - 1))
-            found.update(file.read(_CHUNK))
-    return found.hexdigest()
+            digest.update(file.read(_CHUNK))
+    return digest.hexdigest()

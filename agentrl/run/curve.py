@@ -8,7 +8,7 @@ from typing import Any
 
 
 def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draw success per step (sampled while training; held-out where evaluated) into a PNG."""
+    """Draw success per step (on sampled training tasks, and on held-out tasks at evaluations) into a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -25,6 +25,6 @@ def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> Non
     axes.grid(alpha=0.3)
     if train or held:
         axes.legend(loc="lower right")
-    aside = path.with_name(f".{path.name}")
-    figure.savefig(aside, dpi=120, format="png")
-    aside.replace(path)
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, dpi=120, format="png")
+    temporary.replace(path)  # a viewer never reads half an image

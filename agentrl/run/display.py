@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live line on a terminal, plain lines in a file or a pipe."""
+"""The progress display of a run: a live line on a terminal, plain lines in a file or a pipe."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Display:
             self._live = None
 
     def phase(self, name: str, total: int, first: int = 0) -> None:
-        """Begin a phase of `total` steps, `first` of which are done already (a resume)."""
+        """Start a phase of `total` steps, of which a resumed run has already done `first`."""
         self._phase, self._total, self._first, self._began = name, total, first, time.monotonic()
         self._printed = 0.0
         if self._live is not None:
@@ -57,7 +57,8 @@ class Display:
             self.say(f"[{name}] {total} steps" if total > 1 else f"[{name}]")
 
     def step(self, done: int, values: Mapping[str, Any], *, force: bool = False) -> None:
-        """Show that `done` steps of the phase are done, with values such as success and tokens/s."""
+        """Show that `done` steps of the phase are done, with values such as success and tokens/s. In plain output a step
+        is printed every few seconds; with `force` at once."""
         note = "  ".join(f"{key} {_short(value)}" for key, value in values.items() if value is not None)
         note = f"{note}  ETA {self._eta(done)}"
         if self._live is not None and self._task is not None:
@@ -69,14 +70,14 @@ class Display:
             self.say(f"[{self._phase}] {done}/{self._total}  {note}")
 
     def say(self, text: str) -> None:
-        """A line that stays."""
-        self.console.print(text, markup=False)
+        """Print a line that stays."""
+        self.console.print(text, markup=False)  # paths and messages may contain [brackets]
 
     def _eta(self, done: int) -> str:
-        moved = done - self._first
-        if moved <= 0:
+        steps = done - self._first  # of this process: those before a resume took none of its time
+        if steps <= 0:
             return "--:--"
-        left = (time.monotonic() - self._began) / moved * max(0, self._total - done)
+        left = (time.monotonic() - self._began) / steps * max(0, self._total - done)
         minutes, seconds = divmod(int(left), 60)
         return f"{minutes}:{seconds:02d}"
 

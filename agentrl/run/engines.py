@@ -1,4 +1,4 @@
-"""Which engine a run uses, by name (rollout/engine_maker.py has the registry); only the chosen backend is imported."""
+"""The engine of a run, by name (rollout/engine_maker.py has the registry). Only the chosen backend is imported."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ AUTO = "auto"
 
 
 def resolve_engine(name: str) -> str:
-    """The name of an engine: `auto` is the one that suits this machine best (vLLM on one with a GPU, else embedded).
+    """The name of an engine: `auto` becomes the one that suits this machine best (vLLM if it has a GPU, else embedded).
 
-    Raises ConfigError for an unknown name, DependencyError if what it needs is not installed.
+    Raises ConfigError for an unknown name, DependencyError if a package that the engine needs is not installed.
     """
     if name == AUTO:
         return max(ENGINES.own(), key=lambda entry: entry.make.suits()).name
@@ -32,13 +32,13 @@ def resolve_engine(name: str) -> str:
 
 
 def engine_name(config: TrainConfig) -> str:
-    """The engine of a run: what claims its model (an API), else what `engine` says. Raises as `resolve_engine` does."""
+    """The engine of a run: the one that claims its model (`api:NAME`), else that of `engine`. Raises as `resolve_engine`."""
     claiming = [entry.name for entry in ENGINES.own() if entry.make.claims(config.model.path)]
     return claiming[0] if claiming else resolve_engine(config.engine)
 
 
 def engine_of(config: TrainConfig) -> Entry[type[EngineMaker]]:
-    """What is registered of the run's engine: its needs and traits. Raises as `resolve_engine` does."""
+    """The registry entry of the run's engine, with its needs and traits. Raises as `resolve_engine`."""
     return ENGINES.entry(engine_name(config))
 
 
@@ -48,18 +48,18 @@ def needs_ray(config: TrainConfig) -> bool:
 
 
 def maker_of(name: str, config: TrainConfig) -> EngineMaker:
-    """The maker of that engine with the config's `engine_args`. Raises ConfigError for an argument that it does not take."""
+    """The maker of the engine `name` with the config's `engine_args`. Raises ConfigError for an unknown or invalid argument."""
     maker: EngineMaker = ENGINES.bind(name, config.engine_args)(config)
     return maker
 
 
 def make_engine(name: str, model: str, config: TrainConfig, pools: Pools | None = None) -> Engine:
-    """The engine, not started. `name` is what `resolve_engine` gave, `model` a folder or hub name; with
-    `pools`, the engine's own processes run where the role "rollout" is placed."""
+    """The engine, not started. `name` is a result of `resolve_engine`, `model` a folder or hub name; with
+    `pools`, the engine's own processes run in the pool of the role "rollout"."""
     ray_options = pools.ray_options("rollout") if pools is not None and "rollout" in pools else ()
     return maker_of(name, config).make(model, model_context(model), ray_options)
 
 
 def make_api_engine(config: TrainConfig, transcript: Transcript) -> Engine:
-    """The engine of a model whose ids are messages (`api:NAME`, asked as the config's `api` section says)."""
+    """The engine of an API model (`api:NAME`), with the settings of the config's `api` section."""
     return maker_of(engine_name(config), config).make_with(transcript)

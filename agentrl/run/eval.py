@@ -15,9 +15,8 @@ from agentrl.run.rollout import RolloutOutcome, RolloutRequest, run_rollout
 async def run_eval(
     config: TrainConfig, request: RolloutRequest, display: Display
 ) -> tuple[dict[str, Any] | None, RolloutOutcome]:
-    """Run what is missing of the evaluation; its report, also written to `request.out`. None if Ctrl-C came first.
-
-    Raises ConfigError if `out` holds an evaluation of something else.
+    """Run the missing episodes of the evaluation. Returns its report, also written to `request.out` (None after Ctrl-C), and
+    the episodes. Raises ConfigError if `request.out` has an evaluation of something else.
     """
     outcome = await run_rollout(config, request, display)
     if outcome.interrupted:

@@ -1,4 +1,4 @@
-"""What `agentrl eval` and `agentrl rollout` play with: a model or an API, live, recorded, or from a record."""
+"""The parts of `agentrl eval` and `agentrl rollout`: a model or an API, live, recorded, or replayed."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from agentrl.run.record_folder import RecordFolder
 
 @dataclass(slots=True)
 class EvalSession:
-    """The parts that episodes need, and what stands between them and the outside; `close` ends them all."""
+    """The parts that episodes need, and their connection to the outside; `close` closes all of them."""
 
     parts: Assembly
     io: EpisodeIO
     ray: bool = False
 
     async def start(self, config: TrainConfig) -> None:
-        """Start the engines. Raises UserError or EngineError; what was started is closed by `close`."""
+        """Start the engines. Raises UserError or EngineError; `close` then closes what was started."""
         if self.ray:
             start_ray(config.cluster)
         await self.parts.start()
 
     async def close(self) -> None:
-        """Free everything."""
+        """Close everything."""
         await self.parts.close()
         self.io.close()
         if self.ray:
@@ -36,13 +36,13 @@ class EvalSession:
 
 
 def open_live(config: TrainConfig, temperature: float, record: RecordFolder | None) -> EvalSession:
-    """The parts, live; with `record` everything that is asked is written down there."""
+    """The parts, live; with `record` every answer is recorded there."""
     inputs = read_inputs(config)
     io = EpisodeIO() if record is None else record.open(config, inputs)
     return EvalSession(assemble(config, inputs, io=io, temperature=temperature), io, "ray" in engine_of(config).needs)
 
 
 def open_replay(config: TrainConfig, temperature: float, folder: RecordFolder) -> EvalSession:
-    """The parts, all of them from the record. Raises ReplayError if it is none, or was changed."""
+    """The parts, all of them from the record. Raises ReplayError if `folder` is not a record, or was changed."""
     io = Replayer(folder.read())
     return EvalSession(assemble(config, folder.inputs(), io=io, temperature=temperature), io)

@@ -1,7 +1,7 @@
-"""The run folder: everything a run leaves behind, each file whole at any moment.
+"""The run folder: everything that a run writes. Readers see each file complete at any moment.
 
 config.toml        the resolved config          metrics.jsonl     one JSON object per row
-summary.json       how it ended                 curve.png         the learning curve
+summary.json       the result                   curve.png         the learning curve
 trajectories/      *.jsonl, one episode per row tensorboard/      events
 checkpoints/       step_NNNNNN/                 log.txt           everything logged
 model/ warm_start/ final/   the initial, the warmed-up and the trained model, as Hugging Face folders
@@ -23,7 +23,7 @@ from agentrl.trajectory import Group, Trajectory
 
 
 class RunFolder:
-    """Paths of a run and the only code that writes its plain files."""
+    """The paths of a run, and the only code that writes its plain files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,13 +43,13 @@ class RunFolder:
     def create(cls, config: TrainConfig) -> RunFolder:
         """A fresh folder `<out>/<name>`.
 
-        Raises ConfigError if a run of that name is there already: nothing is overwritten.
+        Raises ConfigError if a run of that name exists (nothing is overwritten), ResourceError if it cannot be written.
         """
         folder = cls(Path(config.out) / config.name)
         if folder.path.exists() and any(folder.path.iterdir()):
             raise ConfigError(
-                f"{folder.path}: there is a run of that name. Go on with it: agentrl train --resume "
-                f"{shlex.quote(str(folder.path))}; or take another name: name={config.name}-2; or start over: --overwrite"
+                f"{folder.path}: there is a run of that name. Continue it: agentrl train --resume "
+                f"{shlex.quote(str(folder.path))}; or choose another name: name={config.name}-2; or start over: --overwrite"
             )
         try:
             folder.trajectories.mkdir(parents=True)
@@ -65,14 +65,15 @@ class RunFolder:
             file.write(json.dumps(row) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All complete rows of metrics.jsonl; a last row that a kill cut short is left out."""
+        """All complete rows of metrics.jsonl; a last row that was cut short by a kill is skipped."""
         if not self.metrics.exists():
             return []
         lines = self.metrics.read_text().split("\n")
+        # A complete row ends with a newline, so what follows the last one is a partial row or nothing.
         return [json.loads(line) for line in lines[:-1] if line]
 
     def rewind(self, step: int) -> None:
-        """Remove the rows that a resume from `step` (updates done) will write again; the warm start is never repeated."""
+        """Remove the rows that a resume from `step` (updates done) will write again. The warm start is never repeated."""
         rows = [
             row
             for row in self.read_metrics()
@@ -102,15 +103,16 @@ def atomic_write(path: Path, text: str) -> None:
 
 
 def atomic_write_all(path: Path, parts: Iterable[str]) -> None:
-    """The same for a text in parts, of which one at a time is in memory. If producing a part raises, the old file stays."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    """The same for a text in parts, with one part at a time in memory. If producing a part raises, the old file stays."""
+    # In the same folder, because a rename is atomic only within one file system.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with aside.open("w") as file:
+        with temporary.open("w") as file:
             for part in parts:
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(path)
+        temporary.replace(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

@@ -1,4 +1,4 @@
-"""A run from start to summary: phases, Ctrl-C, lost workers, and what is said at the end."""
+"""A run from start to summary: phases, Ctrl-C, lost workers, and the closing message."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RunOutcome:
-    """How a run stands; becomes summary.json."""
+    """The state of a run; becomes summary.json."""
 
     status: str = "failed"
     error: str | None = None
@@ -43,7 +43,7 @@ class RunOutcome:
 def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_start: bool = False) -> int:
     """Run `config` in `folder`: all phases, or the warm start alone. Returns the exit code: 0 done, 1 failed, 130 interrupted.
 
-    Raises UserError for what the user can mend. The summary is written in every case.
+    Raises UserError for what the user can fix. The summary is always written.
     """
     _quiet()
     raise_gc_threshold()
@@ -64,7 +64,9 @@ def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_
         except OSError as error:
             outcome.error = f"{type(error).__name__}: {error}"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise ResourceError(f"{folder.path}: the disk is full; free some and go on with: {_go_on(folder)}") from error
+                raise ResourceError(
+                    f"{folder.path}: the disk is full; free some space and continue with: {_resume_command(folder)}"
+                ) from error
             raise
         except BaseException as error:
             outcome.error = f"{type(error).__name__}: {error}"
@@ -80,6 +82,7 @@ async def _train(config: TrainConfig, folder: RunFolder, display: Display, run_l
     interrupt = Interrupt(display.say)
     interrupt.install()
     while True:
+        # Everything is closed and opened again, because torch.distributed groups do not survive the loss of a rank.
         try:
             await _attempt(config, folder, display, run_log, outcome, interrupt)
             return
@@ -108,7 +111,7 @@ async def _attempt(
 
 async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interrupt: Interrupt) -> None:
     config, folder = session.config, session.folder
-    outcome.status = "interrupted"
+    outcome.status = "interrupted"  # the early returns below follow Ctrl-C, except that of a warm start alone
     if config.sft is not None and not (folder.warm_start / "config.json").is_file():
         await warm_start(session, run_log, interrupt)
         if interrupt.requested:
@@ -120,7 +123,7 @@ async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interr
     if await session.saver.load():
         await session.publish()
     else:
-        folder.rewind(-1)
+        folder.rewind(-1)  # rows of an attempt that ended before its first checkpoint would be written twice
         await session.publish()
         await session.saver.save(await evaluate_now(session, run_log, "before"))
     try:
@@ -128,7 +131,7 @@ async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interr
     except JudgeBudgetError as error:
         step = await session.saver.save_missing()
         raise JudgeBudgetError(
-            f"{error}, and go on from the checkpoint of step {step}: {_go_on(folder)} reward.judge..."
+            f"{error}, and continue from the checkpoint of step {step}: {_resume_command(folder)} reward.judge..."
         ) from error
     if session.collector.ledger.version >= config.steps or not interrupt.requested:
         await session.saver.rate(await evaluate_now(session, run_log, "after"))
@@ -147,8 +150,8 @@ def _finish(config: TrainConfig, folder: RunFolder, outcome: RunOutcome) -> None
 
 def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: RunOutcome) -> dict[str, Any]:
     def success(phase: str) -> float | None:
-        found = [row["success"] for row in rows if row["phase"] == phase]
-        return found[-1] if found else None
+        values = [row["success"] for row in rows if row["phase"] == phase]
+        return values[-1] if values else None
 
     updates = [row for row in rows if row["phase"] == "train"]
     seconds = time.monotonic() - outcome.began
@@ -169,7 +172,7 @@ def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: RunOutcom
 
 def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: RunOutcome, looks: list[str]) -> None:
     if outcome.status == "interrupted":
-        display.say(f"interrupted. Go on with: {_go_on(folder)}")
+        display.say(f"interrupted. Continue with: {_resume_command(folder)}")
         return
     if outcome.only_warm_start:
         display.say(f"the warmed-up model is in {folder.warm_start}")
@@ -188,12 +191,12 @@ def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: 
     display.say("                            agentrl env list;  agentrl env new my_env")
 
 
-def _go_on(folder: RunFolder) -> str:
+def _resume_command(folder: RunFolder) -> str:
     return f"agentrl train --resume {shlex.quote(str(folder.path))}"
 
 
 def _quiet() -> None:
-    """The display is this program's; libraries' own progress bars and tracing notes would tear it."""
+    """Silence the libraries' own progress bars and tracing notes, which would garble the display."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

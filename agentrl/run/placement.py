@@ -1,4 +1,4 @@
-"""Where a run's roles are placed: its pools reserved, and the actor's processes in them."""
+"""Placement of a run's roles: reserves its pools, and starts the actor's processes in them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def roles_of(config: TrainConfig, engine_name: str) -> list[str]:
-    """The roles that this run has processes for, by the names of `cluster.roles`."""
+    """The roles of this run that have processes, by their names in `cluster.roles`."""
     present = {
         "actor": True,
         "rollout": maker_of(engine_name, config).processes() is not None,
@@ -29,7 +29,7 @@ def roles_of(config: TrainConfig, engine_name: str) -> list[str]:
 
 
 def open_pools(config: TrainConfig, engine_name: str) -> Pools | None:
-    """The run's pools, reserved; None if `cluster.roles` names none of its roles, and with backend "inline".
+    """The run's pools, reserved. None if `cluster.roles` names none of the run's roles, or with backend "inline".
 
     Raises ResourceError, with a table of demand against supply, if they do not fit. Ray must be up.
     """

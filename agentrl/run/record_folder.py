@@ -1,7 +1,7 @@
 """A folder with the record of a run: everything that a replay needs.
 
-record.json   the config, what was asked for, the model's context     calls.jsonl   every answer (rollout/replay/tape.py)
-reward.json   the reward spec                                        tokenizer/    of the model (none for an API)
+record.json   the config, the request, the model's context           calls.jsonl   every answer (rollout/replay/tape.py)
+reward.json   the reward spec                                        tokenizer/    the model's (none for an API)
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ FORMAT = 1
 
 
 class RecordFolder:
-    """Paths of a record and its plain files. `asked`: what the run is, with its `identity`, for the manifest of a new record."""
+    """Paths of a record and its plain files. `request`: the run's request with its `identity`, for a new record's manifest."""
 
-    def __init__(self, path: Path, asked: dict[str, Any] | None = None) -> None:
+    def __init__(self, path: Path, request: dict[str, Any] | None = None) -> None:
         self.path = path
         self.calls = path / "calls.jsonl"
         self.tokenizer = path / "tokenizer"
-        self._asked = asked or {}
+        self._request = request or {}
         self._read: Recorded | None = None
 
     def manifest(self) -> dict[str, Any]:
@@ -53,30 +53,30 @@ class RecordFolder:
         return self._read
 
     def ended(self) -> set[str]:
-        """Episodes that are complete in the record; none if there is no record yet."""
+        """The episodes that are complete in the record; empty if there is no record yet."""
         return set(self.read().episodes) if self.calls.exists() else set()
 
     def inputs(self) -> Inputs:
-        """What the run read. Raises ReplayError if the folder is no record, or was changed."""
+        """The inputs of the recorded run. Raises ReplayError if the folder is not a record, or was changed."""
         manifest = self.manifest()
         spec = json.loads((self.path / "reward.json").read_text())
         api = api_name(manifest["config"]["model"]["path"]) is not None
         return Inputs(spec, None if api else load_tokenizer(str(self.tokenizer)), manifest["context"])
 
     def open(self, config: TrainConfig, inputs: Inputs) -> Recorder:
-        """Start the record, or continue one of the same run. Raises ConfigError if it is of another run."""
+        """Start the record, or continue one of the same run. Raises ConfigError if the record is of another run."""
         self.path.mkdir(parents=True, exist_ok=True)
-        # Commands and addresses of tool servers may hold keys, and a replay starts none.
+        # Commands and addresses of tool servers may contain secrets, and a replay starts no server.
         table = config.model_dump(mode="json", exclude_none=True, exclude={"tools"})
-        manifest = {"agentrl_record": FORMAT, **self._asked, "context": inputs.context, "config": table}
+        manifest = {"agentrl_record": FORMAT, **self._request, "context": inputs.context, "config": table}
         file = self.path / "record.json"
         if file.exists():
             before, of = self.manifest().get("identity"), f"the record of another run ({file})"
-            check_goes_on(before, self._asked["identity"], of, self.path, "--record")
+            check_goes_on(before, self._request["identity"], of, self.path, "--record")
         if inputs.tokenizer is not None:
             assert config.model.path is not None
             inputs.tokenizer.save_pretrained(str(self.tokenizer))
-            load_model_config(config.model.path).save_pretrained(str(self.tokenizer))  # which class reads the tokenizer
+            load_model_config(config.model.path).save_pretrained(str(self.tokenizer))  # names the tokenizer's class
         atomic_write(self.path / "reward.json", json.dumps(inputs.spec, indent=2) + "\n")
         atomic_write(file, json.dumps(manifest, indent=2) + "\n")
         self.calls.touch()

@@ -1,7 +1,7 @@
-"""The report of an evaluation: success with intervals, reward terms, how episodes end, and what they cost.
+"""The report of an evaluation: success with intervals, reward terms, stop reasons, errors and costs.
 
 Unknown values are null, never 0: the price of an unknown model, tokens that a provider did not count, the latency
-of an episode that was never answered.
+of an episode that got no answer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
 
 
 def error_class(trajectory: Trajectory) -> str:
-    """The stop reason and the first words of the error: what it has in common with others of its kind."""
+    """The stop reason and the error's first words, so that errors that differ only in details are counted together."""
     return f"{trajectory.stop.value}: {re.split('[:(]', trajectory.error or '')[0].strip()}"
 
 
@@ -84,7 +84,7 @@ def _usd(trajectory: Trajectory) -> float | None:
 
 
 def _sampling_s(turn: Turn) -> float | None:
-    """Seconds that the model took for a turn; None for one that it never finished."""
+    """Seconds that the model took for a turn; None if it did not finish the turn."""
     return turn.seconds - sum(result.seconds for result in turn.results) if turn.ledger >= 0 else None
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a run: one row to metrics.jsonl, the trackers and the display."""
+"""Metrics of a run: each row goes to metrics.jsonl, the trackers and the display."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.trajectory import Trajectory
 
 
 class RunLog:
-    """Writes rows `{"step": updates done, "phase": ..., ...}`; keys under `time/` are wall-clock seconds."""
+    """Writes rows `{"step": updates done, "phase": ..., ...}`; values under `time/` are wall-clock seconds."""
 
     def __init__(self, folder: RunFolder, display: Display, trackers: Sequence[Choice]) -> None:
         self.folder, self.display = folder, display
@@ -38,7 +38,7 @@ class RunLog:
             tracker.row(phase, step, numbers)
 
     async def trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> None:
-        """Begin to write `trajectories/<name>.jsonl`, after the file before it; see `writes` for when it is there."""
+        """Start writing `trajectories/<name>.jsonl` once the previous file is written; wait on `writes` for its end."""
         await self.writes.begin(self.folder.write_trajectories, name, trajectories)
 
     async def evaluation(self, phase: str, step: int, result: Evaluation, seconds: float) -> None:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Session:
-    """What a training loop needs; opened by `open_session` and closed in any case."""
+    """What a training loop needs. `open_session` makes it; the caller closes it, also after an error."""
 
     config: TrainConfig
     folder: RunFolder
@@ -48,7 +48,7 @@ class Session:
     publisher: Publisher
 
     async def publish(self) -> None:
-        """Publish the actors' weights to the engine, under the ledger's version."""
+        """Publish the actors' weights to the engine, with the group ledger's version."""
         await self.collector.exchange(self.publisher.send)
 
     async def rest(self) -> None:
@@ -57,7 +57,8 @@ class Session:
         await self.publisher.sleep()
 
     async def close(self) -> None:
-        """Stop episodes, engine and workers, in this order. A checkpoint that is being written is lost."""
+        """Stop episodes, engine and workers. A checkpoint that is being written is lost."""
+        # Users before what they use: episodes sample from the engine, and roles of the learner may share the actors' processes.
         await self.saver.close()
         await self.collector.close()
         await self.engine.close()
@@ -72,7 +73,7 @@ class Session:
 
 
 def model_folder(config: TrainConfig, folder: RunFolder) -> str:
-    """The model that a session starts with: the warmed-up one, the given one, or a newly built one."""
+    """The folder or hub name of a session's initial model: the warm start's result, `model.path`, or a newly built one."""
     if (folder.warm_start / "config.json").is_file():
         return str(folder.warm_start)
     if config.model.path is not None:

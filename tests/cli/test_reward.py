@@ -301,7 +301,7 @@ def test_mistakes_on_the_command_line(argv, message):
 
 def test_a_row_that_is_not_there(tmp_path):
     file = record(tmp_path / "t.jsonl", episode("7"))
-    with pytest.raises(UserError, match="holds 1 rows"):
+    with pytest.raises(UserError, match="has 1 rows"):
         agentrl("explain", SHELF / "key_value.json", file, "--row", 2)
 
 

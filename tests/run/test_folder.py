@@ -27,7 +27,7 @@ def test_a_new_folder_holds_the_resolved_config(tmp_path: Path) -> None:
 
 def test_an_older_run_is_never_overwritten(tmp_path: Path) -> None:
     RunFolder.create(config(tmp_path))
-    with pytest.raises(ConfigError, match=r"--resume .*x; or take another name"):
+    with pytest.raises(ConfigError, match=r"--resume .*x; or choose another name"):
         RunFolder.create(config(tmp_path))
 
 
