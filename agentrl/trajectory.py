@@ -183,6 +183,7 @@ class TokenLedger:
         found, weights = _numbers(logprobs, np.float32), _versions(versions)
         if n and int(weights.min()) < 0:
             raise ValueError("a sampled token needs the version (>= 0) of the weights that sampled it")
+        # Looked at as float32, the way it is stored: -1e39 is a number to Python and becomes -inf here.
         if not np.isfinite(found).all():
             at = int(np.flatnonzero(~np.isfinite(found))[0])
             raise ValueError(f"the log probability of sampled token {at} of {n} is {found[at]}, not a finite number")

@@ -106,6 +106,8 @@ def plan(
     once = np.zeros_like(tokens) if prefix is None else np.asarray(prefix, dtype=np.int64)
     unit = np.arange(len(tokens)) if groups is None else group_units(tokens, np.asarray(groups), cap, once)
     size = unit_sums(unit, tokens, once).astype(np.int64)
+    # A further member saves the prefix's own cost. Its remaining tokens still attend to the prefix, and this part of their
+    # square stays.
     price = unit_sums(unit, costs, a * once + b * once.astype(np.float64) ** 2)
     best = portfolio(size, price, ranks, cap, overhead)
     table = _table(best.bin_of[unit], ranks, best.micros)
@@ -220,6 +222,7 @@ def in_rows(name: str, bin_of: np.ndarray, costs: np.ndarray, ranks: int) -> Row
     micros = -(-len(order) // ranks)
     place = np.full(count, -1, dtype=np.int64)
     place[order] = np.arange(len(order))
+    # Sorted, the first bin of each row is its costliest.
     return Rowed(name, place[bin_of], micros, float(loads[order[::ranks]].sum()))
 
 

@@ -85,6 +85,7 @@ class Ragged:
         return Ragged(self.batch.exclude(name), self.offsets, self.lengths)
 
     def _with(self, columns: Mapping[str, Any]) -> Ragged:
+        # A shallow copy: the columns are shared, so it costs nothing, and whoever holds the old view sees no change.
         out: TensorDict = self.batch.copy()
         for name, column in columns.items():
             out.set(name, column)
@@ -236,6 +237,7 @@ def concat(batches: Sequence[TensorDict]) -> TensorDict:
 
 def _concat_other(values: Sequence[Any], rows: int) -> Any:
     if isinstance(values[0], NonTensorData):
+        # A batch-wide value is of the whole batch, hence equal in all of its pieces.
         return wide(values[0].data, rows)
     return items_column([item for value in values for item in value.tolist()])
 
@@ -267,6 +269,7 @@ def pack(view: Ragged, rows: Rows) -> TensorDict:
             out[key] = pick(value, index)
     starts = torch.repeat_interleave(ends - counts, counts)
     out["position_ids"] = torch.arange(total) - starts
+    # int32 is what the attention kernels take.
     out["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32)
     out["segments"] = torch.repeat_interleave(torch.arange(len(index)), counts)
     out["rows"] = torch.from_numpy(index)

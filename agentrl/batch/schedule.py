@@ -43,6 +43,7 @@ def cut_minibatches(view: Ragged, algorithm: AlgorithmConfig, seed: int, step: i
     if algorithm.groups == "kept":
         groups = np.zeros(count, dtype=np.int64)
         groups[episode] = view.numbers("group")
+    # By episode, not by row: aggregation and counts are per episode, so all its rows belong to one optimizer step.
     order = np.argsort(episode, kind="stable")
     rows = np.split(order, np.cumsum(np.bincount(episode, minlength=count))[:-1]) if count else []
     parts = shuffled(count, algorithm.minibatch, seed, step, groups)
@@ -181,6 +182,7 @@ def _spread(
     Units are balanced: rows that stay together, with their prefix counted once.
     """
     if keep is None and not bool((together >= 0).any()):
+        # Sorted, so that neighbours in the batch are copied as one span.
         parts = [np.sort(np.asarray(part, dtype=np.int64)) for part in partition(tokens, ranks)]
         return parts, max((float(tokens[part].sum()) for part in parts), default=0.0)
     unit = group_units(tokens, together, np.inf, prefix)
@@ -240,6 +242,7 @@ def plan_micro_batches(view: Ragged, parts: Sequence[np.ndarray], cap: int, rank
         together = prefix = None
         if "together" in view:
             together, prefix = view.numbers("together")[part], view.numbers("prefix")[part]
+        # For one rank: each row has its rank by now, and moving it would take another exchange.
         made = plan(view.lengths[part], 1, cap, groups=together, prefix=prefix)
         bins.append([part[micro].tolist() for micro in made.rows[0]])
     counts = ranks.reduce(torch.tensor([len(micros) for micros in bins], dtype=torch.int64), "max")
@@ -254,6 +257,7 @@ def trees_of(view: Ragged, rows: Rows) -> list[Tree]:
     prefix, together = view.numbers("prefix")[index], view.numbers("together")[index]
     trees: dict[int, list[int]] = {}
     for place, number in enumerate(together.tolist()):
+        # Rows may stay together without a prefix (a kept group): each is then a tree of its own, under a number of its own.
         trees.setdefault(number if prefix[place] else -1 - place, []).append(place)
     made = [Tree(tuple(p), int(prefix[p[0]]) if len(p) > 1 else 0) for p in trees.values()]
     return made if any(tree.prefix for tree in made) else []

@@ -71,6 +71,7 @@ def serialize(batch: TensorDict) -> SerializedBatch:
         if isinstance(value, torch.Tensor):
             serialized.dtypes[key] = value.dtype
         if is_ragged(value):
+            # Only one offsets array travels; a column with others would arrive cut in the wrong places, without an error.
             if offsets is not None and not torch.equal(offsets_of(value), offsets):
                 raise ValueError(f"ragged column {key!r} has other row lengths than the first one")
             serialized.ragged[key] = _to_numpy(value.values())

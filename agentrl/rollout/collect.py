@@ -88,6 +88,7 @@ class Collector:
     async def collect(self) -> list[Group]:
         """The groups of the next update. Raises StalledError, naming what was waited for."""
         while True:
+            # In this order: what is too old frees slots, admission fills them, and the selection sees both.
             self._drop_stale()
             self._admit()
             groups = self.ledger.ready()
@@ -213,6 +214,8 @@ class Collector:
             self._drop(index, GroupState.FAILED, "; ".join(faults) or "unscored by the reward spec")
             return
         self.tasks.finished(index, success_rate(survivors))
+        # Past the limit such groups are trained, with advantages of 0: a policy that solves every task would otherwise never
+        # fill a batch.
         if self.config.filter_zero_variance and alike(group) and self._filtered < self._most_filtered():
             self._filtered += 1
             self._drop(index, GroupState.FILTERED, f"every member scored {survivors[0].reward}")
@@ -266,10 +269,13 @@ class Collector:
             spec = EpisodeSpec(
                 task_seed,
                 "train",
+                # Named, not drawn from a generator: the same whatever starts first, and after a resume. A retry gets another
+                # seed, since the same one might end in the same fault.
                 derive(self.seed, "episode", index, member, attempt),
                 member,
                 key=f"g{index}.m{member}.a{attempt}",
             )
+            # For the life of the environment, not of its requests alone: the limit also bounds its processes and files.
             async with self._slots:
                 trajectory = await run_episode(env.build(), policy, spec, self.limits, self.scorer, self.watch)
             self._moved(trajectory)

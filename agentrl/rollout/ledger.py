@@ -90,6 +90,8 @@ class GroupLedger:
         if self.slots_taken() >= (self.version + self.max_staleness + 1) * self.groups_per_update + self.spare:
             return None
         if self._again:
+            # Before new indices: a group that ran when the checkpoint was written has its task and seeds from its index, so
+            # none is skipped.
             index = self._again.pop(0)
         else:
             index, self._next = self._next, self._next + 1
@@ -132,6 +134,8 @@ class GroupLedger:
         return [
             e.index
             for e in self._entries.values()
+            # Counted from its admission, the least that `oldest` can be: its tokens may turn out newer, but by then the update
+            # would be past.
             if e.state is GroupState.RUNNING and self.version + 1 - e.oldest > self.max_staleness
         ]
 
@@ -154,6 +158,7 @@ class GroupLedger:
         usable = [e for e in done if self.version - e.oldest <= self.max_staleness]
         if len(usable) < self.groups_per_update:
             return None
+        # Oldest first: what is left over is what can wait longest.
         usable.sort(key=lambda entry: (entry.oldest, entry.index))
         # In the order of their indices, so that a batch does not depend on which group finished first.
         chosen = sorted(usable[: self.groups_per_update], key=lambda entry: entry.index)

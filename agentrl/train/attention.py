@@ -134,6 +134,7 @@ def packed_attention(
     """
     if dropout:
         raise ModelError("packed attention does not support dropout; set attention_dropout to 0 in the model's config")
+    # A window that no row exceeds hides nothing, so plain causal attention is exact.
     if sliding_window is not None and sliding_window < packed.longest:
         raise ModelError(f"a row of {packed.longest} tokens exceeds the sliding window of {sliding_window}")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -164,6 +165,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: f
     if repeat > 1:  # the kernel wants as many key heads as query heads
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     cu, longest = packed.cu_seqlens, packed.longest
+    # (-1, 0): any distance back and none ahead, which is causal.
     out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=(-1, 0))
     assert isinstance(out, Tensor)
     return out

@@ -181,6 +181,8 @@ def seal(folder: Path, step: int, score: float | None = None) -> None:
 def is_whole(folder: Path) -> bool:
     """True if the manifest exists and every file that it lists has the listed size."""
     try:
+        # Sizes, not checksums: a crash leaves files missing or short, and reading everything back would take as long as the
+        # save.
         return all((folder / name).stat().st_size == size for name, size in _manifest(folder)["files"].items())
     except (OSError, ValueError, KeyError):
         return False
@@ -215,6 +217,7 @@ def disk_full(error: BaseException | None) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
+    # A new or renamed file survives a power cut only once its folder is flushed too.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

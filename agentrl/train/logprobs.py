@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# With a vocabulary of 150,000, the float32 logits of a chunk take 0.6 GB. Shorter chunks save memory and make the product
+# slower.
 CHUNK = 1024
 
 

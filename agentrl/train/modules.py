@@ -70,6 +70,7 @@ class ValueModule(nn.Module):
         super().__init__()
         self.hf = model.base_model
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+        # Zeros, so that a new critic starts from value 0 instead of noise in the first advantages.
         nn.init.zeros_(self.head.weight)
 
     def forward(self, micro: Micro) -> Tensor:

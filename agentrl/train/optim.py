@@ -23,6 +23,7 @@ def rate(step: int, warmup: int, schedule: Schedule, total: int | None, floor: f
     Raises ConfigError if a decaying schedule has no `total`.
     """
     if step < warmup:
+        # From 1 / warmup, not 0: the first step would be computed and change nothing.
         return (step + 1) / warmup
     if schedule == "constant":
         return 1.0

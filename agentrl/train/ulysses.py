@@ -74,6 +74,8 @@ class Ulysses:
         tokens, heads, width = local.shape
         if heads % self.size:
             raise ModelError(f"{heads} attention heads cannot be shared by sequence_parallel={self.size} ranks")
+        # A rank gets heads that follow one another, of keys as of queries: with grouped-query attention its query heads then
+        # find their own key heads.
         parts = local.reshape(tokens, self.size, heads // self.size, width).transpose(0, 1).contiguous()
         out = self._exchange(parts)
         return out.reshape(self.size * tokens, heads // self.size, width)

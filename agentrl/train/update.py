@@ -80,6 +80,7 @@ def visit_order(count: int, epoch: int, settings: UpdateSettings) -> list[int]:
     """The order in which an epoch visits the minibatches; the first epoch takes them as they are, as they are shuffled."""
     if epoch == 0:
         return list(range(count))
+    # Only the order: what a minibatch holds is fixed by the driver, since its denominators belong to it.
     order = np.random.default_rng([settings.seed, settings.step, epoch]).permutation(count)
     return [int(number) for number in order]
 
@@ -112,6 +113,7 @@ class _Job:
             piece.column("picked") if "picked" in self.view else None,
         )
         out = self.policy(given)
+        # A weight says how much a token counts. Without `detach` its gradient would teach the policy to make tokens count less.
         tokens = out.loss * weights.detach()
         if self.algorithm.entropy_bonus:
             tokens = tokens - self.algorithm.entropy_bonus * entropy
@@ -262,6 +264,7 @@ class Meter:
 
     def add(self, name: str, values: Tensor) -> None:
         """Add the sum of `values`."""
+        # float64, because a float32 sum over millions of tokens loses the digits that a small mean (a KL) consists of.
         total = values.detach().double().sum().cpu()
         self._sums[name] = self._sums.get(name, torch.zeros((), dtype=torch.float64)) + total
 

@@ -102,6 +102,7 @@ def fill(stream: Stream, room: int, buffer: Tensor | None) -> tuple[list[TensorE
             tensor_in(buffer, entries[-1]).copy_(tensor.detach())
         used += -(-tensor.nbytes // ALIGN) * ALIGN  # aligned: a view of another dtype must start at a multiple of its size
         stream.advance()
+    # The last tensor's alignment may reach past the buffer.
     return entries, min(used, room)
 
 

@@ -60,6 +60,7 @@ class CollectiveSender(Sender):
             raise ConfigError(f"weights.route = collective: the engine did not join: {problem}") from problem
 
     def slot(self, number: int) -> Tensor:
+        # gloo reads the slot in the background; refilling it before the broadcast is done would send a mixture of two buckets.
         self._wait(number)
         return self._slots[number]
 
@@ -71,6 +72,7 @@ class CollectiveSender(Sender):
         self._works = [None] * SLOTS
         self._slots, self._group, self._store = [], None, None
         if self._pool is not None:
+            # Not awaited: a thread that still waits for others to join would hold up the end of the run.
             self._pool.shutdown(wait=False)
             self._pool = None
 

@@ -26,6 +26,7 @@ class MemorySender(Sender):
     def __init__(self, slot_bytes: int, receivers: int) -> None:
         super().__init__(slot_bytes, receivers)
         self._slots: list[Tensor] = []
+        # With the host: process ids repeat across machines, and a wrong match would load another trainer's weights.
         self._key = f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
 
     def open(self) -> Offer:

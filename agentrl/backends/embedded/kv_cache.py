@@ -111,6 +111,7 @@ class Slots:
 
     def new(self, key: str, tokens: list[int]) -> Sequence | None:
         """A sequence with a slot for all its tokens, or None if there is not enough memory."""
+        # For the tokens so far, not for all that may be sampled: most turns end early, and `widen` moves those that do not.
         pool = self._room(len(tokens))
         return None if pool is None else Sequence(key, tokens, pool, pool.take())
 
@@ -129,6 +130,7 @@ class Slots:
 
     def share(self, source: Sequence, target: Sequence, length: int) -> None:
         """Copy the cache of the first `length` tokens, which both sequences have in common."""
+        # A copy, no shared pages: decoding reads a slot's keys in place, as one block of memory.
         self._copy(source.pool, source.slot, target, length)
         target.computed = length
 

@@ -74,6 +74,7 @@ class Batcher:
         self._admit()
         if self.waiting and not self.running:
             request = self.waiting[0]
+            # Nothing runs, so nothing will free more room: it would wait forever.
             self.fail(request, EngineError(f"{len(request.tokens)} tokens do not fit in an empty KV cache"))
         work = list(self._schedule())
         if not work:
@@ -90,6 +91,7 @@ class Batcher:
                 last.append(len(token_ids) - 1)
         logits = self._model.forward(token_ids, plan, last or [0])
         for _, sequence, count in order:
+            # Only after the pass: if it raises, the cache must not claim tokens that it does not hold.
             sequence.computed += count
         self.steps += 1
         for request, _, _ in order:
@@ -157,6 +159,7 @@ class Batcher:
                 held.append(request)
                 break
             request.sequence = sequence
+            # Once per request: one that was sent back to the queue would count its prefix again.
             if not request.admitted:
                 self.cached_tokens += sequence.computed
                 request.admitted = True
@@ -171,6 +174,7 @@ class Batcher:
         own = self._idle.pop(request.key, None)
         if own is not None:
             # The prefix is compared token by token: a context policy may have rewritten the episode's history at equal length.
+            # At least the last token is computed in any case, because its logits are sampled from.
             own.computed = min(common_prefix(own.tokens, tokens), own.computed, len(tokens) - 1)
             if own.computed:
                 own.tokens = tokens
@@ -209,6 +213,7 @@ class Batcher:
             if sequence is None or not self._make_room(request, sequence):
                 continue
             due = len(request.tokens) - sequence.computed
+            # Decoding is not charged to the budget: long prompts would otherwise stall those who already sample.
             count = due if due == 1 else min(due, budget)
             if due > 1:
                 budget -= count
@@ -247,6 +252,7 @@ class Batcher:
     def _sample(self, ready: list[Request], logits: torch.Tensor) -> None:
         device = logits.device
         options = [request.sampling for request in ready]
+        # A request's own numbers, by position: what it samples does not depend on who shares the step, nor on being sent back.
         uniform = [request.uniforms[len(request.logprobs)] for request in ready]
         ids, logprobs = draw_tokens(
             logits,

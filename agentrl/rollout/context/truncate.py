@@ -31,6 +31,7 @@ class Truncate(ContextPolicy):
             return None
         old = starts[-self.keep] if self.keep else len(moment.messages)
         messages = [*elided(moment.messages[:old]), *moment.messages[old:]]
+        # An unchanged conversation must not start a ledger: the whole prompt would be computed, and kept, a second time.
         return None if messages == list(moment.messages) else messages
 
 
