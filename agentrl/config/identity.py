@@ -38,6 +38,7 @@ _ANYWHERE = {
     "trackers": _KEPT,
     "cluster": "says where processes run",
     "model.activation_checkpointing": "computes the same numbers in less memory",
+    "model.shard_gradients": "computes the same numbers in less memory",
     "model.replicas": "spreads the same computation over ranks",
     "model.sequence_parallel": "spreads the same computation over ranks",
     "model.cpu_offload": "computes the same numbers in less memory",

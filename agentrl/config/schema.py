@@ -54,7 +54,9 @@ class ModelConfig(Frozen):
     """`path`: a folder or hub name of a causal language model; or `init`: build a tiny one.
 
     How it is trained: `dtype` of the computation (weights and optimizer stay float32);
-    `activation_checkpointing` computes activations again in the backward pass; `replicas` shards within
+    `activation_checkpointing` computes activations again in the backward pass, by default from 1B parameters on;
+    `shard_gradients` adds gradients up over the ranks after every micro-batch, so that each keeps its shard, instead of
+    keeping them whole until the optimizer step: by default from 1B trained parameters on; `replicas` shards within
     actors / replicas ranks and replicates across (HSDP); `sequence_parallel` ranks share the tokens of each
     micro-batch (Ulysses); `cpu_offload` keeps weights and optimizer in host memory (GPUs only).
 
@@ -66,7 +68,8 @@ class ModelConfig(Frozen):
     init: InitModelConfig | None = None
     tool_parser: str = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | None = None
+    shard_gradients: bool | None = None
     replicas: PositiveInt = 1
     sequence_parallel: PositiveInt = 1
     cpu_offload: bool = False

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError, ModelError
 from agentrl.train.attention import PACKED, register_packed_attention
+from agentrl.train.by_size import by_size
 from agentrl.train.engine import BaseEngine, flat_state
 from agentrl.train.lora import inject, merged
 from agentrl.train.modules import Micro, PolicyModule, ScoreModule, ValueModule, shared
@@ -70,7 +71,8 @@ class FsdpEngine(BaseEngine):
         model = load(path, dtype=torch.float32, attn_implementation=PACKED)
         self.config = model.config
         self.tied = bool(model.config.get_text_config().tie_word_embeddings)
-        if cfg.activation_checkpointing:
+        self.checkpoints = by_size(cfg.activation_checkpointing, sum(p.numel() for p in model.parameters()))
+        if self.checkpoints:
             # The reentrant kind computes no gradient if no input of a layer needs one, which is so with adapters on frozen
             # weights.
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -89,6 +91,8 @@ class FsdpEngine(BaseEngine):
                 # differently depending on the alignment of their operands.
                 parameter.data = parameter.data.clone()
         self.optimizers: Optimizers | None = None
+
+        self.shards_gradients = by_size(cfg.shard_gradients, sum(p.numel() for _, p in self.named()))
 
     def _shard(self) -> None:
         # A bfloat16 sum over many ranks would swallow the small gradients, hence the reduction in float32.
@@ -134,8 +138,10 @@ class FsdpEngine(BaseEngine):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         if isinstance(self.module, FSDPModule):
-            # One reduction per optimizer step instead of one per micro-batch: unsharded gradients add up until the last.
-            self.module.set_requires_gradient_sync(last)
+            # One reduction per optimizer step instead of one per micro-batch: unsharded gradients add up until the last. Replicas
+            # are added once in any case: what they hold of the gradients until then is a shard.
+            self.module.set_requires_gradient_sync(last or self.shards_gradients)
+            self.module.set_requires_all_reduce(last)
             self.module.set_is_last_backward(last)
         torch.autograd.backward(loss)
 

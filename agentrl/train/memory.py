@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from agentrl.config.schema import ModelConfig
+from agentrl.train.by_size import by_size
 from agentrl.train.fsdp import MODULES, Role, layers_of
 from agentrl.train.lora import inject
 from agentrl.train.pretrained import meta_model
@@ -64,10 +65,11 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, *, trained: bool) -> 
     parameters = list(module.parameters())
     own = _local(parameters, shards)
     learning = [p for p in parameters if p.requires_grad] if trained else []
+    shard_gradients = by_size(cfg.shard_gradients, numbers(learning))
     return RoleMemory(
         weights=MASTER * own,
         optimizer=ADAMW * _local(learning, shards),
-        gradients=MASTER * numbers(learning),
+        gradients=MASTER * (_local(learning, shards) if shard_gradients else numbers(learning)),
         gathered=_gathered(module, cfg, trained) if ranks > 1 or cfg.dtype != "float32" else 0,
     )
 

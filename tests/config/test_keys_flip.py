@@ -272,6 +272,7 @@ ELSEWHERE: dict[str, str] = {
     "ModelConfig.tool_parser": "run/test_tool_parser.py::test_a_named_parser_is_used_where_it_fits_and_refused_where_not",
     "ModelConfig.dtype": f"{RANKS}::test_dtype_is_what_the_engine_gets_and_what_the_trainer_computes_in",
     "ModelConfig.activation_checkpointing": f"{PARALLEL}::test_activation_checkpointing_keeps_less",
+    "ModelConfig.shard_gradients": "train/test_ranks.py::test_gradients_sharded_after_every_micro_batch_are_the_same_and_take_a_ranks_share",  # noqa: E501
     "ModelConfig.replicas": f"{RANKS}::test_the_meshes_of_replicas_and_sequence_parallel",
     "ModelConfig.sequence_parallel": f"{RANKS}::test_the_meshes_of_replicas_and_sequence_parallel",
     "ModelConfig.cpu_offload": f"{PARALLEL}::test_what_cannot_be",

@@ -30,7 +30,7 @@ from agentrl.batch.rows import jagged, offsets_of
 from agentrl.cluster.dispatch import Call
 from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.worker import WorkerContext
-from agentrl.config.schema import AlgorithmConfig, Choice, ModelConfig, OptimConfig
+from agentrl.config.schema import AlgorithmConfig, Choice, LoraSection, ModelConfig, OptimConfig
 from agentrl.train.actor import Actor
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.critic import Critic
@@ -164,6 +164,50 @@ def measured(tiny: str, out: Path, layout: str) -> Body:
     return body
 
 
+SHARDED = {"plain": ModelConfig(), "replicas": ModelConfig(replicas=2), "adapters": ModelConfig(lora=LoraSection(rank=2))}
+
+
+def reduced(tiny: str, out: Path) -> Body:
+    """Gradients of an update of several micro-batches a step, and the most numbers of them that this rank kept from one
+    micro-batch to the next: with `shard_gradients` and without."""
+
+    def body(context: WorkerContext) -> None:
+        found: dict[str, Any] = {}
+        for name, model in SHARDED.items():
+            for often in (None, False, True):
+                actor, algorithm = Actor(context), AlgorithmConfig(minibatch=13)
+                actor.init_model(tiny, model.model_copy(update={"shard_gradients": often}), toy_optim(micro_tokens=64))
+                engine = actor._engine
+                engine.optimizers = recorder = Recorder(engine.named())
+                kept, backward = [], engine.backward
+
+                def counted(loss: Any, last: bool, engine=engine, kept=kept, backward=backward) -> None:
+                    backward(loss, last)
+                    if not last:
+                        kept.append(gradients_kept(engine))
+
+                engine.backward = counted
+                actor.update(mine(Actor, "update", noisy(), algorithm, context), algorithm, step=1)
+                found[f"{name} {often}"] = recorder.seen, max(kept), len(kept), sum(p.numel() for _, p in engine.named())
+        if context.rank == 0:
+            torch.save(found, out / "reduced.pt")
+
+    return body
+
+
+def gradients_kept(engine: Any) -> int:
+    """Numbers of the gradients that a rank holds, whole or sharded, by FSDP2's own account."""
+    total = 0
+    for part in engine._parts():
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            total += 0 if group._partial_reduce_output is None else group._partial_reduce_output.numel()
+            for held in group.fsdp_params:
+                shard = held.sharded_param.grad
+                grads = [held.unsharded_accumulated_grad, held.unsharded_param.grad, None if shard is None else shard.to_local()]
+                total += sum(grad.numel() for grad in grads if grad is not None)
+    return total
+
+
 def after_broken(tiny: str, model: ModelConfig, optim: OptimConfig, context: WorkerContext) -> tuple[Any, Any]:
     """Metrics and weights after an update of two minibatches, one with an infinite advantage."""
     actor, algorithm = Actor(context), AlgorithmConfig(minibatch=7)
@@ -293,6 +337,7 @@ def main(out: Path, tiny: str) -> None:
     warm_up(tiny)
     for layout, (mesh, _, _) in LAYOUTS.items():
         join(forked(mesh, out, measured(tiny, out, layout)))
+    join(forked({"dp": 2}, out, reduced(tiny, out)))
     for world, seed in KILLED:
         killed(tiny, out / f"killed_{world}_{seed}", world, seed)
 

@@ -13,7 +13,9 @@ from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.errors import ConfigError, ModelError
+from agentrl.train import by_size
 from agentrl.train.actor import Actor
+from agentrl.train.by_size import LARGE
 from tests.publishing import weights_of as weights
 
 ALGORITHM = AlgorithmConfig(minibatch=6)
@@ -40,7 +42,7 @@ def test_activation_checkpointing_changes_nothing(tiny: str) -> None:
     assert max((mine[n] - theirs[n]).abs().max().item() for n in mine) < 1e-5
 
 
-def test_activation_checkpointing_keeps_less(tiny: str) -> None:
+def test_activation_checkpointing_keeps_less(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Count what autograd saves during a forward pass."""
     from agentrl.batch.rows import Ragged
     from agentrl.train.fsdp import FsdpEngine
@@ -48,7 +50,9 @@ def test_activation_checkpointing_keeps_less(tiny: str) -> None:
 
     batch = make_batch(8)
     kept = []
-    for thin in (False, True):
+    # Asked for or not; left open in a model as small as this one; left open in one as large as LARGE; not wanted there.
+    for thin, large in ((False, LARGE), (True, LARGE), (None, LARGE), (None, 1), (False, 1)):
+        monkeypatch.setattr(by_size, "LARGE", large)
         engine = FsdpEngine(tiny, ModelConfig(activation_checkpointing=thin), 1.0)
         sizes: list[int] = []
 
@@ -60,6 +64,7 @@ def test_activation_checkpointing_keeps_less(tiny: str) -> None:
             engine.logprobs(Pack(Ragged.of(batch), list(range(8)), engine.device).micro, 1.0, True)
         kept.append(sum(sizes))
     assert kept[1] < 0.5 * kept[0]
+    assert kept[2:] == [kept[0], kept[1], kept[0]]
 
 
 LORA = ModelConfig(lora=LoraSection(rank=4, alpha=8.0))

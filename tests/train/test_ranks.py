@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import KILLED, LAYOUTS, LOSSES
+from ranks import KILLED, LAYOUTS, LOSSES, SHARDED
 from train_batches import toy_optim
 
 from agentrl.cluster.launch import launch
@@ -61,6 +61,22 @@ def test_loss_and_gradient_are_those_of_one_rank(out: Path, layout: str, what: s
         assert size > 1e-3
         for name, grad in mine.items():
             assert (grad - theirs[name]).abs().max().item() < 1e-5 * max(size, 1.0), name
+
+
+@pytest.mark.parametrize("model", SHARDED)
+def test_gradients_sharded_after_every_micro_batch_are_the_same_and_take_a_ranks_share(out: Path, model: str) -> None:
+    found = torch.load(out / "reduced.pt")
+    (whole, much, micros, size), (sharded, little, others, _) = found[f"{model} False"], found[f"{model} True"]
+    assert micros == others >= 2 and len(whole) == len(sharded) == 1
+    for mine, theirs in zip(whole, sharded, strict=True):
+        top = max(grad.abs().max().item() for grad in mine.values())
+        assert top > 1e-4
+        assert max((grad - theirs[name]).abs().max().item() for name, grad in mine.items()) < 1e-6 * max(top, 1.0)
+    # Every first dimension is even, so a rank's share is exactly half; two replicas have all of the weights each.
+    assert (much, little) == (size, size if model == "replicas" else size // 2)
+    unset, kept, *_ = found[f"{model} None"]
+    assert kept == much, "a model of this size keeps them whole by default, and every digit with them"
+    assert all(torch.equal(grad, other[name]) for mine, other in zip(whole, unset, strict=True) for name, grad in mine.items())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
