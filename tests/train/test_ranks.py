@@ -65,6 +65,7 @@ def test_loss_and_gradient_are_those_of_one_rank(out: Path, layout: str, what: s
 
 @pytest.mark.parametrize("model", SHARDED)
 def test_gradients_sharded_after_every_micro_batch_are_the_same_and_take_a_ranks_share(out: Path, model: str) -> None:
+    """`shard_gradients` on, off and left open."""
     found = torch.load(out / "reduced.pt")
     (whole, much, micros, size), (sharded, little, others, _) = found[f"{model} False"], found[f"{model} True"]
     assert micros == others >= 2 and len(whole) == len(sharded) == 1
