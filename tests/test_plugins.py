@@ -235,7 +235,7 @@ def test_a_run_of_plugins_alone(shelf: Path) -> None:
         (["rollout.sampler={name='hundreds',args={first='x'}}"], "argument first = 'x': .*valid integer"),
         (["rollout.context={name='noted'}"], "argument 'into' is required"),
         (["rollout.context={name='truncate'}", "rollout.summary_model=x"], 'only rollout.context.name = "compact" has summaries'),
-        (["env.wrappers=[{name='by_the_clock'}]"], "by_the_clock counts the wall clock"),
+        (["env.wrappers=[{name='by_the_clock'}]"], "by_the_clock counts wall-clock time"),
         (["rollout.group_size=1"], 'use one of "gae", "reinforce_pp", "remax"'),
         (["weights.route=tolt"], "did you mean 'told'"),
         (["trackers=[{name='line'}]"], "did you mean 'lines'"),
@@ -261,7 +261,7 @@ def test_a_context_policy_that_has_summaries_written_may_have_a_model_for_it(she
 def test_an_engine_says_which_processes_it_has(shelf: Path) -> None:
     config = run_of("engine=far", "cluster.backend=ray")
     assert roles_of(config, "far") == ["actor", "rollout"] and roles_of(config, "mine") == ["actor"]
-    with pytest.raises(ResourceError, match=r"cannot carry 100 worker processes \(cluster.actors=1, far.count=99\)"):
+    with pytest.raises(ResourceError, match=r"cannot run 100 worker processes \(cluster.actors=1, far.count=99\)"):
         check_capacity(config)
 
 

@@ -39,7 +39,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["train", QUICKSTART, "algorithm.loss.args.clip_hgih=0.3"], ["clip_hgih", "did you mean 'clip_high'"]),
         (["train", QUICKSTART, "model.tool_parser=hermez"], ["model.tool_parser = 'hermez'", "did you mean 'hermes'"]),
         (["train", QUICKSTART, "model.path=nowhere/model"], ["set one of model.path"]),
-        (["train", QUICKSTART, "cluster.actors=5000"], ["cannot carry", "cluster.actors=5000"]),
+        (["train", QUICKSTART, "cluster.actors=5000"], ["cannot run", "cluster.actors=5000"]),
         (
             ["train", QUICKSTART, "rollout.max_episode_tokens=3000", "optim.micro_tokens=2999"],
             ["optim.micro_tokens = 2999", "rollout.max_episode_tokens = 3000", "at least 3000"],

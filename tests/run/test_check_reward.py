@@ -93,7 +93,7 @@ class Broken(ToolEnv):
     [
         ("raises", "ValueError: no database"),
         ("exits", "SystemExit: 4"),
-        ("hangs", r"no end within 1\.5 s \(rollout\.env_timeout"),
+        ("hangs", r"not finished within 1\.5 s \(rollout\.env_timeout"),
     ],
 )
 def test_an_environment_that_breaks_or_hangs_before_the_run_is_named(

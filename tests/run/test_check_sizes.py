@@ -61,7 +61,7 @@ def test_heads_without_a_kernel_in_vllms_cpu_build_are_refused(tmp_path: Path, m
     good = set(make.CPU_HEADS)
     for size in (16, 32, 33, 48, 64, 128, 512):
         init = {**BASE, "model": {"init": {"head_dim": size}}}
-        refused = pytest.raises(ConfigError, match=rf"model.init.head_dim = {size}: .*engine=vllm takes heads of 32, 64, 80")
+        refused = pytest.raises(ConfigError, match=rf"model.init.head_dim = {size}: .*engine=vllm supports head sizes 32, 64, 80")
         with nullcontext() if size in good else refused:
             sizes.check_sizes(config_from({**init, "rollout": {"max_episode_tokens": 512}}, []), "vllm")
         sizes.check_sizes(config_from({**init, "rollout": {"max_episode_tokens": 512}}, []), "embedded")
@@ -71,7 +71,7 @@ def test_heads_without_a_kernel_in_vllms_cpu_build_are_refused(tmp_path: Path, m
         shape = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 4096, **stated}
         (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **shape}))
         config = config_of(model={"path": str(folder)})
-        said = rf"model.path = {re.escape(str(folder))}: its attention heads have {derived} numbers"
+        said = rf"model.path = {re.escape(str(folder))}: its attention heads have size {derived}"
         with nullcontext() if derived is None else pytest.raises(ConfigError, match=said):
             sizes.check_heads(config, "vllm")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -64,7 +64,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
 
 def test_too_little_disk_memory_or_cores_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     capacity.check_capacity(config(tmp_path))
-    with pytest.raises(ResourceError, match=r"cores cannot carry 64 worker processes"):
+    with pytest.raises(ResourceError, match=r"cores cannot run 64 worker processes"):
         monkeypatch.setattr(capacity, "MEMORY_PER_PROCESS_MIB", 1)
         capacity.check_capacity(config(tmp_path, cluster={"actors": 64}))
     monkeypatch.setattr(capacity, "MIN_MEMORY_MIB", 1 << 30)

@@ -1,8 +1,8 @@
-"""What is refused before a run: every check, in the order in which it refuses. Each says which config keys it reads.
+"""All checks before a run, in the order in which they run. Each says which config keys it reads.
 
-A check raises a UserError that names the key, what was found there and what was expected; no folder is made and no process
-started before the last of them. `capacity`, `parts`, `rollout`, `sizes`, `placement`, `reward` and `warm_start` are the files
-of this folder; what only the trainer can know is checked in `train/`, by the file that computes with it.
+A check raises a UserError that names the key, its value and what was expected; no folder is created and no process
+started before the last check. The checks are in the files of this folder (`capacity`, `parts`, `rollout`, `sizes`,
+`placement`, `reward`, `warm_start`); what only the trainer can know is checked in `train/`, by the file that computes with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def check_train(config: TrainConfig) -> None:
 
 
 def check_config(config: TrainConfig) -> None:
-    """All that can be wrong with a training config, on whatever machine."""
+    """All checks of a training config that do not depend on the machine's free resources."""
+    # In this order, because later checks rely on earlier ones: on one source of the model, on parts that can be built.
     check_engine(config)
     check_trackers(config.trackers)
     check_model(config)

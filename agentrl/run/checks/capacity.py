@@ -19,7 +19,7 @@ MEMORY_PER_PROCESS_MIB = PROCESS_MIB
 
 
 def check_capacity(config: TrainConfig) -> None:
-    """Raise ResourceError if disk, memory or cores are too few for what the config asks.
+    """Raise ResourceError if disk, memory or cores do not suffice for the config.
 
     Reads: out, engine, engine_args, model.path, cluster.backend, cluster.address, cluster.actors, vllm.
     """
@@ -29,14 +29,14 @@ def check_capacity(config: TrainConfig) -> None:
 
 
 def _check_disk(out: Path) -> None:
-    place = out.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free >> 20
+    folder = out.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free >> 20
     if free < MIN_DISK_MIB:
-        raise ResourceError(f"{out}: {free} MiB of disk are free, {MIN_DISK_MIB} MiB are needed; free some or set out=DIR")
-    if not os.access(place, os.W_OK):
-        raise ResourceError(f"{place}: no permission to write; set out=DIR")
+        raise ResourceError(f"{out}: {free} MiB of disk are free, {MIN_DISK_MIB} MiB are needed; free some space or set out=DIR")
+    if not os.access(folder, os.W_OK):
+        raise ResourceError(f"{folder}: no permission to write; set out=DIR")
 
 
 def _check_memory(config: TrainConfig) -> None:
@@ -61,10 +61,10 @@ def _check_cores(config: TrainConfig) -> None:
     cores = os.cpu_count() or 1
     engine = _engine(config)
     need = config.cluster.actors + (engine.count if engine is not None else 0)
-    # The driver sleeps while actors work, so as many workers as cores still make progress; twice as many do not.
+    # Driver, actors and engine wait for each other much of the time, so up to two processes per core make progress.
     if need > 2 * cores:
         raise ResourceError(
-            f"{cores} cores cannot carry {need} worker processes (cluster.actors={config.cluster.actors}"
+            f"{cores} cores cannot run {need} worker processes (cluster.actors={config.cluster.actors}"
             f"{f', {engine.count_key}={engine.count}' if engine is not None else ''}); at most {2 * cores} fit"
         )
 

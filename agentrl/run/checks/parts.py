@@ -1,4 +1,4 @@
-"""The parts that play and score episodes: each can be made, and they fit each other."""
+"""Checks of the parts that play and score episodes: each can be built, and they fit each other."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from agentrl.train.publish import check_takes_weights
 
 
 def check_engine(config: TrainConfig) -> None:
-    """Raise ConfigError if the engine that the config asks for cannot be trained, or does not take its `engine_args`.
+    """Raise ConfigError if the config's engine cannot be trained, or does not accept its `engine_args`.
 
     Reads: engine, engine_args, model.path.
     """
     entry = engine_of(config)
     claimed = entry.make.claims(config.model.path)
-    asked_as = f"model.path = {config.model.path}" if claimed else f"engine = {entry.name}"
-    check_takes_weights(maker_of(entry.name, config).engine(), asked_as)
+    setting = f"model.path = {config.model.path}" if claimed else f"engine = {entry.name}"
+    check_takes_weights(maker_of(entry.name, config).engine(), setting)
 
 
 def check_model(config: TrainConfig) -> None:
@@ -33,7 +33,7 @@ def check_model(config: TrainConfig) -> None:
 
 
 def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
-    """Raise a UserError for what is wrong with any part, before a folder is made or a process started.
+    """Raise a UserError if a part cannot be built or does not fit the others. Nothing is started.
 
     Reads: env, tools, engine, engine_args, api, vllm, model.path, model.init, model.tool_parser, reward,
     rollout.env_timeout; and as `check_rollout`.

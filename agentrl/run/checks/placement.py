@@ -1,4 +1,4 @@
-"""Where a run's roles are placed: the config's pools against what the run uses."""
+"""Checks of placement: the config's pools against the roles that the run uses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from agentrl.train.learner import mesh_of
 
 
 def check_placement(config: TrainConfig, engine_name: str) -> None:
-    """Raise ConfigError for a role in an unknown pool, or in one of another size than the role's, and for several actors in
-    the driver's process.
+    """Raise ConfigError if a role's pool is unknown or has another number of processes than the role, and for several
+    actors in the driver's process.
 
     Reads: cluster, engine_args, vllm, algorithm.kl.coef, critic, reward_model, model.sequence_parallel.
     """
@@ -22,8 +22,8 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
     if cluster.backend != "ray":
         if cluster.actors > 1:
             raise ConfigError(
-                f"cluster.actors = {cluster.actors}: the driver's process has room for one, as torch.distributed has one rank "
-                'per process: set cluster.actors = 1 or cluster.backend = "ray"'
+                f"cluster.actors = {cluster.actors}: the driver's process has room for one, because torch.distributed has one "
+                'rank per process: set cluster.actors = 1 or cluster.backend = "ray"'
             )
         return
     engine = maker_of(engine_name, config).processes()
@@ -50,7 +50,7 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
 
 
 def _with_processes(config: TrainConfig) -> str:
-    """The names of engines with processes of their own, for a message."""
+    """The names of the engines that have their own processes, for a message."""
     return " or ".join(f'"{entry.name}"' for entry in ENGINES.own() if entry.make(config).processes() is not None)
 
 

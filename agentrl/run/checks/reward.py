@@ -1,4 +1,4 @@
-"""Before a run: its gold solutions succeed by its reward spec, and its budget for judges lasts to the end."""
+"""Checks of the reward: gold solutions succeed by the reward spec, and the budget for judges lasts to the end."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TASKS = 3
-"""Gold solutions that are played before a run."""
+"""The fewest gold solutions that are played before a run."""
 
 
 def check_decided(scorer: Scorer) -> None:
-    """Raise ConfigError if nothing in the spec says whether an episode did its task.
+    """Raise ConfigError if the spec does not say whether an episode is a success.
 
     Reads: env.reward.
     """
     if scorer.rule is None:
         raise ConfigError(
             f"env.reward: reward spec {scorer.name!r} does not say what a success is, and it cannot be derived "
-            '(costs and sums over turns have no best); give it a top-level "success" (docs/rewards.md)'
+            '(costs and sums over turns have no best value); give it a top-level "success" (docs/rewards.md)'
         )
 
 
 def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
-    """Raise ConfigError if the gold solution of a training task is not a success (all that depends on success would be
-    useless), or if it cannot be played because the environment fails or hangs.
+    """Raise ConfigError if the gold solution of a training task is not a success (success rates would then mean nothing), or
+    if it cannot be played because the environment fails or hangs.
 
-    Not checked, which is logged, if the environment has no scripted gold solution or a judge would cost money. Wrappers
-    that inject faults by chance are left out.
+    If the environment has no scripted gold solution, or a judge would cost money, this is not checked, and the log says so.
+    The gold solution is played without wrappers that inject random faults.
 
     Reads: env, tools, checkpoint.best, rollout.sampler, rollout.env_timeout, rollout.episode_timeout, seed.
     """
@@ -55,18 +55,18 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
     if scorer.compares and config.checkpoint.best == "reward":
         raise ConfigError(
             f"checkpoint.best: reward spec {scorer.name!r} compares the members of a group; an evaluation plays "
-            'one episode a task, which has success and no reward; use checkpoint.best = "success"'
+            'one episode per task, which has success and no reward; use checkpoint.best = "success"'
         )
     if scorer.asks:
         log.warning(
-            "%s: not checked whether the gold solution is a success, for that would ask its judge; agentrl reward lint "
-            "%s --env %s does",
+            "%s: not checked whether the gold solution is a success, because that would call its judge; to check it: "
+            "agentrl reward lint %s --env %s",
             scorer.name,
             scorer.name,
             env.id,
         )
         return
-    # A script cannot try again if a tool fails by chance, as a policy can.
+    # A script cannot try again if a tool fails at random, as a policy can.
     kept = [choice for choice in env.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
     sound = replace(env, wrappers=kept)
     try:
@@ -76,7 +76,7 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
         return
     except (UserError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # an environment author's code, which may even exit
+    except BaseException as error:  # it comes from the environment's own code, which may even call sys.exit
         log.debug("the gold solution could not be played", exc_info=True)
         raise ConfigError(
             f"env.id: the gold solution of a task of {env.id!r} cannot be played: {type(error).__name__}: {error}; "
@@ -88,16 +88,19 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
 
 def _first_fault(tasks: Iterable[tuple[EnvRef, int]], scorer: Scorer, limit: float) -> str | None:
     for ref, seed in tasks:
-        trajectory = _apart(partial(gold_episode, ref.build, seed), limit)
+        trajectory = _in_daemon_thread(partial(gold_episode, ref.build, seed), limit)
         score = scorer.score(trajectory)
         if score.success is not True:
             return gold_fault(scorer, trajectory, score)
     return None
 
 
-def _apart(work: Callable[[], T], limit: float) -> T:
-    """Run `work` in a daemon thread: there no event loop is running (in a notebook one is running here), and an environment
-    that hangs can be given up after `limit` seconds (TimeoutError) without blocking the exit of the process."""
+def _in_daemon_thread(work: Callable[[], T], limit: float) -> T:
+    """The result of `work`, run in a daemon thread. Raises TimeoutError after `limit` seconds.
+
+    In a notebook an event loop is already running in this thread. And an environment that hangs must not keep the process
+    from exiting, as the thread of an executor would.
+    """
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -108,12 +111,12 @@ def _apart(work: Callable[[], T], limit: float) -> T:
 
     threading.Thread(target=run, name="agentrl-gold", daemon=True).start()
     if not wait([answer], limit).done:
-        raise TimeoutError(f"no end within {limit:g} s (rollout.env_timeout + rollout.episode_timeout)")
+        raise TimeoutError(f"not finished within {limit:g} s (rollout.env_timeout + rollout.episode_timeout)")
     return answer.result()
 
 
 def _tasks(config: TrainConfig, env: EnvRef) -> Iterator[tuple[EnvRef, int]]:
-    """At least TASKS tasks, and one of each kind that the sampler may choose."""
+    """At least TASKS tasks, and at least one with each set of parameters that the sampler may choose."""
     source = TaskSource(env, make_sampler(config.rollout.sampler), config.rollout.sampler.name, config.seed)
     kinds = [source.env_of(TaskChoice(0, params)) for params in source.sampler.variants()]
     for number in range(max(TASKS, len(kinds))):
@@ -122,33 +125,35 @@ def _tasks(config: TrainConfig, env: EnvRef) -> Iterator[tuple[EnvRef, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What one episode asks its judges: `least` unless it is unscored or equal to another, `most` with every branch taken."""
+    """How many questions one episode asks its judges: `least` unless it is unscored or identical to another
+    episode (verdicts are cached), `most` if every branch is taken."""
 
     least: int
     most: int
 
 
 def questions(scorer: Scorer, max_turns: int) -> Questions:
-    """Bounds of the different questions of an episode of `max_turns` turns."""
+    """Bounds on the number of distinct questions of an episode of `max_turns` turns."""
     least: dict[str, int] = {}
     most: dict[str, int] = {}
 
-    def look(node: Node, parts: int, sure: bool) -> None:
+    # By key, because equal nodes ask the same question, which is answered once.
+    def visit(node: Node, parts: int, sure: bool) -> None:
         parts = max_turns if node.mods.scope in ("round", "turn") else parts
         sure = sure and node.mods.when is None
         if isinstance(node, LeafNode) and node.leaf.kind == "judge":
             most[node.key] = max(parts, most.get(node.key, 0))
             least[node.key] = max(int(sure), least.get(node.key, 0))
         for child in node.children():
-            look(child, parts, sure and not (isinstance(node, GateNode) and child is not node.test))
+            visit(child, parts, sure and not (isinstance(node, GateNode) and child is not node.test))
 
     for top in (scorer.root, *scorer.metrics, *([scorer.success] if scorer.success is not None else [])):
-        look(top, 1, True)
+        visit(top, 1, True)
     return Questions(sum(least.values()), sum(most.values()))
 
 
 def check_judge(config: TrainConfig, scorer: Scorer) -> None:
-    """Raise ConfigError if `reward.judge.calls` is spent before the run's end; log if it may be.
+    """Raise ConfigError if `reward.judge.calls` cannot last to the end of the run; warn in the log if it may not.
 
     Reads: reward.judge.calls, algorithm.advantage, steps, eval.every, eval.tasks, rollout.groups, rollout.group_size,
     rollout.max_turns.
@@ -165,12 +170,12 @@ def check_judge(config: TrainConfig, scorer: Scorer) -> None:
         last = max(0, budget // asked.least - config.eval.tasks) // step
         raise ConfigError(
             f"reward.judge.calls: {budget} calls are not enough: reward spec {scorer.name!r} asks its judges about "
-            f"{asked.least * episodes} times ({sums}, {asked.least} an episode), so they are spent at about step "
+            f"{asked.least * episodes} times ({sums}, {asked.least} per episode), so they are spent at about step "
             f"{last}; set reward.judge.calls={asked.most * episodes}, or fewer steps"
         )
     if asked.most * episodes > budget:
         log.warning(
-            "reward.judge.calls: %d calls may not be enough: up to %d (%s, up to %d an episode); the run stops with a "
+            "reward.judge.calls: %d calls may not be enough: up to %d (%s, up to %d per episode); the run stops with a "
             "checkpoint if they are spent",
             budget,
             asked.most * episodes,

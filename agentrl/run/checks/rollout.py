@@ -16,7 +16,7 @@ LEAST_TEMPERATURE = 0.01
 
 
 def check_rollout(config: TrainConfig, env: EnvRef) -> None:
-    """Raise ConfigError for a sampler, its parameters of the environment, or a context policy that cannot work.
+    """Raise ConfigError if the sampler, the environment parameters that it sets, or the context policy cannot work.
 
     Reads: rollout.temperature, rollout.sampler, rollout.context, rollout.summary_model, rollout.colocate,
     rollout.max_staleness, rollout.filter_zero_variance, eval.temperature, reward_model, weights.lora, engine, env, seed.
@@ -34,31 +34,30 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
     if rollout.filter_zero_variance and config.reward_model is not None:
         raise ConfigError(
             "rollout.filter_zero_variance drops groups by the spec's rewards, before [reward_model] has scored "
-            "them: groups that teach would be dropped; unset one of the two"
+            "them, so it would drop groups that the reward model tells apart; unset one of the two"
         )
     make_context_policy(rollout.context)
     traits = CONTEXTS.entry(rollout.context.name).traits
     if rollout.summary_model is not None and "summarizes" not in traits:
-        those = CONTEXTS.that_are("summarizes")
-        raise ConfigError(f"rollout.summary_model: only rollout.context.name = {those} has summaries written")
+        names = CONTEXTS.that_are("summarizes")
+        raise ConfigError(f"rollout.summary_model: only rollout.context.name = {names} uses summaries")
 
 
 def check_trainable(config: TrainConfig) -> None:
-    """Raise ConfigError if episodes are sampled from no distribution that an update could be taken against, or if
-    the policy could escape a reward.
+    """Raise ConfigError if sampling is greedy, or if the policy could escape a reward.
 
     Reads: rollout.temperature, env.wrappers.
     """
     if config.rollout.temperature == 0:
         raise ConfigError(
-            "rollout.temperature = 0: greedy rollouts of a task are all the same, and there is nothing to learn "
+            "rollout.temperature = 0: greedy episodes of a task are all the same, so there is nothing to learn "
             "from them; training needs at least 0.01 (eval.temperature = 0 makes evaluations greedy)"
         )
     for choice in config.env.wrappers:
         if "wall_clock" not in WRAPPERS.entry(choice.name).traits:
             continue
         raise ConfigError(
-            f"env.wrappers: {choice.name} counts the wall clock (queues and publishes too) and leaves whom it cuts "
+            f"env.wrappers: {choice.name} counts wall-clock time (queues and publishes too), and episodes that it cuts are "
             "unscored, so a policy could escape a bad reward by being slow; use rollout.episode_timeout"
         )
 
@@ -68,7 +67,7 @@ def _check_temperatures(config: TrainConfig) -> None:
         if 0 < value < LEAST_TEMPERATURE:
             raise ConfigError(
                 f"{section}.temperature = {value:g}: expected 0 (greedy) or at least {LEAST_TEMPERATURE:g}; "
-                "vLLM samples at 0.01 if less is asked for"
+                "vLLM raises lower values to 0.01"
             )
 
 
@@ -82,5 +81,5 @@ def _check_colocated(config: TrainConfig) -> None:
         )
     if config.weights.lora == "adapter":
         raise ConfigError(
-            'rollout.colocate: an engine that slept has lost the weights that the adapter belongs to; use weights.lora = "merged"'
+            'rollout.colocate: an engine that slept has lost the base weights of the adapter; use weights.lora = "merged"'
         )

@@ -1,4 +1,4 @@
-"""Whether the sizes in a config fit each other and the model: refused, or warned of, before anything starts."""
+"""Checks of sizes: those in the config fit each other and the model. Errors, and warnings about learning rates."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LORA_RATES = {"optim.lr": 1e-5, "critic.lr": 1e-4, "sft.lr": 1e-4}
 """Learning rates for models of that size (docs/hyperparameters.md has the sources)."""
 
 FAR = 30.0
-"""The factor above the recommended rate that causes a warning; recipes that work are within a factor of ten."""
+"""A rate above the recommended one by more than this factor gives a warning; working recipes are within a factor of ten."""
 
 
 def check_sizes(config: TrainConfig, engine_name: str) -> None:
-    """Raise ConfigError for groups that nothing can be compared in, for rows that no micro-batch holds, and for attention
-    heads that the engine cannot compute.
+    """Raise ConfigError for groups that are too small to compare, for rows longer than a micro-batch, and for attention heads
+    that the engine cannot compute.
 
     Reads: rollout.group_size, rollout.max_episode_tokens, optim.micro_tokens, algorithm.advantage, model.path, model.init, vllm;
     and as `check_heads`.
@@ -57,7 +57,7 @@ def _check_groups(size: int, advantage: Choice) -> None:
 
 
 def check_heads(config: TrainConfig, engine_name: str) -> None:
-    """Raise ConfigError if the engine has no attention on this machine for heads of the model's size.
+    """Raise ConfigError if the engine has no attention kernel on this machine for the model's head size.
 
     Reads: engine_args, model.path, model.init.
     """
@@ -67,17 +67,17 @@ def check_heads(config: TrainConfig, engine_name: str) -> None:
     init = config.model.init
     key, size = ("model.path", head_dim(str(config.model.path))) if init is None else ("model.init.head_dim", init.head_dim)
     if size is not None and size not in sizes:
-        what = f"{key} = {size}" if init is not None else f"{key} = {config.model.path}: its attention heads have {size} numbers"
+        what = f"{key} = {size}" if init is not None else f"{key} = {config.model.path}: its attention heads have size {size}"
         fine = [e.name for e in ENGINES.own() if "messages" not in e.traits and e.make(config).heads() is None]
         others = " or ".join(f"engine={name}" for name in fine)
         raise ConfigError(
-            f"{what}: on this machine engine={engine_name} takes heads of {', '.join(map(str, sizes))}, and dies at the first "
-            f"request with others; use {others}, or a model with such heads"
+            f"{what}: on this machine engine={engine_name} supports head sizes {', '.join(map(str, sizes))}, and dies at the "
+            f"first request with others; use {others}, or a model with such heads"
         )
 
 
 def advice(config: TrainConfig) -> list[str]:
-    """A warning for each learning rate that suits a tiny model but not the one at `model.path`: key, value, recommendation."""
+    """Warnings (key, value, recommendation) for learning rates that suit a tiny model but not the one at `model.path`."""
     if config.model.path is None:
         return []
     given = {"optim.lr": config.optim.lr}

@@ -1,4 +1,4 @@
-"""Before a run: the keys of [sft] fit each other, and the teacher's transcripts are no longer than a row may be."""
+"""Checks of the warm start: the keys of [sft] fit each other, and the teacher's transcripts fit into a row."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from agentrl.warm_start import Transcripts
 
 
 def check_warm_start(config: TrainConfig, env: EnvRef) -> None:
-    """Raise ConfigError if the warm start cannot be: its most steps are fewer than its least, the model has adapters, there is
-    no teacher, or one of the transcripts of the first step is longer than a row may be (as are those that could replace it).
+    """Raise ConfigError if the warm start cannot run: max_steps is below min_steps, the model has adapters, there is no
+    teacher, or a transcript of the first step is longer than a row may be (and so are those that could replace it).
 
     Reads: sft, env, tools, seed, model.path, model.init, model.lora, model.tool_parser, optim.micro_tokens.
     """
@@ -28,8 +28,8 @@ def check_warm_start(config: TrainConfig, env: EnvRef) -> None:
         )
     if config.model.lora is not None:
         raise ConfigError(
-            "model.lora: the warm start of [sft] trains whole weights, not adapters; make it a run of its own (agentrl sft "
-            "CONFIG model.lora=false), and train on what it leaves (sft=false model.path=runs/NAME/warm_start)"
+            "model.lora: the warm start of [sft] trains whole weights, not adapters; make it a separate run (agentrl sft "
+            "CONFIG model.lora=false), and train from its result (sft=false model.path=runs/NAME/warm_start)"
         )
     source = Transcripts(
         replace(env, params={**env.params, **sft.params}),
@@ -38,6 +38,6 @@ def check_warm_start(config: TrainConfig, env: EnvRef) -> None:
         config.seed,
         longest_row(config),
     )
-    # In a thread of its own, so that this can be called while an event loop is running (in a notebook).
+    # In another thread, so that this can be called while an event loop is running (in a notebook).
     with ThreadPoolExecutor(max_workers=1) as pool:
         pool.submit(asyncio.run, source.take(0, sft.batch)).result()
