@@ -1,6 +1,6 @@
 """An environment of its own for a neighbouring platform, whose dependencies do not fit agentrl's extras.
 
-    python .ci/integrations.py NAME      makes .neighbours/NAME and prints its interpreter
+    python .ci/integrations.py NAME      makes .integrations/NAME and prints its interpreter
 
 `verifiers` and `openenv` hold the extra of that name and what agentrl's environments need; the constraints come
 from pyproject.toml. `trl` and `verifiers-latest` are peers of the benchmarks only, at the versions that these
@@ -32,7 +32,7 @@ def extra(name: str) -> list[list[str]]:
 
 
 def main(name: str) -> None:
-    folder = ROOT / ".neighbours" / name
+    folder = ROOT / ".integrations" / name
     python = folder / "bin" / "python"
     installs = PEERS[name] if name in PEERS else extra(name)
     wanted = repr(installs)

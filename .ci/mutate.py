@@ -4,7 +4,7 @@
 
 mutmut makes the mutants, finds out which test calls which function, and runs those tests on each mutant, in
 processes forked from one that has everything imported. Added here: a seeded sample a file, without mutants that
-only change what an error or a log line says; a budget of test seconds a mutant (mutate_plugin.py); the report.
+only change what an error or a log line says; a budget of test seconds per mutant (mutate_plugin.py); the report.
 All of it happens in a copy of the tree under build/mutate, which stays until the tree changes.
 """
 
@@ -73,7 +73,7 @@ def main() -> int:
     parser.add_argument("--per-file", type=int, default=5, help="mutants sampled of each file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--budget", type=float, default=30.0, help="seconds of tests a mutant")
+    parser.add_argument("--budget", type=float, default=30.0, help="seconds of tests per mutant")
     parser.add_argument("--docs", action="store_true", help="write the table of scores into docs/testing.md")
     args = parser.parse_args()
     rooms = rooms_of(args.only)
@@ -287,7 +287,7 @@ def write(results: list[Result], folder: Path, seed: int, sampled: str, seconds:
     print("\n".join(table({file: (counts, commit()) for file, counts in counted(results).items()})))
     print(
         f"{len(alive)} of {len(results)} live on: {folder / 'survivors.md'}; "
-        f"{seconds:.0f} s, {seconds / max(len(results), 1):.2f} s a mutant"
+        f"{seconds:.0f} s, {seconds / max(len(results), 1):.2f} s per mutant"
     )
 
 

@@ -1,4 +1,4 @@
-"""A pytest plugin for mutation runs: the files that cost least first, and so many seconds of tests a mutant.
+"""A pytest plugin for mutation runs: the files that cost least first, and so many seconds of tests per mutant.
 
 In the run in which mutmut finds out which test calls which function, it measures what each test costs with its
 fixtures, and goes on after a red test: one that fails without a mutant cannot kill one, so it is named in the costs

@@ -38,7 +38,7 @@ def copy_tree(into: Path) -> bool:
 
 
 def environment(*first: Path) -> dict[str, str]:
-    """This process's environment with `first` ahead on PYTHONPATH, one thread a process, and no bytecode files:
+    """This process's environment with `first` ahead on PYTHONPATH, one thread per process, and no bytecode files:
     one written for the unchanged source could be taken for that of a changed one of the same size and second."""
     path = [*map(str, first), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}

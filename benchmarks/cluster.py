@@ -57,7 +57,7 @@ def best(call: Callable[[], Any], times: int, clock: Callable[[], float] = time.
 
 
 def make_batch(rows: int, tokens_a_row: int) -> TensorDict:
-    """A batch with the columns of a rollout, 25 bytes a token."""
+    """A batch with the columns of a rollout, 25 bytes per token."""
     rng = np.random.default_rng(0)
     sizes = rng.integers(tokens_a_row // 2, tokens_a_row * 3 // 2, rows)
     offsets = torch.zeros(rows + 1, dtype=torch.int64)

@@ -70,11 +70,11 @@ def main() -> None:
         rounds = [asyncio.run(together(size, max(1, total // 5 // size))) for _ in range(5)]
         per_turn[size] = statistics.median(spent[0] for spent in rounds)
         wall[size] = statistics.median(spent[1] for spent in rounds)
-        print(f"{size:5d} at once: {per_turn[size]:7.1f} us a turn ({wall[size]:.1f} on the wall)")
+        print(f"{size:5d} at once: {per_turn[size]:7.1f} us per turn ({wall[size]:.1f} on the wall)")
     idle = {}
     for size in (64, 1024) if quick else (64, 1024, 10_000):
         idle[size] = asyncio.run(idle_kilobytes(size))
-        print(f"{size:5d} idle:    {idle[size]:7.2f} kB an episode")
+        print(f"{size:5d} idle:    {idle[size]:7.2f} kB per episode")
     ratios = {
         "us_per_turn_over_aim": round(max(per_turn.values()) / AIM_US, 3),
         "kb_per_episode_over_aim": round(max(idle.values()) / AIM_KB, 3),

@@ -1,4 +1,4 @@
-"""Reward scoring speed: trajectories a second on one core, for each profile of the shelf.
+"""Reward scoring speed: trajectories per second on one core, for each profile of the shelf.
 
     python benchmarks/reward_speed.py [--seconds 1.0] [--calls 20]
 
@@ -94,7 +94,7 @@ def one_episode(rng: random.Random, calls: int, form: str, damaged: bool) -> Tra
 
 
 def rate(scorer: Scorer, trajectories: list[Trajectory], seconds: float) -> float:
-    """Trajectories a second of processor time, best of three runs."""
+    """Trajectories per second of processor time, best of three runs."""
     scorer.score(trajectories[0])
 
     def run() -> float:
@@ -135,8 +135,8 @@ def best_of(work: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1.0, help="processor seconds a profile")
-    parser.add_argument("--calls", type=int, default=20, help="calls a trajectory")
+    parser.add_argument("--seconds", type=float, default=1.0, help="processor seconds per profile")
+    parser.add_argument("--calls", type=int, default=20, help="calls per trajectory")
     args = parser.parse_args()
     context = Context(replay_env=Tally)
     rates = {}
@@ -145,7 +145,7 @@ def main() -> None:
             continue
         form = "bfcl" if path.stem.startswith("bfcl_ast") else "literal"
         rates[path.stem] = rate(compile_spec(path, context=context), episodes(args.calls, 50, form), args.seconds)
-        print(f"{path.stem:<20}{rates[path.stem]:>10.0f} trajectories/s a core", file=sys.stderr)
+        print(f"{path.stem:<20}{rates[path.stem]:>10.0f} trajectories/s per core", file=sys.stderr)
     sizes = {size: assignment_seconds(size) for size in (25, 50, 100, 200)}
     for size, seconds in sizes.items():
         print(f"assignment of {size:>3} calls {1000 * seconds:>10.1f} ms", file=sys.stderr)

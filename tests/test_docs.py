@@ -71,6 +71,19 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
+def test_every_script_that_the_code_starts_is_there() -> None:
+    """Paths that are joined from strings (ROOT / ".ci" / "NAME.py", Path(__file__).with_name("NAME.py"), ask(PEER, "NAME.py"))."""
+    patterns = {r'/ "\.ci" / "(\w+\.py)"': ROOT / ".ci", r'with_name\("(\w+\.py)"\)': None, r'ask\("[\w-]+", "(\w+\.py)"': None}
+    started = [
+        (folder or file.parent) / name
+        for top in ("benchmarks", ".ci")
+        for file in (ROOT / top).rglob("*.py")
+        for pattern, folder in patterns.items()
+        for name in re.findall(pattern, file.read_text())
+    ]
+    assert len(started) >= 4 and [path for path in started if not path.is_file()] == []
+
+
 @cache
 def classes() -> dict[str, tuple[set[str], set[str]]]:
     """By name, over the whole project: the members that a class has in its source, and the names of its bases."""

@@ -1,4 +1,4 @@
-"""Rollout tokens a second through agentrl (collector, environment, renderer, ledger, vLLM engine) against raw
+"""Rollout tokens per second through agentrl (collector, environment, renderer, ledger, vLLM engine) against raw
 vLLM given the same token work: the opening and the answers of each episode as agentrl rendered them, turns of
 one forced length, an empty prefix cache at the start of a round. Rounds of the two alternate."""
 
@@ -72,7 +72,7 @@ class RawVllm:
         raise RuntimeError(f"raw vLLM ended: {self._log.read()[-1500:]}")
 
     def round(self, episodes: list[dict[str, Any]]) -> float:
-        """Tokens a second of one round."""
+        """Tokens per second of one round."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"tokens": TOKENS, "episodes": episodes}) + "\n")
         self._process.stdin.flush()
@@ -103,7 +103,7 @@ def work_of(trajectory: Trajectory) -> dict[str, Any]:
 
 
 async def one_round(collector: Collector, weights: Publisher) -> tuple[float, list[Trajectory]]:
-    """Tokens a second of one update's groups; a publish before it empties the caches, as it does in training."""
+    """Tokens per second of one update's groups; a publish before it empties the caches, as it does in training."""
     await collector.exchange(weights.send)
     began = time.perf_counter()
     groups = await collector.collect()

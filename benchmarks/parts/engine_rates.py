@@ -1,4 +1,4 @@
-"""Tokens a second of each engine on one tiny model: the embedded engine and the vLLM engine against
+"""Tokens per second of each engine on one tiny model: the embedded engine and the vLLM engine against
 transformers' padded `generate`, its continuous batching, and raw vLLM, all given the same token work in one run.
 
 A part of rollout.py. Every engine process runs on one thread.
@@ -131,7 +131,7 @@ print("RESULT", best)
 
 
 def continuous_batching(folder: str, prompts: list[list[int]], tokens: int) -> float | None:
-    """In a process of its own: it starts threads that outlive it. None, with the reason printed, if it fails."""
+    """In its own process: it starts threads that outlive it. None, with the reason printed, if it fails."""
     work = json.dumps({"model": folder, "prompts": prompts, "tokens": tokens})
     try:
         done = subprocess.run([sys.executable, "-c", CONTINUOUS], input=work, text=True, capture_output=True, timeout=90)
@@ -160,7 +160,7 @@ def raw_vllm(folder: str, prompts: list[list[int]], tokens: int) -> float:
 
 
 def run(requests: int, tokens: int) -> tuple[dict[str, float | None], dict[str, Any]]:
-    """Ratios, and tokens a second by engine."""
+    """Ratios, and tokens per second by engine."""
     import torch
 
     from agentrl.backends.embedded.engine import EmbeddedEngine

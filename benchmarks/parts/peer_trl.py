@@ -3,7 +3,7 @@
     python peer_trl.py template            prints its training chat template for Qwen3
     python peer_trl.py MODEL PROMPTS STEPS BATCH   measures; BATCH rows a forward pass, 64 rows an optimizer step
 
-Run by train.py with the interpreter of .neighbours/trl. Every turn is parsed as ever, and then taken as the call
+Run by train.py with the interpreter of .integrations/trl. Every turn is parsed as ever, and then taken as the call
 of a tool, because a random model writes none.
 """
 

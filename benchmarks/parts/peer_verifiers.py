@@ -1,4 +1,4 @@
-"""Seconds a turn of verifiers 0.3.1 with an instant model, three-turn tool episodes. Run by rollout.py.
+"""Seconds per turn of verifiers 0.3.1 with an instant model, three-turn tool episodes. Run by rollout.py.
 
     python peer_verifiers.py in_process|http AT_ONCE ROLLOUTS ROUNDS
 

@@ -1,8 +1,8 @@
-"""Seconds a turn of verifiers 0.4.0 with an instant model, three-turn tool episodes. Run by rollout.py.
+"""Seconds per turn of verifiers 0.4.0 with an instant model, three-turn tool episodes. Run by rollout.py.
 
     python peer_verifiers_latest.py AT_ONCE ROLLOUTS
 
-Its chat-loop harness ("null") runs as a subprocess a rollout, and so does the tool server; the model is the instant
+Its chat-loop harness ("null") runs as one subprocess per rollout, and so does the tool server; the model is the instant
 server of stub_server.py.
 """
 

@@ -1,4 +1,4 @@
-"""Peers of the benchmarks: other platforms, each in a virtual environment of its own."""
+"""Peers of the benchmarks: other platforms, each in a separate virtual environment."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PARTS = Path(__file__).resolve().parent
 
 
 def interpreter(name: str) -> Path:
-    """The python of `.neighbours/NAME`, made by `.ci/integrations.py` if it is not there yet.
+    """The python of `.integrations/NAME`, made by `.ci/integrations.py` if it is not there yet.
 
-    Raises RuntimeError with the installer's last words if it cannot be had.
+    Raises RuntimeError with the installer's last words if it cannot be installed.
     """
-    command = [sys.executable, str(ROOT / ".ci" / "neighbours.py"), name]
+    command = [sys.executable, str(ROOT / ".ci" / "integrations.py"), name]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{name} could not be installed: {done.stderr.strip()[-400:]}")

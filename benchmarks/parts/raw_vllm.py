@@ -1,7 +1,7 @@
 """Raw vLLM (AsyncLLM), driven from outside line by line. Run by against_vllm.py with agentrl's interpreter.
 
 Each input line is one round of work, {"tokens": n, "episodes": [{"opening": ids, "answers": [ids, ...]}, ...]}:
-every episode is sampled at once, n tokens a turn, and after each turn its next answer is appended. The output
+every episode is sampled at once, n tokens per turn, and after each turn its next answer is appended. The output
 line is the seconds that the round took and the tokens it sampled.
 """
 

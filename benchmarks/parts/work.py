@@ -6,9 +6,7 @@ budget, and a valid call, so that a peer can be given the same token work.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.catalog import EnvRef, find_reward
@@ -110,21 +108,6 @@ class Forced(Renderer):
 
     def assistant(self, message: Message) -> list[int]:
         return self._inner.assistant(message)
-
-
-class Spent:
-    """Wall seconds by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def on(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
 class Lookup(ToolEnv):

@@ -1,4 +1,4 @@
-"""The tool server of the taskset; verifiers 0.4 starts it as a process of its own."""
+"""The tool server of the taskset; verifiers 0.4 starts it as its own process."""
 
 import verifiers.v1 as vf
 

@@ -1,4 +1,4 @@
-"""Run by test_neighbours.py with an interpreter that has openenv-core: a real server, a real client, both ways."""
+"""Run by test_integrations.py with an interpreter that has openenv-core: a real server, a real client, both ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by test_neighbours.py with an interpreter that has verifiers: both directions, without a model."""
+"""Run by test_integrations.py with an interpreter that has verifiers: both directions, without a model."""
 
 from __future__ import annotations
 
