@@ -72,7 +72,7 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
 
 
 def test_every_script_that_the_code_starts_is_there() -> None:
-    """Paths that are joined from strings (ROOT / ".ci" / "NAME.py", Path(__file__).with_name("NAME.py"), ask(PEER, "NAME.py"))."""
+    """Paths joined from strings (ROOT / ".ci" / "NAME.py", Path(__file__).with_name("NAME.py"), ask(PEER, "NAME.py"))."""
     patterns = {r'/ "\.ci" / "(\w+\.py)"': ROOT / ".ci", r'with_name\("(\w+\.py)"\)': None, r'ask\("[\w-]+", "(\w+\.py)"': None}
     started = [
         (folder or file.parent) / name

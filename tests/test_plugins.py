@@ -234,7 +234,7 @@ def test_a_run_of_plugins_alone(shelf: Path) -> None:
         (["rollout.sampler={name='hundreds',args={fist=1}}"], "did you mean 'first'"),
         (["rollout.sampler={name='hundreds',args={first='x'}}"], "argument first = 'x': .*valid integer"),
         (["rollout.context={name='noted'}"], "argument 'into' is required"),
-        (["rollout.context={name='truncate'}", "rollout.summary_model=x"], 'only rollout.context.name = "compact" uses summaries'),
+        (["rollout.context={name='truncate'}", "rollout.summary_model=x"], 'rollout.context.name = "compact" uses summaries'),
         (["env.wrappers=[{name='by_the_clock'}]"], "by_the_clock counts wall-clock time"),
         (["rollout.group_size=1"], 'use one of "gae", "reinforce_pp", "remax"'),
         (["weights.route=tolt"], "did you mean 'told'"),
