@@ -74,9 +74,9 @@ def shuffled(count: int, size: int, seed: int, step: int, groups: np.ndarray | N
     return [np.asarray(part, dtype=np.int64) for part in parts]
 
 
-def effective_mode(mode: Mode) -> Mode:
-    """What "auto" means on this machine: "off" with a GPU, because sharing was measured to be faster on CPUs only."""
-    return "off" if mode == "auto" and torch.cuda.is_available() else mode
+def effective_mode(mode: Mode, gpus: bool) -> Mode:
+    """What "auto" means for actors with or without `gpus`: "off" with, because sharing was measured to be faster on CPUs only."""
+    return "off" if mode == "auto" and gpus else mode
 
 
 def with_trees(view: Ragged, mode: Mode) -> Ragged:

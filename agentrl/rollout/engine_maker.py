@@ -15,7 +15,7 @@ An engine needs one file in agentrl/backends, or in `plugins/` of a shelf: with 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +55,15 @@ class EngineMemory:
 class EngineMaker(ABC):
     """Made for one config. A subclass's keyword arguments are the config's `engine_args`; nothing heavy is loaded here."""
 
+    on_gpus: Callable[[], bool] = staticmethod(lambda: False)
+    """Asks the nodes that run its processes; given by who makes it for a run (run/engines)."""
+
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
+
+    def cuda(self) -> bool:
+        """Whether its processes run on GPUs."""
+        return self.on_gpus()
 
     @classmethod
     @abstractmethod
@@ -69,8 +76,9 @@ class EngineMaker(ABC):
         return False
 
     @classmethod
-    def suits(cls) -> int:
-        """How well it suits this machine; `engine = "auto"` picks the engine with the highest. 0: only if it is named."""
+    def suits(cls, gpus: float) -> int:
+        """How well it suits a run that has so many GPUs for it; `engine = "auto"` picks the engine with the highest. 0: only
+        if it is named."""
         return 0
 
     @classmethod
@@ -95,7 +103,7 @@ class EngineMaker(ABC):
         return positions
 
     def heads(self) -> tuple[int, ...] | None:
-        """Attention head sizes that it can compute on this machine; None means all."""
+        """Attention head sizes that it can compute on the nodes that run it; None means all."""
         return None
 
     @abstractmethod

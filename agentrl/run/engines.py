@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from agentrl.backends.api.make import API, api_name
+from agentrl.cluster.devices import has_gpus, nodes_of
+from agentrl.cluster.pool import need
 from agentrl.config import TrainConfig
 from agentrl.registry import Entry
 from agentrl.rollout.engine import Engine
@@ -20,21 +23,41 @@ __all__ = ["API", "api_name"]
 AUTO = "auto"
 
 
-def resolve_engine(name: str) -> str:
-    """The name of an engine: `auto` becomes the one that suits this machine best (vLLM if it has a GPU, else embedded).
+def resolve_engine(config: TrainConfig) -> str:
+    """The name of the config's engine: `auto` is the one that suits the GPUs that there are for it best (vLLM if there are
+    any, else embedded).
 
-    Raises ConfigError for an unknown name, DependencyError if a package that the engine needs is not installed.
+    Raises ConfigError for an unknown name, DependencyError if what it needs is not installed, ResourceError if the nodes
+    cannot be asked.
     """
-    if name == AUTO:
-        return max(ENGINES.own(), key=lambda entry: entry.make.suits()).name
-    ENGINES.entry(name).make.check_installed()
-    return name
+    if config.engine == AUTO:
+        gpus = engine_gpus(config)
+        return max(ENGINES.own(), key=lambda entry: entry.make.suits(gpus)).name
+    ENGINES.entry(config.engine).make.check_installed()
+    return config.engine
+
+
+def engine_gpus(config: TrainConfig) -> float:
+    """GPUs that an engine's own processes could have: those of its pool, or what the cluster has and the trainer leaves.
+
+    With `rollout.colocate` both use the same; with backend "inline" it is this machine's GPUs that count.
+    """
+    cluster = config.cluster
+    if cluster.backend == "ray" and (pool := cluster.pools.get(cluster.roles.get("rollout", ""))) is not None:
+        return need(pool)[1] * pool.nodes
+    found = sum(node.gpus for node in nodes_of(cluster, "actor"))
+    if config.rollout.colocate:
+        return found
+    placed = {pool for role, pool in cluster.roles.items() if cluster.backend == "ray" and pool in cluster.pools}
+    taken = sum(need(cluster.pools[name])[1] * cluster.pools[name].nodes for name in placed)
+    unplaced = 0 if cluster.backend == "ray" and "actor" in cluster.roles else cluster.actors
+    return found - taken - unplaced
 
 
 def engine_name(config: TrainConfig) -> str:
     """The engine of a run: the one that claims its model (`api:NAME`), else that of `engine`. Raises as `resolve_engine`."""
     claiming = [entry.name for entry in ENGINES.own() if entry.make.claims(config.model.path)]
-    return claiming[0] if claiming else resolve_engine(config.engine)
+    return claiming[0] if claiming else resolve_engine(config)
 
 
 def engine_of(config: TrainConfig) -> Entry[type[EngineMaker]]:
@@ -50,6 +73,7 @@ def needs_ray(config: TrainConfig) -> bool:
 def maker_of(name: str, config: TrainConfig) -> EngineMaker:
     """The maker of the engine `name` with the config's `engine_args`. Raises ConfigError for an unknown or invalid argument."""
     maker: EngineMaker = ENGINES.bind(name, config.engine_args)(config)
+    maker.on_gpus = partial(has_gpus, config.cluster, "rollout")
     return maker
 
 

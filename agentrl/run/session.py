@@ -87,7 +87,7 @@ def model_folder(config: TrainConfig, folder: RunFolder) -> str:
 async def open_session(config: TrainConfig, folder: RunFolder, display: Display) -> Session:
     """Start every part. If one fails, the parts that were already started are closed."""
     path = model_folder(config, folder)
-    engine_name = resolve_engine(config.engine)
+    engine_name = resolve_engine(config)
     display.phase("start", 1)
     if needs_ray(config):
         start_ray(config.cluster)

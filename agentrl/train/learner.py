@@ -20,6 +20,7 @@ from agentrl.algorithm import ADVANTAGES, AdvantageInput, advantages
 from agentrl.algorithm.anchors import anchors_of
 from agentrl.batch.rows import Ragged
 from agentrl.batch.schedule import effective_mode, token_ratio, with_trees
+from agentrl.cluster.devices import has_gpus
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.cluster.worker import Worker
@@ -122,6 +123,7 @@ class Learner:
         self.reward_models: WorkerGroup[RewardModel] | None = None
         self.algorithm = settled_algorithm(config)
         self.kl_coef = config.algorithm.kl.coef
+        self._sharing = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, "actor"))
         self._skipped = 0
 
     async def open(self, path: str) -> None:
@@ -190,7 +192,7 @@ class Learner:
         """The batch with the inputs of advantages: the reward model's scores, the logprobs of the proximal and the
         reference policy, and values, each only if the config asks for it."""
         temperature = self.config.rollout.temperature or 1.0
-        view = await in_thread("batch", with_trees, view, effective_mode(self.config.optim.prefix_sharing))
+        view = await in_thread("batch", with_trees, view, self._sharing)
         metrics: dict[str, float] = {}
         if self.reward_models is not None and self.config.reward_model is not None:
             scores = (await self.reward_models.arun(RewardModel.compute_scores, view.batch))["score"]

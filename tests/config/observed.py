@@ -233,7 +233,7 @@ def chosen_engine(config: TrainConfig, out: Path) -> Any:
         import agentrl.backends.embedded.engine as embedded
 
         patch.setattr(embedded, "EmbeddedEngine", lambda *args, **options: SimpleNamespace(**options))
-        return type(engines.make_engine(engines.resolve_engine(config.engine), model, config)).__name__
+        return type(engines.make_engine(engines.resolve_engine(config), model, config)).__name__
 
 
 # -- the phases of a run ---------------------------------------------------------------------------

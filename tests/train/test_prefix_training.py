@@ -14,7 +14,7 @@ from train_batches import sharing, toy_critic, toy_optim
 
 from agentrl.batch import collate
 from agentrl.batch.rows import jagged, offsets_of
-from agentrl.batch.schedule import effective_mode, plan_ranks, shuffled
+from agentrl.batch.schedule import plan_ranks, shuffled
 from agentrl.cluster.dispatch import Call
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
@@ -151,10 +151,15 @@ def test_prefix_sharing_by_the_config_gives_the_same_step(tiny: str) -> None:
         assert found[mode] == pytest.approx(found["off"], rel=1e-5, abs=1e-5)
 
 
-def test_auto_is_off_where_a_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for gpu, auto in ((True, "off"), (False, "auto")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        assert [effective_mode(mode) for mode in ("off", "auto", "on")] == ["off", auto, "on"]
+def test_auto_is_off_if_the_actors_have_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The actors', not the driver's, which has none here."""
+    for gpus, auto in ((True, "off"), (False, "auto")):
+        monkeypatch.setattr("agentrl.train.learner.has_gpus", lambda cluster, role, gpus=gpus: gpus and role == "actor")
+        found = [
+            Learner(TrainConfig(env=EnvConfig(id="none"), optim=toy_optim(prefix_sharing=mode)), None)._sharing  # type: ignore[arg-type]
+            for mode in ("off", "auto", "on")
+        ]
+        assert found == ["off", auto, "on"]
 
 
 @settings(max_examples=100, deadline=None)

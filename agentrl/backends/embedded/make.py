@@ -23,7 +23,7 @@ class EmbeddedMaker(EngineMaker):
         return EmbeddedEngine
 
     @classmethod
-    def suits(cls) -> int:
+    def suits(cls, gpus: float) -> int:
         return 1
 
     def memory(self, weights: int, token: int, device: int | None) -> EngineMemory:

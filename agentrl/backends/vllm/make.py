@@ -17,7 +17,7 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 @ENGINES.register("vllm", needs={"ray"})
 class VllmMaker(EngineMaker):
-    """Replicas in Ray actors, as the section `vllm` says. Preferred on a machine with a GPU on which vLLM is installed."""
+    """Replicas in Ray actors, as the section `vllm` says. Preferred if it is installed and there are GPUs for it."""
 
     @classmethod
     def engine(cls) -> type[Engine]:
@@ -26,12 +26,8 @@ class VllmMaker(EngineMaker):
         return VllmEngine
 
     @classmethod
-    def suits(cls) -> int:
-        if importlib.util.find_spec("vllm") is None:
-            return 0
-        import torch
-
-        return 2 if torch.cuda.is_available() else 0
+    def suits(cls, gpus: float) -> int:
+        return 2 if gpus >= 1 and importlib.util.find_spec("vllm") is not None else 0
 
     @classmethod
     def check_installed(cls) -> None:
@@ -60,9 +56,7 @@ class VllmMaker(EngineMaker):
         return min(positions, self.config.vllm.max_model_len)
 
     def heads(self) -> tuple[int, ...] | None:
-        import torch
-
-        return None if torch.cuda.is_available() else CPU_HEADS
+        return None if self.cuda() else CPU_HEADS
 
     def make(self, model: str, positions: int, ray_options: Sequence[Mapping[str, Any]] = ()) -> Engine:
         from agentrl.backends.vllm.engine import VllmEngine

@@ -39,7 +39,7 @@ def check_config(config: TrainConfig) -> None:
     check_learner(config)
     check_estimator_inputs(config.algorithm.advantage, scorer)
     check_weights(config)
-    engine = resolve_engine(config.engine)
+    engine = resolve_engine(config)
     check_sizes(config, engine)
     check_placement(config, engine)
     check_judge(config, scorer)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from agentrl.cluster.devices import joins, nodes_of
+from agentrl.cluster.machine import usable_cpus
 from agentrl.config import TrainConfig
 from agentrl.errors import ResourceError
 from agentrl.rollout.engine_maker import PROCESS_MIB, Processes
@@ -21,7 +23,7 @@ MEMORY_PER_PROCESS_MIB = PROCESS_MIB
 def check_capacity(config: TrainConfig) -> None:
     """Raise ResourceError if disk, memory or cores do not suffice for the config.
 
-    Reads: out, engine, engine_args, model.path, cluster.backend, cluster.address, cluster.actors, vllm.
+    Reads: out, engine, engine_args, model.path, cluster, rollout.colocate, vllm.
     """
     _check_disk(Path(config.out))
     _check_memory(config)
@@ -40,11 +42,11 @@ def _check_disk(out: Path) -> None:
 
 
 def _check_memory(config: TrainConfig) -> None:
-    need = MIN_MEMORY_MIB
-    if config.cluster.backend == "ray":
+    need, away = MIN_MEMORY_MIB, joins(config.cluster)  # processes on a cluster use the memory of its nodes
+    if config.cluster.backend == "ray" and not away:
         need += MEMORY_PER_PROCESS_MIB * config.cluster.actors
     engine = _engine(config)
-    if engine is not None:
+    if engine is not None and not away:
         need += engine.count * engine.mib
     free = psutil.virtual_memory().available >> 20
     if free < need:
@@ -56,9 +58,21 @@ def _check_memory(config: TrainConfig) -> None:
 
 
 def _check_cores(config: TrainConfig) -> None:
-    if config.cluster.backend != "ray" or config.cluster.address is not None:
+    if config.cluster.backend != "ray":
         return
-    cores = os.cpu_count() or 1
+    if not joins(config.cluster):
+        _check_local_cores(config)
+    slots = sum(int(node.cpus) for node in nodes_of(config.cluster, "actor"))
+    if "actor" not in config.cluster.roles and config.cluster.actors > slots:
+        where = "the cluster" if joins(config.cluster) else "this machine"
+        raise ResourceError(
+            f"cluster.actors = {config.cluster.actors}: each takes a CPU slot of its own, and {where} has {slots} of them; lower "
+            "cluster.actors, or place the actors in a pool whose `cpus` is less than 1"
+        )
+
+
+def _check_local_cores(config: TrainConfig) -> None:
+    cores = usable_cpus()
     engine = _engine(config)
     need = config.cluster.actors + (engine.count if engine is not None else 0)
     # Driver, actors and engine wait for each other much of the time, so up to two processes per core make progress.

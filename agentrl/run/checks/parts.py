@@ -15,7 +15,7 @@ from agentrl.train.publish import check_takes_weights
 def check_engine(config: TrainConfig) -> None:
     """Raise ConfigError if the config's engine cannot be trained, or does not accept its `engine_args`.
 
-    Reads: engine, engine_args, model.path.
+    Reads: engine, engine_args, model.path, cluster, rollout.colocate.
     """
     entry = engine_of(config)
     claimed = entry.make.claims(config.model.path)
@@ -35,7 +35,7 @@ def check_model(config: TrainConfig) -> None:
 def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
     """Raise a UserError if a part cannot be built or does not fit the others. Nothing is started.
 
-    Reads: env, tools, engine, engine_args, api, vllm, model.path, model.init, model.tool_parser, reward,
+    Reads: env, tools, engine, engine_args, cluster, api, vllm, model.path, model.init, model.tool_parser, reward,
     rollout.env_timeout; and as `check_rollout`.
     """
     env = EnvRef.of(config)

@@ -57,9 +57,9 @@ def _check_groups(size: int, advantage: Choice) -> None:
 
 
 def check_heads(config: TrainConfig, engine_name: str) -> None:
-    """Raise ConfigError if the engine has no attention kernel on this machine for the model's head size.
+    """Raise ConfigError if the engine has no attention kernel for the model's head size on the nodes that run it.
 
-    Reads: engine_args, model.path, model.init.
+    Reads: engine_args, model.path, model.init, cluster.
     """
     sizes = maker_of(engine_name, config).heads()
     if sizes is None:
@@ -71,8 +71,8 @@ def check_heads(config: TrainConfig, engine_name: str) -> None:
         fine = [e.name for e in ENGINES.own() if "messages" not in e.traits and e.make(config).heads() is None]
         others = " or ".join(f"engine={name}" for name in fine)
         raise ConfigError(
-            f"{what}: on this machine engine={engine_name} supports head sizes {', '.join(map(str, sizes))}, and dies at the "
-            f"first request with others; use {others}, or a model with such heads"
+            f"{what}: on the nodes that run it, engine={engine_name} supports head sizes {', '.join(map(str, sizes))}, and dies "
+            f"at the first request with others; use {others}, or a model with such heads"
         )
 
 

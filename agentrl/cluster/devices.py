@@ -1,0 +1,59 @@
+"""Which devices the processes of a run get: what is decided by GPUs is asked here, of the nodes that run the role.
+
+The driver's machine decides for nothing but itself: a head node may have no card where the nodes have eight, or the reverse.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from agentrl.cluster.machine import usable_cpus
+from agentrl.cluster.pool import ClusterNode
+from agentrl.cluster.runtime import start_ray
+from agentrl.config.schema import ClusterConfig
+
+
+def nodes_of(cluster: ClusterConfig, role: str) -> list[ClusterNode]:
+    """The nodes that may run a role, with what they have in total; with backend "inline" this machine, but for an engine's
+    own processes ("rollout").
+
+    Joins the cluster if the config (or RAY_ADDRESS) names one and this process is not connected yet; raises ResourceError
+    if it cannot be reached. Without an address and before Ray is started, it is this machine, as Ray will find it.
+    """
+    if cluster.backend == "inline" and role != "rollout":
+        return [this_machine()]
+    if not _connected():
+        if not joins(cluster):
+            return [this_machine()]
+        start_ray(cluster)
+    from agentrl.cluster.placement import cluster_nodes
+
+    return cluster_nodes()
+
+
+def joins(cluster: ClusterConfig) -> bool:
+    """Whether a run joins a cluster that is already there."""
+    return bool(cluster.address or os.environ.get("RAY_ADDRESS"))
+
+
+def this_machine() -> ClusterNode:
+    """The driver's machine, as a node."""
+    import torch
+
+    return ClusterNode("this machine", float(usable_cpus()), float(torch.cuda.device_count() if torch.cuda.is_available() else 0))
+
+
+def has_gpus(cluster: ClusterConfig, role: str) -> bool:
+    """Whether the processes of a role get GPUs: as its pool says, or, without a pool, if a node that may run it has any."""
+    if cluster.backend == "ray" and (name := cluster.roles.get(role)) in cluster.pools:  # type: ignore[call-overload]
+        return cluster.pools[name].gpus > 0
+    return any(node.gpus >= 1 for node in nodes_of(cluster, role))
+
+
+def _connected() -> bool:
+    if "ray" not in sys.modules:  # it reads the environment when it is imported, which `start_ray` may have to set first
+        return False
+    import ray
+
+    return bool(ray.is_initialized())
