@@ -69,7 +69,7 @@ def test_vllms_heads_are_those_of_the_build_on_the_nodes(
     if fits:
         sizes.check_heads(run_of(), "vllm")
         return
-    with pytest.raises(ConfigError, match=r"head_dim = 16: .*engine=vllm takes heads of 32"):
+    with pytest.raises(ConfigError, match=r"head_dim = 16: .*engine=vllm supports head sizes 32"):
         sizes.check_heads(run_of(), "vllm")
 
 
