@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -96,7 +95,7 @@ class Registry(Mapping[str, T]):
             raise ConfigError(f"{self.kind}: unknown name {name!r}{hinted(name, self)}; known: {listed or 'none'}")
         if len(places) > 1:
             raise ConfigError(f"{self.kind}: two files register {name!r}: {places[0]} and {places[1]}; rename one")
-        found = self._entries.get((name, _loaded(places[0])))
+        found = self._entries.get((name, _loaded(places[0], f"{self.kind}/{name}")))
         if found is None:
             # The source text has the call, but the code did not reach it (a condition, or a function that was not called).
             raise ConfigError(f"{self.kind}: {places[0]} does not register {name!r} when it is loaded")
@@ -255,12 +254,18 @@ def _announced() -> tuple[tuple[str, str, str], ...]:
     return tuple((*point.name.rpartition("/")[::2], point.value) for point in entry_points(group=GROUP))
 
 
-def _loaded(place: str) -> str:
-    """Load the module or file; returns the module's name."""
+def _loaded(place: str, point: str) -> str:
+    """Load the module or file; returns the module's name. Raises ConfigError if the module that the entry point `point` names
+    does not import, CatalogError if the file does not load."""
     if place.endswith(".py"):
         return load_module(Path(place)).__name__
-    if place not in sys.modules:
+    try:
         import_module(place)
+    except Exception as problem:
+        if place.startswith("agentrl."):  # agentrl's own file: a fault of its own, not the name of one
+            raise
+        reason = f"{type(problem).__name__}: {problem}"
+        raise ConfigError(f"the entry point {point} names {place!r}, which does not import: {reason}") from problem
     return place
 
 

@@ -224,3 +224,9 @@ def test_the_design_has_the_dispatch_table() -> None:
     source = (ROOT / "agentrl" / "train" / "actor.py").read_text()
     entries = re.findall(r'^ +("\w+": .*),$', page.split("class Actor(Worker):", 1)[1].split("\n\n", 1)[0], re.MULTILINE)
     assert len(entries) == 5 and [entry for entry in entries if entry not in source] == []
+
+
+def test_no_page_names_a_public_address_before_there_is_one() -> None:
+    """pyproject's [project.urls] is filled in at publication; until then a made-up address leads to a stranger's page."""
+    for file in (*ROOT.glob("*.md"), ROOT / "pyproject.toml", *ROOT.glob("docs/*.md")):
+        assert not re.search(r"github\.com/agentrl", file.read_text()), file

@@ -4,6 +4,8 @@ what it needs and what it is are honoured by the checks before a run, and by the
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from agentrl.cluster.runtime import stop_ray
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
 from agentrl.errors import ConfigError, ResourceError
-from agentrl.registry import Registry
+from agentrl.registry import Registry, _announced
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.engine_maker import ENGINES
 from agentrl.run.checks import check_config
@@ -330,3 +332,65 @@ def test_what_is_no_file_of_python_in_plugins_stops_no_run_or_is_named(tmp_path:
     (folder / "twice.py").write_text(source + source.replace("def marked", "def other"))
     with pytest.raises(ConfigError, match=r"twice\.py: it registers 'marked' twice"):
         ADVANTAGES.entry("unheard")
+
+
+# -- by an installed package -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on sys.path with an installed package, which announces an advantage of its own and one that is not there."""
+    site = tmp_path / "site"
+    (site / "shop_pack").mkdir(parents=True)
+    (site / "shop_pack/__init__.py").write_text("")
+    (site / "shop_pack/credit.py").write_text(FILES["less_greedy"].replace("less_greedy", "packed"))
+    info = site / "shop_pack-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shop-pack\nVersion: 1.0\n")
+    names = ["packed = shop_pack.credit", "lost = shop_pack.gone", "grpo = shop_pack.credit", "other = shop_pack"]
+    (info / "entry_points.txt").write_text("\n".join(["[agentrl.plugins]", *(f"algorithm.advantage/{name}" for name in names)]))
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.syspath_prepend(str(site))
+    _announced.cache_clear()
+    yield site
+    _announced.cache_clear()
+    for name in ("shop_pack", "shop_pack.credit"):
+        sys.modules.pop(name, None)
+    for key in [key for key in ADVANTAGES._entries if key[1] == "shop_pack.credit"]:
+        del ADVANTAGES._entries[key]
+
+
+def test_an_installed_package_brings_an_advantage_that_a_config_names(installed: Path) -> None:
+    """Its needs and its arguments are as those of a file; it is imported when the name is asked for."""
+    assert "packed" in ADVANTAGES and "shop_pack" not in sys.modules
+    check_config(run_of("algorithm.advantage={name='packed',args={plus=2.0}}"))
+    assert ADVANTAGES.entry("packed").needs == {"baseline"}
+    assert ADVANTAGES.entry("packed").make.__module__ == "shop_pack.credit"
+    with pytest.raises(ConfigError, match=r"'packed': unknown argument 'pus'.*did you mean 'plus'"):
+        check_config(run_of("algorithm.advantage={name='packed',args={pus=2.0}}"))
+    assert "packed" not in POLICY_LOSSES
+
+
+def test_a_file_of_the_working_folder_goes_before_an_installed_package(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "cwd/plugins").mkdir()
+    file = tmp_path / "cwd/plugins/mine.py"
+    file.write_text("from agentrl.algorithm import ADVANTAGES\n@ADVANTAGES.register('packed')\ndef mine(batch): ...\n")
+    assert ADVANTAGES.entry("packed").make.__name__ == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lost", "the entry point algorithm.advantage/lost names 'shop_pack.gone', which does not import: ModuleNotFoundError"),
+        ("other", "shop_pack does not register 'other' when it is loaded"),
+        ("packd", "did you mean 'packed'"),
+    ],
+)
+def test_an_installed_package_that_does_not_hold_its_word_is_named(installed: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ADVANTAGES.entry(name)
+
+
+def test_an_installed_package_takes_no_name_of_agentrl(installed: Path) -> None:
+    assert ADVANTAGES.entry("grpo").make.__module__ == "agentrl.algorithm.advantage.grpo"

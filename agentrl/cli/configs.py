@@ -21,10 +21,11 @@ def add_config(parser: argparse.ArgumentParser, help: str, *, required: bool = F
 
 
 def read_config(args: argparse.Namespace) -> TrainConfig:
-    """The config that `add_config` asked for. Raises ConfigError or CatalogError."""
+    """The config that `add_config` asked for, with whole paths. Raises ConfigError or CatalogError."""
     from agentrl.config import load_config
+    from agentrl.config.paths import with_absolute_paths
 
-    return load_config(find_config_file(args.config), args.overrides, find_config_file)
+    return with_absolute_paths(load_config(find_config_file(args.config), args.overrides, find_config_file))
 
 
 def find_config_file(name: str) -> Path:
@@ -43,11 +44,14 @@ def find_config_file(name: str) -> Path:
 
 
 def open_folder(config: TrainConfig, *, overwrite: bool) -> RunFolder:
-    """Create the run's folder; with `overwrite` an older run of that name is removed first."""
+    """Create the run's folder and record what it begins with; with `overwrite` an older run of that name is removed first."""
+    from agentrl.run.began import write_began
     from agentrl.run.folder import RunFolder
 
     target = Path(config.out) / config.name
     # Only what is certainly a run is removed: `out` and `name` may point at any folder of the user.
     if overwrite and (target / "config.toml").is_file():
         shutil.rmtree(target)
-    return RunFolder.create(config)
+    folder = RunFolder.create(config)
+    write_began(config, folder)
+    return folder

@@ -8,6 +8,7 @@ from pathlib import Path
 from agentrl.cli.configs import add_config, open_folder, read_config
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.identity import check_resumed
+from agentrl.config.paths import with_absolute_paths
 from agentrl.errors import ConfigError
 
 HELP = "train a policy on an environment"
@@ -19,7 +20,7 @@ EPILOG = """examples:
   agentrl train configs/quickstart.toml --dry-run      all checks, and the memory of each role; starts nothing
   agentrl train my.toml --dry-run --gpu-memory 80      ... planned for cards of 80 GiB on another machine
   agentrl train --resume runs/quickstart               continue from the newest checkpoint
-  agentrl train --resume runs/quickstart steps=400     ... for more steps; keys that affect learning cannot change
+  agentrl train --resume runs/quickstart steps=400     ... for more steps (a decaying optim.schedule is stretched)
 
 Ctrl-C once finishes the step, writes a checkpoint and exits with 130; twice stops at once.
 """
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
-    config, resume = _config(args)
+    config, before = _configs(args)
     if args.dry_run:
         from agentrl.run.dry_run import dry_run
 
@@ -45,24 +46,28 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.gpu_memory is not None:
         raise ConfigError("--gpu-memory is for planning: use it together with --dry-run")
+    from agentrl.run.began import check_went_on
     from agentrl.run.checks import check_train
     from agentrl.run.folder import RunFolder
     from agentrl.run.main import execute
 
-    check_train(config)
-    folder = RunFolder(resume) if resume is not None else open_folder(config, overwrite=args.overwrite)
-    return execute(config, folder, resumed=resume is not None)
+    if before is None:
+        check_train(config)
+        return execute(config, open_folder(config, overwrite=args.overwrite), resumed=False)
+    folder = RunFolder(Path(args.resume))
+    return execute(config, folder, resumed=True, notes=check_went_on(before, config, folder))
 
 
-def _config(args: argparse.Namespace) -> tuple[TrainConfig, Path | None]:
+def _configs(args: argparse.Namespace) -> tuple[TrainConfig, TrainConfig | None]:
+    """The config, and the one with which the run began if it is resumed."""
     if args.resume is None:
         if args.config is None:
             raise ConfigError("a config is needed, for example: agentrl train configs/quickstart.toml")
         return read_config(args), None
-    folder = Path(args.resume)
-    if not (folder / "config.toml").is_file():
-        raise ConfigError(f"{folder}: not a run folder (it has no config.toml)")
+    file = Path(args.resume) / "config.toml"
+    if not file.is_file():
+        raise ConfigError(f"{args.resume}: not a run folder (it has no config.toml)")
     overrides = [text for text in (args.config, *args.overrides) if text is not None]
-    config = load_config(folder / "config.toml", overrides)
-    check_resumed(load_config(folder / "config.toml"), config, folder)
-    return config, folder
+    before, config = (with_absolute_paths(load_config(file, texts)) for texts in ((), overrides))
+    check_resumed(before, config, Path(args.resume))
+    return config, before

@@ -31,7 +31,7 @@ _FAULT = "bounds what is a fault of the infrastructure, whose episodes are unsco
 _ANYWHERE = {
     "name": _LABEL,
     "out": _LABEL,
-    "steps": "says how long a run takes",
+    "steps": "says how long a run takes; that a decaying learning rate is stretched is said (run/began.py)",
     "stop_at_success": "says how long a run takes",
     "trajectories_every": _KEPT,
     "checkpoint": _KEPT,

@@ -11,6 +11,7 @@ from typing import Any, Union, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
+from agentrl.config.paths import beside
 from agentrl.config.schema import Choice, EnvConfig, TrainConfig
 from agentrl.errors import ConfigError, UserError, hinted
 
@@ -59,10 +60,11 @@ def read_layers(file: Path, find: Find = Path) -> Layers:
             circle = " -> ".join(part.name for part in (*(above for above, _ in layers), file))
             raise ConfigError(f"{layers[-1][0]}: base: the configs build on one another in a circle: {circle}")
         table = read_toml(file)
-        layers.append((file, table))
-        if "base" not in table:
+        base = table.pop("base", None)
+        layers.append((file, beside(file, table)))
+        if base is None:
             return layers
-        file = _base_of(file, table.pop("base"), find)
+        file = _base_of(file, base, find)
 
 
 def _base_of(file: Path, name: Any, find: Find) -> Path:

@@ -393,7 +393,10 @@ class TrainConfig(Frozen):
     A file may start with `base = "quickstart"`: it then contains only what differs from that config, which is searched for
     next to it and on the shelves. Sections are merged key by key; the value of a key replaces that of the base; if `env.id`
     differs, nothing of the base's [env] is kept. An optional section is removed by `false`: `sft = false`, or
-    `model.init=false` on the command line.
+    `model.init=false` on the command line. `env.reward`, `tools.sets` and the models' `path` are beside the file that names them
+    if they begin with `./` or `../` (config/paths.py); the run folder's config has whole paths.
+
+    `steps`: updates of the run. A resume may change it; `optim.schedule` then decays over the new number.
 
     `engine`: "embedded", "vllm", the name of one in `plugins/` of a shelf, or "auto": the one that suits the machine.
     `engine_args`: arguments of an engine that has no section here. `trackers`: where metrics are written in addition to

@@ -9,30 +9,34 @@ from pathlib import Path
 from agentrl.catalog import EnvRef, find_tools
 from agentrl.catalog.scoring import find_spec
 from agentrl.config import TrainConfig
-from agentrl.config.identity import Identity, digest_of
+from agentrl.config.identity import Identity, Purpose, cannot_matter, digest_of
 
 _CHUNK = 64 << 10
 _CHUNKS = 128
 
 
-def contents_of(config: TrainConfig) -> Identity:
-    """Digests of the reward spec and of the files of the model, the environment and the tool sets, for an identity.
+def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
+    """Digests of the reward spec and of the files of the models, the environment and the tool sets, for an identity.
 
     Models on a hub or behind an API and environments of installed packages have no digest. Raises CatalogError or
     RewardSpecError if the spec, the environment or a tool set is not found.
     """
     env = EnvRef.of(config)
     digests: Identity = {"the content of env.reward": digest_of(find_spec(env, config.env.reward))}
-    model = Path(config.model.path or "")
     files = {
-        "model.path": sorted(_plain(model.iterdir())) if config.model.path and model.is_dir() else [],
+        "model.path": _files(config.model.path),
+        "reward_model.path": _files(None if config.reward_model is None else config.reward_model.path),
         "env.id": sorted(_sources(env.entry.path)),
         "tools.sets": [find_tools(name) for name in config.tools.sets],
     }
     for key, paths in files.items():
-        if paths:
+        if paths and not cannot_matter(key, purpose):
             digests[f"the files of {key}"] = digest_of([[path.name, _digest(path)] for path in paths])
     return digests
+
+
+def _files(folder: str | None) -> list[Path]:
+    return sorted(_plain(Path(folder).iterdir())) if folder is not None and Path(folder).is_dir() else []
 
 
 def _sources(path: Path | None) -> Iterator[Path]:

@@ -1,6 +1,7 @@
 """The run folder: everything that a run writes. Readers see each file complete at any moment.
 
-config.toml        the resolved config          metrics.jsonl     one JSON object per row
+config.toml        the resolved config, with whole paths
+began.json         digests of the files it names metrics.jsonl    one JSON object per row
 summary.json       the result                   curve.png         the learning curve
 trajectories/      *.jsonl, one episode per row tensorboard/      events
 checkpoints/       step_NNNNNN/                 log.txt           everything logged

@@ -7,12 +7,14 @@ import errno
 import logging
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.config import TrainConfig
 from agentrl.config.identity import episode_overrides
 from agentrl.errors import AgentrlError, JudgeBudgetError, ResourceError, WorkerDiedError
+from agentrl.run.began import check_contents
 from agentrl.run.checks.sizes import advice
 from agentrl.run.curve import draw_curve
 from agentrl.run.display import Display, percent
@@ -40,10 +42,13 @@ class RunOutcome:
     began: float = field(default_factory=time.monotonic)
 
 
-def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_start: bool = False) -> int:
+def execute(
+    config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_start: bool = False, notes: Sequence[str] = ()
+) -> int:
     """Run `config` in `folder`: all phases, or the warm start alone. Returns the exit code: 0 done, 1 failed, 130 interrupted.
 
-    Raises UserError for what the user can fix. The summary is always written.
+    `notes`: warnings of the caller, for the display and the log. Raises UserError for what the user can fix. The summary is
+    always written.
     """
     _quiet()
     raise_gc_threshold()
@@ -51,7 +56,7 @@ def execute(config: TrainConfig, folder: RunFolder, *, resumed: bool, only_warm_
     outcome = RunOutcome(only_warm_start=only_warm_start)
     with Display() as display, RunLog(folder, display, config.trackers) as run_log:
         display.say(f"agentrl train: {folder.path} ({'resumed' if resumed else 'new'})")
-        for line in advice(config):
+        for line in (*notes, *advice(config)):
             log.warning(line)
             display.say(f"warning: {line}")
         try:
@@ -101,6 +106,8 @@ async def _attempt(
     outcome: RunOutcome,
     interrupt: Interrupt,
 ) -> None:
+    if outcome.restarts:
+        check_contents(config, folder)  # the files are read again
     session = await open_session(config, folder, display)
     outcome.engine = session.engine_name
     try:

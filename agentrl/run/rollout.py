@@ -185,7 +185,7 @@ def _identity(config: TrainConfig, request: RolloutRequest) -> Identity:
     """All that an episode depends on; `-n` and `-k` only say which episodes there are."""
     identity = {**identity_of(config, request.purpose), "command": request.purpose, "--split": request.split}
     if request.replay is None:  # a replay has the spec and the answers of its record
-        identity |= contents_of(config)
+        identity |= contents_of(config, request.purpose)
     return identity
 
 

@@ -1,0 +1,70 @@
+"""Which file a path of a config means: the one beside the config file that names it, or the one in the working folder.
+
+A path that begins with `./` or `../` in a config file is beside that file. If nothing is there, it is taken as all other
+paths are, and as those of the command line: from the working folder, or as a name on a shelf or a hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.schema import TrainConfig
+from agentrl.errors import ConfigError
+
+Table = dict[str, Any]
+
+READ = (("env", "reward"), ("tools", "sets"), ("model", "path"), ("critic", "path"), ("reward_model", "path"))
+"""Keys that name what a run reads: a path, or a list of them."""
+WRITTEN = (("reward", "judge", "cache"), ("weights", "folder"))
+"""Keys that name folders that a run writes; like `out`, they are relative to the working folder."""
+
+
+def beside(file: Path, table: Table) -> Table:
+    """The table of a config file, with the paths that are beside it made independent of the working folder.
+
+    Raises ConfigError if there is something both beside the file and in the working folder.
+    """
+
+    def found(path: str, key: str) -> str:
+        near, here = file.parent / path, Path(path)
+        if not path.startswith(("./", "../")) or not near.exists():
+            return path
+        if here.exists() and not here.samefile(near):
+            raise ConfigError(
+                f"{file}: {key} = {path!r}: there are two, {near.resolve()} and {here.resolve()}; write the whole path of one"
+            )
+        return str(near.resolve())
+
+    return _changed(table, READ, found)
+
+
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """The config with the files and folders of this machine by their whole paths, so that it means the same from any working
+    folder. Names on a shelf or a hub stay names."""
+
+    def there(path: str, key: str) -> str:
+        return str(Path(path).absolute()) if Path(path).exists() else path
+
+    table = _changed(config.model_dump(mode="json", exclude_none=True), READ, there)
+    table = _changed(table, WRITTEN, lambda path, key: str(Path(path).absolute()))
+    return TrainConfig.model_validate(table)
+
+
+def _changed(table: Table, keys: tuple[tuple[str, ...], ...], change: Callable[[str, str], str]) -> Table:
+    """A copy of the table, with the texts at `keys` changed; what is no text is left for the validation to refuse."""
+    table = deepcopy(table)
+    for key in keys:
+        inner: Any = table
+        for part in key[:-1]:
+            inner = inner.get(part) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict):
+            continue
+        value, name = inner.get(key[-1]), ".".join(key)
+        if isinstance(value, str):
+            inner[key[-1]] = change(value, name)
+        elif isinstance(value, list):
+            inner[key[-1]] = [change(item, name) if isinstance(item, str) else item for item in value]
+    return table

@@ -1,0 +1,213 @@
+"""A run folder is gone on with from any working folder, and only by what the run began with: the reward spec and the model's
+files as they were. A learning rate that would be stretched over more steps is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli.main import main
+from agentrl.config import TrainConfig, load_config
+from agentrl.config.schema import InitModelConfig
+from agentrl.errors import WorkerDiedError
+from agentrl.train.init_model import init_model
+
+TINY = InitModelConfig(layers=1, hidden=32, mlp=32, heads=2, kv_heads=1, head_dim=16, context=1024)
+Executed = list[tuple[TrainConfig, tuple[str, ...]]]
+
+
+@pytest.fixture
+def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Executed:
+    """The config and the notes of each run that would have been executed; the working folder is `there`."""
+    runs: Executed = []
+    monkeypatch.setattr("agentrl.run.main.execute", lambda config, folder, *, notes=(), **how: runs.append((config, notes)) or 0)
+    monkeypatch.setattr("agentrl.run.checks.check_capacity", lambda config: None)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    return runs
+
+
+def write_spec(file: str, least: float) -> None:
+    root = {"use": "calls.schema", "scale": [0, least]}
+    Path(file).write_text(json.dumps({"agentrl_reward": 1, "name": "mine", "root": root}))
+
+
+def train(*more: str, env: str = "key_value") -> int:
+    Path("mine.toml").write_text(f'[env]\nid = "{env}"\n')
+    sizes = ["rollout.max_turns=2", "rollout.max_turn_tokens=16", "cluster.backend=inline", "engine=embedded"]
+    return main(["train", "mine.toml", "name=r", *sizes, *more])
+
+
+def test_a_run_with_relative_paths_goes_on_from_another_folder(
+    executed: Executed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init_model(TINY, Path("model"), seed=0)
+    write_spec("spec.json", 1.0)
+    assert train("model.path=model", "env.reward=./spec.json", "reward.judge.cache=verdicts", "weights.folder=w") == 0
+    there = tmp_path / "there"
+    assert main(["train", "--resume", "runs/r", "model.path=model"]) == 0, "the same model by its relative name"
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["train", "--resume", str(there / "runs" / "r")]) == 0
+    for config, notes in executed:
+        assert config.model.path == str(there / "model") and notes == ()
+        assert Path(config.env.reward or "").samefile(there / "spec.json")
+        assert (config.reward.judge.cache, config.weights.folder) == (str(there / "verdicts"), str(there / "w"))
+
+
+def test_what_a_run_lacks_elsewhere_is_said_with_the_folder_where_it_began(
+    executed: Executed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["env", "new", "mine"]) == 0
+    assert train("model.init={}", env="mine") == 0
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    there = tmp_path / "there"
+    capsys.readouterr()
+    assert main(["train", "--resume", str(there / "runs" / "r")]) == 2
+    said = capsys.readouterr().err
+    assert "no environment 'mine'" in said and f"the run began in {there}" in said and f"AGENTRL_PATH={there}" in said
+    monkeypatch.setenv("AGENTRL_PATH", str(there))
+    assert main(["train", "--resume", str(there / "runs" / "r")]) == 0
+
+
+def test_an_edited_reward_spec_ends_a_run(executed: Executed, capsys: pytest.CaptureFixture[str]) -> None:
+    write_spec("spec.json", 1.0)
+    assert train("model.init={}", "env.reward=spec.json") == 0
+    write_spec("spec.json", 2.0)
+    assert main(["train", "--resume", "runs/r"]) == 2
+    said = capsys.readouterr().err
+    assert "the content of env.reward was sha256:" in said and "spec.json" in said
+    assert "restore" in said and "start another run" in said
+    write_spec("spec.json", 1.0)
+    assert main(["train", "--resume", "runs/r"]) == 0
+    assert len(executed) == 2
+
+
+def test_a_spec_that_is_edited_before_a_restart_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost worker has the run read its files again, without anyone who resumes it."""
+    monkeypatch.chdir(tmp_path)
+    attempts = []
+
+    async def attempt(*args: object) -> None:
+        attempts.append(args)
+        write_spec("spec.json", 2.0)
+        raise WorkerDiedError("actor 1 died")
+
+    monkeypatch.setattr("agentrl.run.main.open_session", attempt)
+    monkeypatch.setattr("agentrl.run.checks.check_capacity", lambda config: None)
+    write_spec("spec.json", 1.0)
+    assert train("model.init={}", "env.reward=spec.json", "cluster.max_restarts=2") == 2
+    assert len(attempts) == 1
+    assert "the content of env.reward was sha256:" in json.loads(Path("runs/r/summary.json").read_text())["error"]
+
+
+def test_other_weights_under_the_old_path_end_a_run(executed: Executed, capsys: pytest.CaptureFixture[str]) -> None:
+    init_model(TINY, Path("model"), seed=0)
+    assert train("model.path=model") == 0
+    shutil.rmtree("model")
+    init_model(TINY, Path("model"), seed=1)
+    assert main(["train", "--resume", "runs/r"]) == 2
+    assert "the files of model.path was sha256:" in capsys.readouterr().err
+    assert len(executed) == 1
+
+
+def test_an_environment_that_was_mended_goes_on_and_this_is_said(executed: Executed) -> None:
+    """A run that stopped at a fault of its environment must be able to go on without it."""
+    assert main(["env", "new", "mine"]) == 0
+    assert train("model.init={}", env="mine") == 0
+    source = Path("envs/mine/env.py")
+    source.write_text(source.read_text() + "\n# mended\n")
+    assert main(["train", "--resume", "runs/r"]) == 0
+    [note] = executed[1][1]
+    assert note.startswith("the files of env.id have changed since the run began")
+
+
+def test_a_run_of_an_older_version_goes_on_and_is_held_to_what_it_has_then(
+    executed: Executed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_spec("spec.json", 1.0)
+    assert train("model.init={}", "env.reward=spec.json") == 0
+    Path("runs/r/began.json").unlink()
+    assert main(["train", "--resume", "runs/r"]) == 0
+    assert "an older agentrl" in executed[1][1][0]
+    write_spec("spec.json", 2.0)
+    assert main(["train", "--resume", "runs/r"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "rates"),
+    [("constant", 40, None), ("linear", 20, None), ("linear", 40, ("0.5", "0.75")), ("cosine", 10, ("0.5", "0"))],
+)
+def test_more_steps_stretch_a_decaying_schedule_and_this_is_said(
+    executed: Executed, schedule: str, steps: int, rates: tuple[str, str] | None
+) -> None:
+    """After 10 of 20 updates: the factor of optim.lr in the next one, of the run as it was and as it goes on."""
+    assert train("model.init={}", f"optim.schedule={schedule}", "steps=20") == 0
+    Path("runs/r/checkpoints/step_000010").mkdir(parents=True)
+    Path("runs/r/checkpoints/step_000010/manifest.json").write_text('{"files": {}}')
+    assert main(["train", "--resume", "runs/r", f"steps={steps}"]) == 0
+    notes = executed[1][1]
+    if rates is None:
+        assert notes == ()
+    else:
+        before, now = rates
+        assert f"after update 10 it is {now} of optim.lr; it would have been {before}" in notes[0]
+
+
+# -- paths beside the file that names them ---------------------------------------------------------
+
+
+def layered(tmp_path: Path) -> Path:
+    """`top/mine.toml` on top of `below/base.toml`, which has the paths."""
+    for name in ("top", "below/model", "cwd"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "below/spec.json").write_text("{}")
+    text = '[env]\nid = "key_value"\nreward = "./spec.json"\n[model]\npath = "./model"\n[tools]\nsets = ["./../below/set.py"]\n'
+    (tmp_path / "below/base.toml").write_text(text)
+    (tmp_path / "below/set.py").write_text("")
+    (tmp_path / "top/mine.toml").write_text('base = "../below/base"\n')
+    return tmp_path / "top/mine.toml"
+
+
+def test_a_path_with_a_dot_is_beside_the_file_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, below = layered(tmp_path), tmp_path / "below"
+    monkeypatch.chdir(tmp_path / "cwd")
+    config = load_config(file)
+    assert Path(config.env.reward or "").samefile(below / "spec.json") and Path(config.model.path or "").samefile(below / "model")
+    assert Path(config.tools.sets[0]).samefile(below / "set.py")
+    override = load_config(file, ["env.reward=./spec.json"])
+    assert override.env.reward == "./spec.json", "the command line has no file: its paths are those of the working folder"
+
+
+def test_one_that_exists_only_in_the_working_folder_stays_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = layered(tmp_path)
+    (tmp_path / "below/spec.json").rename(tmp_path / "cwd/spec.json")
+    monkeypatch.chdir(tmp_path / "cwd")
+    assert load_config(file).env.reward == "./spec.json"
+
+
+def test_one_that_could_be_either_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = layered(tmp_path)
+    (tmp_path / "cwd/spec.json").write_text("{}")
+    monkeypatch.chdir(tmp_path / "cwd")
+    assert main(["train", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert "base.toml: env.reward = './spec.json'" in said
+    assert f"{tmp_path / 'below/spec.json'}" in said and f"{tmp_path / 'cwd/spec.json'}" in said
+
+
+def test_names_are_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of a hub and a spec of a shelf have no dot in front, and stay names whatever lies beside the file."""
+    (tmp_path / "org/model").mkdir(parents=True)
+    (tmp_path / "key_value_exact").mkdir()
+    (tmp_path / "cwd").mkdir()
+    file = tmp_path / "mine.toml"
+    file.write_text('[env]\nid = "key_value"\nreward = "key_value_exact"\n[model]\npath = "org/model"\n')
+    monkeypatch.chdir(tmp_path / "cwd")
+    config = load_config(file)
+    assert (config.env.reward, config.model.path) == ("key_value_exact", "org/model")
