@@ -59,6 +59,8 @@ class ModelConfig(Frozen):
     keeping them whole until the optimizer step: by default from 1B trained parameters on; `replicas` shards within
     actors / replicas ranks and replicates across (HSDP); `sequence_parallel` ranks share the tokens of each
     micro-batch (Ulysses); `cpu_offload` keeps weights and optimizer in host memory (GPUs only).
+    `compile`: each layer by torch.compile, for GPUs (the first micro-batches take minutes). `kernels`: "liger" replaces norms,
+    rotary embeddings and gated MLPs by Liger's Triton kernels (GPUs only, needs the extra `liger`).
 
     `tool_parser`: the parser of the model's tool calls, by name: "hermes", "qwen_xml", "llama_json", "mistral", or
     "vllm:NAME" for one of vLLM's own; "auto" picks the one that fits the chat template.
@@ -73,6 +75,8 @@ class ModelConfig(Frozen):
     replicas: PositiveInt = 1
     sequence_parallel: PositiveInt = 1
     cpu_offload: bool = False
+    compile: bool = False
+    kernels: Literal["torch", "liger"] = "torch"
     lora: LoraSection | None = None
 
 

@@ -9,7 +9,9 @@ cache or a mask is in use; see tests/train/test_attention.py.)
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -161,14 +163,25 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    repeat = q.shape[1] // k.shape[1]
-    if repeat > 1:  # the kernel wants as many key heads as query heads
-        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    grouped: dict[str, bool] = {}
+    if q.shape[1] != k.shape[1]:
+        if _varlen_takes_groups():
+            grouped = {"enable_gqa": True}
+        else:
+            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
     cu, longest = packed.cu_seqlens, packed.longest
     # (-1, 0): any distance back and none ahead, which is causal.
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=(-1, 0))
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=(-1, 0), **grouped)
     assert isinstance(out, Tensor)
     return out
+
+
+@cache
+def _varlen_takes_groups() -> bool:
+    """Whether this torch's kernel takes fewer key heads than query heads; torch 2.11's does not say that it does."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None) -> Tensor:
@@ -190,9 +203,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, scaling: float | None
 
     def shaped(tensor: Tensor) -> Tensor:
         split = tensor.view(block.rows, block.width, tensor.shape[1], width).transpose(1, 2)
-        return split.repeat_interleave(heads // tensor.shape[1], dim=1) if tensor.shape[1] != heads else split
+        return split.repeat_interleave(heads // tensor.shape[1], dim=1) if tensor.shape[1] != heads and not grouped else split
 
-    out = F.scaled_dot_product_attention(shaped(q), shaped(k), shaped(v), is_causal=True, scale=scaling)
+    # Of the kernels behind this call only the one for half precision on GPUs reads each key head once for its whole group of
+    # query heads; all others would fall back to the slow one that keeps every score.
+    grouped = q.is_cuda and q.dtype != torch.float32 and q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(shaped(q), shaped(k), shaped(v), is_causal=True, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2).reshape(-1, heads, width)
 
 

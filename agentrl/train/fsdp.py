@@ -26,6 +26,7 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.train.attention import PACKED, register_packed_attention
 from agentrl.train.by_size import by_size
 from agentrl.train.engine import BaseEngine, flat_state
+from agentrl.train.kernels import compile_layers, use_liger
 from agentrl.train.lora import inject, merged
 from agentrl.train.modules import Micro, PolicyModule, ScoreModule, ValueModule, shared
 from agentrl.train.optim import Optimizers
@@ -71,6 +72,8 @@ class FsdpEngine(BaseEngine):
         model = load(path, dtype=torch.float32, attn_implementation=PACKED)
         self.config = model.config
         self.tied = bool(model.config.get_text_config().tie_word_embeddings)
+        if cfg.kernels == "liger":
+            use_liger(model, self.device)
         self.checkpoints = by_size(cfg.activation_checkpointing, sum(p.numel() for p in model.parameters()))
         if self.checkpoints:
             # The reentrant kind computes no gradient if no input of a layer needs one, which is so with adapters on frozen
@@ -82,6 +85,8 @@ class FsdpEngine(BaseEngine):
         self.module: nn.Module = MODULES[role](model)
         self.module.to(self.device)
         self.module.train()
+        if cfg.compile:
+            compile_layers(layers_of(self.module))
         if self.sharded:
             self._shard()
         else:

@@ -276,6 +276,8 @@ ELSEWHERE: dict[str, str] = {
     "ModelConfig.replicas": f"{RANKS}::test_the_meshes_of_replicas_and_sequence_parallel",
     "ModelConfig.sequence_parallel": f"{RANKS}::test_the_meshes_of_replicas_and_sequence_parallel",
     "ModelConfig.cpu_offload": f"{PARALLEL}::test_what_cannot_be",
+    "ModelConfig.compile": "train/test_kernels.py::test_compiled_layers_give_the_same_update",
+    "ModelConfig.kernels": "train/test_kernels.py::test_liger_is_refused_by_name",
     **{
         f"McpServerConfig.{key}": f"{MCP}::test_the_tools_section_of_a_config_reaches_the_environment"
         for key in ("command", "env", "tools", "prefix", "timeout", "max_output")

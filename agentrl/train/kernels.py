@@ -1,0 +1,62 @@
+"""Faster layers for GPUs, if the config asks for them: `model.compile` (torch.compile) and `model.kernels = "liger"`.
+
+Both change a loaded model in place before it is sharded. Attention stays agentrl's own (attention.py) and the head is never
+run by the model itself (logprobs.py), so neither of the two is touched here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import nn
+
+from agentrl.errors import ConfigError, DependencyError, did_you_mean
+from agentrl.train.attention import PACKED, packed_attention
+
+BACKEND = "inductor"
+
+
+def compile_layers(layers: list[nn.Module], backend: str = BACKEND) -> None:
+    """Compile the forward pass of each layer with torch.compile, for token counts that differ from one micro-batch to the next.
+
+    The attention of a packed micro-batch is left out: its layout is Python objects that differ every time, and each new
+    one would compile the layer again.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
+    for layer in layers:
+        # Not `layer.compile()`, which compiles the module's hooks as well: FSDP gathers the weights in them, and
+        # checkpointing wraps the call.
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
+
+
+def use_liger(model: Any, device: torch.device) -> None:
+    """Replace norms, rotary embeddings and gated MLPs by the Triton kernels of Liger (Hsu et al. 2024, arXiv:2410.10989).
+
+    Its fused cross-entropy is left out, because logprobs and entropies of single tokens are needed. The rotary embedding is
+    replaced for the whole family in this process, including an engine in it.
+
+    Raises ConfigError without a GPU and for a family that Liger does not know, DependencyError if it is not installed.
+    """
+    check_liger(device)
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance as apply
+
+    family = model.config.model_type
+    if family not in known:
+        raise ConfigError(
+            f'model.kernels = "liger": {did_you_mean(family, known, "Liger has no kernels for this family")} '
+            f'(the model is a {family!r}); set model.kernels = "torch"'
+        )
+    apply(model, rope=True, rms_norm=True, swiglu=True, geglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def check_liger(device: torch.device) -> None:
+    """Raise ConfigError if `device` is not a GPU, DependencyError if Liger is not installed."""
+    if device.type != "cuda":
+        raise ConfigError('model.kernels = "liger" needs a GPU: its kernels are written in Triton; set model.kernels = "torch"')
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise DependencyError("model.kernels = \"liger\": Liger is not installed: pip install 'agentrl[liger]'")

@@ -1,0 +1,103 @@
+"""Faster layers: compiled ones compute what plain ones compute, and what needs a GPU says so before a model is loaded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from train_batches import make_batch, toy_optim
+
+from agentrl.cluster.launch import launch
+from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
+from agentrl.errors import ConfigError, DependencyError
+from agentrl.train import kernels
+from agentrl.train.actor import Actor
+from tests.publishing import weights_of
+
+FORMS = {
+    "plain": {},
+    "checkpointing": {"activation_checkpointing": True},
+    "lora": {"lora": LoraSection(rank=4)},
+}
+
+
+@pytest.fixture
+def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo and its guards are real; the graphs that it finds run as they are, as inductor needs minutes on a CPU."""
+    monkeypatch.setattr(kernels.compile_layers, "__defaults__", ("eager",))
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("eager_graphs")
+def test_compiled_layers_give_the_same_update(tiny: str, form: str) -> None:
+    found = []
+    for compiled in (False, True):
+        group = launch(Actor, backend="inline")
+        group.run(Actor.init_model, tiny, ModelConfig(compile=compiled, **FORMS[form]), toy_optim(micro_tokens=150))
+        metrics = [group.run(Actor.update, make_batch(8, seed=step), AlgorithmConfig(minibatch=6)) for step in range(2)]
+        found.append((metrics, weights_of(group), counters["stats"].get("unique_graphs", 0)))
+        counters.clear()
+    (plain, mine, none), (fast, theirs, graphs) = found
+    assert none == 0 and graphs > 0
+    for one, other in zip(plain, fast, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+    assert max((mine[name] - theirs[name]).abs().max().item() for name in mine) < 1e-5
+
+
+@pytest.mark.usefixtures("eager_graphs")
+def test_micro_batches_of_other_sizes_do_not_compile_again(tiny: str) -> None:
+    group = launch(Actor, backend="inline")
+    group.run(Actor.init_model, tiny, ModelConfig(compile=True), toy_optim(micro_tokens=150))
+    seen = []
+    for step in range(4):  # every one has micro-batches of lengths, and layouts, of its own
+        group.run(Actor.update, make_batch(6 + step, seed=step), AlgorithmConfig(minibatch=6))
+        seen.append(counters["stats"]["unique_graphs"])
+    assert seen[1] == seen[-1] > 0
+
+
+@pytest.mark.usefixtures("eager_graphs")
+def test_compiled_layers_of_a_sharded_model(tiny: str) -> None:
+    """FSDP gathers a layer's weights in hooks around the compiled function; float32 shards of one rank give its own digits."""
+    found = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the fixture of conftest.py ends it
+    for compiled in (False, True):
+        group = launch(Actor, backend="inline")
+        group.run(Actor.init_model, tiny, ModelConfig(compile=compiled, dtype="bfloat16"), toy_optim(micro_tokens=150))
+        metrics = group.run(Actor.update, make_batch(8), AlgorithmConfig(minibatch=6))
+        found.append((metrics["loss"], metrics["grad_norm"]))
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+def test_liger_is_refused_by_name(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = launch(Actor, backend="inline")
+    with pytest.raises(ConfigError, match=r'model.kernels = "liger" needs a GPU.*model.kernels = "torch"'):
+        group.run(Actor.init_model, tiny, ModelConfig(kernels="liger"), toy_optim())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DependencyError, match=r"agentrl\[liger\]"):
+        kernels.check_liger(torch.device("cuda"))
+
+
+def test_liger_is_asked_for_the_layers_and_not_for_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package cannot be imported without Triton's driver, so its function is a stand-in that notes what it is asked."""
+    asked = []
+    patch = SimpleNamespace(
+        MODEL_TYPE_TO_APPLY_LIGER_FN={"qwen3": None},
+        _apply_liger_kernel_to_instance=lambda model, **which: asked.append((model, which)),
+    )
+    monkeypatch.setitem(__import__("sys").modules, "liger_kernel.transformers.monkey_patch", patch)
+    monkeypatch.setattr(kernels, "check_liger", lambda device: None)
+    model = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))
+    kernels.use_liger(model, torch.device("cuda"))
+    ((given, which),) = asked
+    assert given is model and {name for name, on in which.items() if on} == {"rope", "rms_norm", "swiglu", "geglu"}
+    assert which["cross_entropy"] is which["fused_linear_cross_entropy"] is False
+    model.config.model_type = "qwen33"
+    with pytest.raises(ConfigError, match="did you mean 'qwen3'"):
+        kernels.use_liger(model, torch.device("cuda"))
