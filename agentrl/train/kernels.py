@@ -26,7 +26,8 @@ def compile_layers(layers: list[nn.Module], backend: str = BACKEND) -> None:
     """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
+    uncompiled = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
+    AttentionInterface.register(PACKED, uncompiled)
     for layer in layers:
         # Not `layer.compile()`, which compiles the module's hooks as well: FSDP gathers the weights in them, and
         # checkpointing wraps the call.

@@ -30,7 +30,9 @@ class MemorySender(Sender):
         self._key = f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
 
     def open(self) -> Offer:
-        self._slots = [torch.empty(self.slot_bytes, dtype=torch.uint8) for _ in range(SLOTS)]
+        # Both ends of this process use its GPU if it has one: through host memory each byte would cross the bus twice.
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._slots = [torch.empty(self.slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         _open[self._key] = self
         return Offer("memory", self.slot_bytes, self.receivers, (self._key,))
 

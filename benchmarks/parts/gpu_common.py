@@ -1,0 +1,172 @@
+"""What the parts of benchmarks/gpu.py share: model folders of real shapes with random weights, clocks, and packed rows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from agentrl.cluster.rendezvous import join_group
+from agentrl.config.schema import ModelConfig, OptimConfig
+from agentrl.train.attention import packed_rows
+from agentrl.train.fsdp import FsdpEngine
+from agentrl.train.modules import Micro
+from agentrl.train.optim import adamw
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Qwen3 architecture: those of the published models, `layers` of which may be a part of theirs."""
+
+    name: str
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+    def parameters(self) -> int:
+        """Parameters of the layers' matrices, which every token is multiplied with."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.mlp)
+
+    def flops(self, lengths: list[int], predicted: int) -> float:
+        """Forward and backward (twice the forward) of packed rows: products of the layers, causal attention, and the head for
+        `predicted` tokens. What checkpointing or a chunked head computes again is not counted, as MFU is defined (Chowdhery et
+        al. 2022, PaLM, appendix B)."""
+        layers = 2 * self.parameters() * sum(lengths)
+        attention = sum(2 * n * n for n in lengths) * self.heads * self.head_dim * self.layers
+        return 3.0 * (layers + attention + 2 * self.hidden * self.vocab * predicted)
+
+
+SHAPES = {
+    "tiny": Shape("tiny", 64, 128, 2, 4, 2, 16, 512),
+    "0.6B": Shape("Qwen3-0.6B", 1024, 3072, 28, 16, 8, 128, 151_936),
+    "4B": Shape("8 of the 36 layers of Qwen3-4B", 2560, 9728, 8, 32, 8, 128, 151_936),
+}
+
+
+def model_folder(shape: Shape, parent: Path) -> str:
+    """A folder with that model, random weights in bfloat16, and no tokenizer."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = parent / shape.name.replace(" ", "-")
+    if folder.is_dir():
+        return str(folder)
+    config = Qwen3Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+@contextmanager
+def one_rank(device: torch.device) -> Iterator[None]:
+    """A process group of this process alone: mixed precision needs one."""
+    join_group(None, 0, 1, None if device.type == "cuda" else "gloo", 60.0)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trainer(folder: str, device: torch.device, **model: Any) -> FsdpEngine:
+    """A training engine with its optimizer, in bfloat16 with float32 master weights. Needs a process group (`one_rank`)."""
+    engine = FsdpEngine(folder, ModelConfig(dtype="bfloat16", **model), 1.0, device=device)
+    engine.optimizers = adamw(engine.named(), OptimConfig(lr=1e-6))
+    return engine
+
+
+def rows_of(total: int, length: int) -> list[int]:
+    """Equal rows of that length with `total` tokens in all."""
+    return [min(length, total)] * max(1, total // length)
+
+
+def micro_of(lengths: list[int], vocab: int, device: torch.device, seed: int = 0) -> Micro:
+    """A micro-batch of random tokens; the second half of each row is what is trained."""
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocab, (int(offsets[-1]),), generator=generator)
+    at = torch.cat([torch.arange(start + n // 2, start + n) for start, n in zip(offsets[:-1].tolist(), lengths, strict=True)])
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    return Micro(
+        ids.to(device),
+        positions.to(device),
+        packed_rows(offsets, device),
+        (at - 1).to(device),
+        ids[at].to(device),
+        (offsets[1:] - 1).to(device),
+    )
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done everything that it was asked to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(call: Callable[[], Any], device: torch.device, repeats: int = 5, warmups: int = 2) -> float:
+    """The median seconds of a call, the device included, after calls that are not counted."""
+    for _ in range(warmups):
+        call()
+    found = []
+    for _ in range(repeats):
+        wait(device)
+        began = time.perf_counter()
+        call()
+        wait(device)
+        found.append(time.perf_counter() - began)
+    return sorted(found)[len(found) // 2]
+
+
+def clear(device: torch.device) -> None:
+    """Free cached memory, and start to count its peak anew."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_gb(device: torch.device) -> float | None:
+    """The most memory of the device that tensors held since `clear`, in 10^9 bytes; None on a CPU."""
+    return round(torch.cuda.max_memory_allocated(device) / 1e9, 3) if device.type == "cuda" else None
+
+
+def peak_flops(device: torch.device, quick: bool) -> float:
+    """Operations per second of one large product in bfloat16: the limit that MFU is a part of, measured in this run."""
+    n = 512 if quick else 8192
+    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return 2 * n**3 / seconds(lambda: a @ b, device)
+
+
+def copy_gb_s(device: torch.device, quick: bool) -> float:
+    """10^9 bytes per second of a plain copy on the device (read and written bytes counted once)."""
+    size = (1 << 20) if quick else (1 << 30)
+    a = torch.empty(size, dtype=torch.uint8, device=device)
+    b = torch.empty_like(a)
+    return size / seconds(lambda: b.copy_(a), device) / 1e9
+
+
+def rounded(value: float, digits: int = 4) -> float:
+    """To so many significant digits."""
+    return value if value == 0 or not math.isfinite(value) else round(value, digits - 1 - math.floor(math.log10(abs(value))))

@@ -1,0 +1,128 @@
+"""Part `publish`: bytes per second of each weight route from a trainer's tensors on the card to another process's on the card
+(for `memory`: the same process), against a plain copy on the card."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from gpu_common import clear, copy_gb_s, rounded, wait
+
+from agentrl.config.schema import WeightsConfig
+from agentrl.errors import AgentrlError
+from agentrl.weights.bucket import Bucket, Stream
+from agentrl.weights.route import Offer, Receiver, Sender
+from agentrl.weights.routes import make_sender, open_receiver, order
+
+TENSOR_MIB = 16
+Weights = dict[str, torch.Tensor]
+
+
+def weights(mib: int, seed: float, device: torch.device) -> Weights:
+    """bfloat16 tensors of 16 MiB, each filled with a number of its own."""
+    count = (TENSOR_MIB << 20) // 2
+    make = {f"layer{i}": seed + i for i in range(max(1, mib // TENSOR_MIB))}
+    return {name: torch.full((count,), value, dtype=torch.bfloat16, device=device) for name, value in make.items()}
+
+
+def publish(device: torch.device, quick: bool) -> dict[str, Any]:
+    """By route: GB/s of the best of three publishes, or why it cannot serve. What arrived is compared with what was sent."""
+    mib = 64 if quick else 4096
+    found: dict[str, Any] = {"mib": mib, "copy_gb_s": rounded(copy_gb_s(device, quick))}
+    for route in order():
+        try:
+            found[route] = {"gb_s": rounded(mib * 2**20 / _measure(route, mib, device) / 1e9)}
+        except AgentrlError as problem:
+            found[route] = {"error": str(problem)[:200]}
+        clear(device)
+    return found
+
+
+def _measure(route: str, mib: int, device: torch.device) -> float:
+    held = weights(mib, 1.0, device)
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = WeightsConfig(folder=folder)
+        sender = make_sender(route, cfg, TENSOR_MIB << 20, 1, "127.0.0.1")
+        way = _here if route == "memory" else _across
+        took, sums = way(sender, held, mib, device)
+    if sums != _sums(held):
+        raise AssertionError(f"route {route} brought other weights")
+    return took
+
+
+def _sums(held: Weights) -> list[float]:
+    return [float(tensor[0]) + float(tensor[-1]) for tensor in held.values()]
+
+
+def _load(receiver: Receiver, bucket: Bucket, own: Weights, device: torch.device) -> None:
+    for name, tensor in receiver.receive(bucket):
+        own[name].copy_(tensor)
+    wait(device)  # the slot may be filled again as soon as this is answered
+
+
+def _stream(sender: Sender, held: Weights, hand: Callable[[Bucket], None]) -> float:
+    began = time.perf_counter()
+    stream = Stream(iter(held.items()))
+    while (bucket := sender.send(stream)) is not None:
+        hand(bucket)
+    return time.perf_counter() - began
+
+
+def _here(sender: Sender, held: Weights, mib: int, device: torch.device) -> tuple[float, list[float]]:
+    own = weights(mib, 0.0, device)
+    receiver = open_receiver(sender.open(), 0)
+    sender.attached()
+    took = [_stream(sender, held, lambda bucket: _load(receiver, bucket, own, device)) for _ in range(4)]
+    receiver.close()
+    sender.close()
+    return min(took[1:]), _sums(own)
+
+
+def _across(sender: Sender, held: Weights, mib: int, device: torch.device) -> tuple[float, list[float]]:
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_other, args=(theirs, mib, str(device)), daemon=True)
+    process.start()
+    try:
+        mine.send(sender.open())
+        answer = mine.recv()
+        if answer is not None:
+            raise answer
+        sender.attached()
+
+        def hand(bucket: Bucket) -> None:
+            mine.send(bucket)
+            mine.recv()
+
+        took = [_stream(sender, held, hand) for _ in range(4)]
+        mine.send("sums")
+        return min(took[1:]), mine.recv()
+    finally:
+        mine.send(None)
+        process.join(30)
+        sender.close()
+
+
+def _other(pipe: Connection, mib: int, device: str) -> None:
+    """The receiving process."""
+    place = torch.device(device)
+    own = weights(mib, 0.0, place)
+    receiver: Receiver | None = None
+    while (message := pipe.recv()) is not None:
+        if isinstance(message, Offer):
+            try:
+                receiver = open_receiver(message, 0)
+                pipe.send(None)
+            except AgentrlError as problem:
+                pipe.send(problem)
+        elif message == "sums":
+            pipe.send(_sums(own))
+        else:
+            assert receiver is not None
+            _load(receiver, message, own, place)
+            pipe.send("loaded")

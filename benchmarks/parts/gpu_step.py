@@ -1,0 +1,121 @@
+"""Part `step`: one optimizer step over 16,384 packed tokens, what it is made of, and what each option changes. Part
+`attention`: the two ways of packed attention at several row lengths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_common import SHAPES, Shape, clear, micro_of, model_folder, one_rank, peak_flops, peak_gb, rounded, rows_of, seconds, trainer
+
+from agentrl.errors import AgentrlError
+from agentrl.train import attention
+from agentrl.train.fsdp import FsdpEngine
+from agentrl.train.logprobs import token_logprobs
+from agentrl.train.modules import Micro
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpointing": {"activation_checkpointing": True},
+    "compile": {"compile": True},
+    "liger": {"kernels": "liger"},
+    "compile+checkpointing": {"compile": True, "activation_checkpointing": True},
+    "liger+checkpointing": {"kernels": "liger", "activation_checkpointing": True},
+}
+
+
+def forward_backward(engine: FsdpEngine, micro: Micro) -> None:
+    logprobs, entropy = engine.logprobs(micro, 1.0, True)
+    engine.backward(-(logprobs.sum() + 0.01 * entropy.sum()) / len(logprobs), last=True)
+
+
+def step(device: torch.device, folder: Path, shape_name: str, quick: bool) -> dict[str, Any]:
+    """Milliseconds, MFU and peak memory of a step with each option; without one, also its split."""
+    shape = SHAPES["tiny" if quick else shape_name]
+    lengths = rows_of(256 if quick else 16_384, 64 if quick else 1024)
+    limit = peak_flops(device, quick)
+    found: dict[str, Any] = {"shape": shape.name, "tokens": sum(lengths), "row": lengths[0], "limit_tflops": rounded(limit / 1e12)}
+    path = model_folder(shape, folder)
+    with one_rank(device):
+        for name, options in OPTIONS.items():
+            if quick and "compile" in name:
+                continue  # inductor takes minutes on a CPU
+            clear(device)
+            try:
+                engine = trainer(path, device, **options)
+                found[name] = _one(engine, shape, lengths, device, limit)
+                if name == "plain":
+                    found["split_ms"] = _split(engine, shape, lengths, device, found[name]["ms"])
+                del engine
+            except (AgentrlError, torch.cuda.OutOfMemoryError) as problem:
+                found[name] = {"error": f"{type(problem).__name__}: {problem}"[:200]}
+    return found
+
+
+def _one(engine: FsdpEngine, shape: Shape, lengths: list[int], device: torch.device, limit: float) -> dict[str, Any]:
+    micro = micro_of(lengths, shape.vocab, device)
+
+    def whole() -> None:
+        forward_backward(engine, micro)
+        engine.step()
+
+    took = seconds(whole, device)
+    flops = shape.flops(lengths, len(micro.targets))
+    return {"ms": rounded(took * 1e3), "mfu": rounded(flops / took / limit), "peak_gb": peak_gb(device)}
+
+
+def _split(engine: FsdpEngine, shape: Shape, lengths: list[int], device: torch.device, whole: float) -> dict[str, float]:
+    """Attention and head alone, forward and backward, on tensors of the step's shapes; the optimizer alone; the rest."""
+    micro = micro_of(lengths, shape.vocab, device)
+    heads = seconds(lambda: _head(shape, len(micro.targets), device), device)
+    attended = shape.layers * _attention_seconds(shape, lengths, device, "auto")
+    forward_backward(engine, micro)
+    assert engine.optimizers is not None
+    kept = [p.grad for _, p in engine.named()]
+
+    def stepped() -> None:
+        for (_, parameter), grad in zip(engine.named(), kept, strict=True):
+            parameter.grad = grad
+        engine.step()
+
+    optimizer = seconds(stepped, device)
+    parts = {"attention": attended * 1e3, "head": heads * 1e3, "optimizer": optimizer * 1e3}
+    return {name: rounded(value) for name, value in {**parts, "rest": whole - sum(parts.values())}.items()}
+
+
+def _head(shape: Shape, predicted: int, device: torch.device) -> None:
+    hidden = torch.randn(predicted, shape.hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
+    weight = torch.randn(shape.vocab, shape.hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
+    logprobs, entropy = token_logprobs(hidden, weight, torch.zeros(predicted, dtype=torch.int64, device=device))
+    torch.autograd.backward(logprobs.sum() + entropy.sum())
+
+
+def _attention_seconds(shape: Shape, lengths: list[int], device: torch.device, way: str) -> float:
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    packed = attention.packed_rows(offsets, device)
+    function = {"auto": attention._attention, "varlen": attention._varlen, "blocks": attention._blockwise}[way]
+
+    def tensor(heads: int) -> torch.Tensor:
+        size = (sum(lengths), heads, shape.head_dim)
+        return torch.randn(size, dtype=torch.bfloat16, device=device, requires_grad=True)
+
+    q, k, v = tensor(shape.heads), tensor(shape.kv_heads), tensor(shape.kv_heads)
+
+    def run() -> None:
+        torch.autograd.backward(function(q, k, v, packed, None).sum())
+        q.grad = k.grad = v.grad = None
+
+    return seconds(run, device)
+
+
+def attention_ways(device: torch.device, quick: bool) -> dict[str, Any]:
+    """Milliseconds of one layer's packed attention, forward and backward, by row length and way; the quicker one by name."""
+    shape = SHAPES["tiny" if quick else "0.6B"]
+    found: dict[str, Any] = {"shape": shape.name}
+    for length in (16, 64) if quick else (128, 1024, 8192):
+        lengths = rows_of(128 if quick else 16_384, length)
+        ways = ["blocks", *(["varlen"] if device.type == "cuda" else [])]
+        took = {way: rounded(1e3 * _attention_seconds(shape, lengths, device, way)) for way in ways}
+        found[f"rows of {length}"] = {**took, "quickest": min(took, key=took.__getitem__)}
+    return found

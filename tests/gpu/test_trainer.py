@@ -1,0 +1,145 @@
+"""The trainer on a card: its kernels against plain float64, its precision against float32, and what may not change a digit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from agentrl.batch.rows import Ragged
+from agentrl.cluster.launch import launch
+from agentrl.config.schema import AlgorithmConfig, ModelConfig
+from agentrl.train import attention
+from agentrl.train.actor import Actor
+from agentrl.train.fsdp import FsdpEngine
+from agentrl.train.update import Pack
+from tests.publishing import weights_of
+from tests.train.train_batches import make_batch, toy_optim
+
+HALF = torch.bfloat16
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    """Causal attention of each row alone, in float64: [T, H, D]."""
+    found, start = [], 0
+    k, v = (t.double().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    for n in lengths:
+        rows = [t[start : start + n].double().transpose(0, 1) for t in (q, k, v)]
+        scores = rows[0] @ rows[1].transpose(1, 2) * q.shape[2] ** -0.5
+        seen = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
+        found.append((F.softmax(scores.masked_fill(~seen, float("-inf")), -1) @ rows[2]).transpose(0, 1))
+        start += n
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("way", ["varlen", "blocks"])
+def test_attention_is_that_of_each_row_alone(device: torch.device, way: str, kv_heads: int) -> None:
+    if way == "varlen" and device.type != "cuda":
+        pytest.skip("the kernel for rows of any length is a GPU's")
+    lengths = [1, 300, 17, 64, 129]
+    torch.manual_seed(0)
+    size = [(sum(lengths), heads, 64) for heads in (8, kv_heads, kv_heads)]
+    given = [torch.randn(shape, dtype=HALF, device=device, requires_grad=True) for shape in size]
+    packed = attention.packed_rows(torch.tensor([0, *lengths]).cumsum(0), device)
+    function = attention._varlen if way == "varlen" else attention._blockwise
+    push = torch.randn(size[0], dtype=HALF, device=device)
+    out = function(*given, packed, None)
+    grads = torch.autograd.grad(out, given, push)
+    exact = [tensor.detach().double().requires_grad_() for tensor in given]
+    want = by_hand(*exact, lengths)
+    wanted = torch.autograd.grad(want, exact, push.double())
+    for mine, right in zip((out, *grads), (want, *wanted), strict=True):
+        error = (mine.double() - right).norm() / right.norm()
+        assert float(error) < 0.01  # bfloat16 has 8 bits: 0.004 for each number
+    shifted = by_hand(*exact, [2, *lengths[1:-1], lengths[-1] - 1])  # control: a boundary in the wrong place is seen
+    assert float((out.double() - shifted).norm() / want.norm()) > 0.05
+
+
+def gradient(folder: str, device: torch.device, **model: Any) -> tuple[float, Tensor]:
+    """The loss of one micro-batch, and the gradient of all parameters as one float64 vector."""
+    engine = FsdpEngine(folder, ModelConfig(**model), 1.0, device=device)
+    micro = Pack(Ragged.of(make_batch(16, longest=400)), list(range(16)), engine.device).micro
+    logprobs, entropy = engine.logprobs(micro, 1.0, True)
+    loss = -(logprobs.mean() + 0.01 * entropy.mean())
+    engine.backward(loss, last=True)
+    grads = [p.grad for _, p in engine.named() if p.grad is not None]
+    whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+    return float(loss), torch.cat([g.double().reshape(-1) for g in whole])
+
+
+def agree(one: tuple[float, Tensor], other: tuple[float, Tensor], loss: float, cosine: float) -> None:
+    assert one[0] == pytest.approx(other[0], rel=loss)
+    assert float(F.cosine_similarity(one[1], other[1], dim=0)) > cosine
+    assert float(one[1].norm()) == pytest.approx(float(other[1].norm()), rel=0.02)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("options", [{}, {"compile": True}, {"kernels": "liger"}, {"activation_checkpointing": True}])
+def test_bfloat16_against_float32(small: str, device: torch.device, options: dict[str, Any]) -> None:
+    if device.type != "cuda" and ("compile" in options or "kernels" in options):
+        pytest.skip("minutes of compilation, or Triton: not on a CPU")
+    exact = gradient(small, device)
+    agree(gradient(small, device, dtype="bfloat16", **options), exact, loss=0.01, cosine=0.999)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_checkpointing_changes_nothing(small: str, device: torch.device) -> None:
+    plain = gradient(small, device, dtype="bfloat16")
+    agree(gradient(small, device, dtype="bfloat16", activation_checkpointing=True), plain, loss=1e-6, cosine=0.99999)
+
+
+def started(small: str, **model: Any) -> Any:
+    group = launch(Actor, backend="inline")
+    group.run(Actor.init_model, small, ModelConfig(dtype="bfloat16", **model), toy_optim(micro_tokens=2000))
+    return group
+
+
+def trained(small: str, **model: Any) -> Any:
+    """An actor after two updates, and its last metrics."""
+    group = started(small, **model)
+    for step in range(2):
+        metrics = group.run(Actor.update, make_batch(16, seed=step, longest=200), AlgorithmConfig(), step=step)
+    return group, metrics
+
+
+def test_the_model_is_on_the_card(small: str, card: torch.device) -> None:
+    group, _ = trained(small)
+    engine = group.backend._workers[0]._engine
+    places = {p.to_local().device if isinstance(p, DTensor) else p.device for _, p in engine.named()}
+    state = {tensor.device for name, tensor in engine.optimizers.state().items() if not name.endswith(".step")}
+    assert {place.type for place in places | state} == {"cuda"}
+    assert {p.dtype for _, p in engine.named()} == {torch.float32}  # the master weights
+
+
+def test_weights_in_host_memory_train_alike(small: str, card: torch.device) -> None:
+    torch.cuda.reset_peak_memory_stats()
+    plain, metrics = trained(small)
+    away, others = trained(small, cpu_offload=True)
+    assert others["loss"] == pytest.approx(metrics["loss"], rel=0.01)
+    mine, theirs = weights_of(plain), weights_of(away)
+    assert max((mine[name].float() - theirs[name].float()).abs().max().item() for name in mine) < 2e-3
+    engine = away.backend._workers[0]._engine
+    assert {p.to_local().device.type for _, p in engine.named()} == {"cpu"}
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_saved_run_goes_on_to_the_digit(small: str, tmp_path: Path, device: torch.device, background: bool) -> None:
+    straight, _ = trained(small)
+    straight.run(Actor.begin_save if background else Actor.save, str(tmp_path))
+    while background and not straight.run(Actor.saved):
+        pass
+    resumed = started(small)
+    resumed.run(Actor.load, str(tmp_path))
+    mine, theirs = weights_of(straight), weights_of(resumed)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    batch = make_batch(16, seed=7, longest=200)
+    one, other = (group.run(Actor.update, batch, AlgorithmConfig(), step=2) for group in (straight, resumed))
+    # The sums of a GPU's attention backward have no fixed order.
+    assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
