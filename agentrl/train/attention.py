@@ -163,7 +163,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    grouped: dict[str, bool] = {}
+    grouped: dict[str, Any] = {}
     if q.shape[1] != k.shape[1]:
         if _varlen_takes_groups():
             grouped = {"enable_gqa": True}

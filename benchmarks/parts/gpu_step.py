@@ -7,7 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_common import SHAPES, Shape, clear, micro_of, model_folder, one_rank, peak_flops, peak_gb, rounded, rows_of, seconds, trainer
+from gpu_common import (
+    SHAPES,
+    Shape,
+    clear,
+    micro_of,
+    model_folder,
+    one_rank,
+    peak_flops,
+    peak_gb,
+    rounded,
+    rows_of,
+    seconds,
+    trainer,
+)
 
 from agentrl.errors import AgentrlError
 from agentrl.train import attention
@@ -35,7 +48,12 @@ def step(device: torch.device, folder: Path, shape_name: str, quick: bool) -> di
     shape = SHAPES["tiny" if quick else shape_name]
     lengths = rows_of(256 if quick else 16_384, 64 if quick else 1024)
     limit = peak_flops(device, quick)
-    found: dict[str, Any] = {"shape": shape.name, "tokens": sum(lengths), "row": lengths[0], "limit_tflops": rounded(limit / 1e12)}
+    found: dict[str, Any] = {
+        "shape": shape.name,
+        "tokens": sum(lengths),
+        "row": lengths[0],
+        "limit_tflops": rounded(limit / 1e12),
+    }
     path = model_folder(shape, folder)
     with one_rank(device):
         for name, options in OPTIONS.items():

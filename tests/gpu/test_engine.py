@@ -13,6 +13,7 @@ from torch import Tensor
 
 from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.batch import collate
+from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, WeightsConfig
 from agentrl.errors import ConfigError
@@ -27,7 +28,7 @@ from tests.train.train_batches import make_batch, toy_optim, trajectories
 PROMPT = list(range(20, 60))
 
 
-def actor_of(small: str) -> "launch":  # type: ignore[valid-type]
+def actor_of(small: str) -> WorkerGroup[Actor]:
     """A policy that has moved away from its folder."""
     group = launch(Actor, backend="inline")
     group.run(Actor.init_model, small, ModelConfig(dtype="bfloat16"), toy_optim(lr=1e-2, micro_tokens=2000))
@@ -36,7 +37,7 @@ def actor_of(small: str) -> "launch":  # type: ignore[valid-type]
     return group
 
 
-async def ledgers(small: str, actor: object, device: torch.device, published: bool) -> list[TokenLedger]:
+async def ledgers(small: str, actor: WorkerGroup[Actor], device: torch.device, published: bool) -> list[TokenLedger]:
     """What an engine samples at temperature 0.7, with the actor's weights or with those of the folder."""
     engine = EmbeddedEngine(small, dtype="bfloat16", device=str(device))
     await engine.start()
@@ -112,7 +113,7 @@ def _other_process(pipe: Connection, device: str) -> None:
             pipe.send("loaded")
 
 
-def sums_across(actor: object, route: str, device: torch.device) -> Mapping[str, float]:
+def sums_across(actor: WorkerGroup[Actor], route: str, device: torch.device) -> Mapping[str, float]:
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
     process = context.Process(target=_other_process, args=(theirs, device.type), daemon=True)

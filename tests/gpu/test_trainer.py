@@ -49,15 +49,17 @@ def test_attention_is_that_of_each_row_alone(device: torch.device, way: str, kv_
     packed = attention.packed_rows(torch.tensor([0, *lengths]).cumsum(0), device)
     function = attention._varlen if way == "varlen" else attention._blockwise
     push = torch.randn(size[0], dtype=HALF, device=device)
-    out = function(*given, packed, None)
+    q, k, v = given
+    out = function(q, k, v, packed, None)
     grads = torch.autograd.grad(out, given, push)
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
-    want = by_hand(*exact, lengths)
+    q, k, v = exact
+    want = by_hand(q, k, v, lengths)
     wanted = torch.autograd.grad(want, exact, push.double())
     for mine, right in zip((out, *grads), (want, *wanted), strict=True):
         error = (mine.double() - right).norm() / right.norm()
         assert float(error) < 0.01  # bfloat16 has 8 bits: 0.004 for each number
-    shifted = by_hand(*exact, [2, *lengths[1:-1], lengths[-1] - 1])  # control: a boundary in the wrong place is seen
+    shifted = by_hand(q, k, v, [2, *lengths[1:-1], lengths[-1] - 1])  # control: a boundary in the wrong place is seen
     assert float((out.double() - shifted).norm() / want.norm()) > 0.05
 
 
