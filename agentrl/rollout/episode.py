@@ -392,7 +392,8 @@ class _Episode:
         began = time.monotonic()
         try:
             own = policy is self.policy
-            generation = await self.waits.engine(policy.engine, ids, sampling, key, f"{purpose} {turn}", own)
+            answer = policy.engine.generate(ids, sampling, key)
+            generation = await self.waits.engine(policy.engine, answer, key, f"{purpose} {turn}", own)
         finally:
             self.turn_s = time.monotonic() - began
             self.engine_s += self.turn_s

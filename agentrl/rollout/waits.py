@@ -12,7 +12,7 @@ from agentrl.deadline import GRACE, LateError, contained, end, in_time, within
 from agentrl.env import ToolEnv
 from agentrl.errors import EngineError, EnvError
 from agentrl.rollout.clock import EpisodeClock, RequestClock, Watch
-from agentrl.rollout.engine import Engine, Generation, Sampling
+from agentrl.rollout.engine import Engine, Generation
 from agentrl.tool.tool import Blame
 from agentrl.tool.toolbox import Waiting
 from agentrl.trajectory import Message, StopReason
@@ -86,13 +86,13 @@ class Waits:
         return stop, f"{self.clock.limit:g} s of active time are used up (rollout.episode_timeout), last on {doing}"
 
     async def engine(
-        self, engine: Engine, ids: Sequence[int], sampling: Sampling, key: str, what: str, own: bool = True
+        self, engine: Engine, answer: Awaitable[Generation], key: str, what: str, own: bool = True
     ) -> Generation:
-        """What the engine samples. Raises EngineError if it does not answer in time, CutError if the episode's time is up,
+        """The engine's `answer` to the request `key`. Raises EngineError if it does not answer in time, CutError if the episode's time is up,
         and Partial, with what was sampled so far, if that is the policy's fault (`own`: this is the policy, not another
         model)."""
         request = RequestClock(engine, key, self._turn, self._stall, self.clock, self.watch)
-        task = asyncio.ensure_future(contained(engine.generate(ids, sampling, key), what, EngineError))
+        task = asyncio.ensure_future(contained(answer, what, EngineError))
         try:
             with self.watch.waits(self._key, lambda: f"{what} at {request}"):
                 if not await in_time(task, request.spend, self.watch.look):

@@ -121,7 +121,7 @@ async def test_waiting_for_a_replica_is_no_time_of_the_turn(engine: Any) -> None
     """All are dead and one is being started, which takes three times as long as a turn may."""
     engine._replicas.lives.clear()
     waits = Waits("a", turn=0.2, episode=60.0, stall=60.0, watch=Watch(0.05))
-    asked = asyncio.ensure_future(waits.engine(engine, [1, 2], Sampling(max_tokens=4), "a", "turn 0"))
+    asked = asyncio.ensure_future(waits.engine(engine, engine.generate([1, 2], Sampling(max_tokens=4), "a"), "a", "turn 0"))
     await asyncio.sleep(0.6)
     assert not asked.done()
     engine._replicas.lives.set()

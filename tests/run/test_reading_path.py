@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import re
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 
 import numpy as np
+import pytest
 
 from agentrl import executors
 from agentrl.cluster.launch import launch
@@ -21,6 +24,7 @@ from agentrl.run.loop import make_batch
 from agentrl.train.actor import Actor
 from agentrl.train.learner import Learner
 from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
+from tests.test_shape import LEVELS
 from tests.train.train_batches import toy_optim
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,3 +136,76 @@ def test_the_watch_sees_what_a_thread_calls() -> None:
         asyncio.run(in_thread("batch", Group.scored, group))
     assert ("", "agentrl/trajectory.py", "Group.scored") in edges
     assert ("", "agentrl/executors.py", "in_thread") in edges
+
+
+# -- the way of a config key -----------------------------------------------------------------------
+
+Step = tuple[str, str]
+"""A file, and a function or class in it."""
+
+
+def ways() -> dict[str, tuple[list[Step], tuple[int, int, int]]]:
+    """By key: the steps of its way, and the files, climbs and returns that the page counts."""
+    page = (ROOT / "docs" / "design.md").read_text()
+    section = page.split("### The way of a config key to its use", 1)[1].split("\n## ", 1)[0]
+    found = {}
+    rows = re.findall(r"^\| `([a-z._]+)` \| (.+?) \| (\d+) \| (\d+) \| (\d+) \|", section, re.MULTILINE)
+    for key, way, *counts in rows:
+        opened = re.findall(r"`(agentrl/[^`]+\.py)` \(([^)]*)\)", way)
+        steps = [(file, name) for file, names in opened for name in re.findall(r"`([^`]+)`", names)]
+        found[key] = (steps, (int(counts[0]), int(counts[1]), int(counts[2])))
+    return found
+
+
+def body_of(step: Step) -> ast.AST:
+    file, name = step
+    body: ast.AST = ast.parse((ROOT / file).read_text())
+    for part in name.split("."):
+        inside = {node.name: node for node in ast.iter_child_nodes(body) if isinstance(node, DEFINITIONS)}
+        assert part in inside, f"{file} has no {name}"
+        body = inside[part]
+    return body
+
+
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def names_in(body: ast.AST) -> set[str]:
+    """Names, attributes and parameters inside a definition, without what its docstring says."""
+    nodes = list(ast.walk(body))
+    plain = {node.id for node in nodes if isinstance(node, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+    return plain | {node.arg for node in nodes if isinstance(node, ast.arg)}
+
+
+def hands_on(one: Step, other: Step) -> bool:
+    """Whether one of the two names the other, by its own name or its class's, or both are of one class."""
+    if one[0] == other[0] and "." in one[1] and one[1].split(".")[0] == other[1].split(".")[0]:
+        return True
+    called = {step: set(step[1].split(".")) - {"__init__"} for step in (one, other)}
+    return bool(called[other] & names_in(body_of(one)) or called[one] & names_in(body_of(other)))
+
+
+def counted(steps: list[Step]) -> tuple[int, int, int]:
+    """Files, climbs to a room of a higher level, and returns to a file opened before."""
+    opened = [file for at, (file, _) in enumerate(steps) if at == 0 or steps[at - 1][0] != file]
+    levels = [LEVELS[file.split("/")[1].removesuffix(".py")] for file in opened]
+    climbs = sum(later > earlier for earlier, later in pairwise(levels))
+    return len(set(opened)), climbs, len(opened) - len(set(opened))
+
+
+@pytest.mark.parametrize("key", ["rollout.temperature", "optim.micro_tokens", "vllm.kv_cache_mib"])
+def test_the_way_of_a_key_to_its_use_is_as_the_page_tells(key: str) -> None:
+    """Each step names the next (or is named by it), the key's own name is on the way, and the counts are those of the steps."""
+    steps, stated = ways()[key]
+    assert steps[0] == ("agentrl/cli/train.py", "run")
+    broken = [f"{one} -> {other}" for one, other in pairwise(steps) if not hands_on(one, other)]
+    assert not broken, broken
+    assert any(key.rpartition(".")[2] in names_in(body_of(step)) for step in steps[4:])
+    assert counted(steps) == stated
+
+
+def test_a_way_with_a_missing_step_or_a_detour_is_seen() -> None:
+    """A path without `make_policy`'s caller is broken; one that goes back up has a climb and a return."""
+    steps, _ = ways()["rollout.temperature"]
+    assert not hands_on(steps[0], ("agentrl/rollout/episode.py", "_Episode._sample"))
+    assert counted([*steps, steps[0]]) == (9, 1, 2)
