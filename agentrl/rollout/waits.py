@@ -85,9 +85,7 @@ class Waits:
         stop = StopReason.MAX_EPISODE_TIME if policy else StopReason.EPISODE_TIMEOUT
         return stop, f"{self.clock.limit:g} s of active time are used up (rollout.episode_timeout), last on {doing}"
 
-    async def engine(
-        self, engine: Engine, answer: Awaitable[Generation], key: str, what: str, own: bool = True
-    ) -> Generation:
+    async def engine(self, engine: Engine, answer: Awaitable[Generation], key: str, what: str, own: bool = True) -> Generation:
         """The engine's `answer` to the request `key`. Raises EngineError if it does not answer in time, CutError if the episode's time is up,
         and Partial, with what was sampled so far, if that is the policy's fault (`own`: this is the policy, not another
         model)."""
