@@ -86,9 +86,9 @@ class Waits:
         return stop, f"{self.clock.limit:g} s of active time are used up (rollout.episode_timeout), last on {doing}"
 
     async def engine(self, engine: Engine, answer: Awaitable[Generation], key: str, what: str, own: bool = True) -> Generation:
-        """The engine's `answer` to the request `key`. Raises EngineError if it does not answer in time, CutError if the episode's time is up,
-        and Partial, with what was sampled so far, if that is the policy's fault (`own`: this is the policy, not another
-        model)."""
+        """The engine's `answer` to the request `key`. Raises EngineError if it does not come in time, CutError if the
+        episode's time is up, and Partial, with what was sampled so far, if that is the policy's fault (`own`: this is the
+        policy, not another model)."""
         request = RequestClock(engine, key, self._turn, self._stall, self.clock, self.watch)
         task = asyncio.ensure_future(contained(answer, what, EngineError))
         try:
