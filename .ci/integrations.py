@@ -1,10 +1,10 @@
-"""An environment of its own for a neighbouring platform, whose dependencies do not fit agentrl's extras.
+"""A separate environment for another platform, whose dependencies conflict with agentrl's extras.
 
-    python .ci/integrations.py NAME      makes .integrations/NAME and prints its interpreter
+    python .ci/integrations.py NAME      creates .integrations/NAME and prints its interpreter
 
-`verifiers` and `openenv` hold the extra of that name and what agentrl's environments need; the constraints come
-from pyproject.toml. `trl` and `verifiers-latest` are peers of the benchmarks only, at the versions that these
-compare with. A finished environment is not made again.
+`verifiers` and `openenv` get the extra of that name and what agentrl's environments need, both at the versions of
+pyproject.toml. `trl` and `verifiers-latest` are used only by the benchmarks, at the versions that these compare with.
+A complete environment is not created again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PEERS = {
 
 
 def extra(name: str) -> list[list[str]]:
-    """What the extra `name` of pyproject.toml asks for, with what agentrl's environments need."""
+    """The requirements of the extra `name` in pyproject.toml, with those of agentrl's environments."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     core = [line for line in project["dependencies"] if re.split(r"[<>=\[]", line)[0] in NEEDED]
     return [[*project["optional-dependencies"][name], *core, "tokenizers"]]

@@ -1,10 +1,10 @@
-"""Mutation testing: how many small faults of the code do the tests see? (`make mutate`; docs/testing.md)
+"""Mutation testing: how many small faults in the code do the tests see? (`make mutate`; docs/testing.md)
 
     python .ci/mutate.py [--only agentrl/algorithm ...] [--per-file 5] [--seed 0] [--jobs 2] [--budget 30] [--docs]
 
-mutmut makes the mutants, finds out which test calls which function, and runs those tests on each mutant, in
-processes forked from one that has everything imported. Added here: a seeded sample a file, without mutants that
-only change what an error or a log line says; a budget of test seconds per mutant (mutate_plugin.py); the report.
+mutmut makes the mutants, records which test calls which function, and runs those tests on each mutant, in
+processes forked from one that has imported everything. Added here: a seeded sample per file, without mutants that
+only change the text of an error or a log line; a budget of test seconds per mutant (mutate_plugin.py); the report.
 All of it happens in a copy of the tree under build/mutate, which stays until the tree changes.
 """
 
@@ -30,7 +30,7 @@ from pathlib import Path
 from scratch import ROOT, copy_tree, environment
 
 WORK = ROOT / "build" / "mutate"
-# Which tests may kill a mutant of a room: folders and files; what they do not call costs nothing.
+# The tests, as folders and files, that may kill a mutant of a room. Those that do not call it cost nothing.
 TESTS = {
     "agentrl/algorithm": ["tests/algorithm", "tests/train/test_learner.py", "tests/run/test_estimator_inputs.py"],
     "agentrl/batch": ["tests/batch", "tests/train"],
@@ -40,7 +40,7 @@ TESTS = {
     "agentrl/trajectory.py": ["tests/rollout", "tests/batch", "tests/env/test_tool_env.py", "tests/reward"],
     "agentrl/run/loop.py": ["tests/e2e/test_unlit_paths.py", "tests/run"],
 }
-# Other processes than the one that is forked are not seen calling anything, and cost half a minute each.
+# These call agentrl in other processes, where mutmut does not see it, and cost half a minute each.
 LEFT_OUT = [
     "tests/weights/test_publish_vllm.py",
     "tests/weights/test_publish_routes.py",
@@ -55,7 +55,7 @@ TABLE = ("<!-- mutation scores: written by `make mutate ARGS=--docs` -->", "<!--
 
 @dataclass(frozen=True)
 class Result:
-    """One mutant: where, what, and whether the tests saw it."""
+    """One mutant: its place, its change, and whether the tests saw it."""
 
     file: str
     line: int
@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument(
         "--only", action="append", default=[], metavar="PATH", help="a room or file of the table, or a path in one"
     )
-    parser.add_argument("--per-file", type=int, default=5, help="mutants sampled of each file")
+    parser.add_argument("--per-file", type=int, default=5, help="mutants sampled per file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--budget", type=float, default=30.0, help="seconds of tests per mutant")
@@ -87,17 +87,17 @@ def main() -> int:
     generate(args.jobs)
     chosen = [m for file in mutated(args.only or rooms) for m in sample(file, args.per_file, args.seed)]
     print(f"{len(chosen)} mutants of {len({mutant.file for mutant in chosen})} files", flush=True)
-    began = time.monotonic()
+    start = time.monotonic()
     run(tree, chosen, args.jobs, args.budget)
     results = read(chosen)
-    write(results, folder, args.seed, f"seed {args.seed}, {args.per_file} a file, commit {commit()}", time.monotonic() - began)
+    write(results, folder, args.seed, f"seed {args.seed}, {args.per_file} per file, commit {commit()}", time.monotonic() - start)
     if args.docs:
         write_docs()
     return 0
 
 
 def rooms_of(only: list[str]) -> list[str]:
-    """The rooms that the paths asked for belong to; all of them by default."""
+    """The rooms to which the given paths belong; all rooms by default."""
     if not only:
         return list(TESTS)
     rooms = []
@@ -140,7 +140,7 @@ def configure(tree: Path, rooms: list[str]) -> None:
 
 
 def generate(jobs: int) -> None:
-    """Write all mutants (mutmut has no command for that alone)."""
+    """Write all mutants. This uses mutmut's internals, because it has no command for this step alone."""
     from mutmut import __main__ as mutmut
     from mutmut.mutation.trampoline import set_mutant_under_test
 
@@ -154,13 +154,13 @@ def generate(jobs: int) -> None:
 
 
 def mutated(paths: list[str]) -> list[str]:
-    """Files with mutants, below the paths."""
+    """The files with mutants that are, or are below, one of the paths."""
     metas = sorted(str(path.relative_to("mutants")).removesuffix(".meta") for path in Path("mutants/agentrl").rglob("*.py.meta"))
     return [file for file in metas if any(file == path or file.startswith(path.rstrip("/") + "/") for path in paths)]
 
 
 def sample(file: str, count: int, seed: int) -> list[Result]:
-    """`count` mutants of a file that change more than a message, the same ones for the same seed and file."""
+    """`count` mutants of a file that change more than a message; the same for equal seed and file."""
     names = sorted(json.loads(Path(f"mutants/{file}.meta").read_text())["exit_code_by_key"])
     random.Random(f"{seed} {file}").shuffle(names)
     chosen: list[Result] = []
@@ -174,7 +174,7 @@ def sample(file: str, count: int, seed: int) -> list[Result]:
 
 
 def change_of(file: str, name: str) -> tuple[int, str, str] | None:
-    """(line, before, after) of a mutant; None if it only changes what is said."""
+    """(line, before, after) of a mutant; None if it only changes a message."""
     from mutmut.mutation.diff_apply import get_diff_for_mutant
 
     rows = get_diff_for_mutant(name, path=file).splitlines()
@@ -190,7 +190,8 @@ def change_of(file: str, name: str) -> tuple[int, str, str] | None:
 
 
 def line_of(source: str, function: str, before: list[str], head: str) -> int | None:
-    """Where the first changed line stands in the file: in a function of that name, at the diff's place in it."""
+    """The number in the file of the first changed line, which is in a function named `function`."""
+    # mutmut's diff counts from the function's start, and a file may have several functions of that name.
     wanted = next((row.strip() for row in before if row.strip()), None)
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
@@ -233,7 +234,7 @@ def run(tree: Path, chosen: list[Result], jobs: int, budget: float) -> None:
 
 
 def read(chosen: list[Result]) -> list[Result]:
-    """The mutants with what became of them."""
+    """The mutants with their status."""
     codes = {file: json.loads(Path(f"mutants/{file}.meta").read_text())["exit_code_by_key"] for file in {m.file for m in chosen}}
     found = []
     for mutant in chosen:
@@ -248,7 +249,7 @@ Counts = tuple[int, int, int, int]
 
 
 def counted(results: list[Result]) -> dict[str, Counts]:
-    """By file, what became of its mutants."""
+    """Counts by file."""
     by_file: dict[str, Counter[str]] = defaultdict(Counter)
     for result in results:
         by_file[result.file][result.status] += 1
@@ -259,7 +260,7 @@ def counted(results: list[Result]) -> dict[str, Counts]:
 
 
 def table(rows: dict[str, tuple[Counts, str]]) -> list[str]:
-    """A markdown table of files with their counts, score and the commit at which they were measured."""
+    """A markdown table: per file its counts, its score, and the commit at which they were measured."""
     text = ["| file | mutants | killed | survived | no test calls it | score | at |", "|---|---|---|---|---|---|---|"]
     total = tuple(sum(counts[column] for counts, _ in rows.values()) for column in range(4))
     for file, (counts, at) in [*sorted(rows.items()), ("all", (total, ""))]:
@@ -269,11 +270,11 @@ def table(rows: dict[str, tuple[Counts, str]]) -> list[str]:
 
 
 def write(results: list[Result], folder: Path, seed: int, sampled: str, seconds: float) -> None:
-    """survivors.md and the seed's results beside the copy, and the table on the screen."""
+    """Write survivors.md and the seed's results beside the copy, and print the table."""
     alive = [result for result in results if result.status in ("survived", "no tests", "not run")]
     costs = json.loads((folder / "tree" / "test-costs.json").read_text())
     text = [f"# Mutants that no test sees ({sampled})", ""]
-    text += [f"Red without a mutant, so left out: {test}\n" for test, cost in costs.items() if cost is None]
+    text += [f"Red without a mutant, so not used: {test}\n" for test, cost in costs.items() if cost is None]
     for result in alive:
         text += [
             f"- {result.file}:{result.line} ({result.status})",
@@ -286,20 +287,20 @@ def write(results: list[Result], folder: Path, seed: int, sampled: str, seconds:
     (folder / f"results-{seed}.json").write_text(json.dumps(kept, indent=1) + "\n")
     print("\n".join(table({file: (counts, commit()) for file, counts in counted(results).items()})))
     print(
-        f"{len(alive)} of {len(results)} live on: {folder / 'survivors.md'}; "
+        f"{len(alive)} of {len(results)} survived: {folder / 'survivors.md'}; "
         f"{seconds:.0f} s, {seconds / max(len(results), 1):.2f} s per mutant"
     )
 
 
 def commit() -> str:
-    """The commit that the tree stands on."""
+    """The commit of the tree, abbreviated."""
     done = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else "no commit"
 
 
 def write_docs() -> None:
-    """The table between its two marks in docs/testing.md. Files of all runs (rooms, seeds) whose results lie in build/mutate
-    get new rows, other files keep theirs, and those that are gone lose theirs."""
+    """Write the table between its two marks in docs/testing.md. Files with results in build/mutate (of all runs: rooms and
+    seeds) get new rows, other files keep theirs, and rows of removed files are dropped."""
     page = ROOT / "docs" / "testing.md"
     head, _, rest = page.read_text().partition(TABLE[0])
     before, _, tail = rest.partition(TABLE[1])

@@ -1,9 +1,9 @@
-"""A pytest plugin for mutation runs: the files that cost least first, and so many seconds of tests per mutant.
+"""A pytest plugin for mutation runs: cheap files first, and a budget of test seconds per mutant.
 
-In the run in which mutmut finds out which test calls which function, it measures what each test costs with its
-fixtures, and goes on after a red test: one that fails without a mutant cannot kill one, so it is named in the costs
-file and left out from then on. Under a mutant it orders the selected tests by what their file costs, leaves out those beyond
-MUTATE_BUDGET seconds, and bounds each by its own time, so that an endless loop is found out soon.
+In the run in which mutmut records which test calls which function, it measures what each test costs with its
+fixtures, and continues after a red test: one that fails without a mutant cannot kill one, so the costs file names it and
+later runs skip it. Under a mutant it orders the selected tests by the cost of their file, skips those beyond
+MUTATE_BUDGET seconds, and limits each to a multiple of its own time, so that an endless loop is noticed soon.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _in_stats() -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Errors while collecting are red tests like others (mutmut asks for -x)."""
+    """Treat errors during collection like failed tests, although mutmut passes -x."""
     if _in_stats() or config.option.collectonly:
         config.option.maxfail = 0
         config.option.continue_on_collection_errors = True
@@ -34,7 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Mutants in a worker's class are no methods that its table must name. Before any conftest: those import workers."""
+    """Hide mutmut's copies of methods from dispatch tables, which must name every public method. This must happen before
+    any conftest is loaded, because those import workers."""
     from agentrl.cluster import worker
 
     methods = worker.public_methods
@@ -71,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     known: dict[str, float | None] = json.loads(COSTS.read_text())
     red = {nodeid for nodeid, cost in known.items() if cost is None}
     costs = {nodeid: cost for nodeid, cost in known.items() if cost is not None}
-    # The run without a mutant only shows that the tests can run: the run for statistics has seen each of them green.
+    # The run without a mutant only shows that tests can run, so one is enough: the statistics run has seen each of them pass.
     budget = float(os.environ.get("MUTATE_BUDGET", "30")) if mutant else 0.0
     of_file: dict[str, float] = defaultdict(float)
     for item in items:

@@ -1,4 +1,4 @@
-"""A copy of the working tree in which files may be changed, and pytest run in processes forked from a warm one."""
+"""A copy of the working tree, in which files may be changed and tests run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def files() -> list[str]:
-    """What git tracks and what it would, by path from the root."""
+    """The paths, relative to the root, of files that git tracks or would track."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
@@ -20,12 +20,12 @@ def files() -> list[str]:
 
 
 def copy_tree(into: Path) -> bool:
-    """Make `into` a copy of the tree. Returns False, and touches nothing, if it is one already."""
+    """Make `into` a copy of the tree. Returns False, and changes nothing, if it is one already."""
     digest = hashlib.sha256()
     names = files()
     for name in names:
         digest.update(name.encode() + b"\0" + (ROOT / name).read_bytes())
-    mark = into / ".copy-of"
+    mark = into / ".copy-of"  # written last, so that an interrupted copy is made again
     if mark.is_file() and mark.read_text() == digest.hexdigest():
         return False
     shutil.rmtree(into, ignore_errors=True)
@@ -38,7 +38,7 @@ def copy_tree(into: Path) -> bool:
 
 
 def environment(*first: Path) -> dict[str, str]:
-    """This process's environment with `first` ahead on PYTHONPATH, one thread per process, and no bytecode files:
-    one written for the unchanged source could be taken for that of a changed one of the same size and second."""
+    """This process's environment with `first` at the front of PYTHONPATH, one thread per process, and no bytecode files."""
+    # Python compares size and mtime in whole seconds: bytecode of the original could be used for a changed file.
     path = [*map(str, first), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}

@@ -1,8 +1,8 @@
-"""Balancer against Karmarkar-Karp with equal counts, first-fit decreasing and least-loaded.
+"""The balancer against Karmarkar-Karp with equal counts, first-fit decreasing and least-loaded.
 
-For lognormal, bimodal and agentic lengths, 8 to 256 ranks and caps of 8k to 64k tokens: the sum over rows
-of the slowest rank divided by its lower bound, and the CPU time at 100,000 sequences. The baselines run
-their micro-batches in the order that each gives them. The last line is one JSON object.
+For lognormal, bimodal and agentic lengths, 8 to 256 ranks and caps of 8k to 64k tokens: the slowest rank's cost,
+summed over rows of micro-batches and divided by its lower bound, and the CPU time for 100,000 sequences. The baselines
+run their micro-batches in the order that they return. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def lengths(kind: str, count: int, cap: int, rng: np.random.Generator) -> np.nda
 
 
 def costs_of(tokens: np.ndarray) -> np.ndarray:
-    """a n + b n^2 with the square as large as the linear part at 8192 tokens."""
+    """a n + b n^2, in which both parts are equal at 8192 tokens."""
     return tokens + tokens.astype(np.float64) ** 2 / 8192
 
 
@@ -39,9 +39,9 @@ def one(tokens: np.ndarray, ranks: int, cap: int) -> dict[str, float]:
     """Inefficiency of each packing on one instance: cost over lower bound."""
     costs = costs_of(tokens)
     bound = lower_bound(tokens, costs, ranks, cap)
-    found = {name: as_given(name, where, costs, ranks).cost for name, where in baselines(tokens, costs, ranks, cap)}
-    found["portfolio"] = portfolio(tokens, costs, ranks, cap).cost
-    return {name: cost / bound for name, cost in found.items()}
+    totals = {name: as_given(name, bins, costs, ranks).cost for name, bins in baselines(tokens, costs, ranks, cap)}
+    totals["portfolio"] = portfolio(tokens, costs, ranks, cap).cost
+    return {name: cost / bound for name, cost in totals.items()}
 
 
 def main() -> None:
@@ -62,9 +62,9 @@ def main() -> None:
     seconds: dict[str, float] = {}
     for kind, rank, cap in () if args.quick else ((k, r, c) for k in KINDS for r, c in ((8, 8192), (64, 16384), (256, 65536))):
         tokens = lengths(kind, 100_000, cap, rng)
-        begun = time.process_time()
+        start = time.process_time()
         portfolio(tokens, costs_of(tokens), rank, cap)
-        seconds[f"{kind}_{rank}"] = round(time.process_time() - begun, 3)
+        seconds[f"{kind}_{rank}"] = round(time.process_time() - start, 3)
         print(f"100000 {kind:9s} R={rank:<3d} cap={cap:<5d} {seconds[f'{kind}_{rank}']:.2f} CPU seconds")
     mean = {name: float(np.mean(values)) for name, values in results.items()}
     print(

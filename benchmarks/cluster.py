@@ -1,8 +1,7 @@
 """Worker groups: dispatch of a large batch, fan-out latency, controller time, prefix-shared updates.
 
-All ratios are measured in this one run. The last line is one JSON object. `--only` picks parts; 64 workers
-take some 7 GiB (with the bare actors beside them) and minutes to start, so fan-out stops at 8 without
-`--workers 64`.
+All ratios are measured in one run. The last line is one JSON object. `--only` selects parts; 64 workers
+take about 7 GiB (with the bare actors) and minutes to start, so fan-out stops at 8 without `--workers 64`.
 """
 
 from __future__ import annotations
@@ -47,19 +46,19 @@ TOKEN_BYTES = 8 + 1 + 4 + 4 + 4 + 4
 
 
 def best(call: Callable[[], Any], times: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    """The least of several times, in seconds; wall times by default."""
+    """The shortest of several runs, in seconds of `clock`."""
     taken = []
     for _ in range(times):
-        begun = clock()
+        start = clock()
         call()
-        taken.append(clock() - begun)
+        taken.append(clock() - start)
     return min(taken)
 
 
-def make_batch(rows: int, tokens_a_row: int) -> TensorDict:
+def make_batch(rows: int, tokens_per_row: int) -> TensorDict:
     """A batch with the columns of a rollout, 25 bytes per token."""
     rng = np.random.default_rng(0)
-    sizes = rng.integers(tokens_a_row // 2, tokens_a_row * 3 // 2, rows)
+    sizes = rng.integers(tokens_per_row // 2, tokens_per_row * 3 // 2, rows)
     offsets = torch.zeros(rows + 1, dtype=torch.int64)
     torch.cumsum(torch.from_numpy(sizes), 0, out=offsets[1:])
     total = int(offsets[-1])
@@ -124,14 +123,14 @@ def dispatch(megabytes: int, workers: int) -> dict[str, float]:
 def fan_out(counts: list[int]) -> dict[str, float]:
     """An empty call to n workers against the same on bare Ray actors, medians of 50, in milliseconds.
 
-    The two take turns in one loop. Neither imports torch; the actors are started a few at a time.
+    The two alternate in one loop, so that other load affects both alike. Neither imports torch.
     """
     import ray
 
     out: dict[str, float] = {}
     for count in counts:
         actors: list[Any] = []
-        while len(actors) < count:
+        while len(actors) < count:  # in steps of 8, because processes that start together compete for the cores
             actors += [ray.remote(Bare).options(num_cpus=0.01).remote() for _ in range(min(8, count - len(actors)))]
             ray.get([actor.nothing.remote() for actor in actors])
         with launch(Idle, world_size=count, num_cpus=0.01, name=f"fan{count}", startup_timeout=900) as group:
@@ -153,7 +152,7 @@ def fan_out(counts: list[int]) -> dict[str, float]:
 
 
 class Simulated(Backend):
-    """Workers that answer at once, so that what is measured is the controller."""
+    """Workers that answer at once, so that only the controller is measured."""
 
     def submit(self, method: str, shipment: Shipment) -> Pending:
         return _Done({rank: {"tokens": float(len(shipment.rows[rank]))} for rank in shipment.ranks})
@@ -183,7 +182,7 @@ class _Done(Pending):
 
 def scale(rows: int) -> dict[str, float]:
     """Controller CPU time of one step's calls for 8 to 1024 simulated workers: a pass over all rows, and an
-    update of four minibatches (shuffled, each balanced over the ranks), in groups of 8 that begin alike."""
+    update of four minibatches (shuffled, each balanced over the ranks), in groups of 8 with a common prefix."""
     batch = make_batch(rows, 20)
     sampled = batch["sampled"]
     batch["group"], batch["member"] = torch.arange(rows) // 8, torch.arange(rows) % 8
@@ -193,17 +192,17 @@ def scale(rows: int) -> dict[str, float]:
     for workers in (8, 32, 128, 512, 1024):
         passes = WorkerGroup(Taker, "simulated", Mesh.of(None, workers), Simulated())
         updates = WorkerGroup(Actor, "simulated", Mesh.of(None, workers), Simulated())
-        begun = time.process_time()
+        start = time.process_time()
         passes.run(Taker.take, batch)
         updates.run(Actor.update, with_trees(Ragged.of(batch), "auto").batch, algorithm)
-        out[f"controller_s_{workers}"] = time.process_time() - begun
+        out[f"controller_s_{workers}"] = time.process_time() - start
     out["growth_8_to_1024"] = out["controller_s_1024"] / out["controller_s_8"]
     return out
 
 
 def prefix(prompt: int, members: int, response: int, times: int) -> dict[str, float]:
-    """An update on one group (forward, backward, optimizer step), its prompt computed once against packed
-    `members` times, in CPU seconds of one thread; and how far the logprobs of the two lie apart."""
+    """An update on one group (forward, backward, optimizer step), with its prompt computed once against packed
+    `members` times, in CPU seconds of one thread; and the largest difference of the logprobs."""
     rng = np.random.default_rng(1)
     head = rng.integers(7, 390, prompt)
     texts = [np.concatenate((head, rng.integers(7, 390, response))) for _ in range(members)]
@@ -225,7 +224,7 @@ def prefix(prompt: int, members: int, response: int, times: int) -> dict[str, fl
         actor = launch(Actor, backend="inline")
         path = str(init_model(model, Path(folder) / "model", seed=0))
         actor.run(Actor.init_model, path, ModelConfig(), OptimConfig(lr=1e-6, micro_tokens=1 << 16))
-    found = [actor.run(Actor.compute_logprob, rows)["logprobs"].values() for rows in (batch, shared)]
+    logprobs = [actor.run(Actor.compute_logprob, rows)["logprobs"].values() for rows in (batch, shared)]
     algorithm = AlgorithmConfig(minibatch=members)
     slow = best(lambda: actor.run(Actor.update, batch, algorithm), times, time.process_time)
     ratio = actor.run(Actor.update, shared, algorithm)["prefix_ratio"]
@@ -235,7 +234,7 @@ def prefix(prompt: int, members: int, response: int, times: int) -> dict[str, fl
         "shared_s": fast,
         "packed_over_shared": slow / fast,
         "token_ratio": ratio,
-        "logprob_difference": float((found[0] - found[1]).abs().max()),
+        "logprob_difference": float((logprobs[0] - logprobs[1]).abs().max()),
     }
 
 
@@ -243,30 +242,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("dispatch", "fan_out", "scale", "prefix"), action="append")
     parser.add_argument("--mib", type=int, default=1024, help="size of the dispatched batch")
-    parser.add_argument("--workers", type=int, default=8, help="most workers of the fan-out (64 at most)")
+    parser.add_argument("--workers", type=int, default=8, help="largest number of workers of the fan-out, up to 64")
     args = parser.parse_args()
     torch.set_num_threads(1)
     parts = args.only or ["scale", "prefix", "dispatch", "fan_out"]
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     if "scale" in parts:
-        found["scale"] = scale(100_000)
-        print("scale", found["scale"], flush=True)
+        results["scale"] = scale(100_000)
+        print("scale", results["scale"], flush=True)
     if "prefix" in parts:
         for prompt in (1024, 256):
-            found[f"prefix_{prompt}"] = prefix(prompt, 8, 256, 3)
-            print(f"prefix_{prompt}", found[f"prefix_{prompt}"], flush=True)
+            results[f"prefix_{prompt}"] = prefix(prompt, 8, 256, 3)
+            print(f"prefix_{prompt}", results[f"prefix_{prompt}"], flush=True)
     if "dispatch" in parts or "fan_out" in parts:
         start_ray(ClusterConfig(), object_store_bytes=(3 * args.mib + 512) * MIB)
         if "dispatch" in parts:
-            found["dispatch"] = dispatch(args.mib, 8)
-            print("dispatch", found["dispatch"], flush=True)
+            results["dispatch"] = dispatch(args.mib, 8)
+            print("dispatch", results["dispatch"], flush=True)
         if "fan_out" in parts:
-            found["fan_out"] = fan_out([count for count in (2, 8, 64) if count <= args.workers])
-            print("fan_out", found["fan_out"], flush=True)
+            results["fan_out"] = fan_out([count for count in (2, 8, 64) if count <= args.workers])
+            print("fan_out", results["fan_out"], flush=True)
         stop_ray()
     ratios = {
         f"{part}.{name}": round(value, 4)
-        for part, row in found.items()
+        for part, row in results.items()
         for name, value in row.items()
         if "_over_" in name or name.startswith("growth")
     }
@@ -275,7 +274,7 @@ def main() -> None:
             {
                 "benchmark": "cluster",
                 "ratios": ratios,
-                **{part: {k: round(v, 6) for k, v in row.items()} for part, row in found.items()},
+                **{part: {k: round(v, 6) for k, v in row.items()} for part, row in results.items()},
             }
         )
     )

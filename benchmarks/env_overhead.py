@@ -2,10 +2,10 @@
 
     python benchmarks/env_overhead.py [--quick]
 
-A scripted agent plays the gold turns of key_value episodes. `us_per_turn` is processor time over turns (one
-thread; `wall_us_per_turn` is the clock on the wall, which other programs lengthen), with all reset, tear-down and
-record keeping of the episode in it; `kb_per_episode` is what one reset episode adds to
-the Python heap (tracemalloc; the first episode, which pays for shared tables, not counted).
+A scripted agent plays the gold turns of key_value episodes. `us_per_turn` is processor time per turn (one thread),
+`wall_us_per_turn` wall-clock time, which other programs lengthen; both include reset, teardown and record keeping of
+the episode. `kb_per_episode` is what one reset episode adds to the Python heap (tracemalloc; the first episode, which
+also creates shared tables, is not counted).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AIM_US, AIM_KB = 150.0, 50.0
 
 
 async def play(env: ToolEnv, seed: int, episodes: int) -> int:
-    """Gold episodes one after another; yields to the others after every turn, as a real engine would."""
+    """Gold episodes one after another. Every turn yields to the other episodes, as a real engine would."""
     turns = 0
     for number in range(episodes):
         await env.areset(seed=seed + number)
@@ -36,7 +36,7 @@ async def play(env: ToolEnv, seed: int, episodes: int) -> int:
 
 
 async def together(count: int, episodes: int) -> tuple[float, float]:
-    """Microseconds per turn (processor, wall) with `count` episodes at once."""
+    """Microseconds per turn (processor, wall) with `count` episodes at the same time."""
     envs = [EnvRef("key_value", {"calls": 4}).build() for _ in range(count)]
     wall, processor = time.perf_counter(), time.process_time()
     turns = sum(await asyncio.gather(*(play(env, 1000 * i, episodes) for i, env in enumerate(envs))))
@@ -45,7 +45,7 @@ async def together(count: int, episodes: int) -> tuple[float, float]:
 
 
 async def idle_kilobytes(count: int) -> float:
-    """Heap per reset, unplayed episode."""
+    """Kilobytes of heap per episode that was reset and not played."""
     first = EnvRef("key_value", {"calls": 4}).build()
     await first.areset(seed=0)
     tracemalloc.start()
@@ -70,7 +70,7 @@ def main() -> None:
         rounds = [asyncio.run(together(size, max(1, total // 5 // size))) for _ in range(5)]
         per_turn[size] = statistics.median(spent[0] for spent in rounds)
         wall[size] = statistics.median(spent[1] for spent in rounds)
-        print(f"{size:5d} at once: {per_turn[size]:7.1f} us per turn ({wall[size]:.1f} on the wall)")
+        print(f"{size:5d} at once: {per_turn[size]:7.1f} us per turn ({wall[size]:.1f} wall-clock)")
     idle = {}
     for size in (64, 1024) if quick else (64, 1024, 10_000):
         idle[size] = asyncio.run(idle_kilobytes(size))

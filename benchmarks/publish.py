@@ -1,12 +1,12 @@
-"""Bytes/s of every weight route against a plain copy of the same bytes on the same machine.
+"""Bytes per second of every weight route against a plain copy of the same bytes on the same machine.
 
     python benchmarks/publish.py [--mib 1024] [--bucket-mib 64] [--repeats 5] [--route shared]
 
-A sender and a receiver, each with its own copy of the weights; the clock runs from the first bucket until
-the last tensor lies in the receiver's own parameters. Except for `memory` the receiver is another process. A
-publish copies every byte twice, into a bucket and out of it (collective and disk more often), so with one
-core it cannot be faster than 0.5 of a copy; the two sides work at the same time, so with two it can. Copies
-and routes are measured in turn, best of all repeats; the last line is one JSON object.
+A sender and a receiver, each with its own copy of the weights. Measured is the time from the first bucket until
+the last tensor is in the receiver's own parameters. Except for `memory`, the receiver is another process. A
+publish copies every byte twice, into a bucket and out of it (collective and disk more often), so on one
+core it cannot be faster than 0.5 of a copy; the two sides work at the same time, so on two cores it can. Copies
+and publishes alternate; the best of all repeats counts. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TENSOR_MIB = 8
 
 
 def weights(mib: int, seed: float) -> dict[str, Tensor]:
-    """So many MiB of float32, in tensors of 8 MiB."""
+    """`mib` MiB of float32, in tensors of 8 MiB."""
     count = TENSOR_MIB << 18
     return {f"layer{i}": torch.full((count,), seed + i) for i in range(mib // TENSOR_MIB)}
 
@@ -46,7 +46,7 @@ def load(receiver: Receiver, bucket: Bucket, own: dict[str, Tensor]) -> None:
 
 
 def engine(pipe: Connection, mib: int) -> None:
-    """The receiving process: attach, then a publish per message "start"; answers each bucket."""
+    """The receiving process: attaches to an Offer, loads and acknowledges each bucket, answers "sum", ends at None."""
     torch.set_num_threads(1)
     own = weights(mib, 0.0)
     receiver: Receiver | None = None
@@ -63,66 +63,66 @@ def engine(pipe: Connection, mib: int) -> None:
 
 
 def publish(sender: Sender, pipe: Connection, held: dict[str, Tensor]) -> float:
-    """Seconds of one publish; the next bucket is filled while the other side loads the one before."""
-    began = time.perf_counter()
+    """Seconds of one publish; each bucket is filled while the other side loads the previous one."""
+    start = time.perf_counter()
     stream = Stream(iter(held.items()))
     bucket = sender.send(stream)
     while bucket is not None:
         pipe.send(bucket)
         bucket = sender.send(stream)
         pipe.recv()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def publish_here(sender: Sender, receiver: Receiver, held: dict[str, Tensor], own: dict[str, Tensor]) -> float:
     """The same in one process, one thread."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     stream = Stream(iter(held.items()))
     while (bucket := sender.send(stream)) is not None:
         load(receiver, bucket, own)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def copies(held: dict[str, Tensor], own: dict[str, Tensor]) -> float:
     """Seconds of the plain copy."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     for name, tensor in held.items():
         own[name].copy_(tensor)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def measure(route: str, args: argparse.Namespace) -> tuple[float, float]:
-    """Best seconds of (copy, publish), measured in turn. The received weights are checked."""
+    """Best seconds of (copy, publish), measured alternately. The received weights are checked."""
     held, own = weights(args.mib, 1.0), weights(args.mib, 0.0)
     cfg = WeightsConfig(bucket_mib=args.bucket_mib, folder=tempfile.gettempdir())
     sender = make_sender(route, cfg, TENSOR_MIB << 20, 1, "127.0.0.1")
     want = sum(float(tensor[0]) + float(tensor[-1]) for tensor in held.values())
-    found: list[tuple[float, float]] = []
+    times: list[tuple[float, float]] = []
     if route == "memory":
         receiver = open_receiver(sender.open(), 0)
         sender.attached()
-        found = [(copies(held, own), publish_here(sender, receiver, held, own)) for _ in range(args.repeats + 1)]
+        times = [(copies(held, own), publish_here(sender, receiver, held, own)) for _ in range(args.repeats + 1)]
         got = sum(float(tensor[0]) + float(tensor[-1]) for tensor in own.values())
     else:
         for pipe in other_process(args.mib):
             pipe.send(sender.open())
             assert pipe.recv() == "attached"
             sender.attached()
-            found = [(copies(held, own), publish(sender, pipe, held)) for _ in range(args.repeats + 1)]
+            times = [(copies(held, own), publish(sender, pipe, held)) for _ in range(args.repeats + 1)]
             pipe.send("sum")
             got = pipe.recv()
     sender.close()
-    assert got == want, f"route {route} brought other weights"
-    return min(copy for copy, _ in found[1:]), min(sent for _, sent in found[1:])
+    assert got == want, f"route {route} delivered wrong weights"
+    return min(copy for copy, _ in times[1:]), min(sent for _, sent in times[1:])  # the first round warms up
 
 
 def other_process(mib: int) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=engine, args=(theirs, mib), daemon=True)
+    here, there = context.Pipe()
+    process = context.Process(target=engine, args=(there, mib), daemon=True)
     process.start()
-    yield mine
-    mine.send(None)
+    yield here
+    here.send(None)
     process.join(30)
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/reward_speed.py [--seconds 1.0] [--calls 20]
 
-Each profile scores episodes of 20 calls (half of them right, the other half reordered, wrong or missing). The
-judge profile is left out: its speed is the judge's. Also measured: assignment of n calls of one name whose
-credits all differ, the worst case, for n up to 200; `exponent` is the growth of its time in n. The last line is
-one JSON object.
+Each profile scores episodes of 20 calls; half of the episodes are correct, in the others calls are reordered, wrong or
+missing. The judge profile is not measured, because its speed is the judge's. Also measured is the worst case of
+assignment, n calls of one name whose credits all differ, for n up to 200: its time grows as n to the power of
+`assignment_exponent`. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agentrl.trajectory import Message, Task, ToolCall, ToolResult, Trajectory, 
 
 SHELF = Path(__file__).resolve().parents[1] / "rewards"
 AIM = 5000.0
-AIMED = ("exact_calls", "bfcl_ast", "bfcl_ast_parity", "toolrl", "toolrl_parity")
+WITH_AIM = ("exact_calls", "bfcl_ast", "bfcl_ast_parity", "toolrl", "toolrl_parity")
 
 
 class Tally:
@@ -89,7 +89,7 @@ def one_episode(rng: random.Random, calls: int, form: str, damaged: bool) -> Tra
     tools = [{"type": "function", "function": {"name": f"tool_{i}", "parameters": parameters}} for i in range(4)]
     task = Task("bench", 0, data={"goal": "add"}, gold=task_gold)
     trajectory = Trajectory("Bench/Env-v0", task, turns=turns, tools=tools, state={"total": calls})
-    # As read from a file: made and expected values are equal, but never the same objects.
+    # As if read from a file: equal values must not be the same objects, or comparing them would be too cheap.
     return Trajectory.from_json(json.loads(json.dumps(trajectory.to_json())))
 
 
@@ -156,7 +156,7 @@ def main() -> None:
         "trajectories_per_second": {name: round(value) for name, value in rates.items()},
         "assignment_ms": {str(size): round(1000 * seconds, 2) for size, seconds in sizes.items()},
         "assignment_exponent": round(exponent, 2),
-        "ratios": {f"{name}_over_aim": round(rates[name] / AIM, 2) for name in AIMED},
+        "ratios": {f"{name}_over_aim": round(rates[name] / AIM, 2) for name in WITH_AIM},
     }
     print(json.dumps(result))
 

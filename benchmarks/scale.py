@@ -1,14 +1,15 @@
-"""One training step's data on the driver at the size of a real run: seconds and memory of each phase.
+"""The driver's work on one training step's data at the size of a real run: seconds and memory of each phase.
 
     python benchmarks/scale.py                     512 groups x 16 members x 32,768 tokens
     python benchmarks/scale.py --groups 32         a sixteenth of it
     python benchmarks/scale.py --no-ray            without the object store
 
-No model runs: ledgers are filled with made-up turns (a third of the tokens sampled), then go through what a step does
+No model runs: ledgers are filled with random turns (a third of the tokens sampled), then go through all that a step does
 with them: the group ledger, collating, advantages, minibatches and ranks, columns into Ray's object store (for a
-forward pass, then for the update), the trajectory file and the groups of a checkpoint. `s` is by the clock, `cpu_s`
-this process's own processor time; making up the tokens is not counted. Memory is this process's own (RssAnon, GiB, the
-most in a phase); the object store's is beside it. `gap_s` is the longest that an event loop did not answer.
+forward pass, then for the update), the trajectory file and the groups of a checkpoint. `s` is wall-clock time, `cpu_s`
+this process's own processor time; generating the tokens is not counted. Memory is this process's own (RssAnon, GiB, the
+peak of a phase), without the object store, which is given separately. `gap_s` is the longest time that the event loop was
+blocked.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ GIB = 2**30
 
 
 def own_memory(field: str = "RssAnon") -> float:
-    """GiB of this process; RssShmem are the object store's pages that it has mapped."""
+    """GiB of this process; with RssShmem the object store's pages that it has mapped."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
     return int(line.split()[1]) * 1024 / GIB
 
 
 class Meter:
-    """Seconds, peak memory and the loop's longest silence of each phase."""
+    """Seconds, peak memory and the longest blocking of the event loop, by phase."""
 
     def __init__(self) -> None:
         self.phases: dict[str, dict[str, float]] = {}
@@ -67,25 +68,25 @@ class Meter:
             time.sleep(0.02)
 
     async def beat(self) -> None:
-        """Run beside the phases, on their loop."""
+        """Run concurrently with the phases, on their event loop."""
         while True:
             await asyncio.sleep(0.001)
             self.beaten()
 
     def beaten(self) -> None:
-        """The loop answers now."""
+        """Note that the loop is not blocked now."""
         now = time.perf_counter()
         self.gap, self.last = max(self.gap, now - self.last), now
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        self.peak, self.gap, began, worked = own_memory(), 0.0, time.perf_counter(), time.process_time()
-        self.last = began
+        self.peak, self.gap, start, cpu_start = own_memory(), 0.0, time.perf_counter(), time.process_time()
+        self.last = start
         yield
-        self.beaten()  # a phase on the loop's own thread is one silence
+        self.beaten()  # a phase that ran on the loop's own thread blocked it all the time
         self.phases[name] = {
-            "s": round(time.perf_counter() - began, 3),
-            "cpu_s": round(time.process_time() - worked, 3),
+            "s": round(time.perf_counter() - start, 3),
+            "cpu_s": round(time.process_time() - cpu_start, 3),
             "gib": round(max(self.peak, own_memory()), 2),
             "gap_s": round(self.gap, 3),
         }
@@ -93,7 +94,7 @@ class Meter:
 
 
 class Maker:
-    """Episodes of `tokens` tokens in `turns` turns behind a prompt that a group shares."""
+    """Makes episodes of `tokens` tokens: a prompt that a group shares, then `turns` turns."""
 
     def __init__(self, tokens: int, turns: int) -> None:
         self.tokens, self.turns, self.appending, self.worked = tokens, turns, 0.0, 0.0
@@ -106,11 +107,11 @@ class Maker:
             ids = self.rng.integers(0, 150_000, each).tolist()
             logprobs = (-self.rng.random(sampled)).tolist()
             versions = [0] * sampled
-            began, worked = time.perf_counter(), time.process_time()
+            start, cpu_start = time.perf_counter(), time.process_time()
             ledger.append_context(prompt if turn == 0 else ids[sampled:], turn)
             ledger.append_sampled(ids[:sampled], logprobs, versions, turn)
-            self.appending += time.perf_counter() - began
-            self.worked += time.process_time() - worked
+            self.appending += time.perf_counter() - start
+            self.worked += time.process_time() - cpu_start
             turns.append(Turn(turn, Message("assistant", "made up"), ledger=0, end=len(ledger) - 1))
         reward = float(self.rng.integers(0, 2))
         return Trajectory("made/Up-v0", Task(f"t{index}", index), member=member, turns=turns, ledgers=[ledger], reward=reward)
@@ -121,7 +122,7 @@ class Maker:
 
 
 def chosen(ledger: GroupLedger, groups: list[Group]) -> list[Group]:
-    """What a collector asks of the group ledger until an update is complete."""
+    """The calls that a collector makes to the group ledger until an update is complete; returns the update's groups."""
     while ledger.admit() is not None:
         pass
     ready = None
@@ -135,7 +136,7 @@ def chosen(ledger: GroupLedger, groups: list[Group]) -> list[Group]:
 
 
 def shipped(method: Callable[..., Any], batch: TensorDict, ranks: int, ray: bool, **given: Any) -> list[Any]:
-    """A call split over `ranks` workers, and its columns laid where they read them. Returns what holds them there."""
+    """Split a call over `ranks` workers, and put its columns where they read them. Returns references that keep them there."""
     strategy = Actor.dispatch_table[method.__name__]
     mesh = Mesh.of({"dp": ranks, "sp": 1}, ranks)
     shipment = strategy.scatter(Call("benchmark", ("batch",), (batch,), given), mesh)
@@ -173,7 +174,7 @@ async def measure(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         second = await in_thread("batch", shipped, Actor.update, batch, args.ranks, args.ray, algorithm=algorithm, seed=0, step=0)
     stored = own_memory("RssShmem")
     del batch, first, second
-    await asyncio.sleep(0.05)  # what a thread returned is held until the loop has gone on
+    await asyncio.sleep(0.05)  # the loop keeps a reference to a thread's result for one more iteration
     folder = RunFolder(out)
     folder.trajectories.mkdir()
     with meter.phase("trajectory_file"):
@@ -202,8 +203,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("groups", 512), ("members", 16), ("tokens", 32_768), ("turns", 16), ("ranks", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--no-ray", dest="ray", action="store_false", help="leave the object store out")
-    parser.add_argument("--out", help="where the files go, by default the system's temporary folder")
+    parser.add_argument("--no-ray", dest="ray", action="store_false", help="without the object store")
+    parser.add_argument("--out", help="folder of the files (default: the system's temporary folder)")
     args = parser.parse_args()
     size = args.groups * args.members * args.tokens
     if args.ray:

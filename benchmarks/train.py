@@ -1,11 +1,11 @@
 """The trainer on a CPU: a GRPO step against TRL, packed and prefix-shared against padded updates, chunked logprobs
-against full logits, and what a step spends outside the model.
+against full logits, and the share of a step outside the model.
 
     python benchmarks/train.py [--only trl|forms|logprobs|overhead] [--quick]
 
-Every figure is a ratio of two things measured in this run; a peer that cannot be installed gives null, and the
-reason is printed. TRL lives in a separate virtual environment (.ci/integrations.py makes it). Times are processor
-seconds where one thread computes, so that other load shows less; the GRPO step is wall time. One JSON object last.
+Every figure is a ratio of two measurements of one run; a peer that cannot be installed gives null, and the
+reason is printed. TRL has a separate virtual environment (.ci/integrations.py creates it). What one thread computes is
+timed in processor seconds, which other load affects less; the GRPO step in wall-clock time. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Ray's workers are nice to everybody else (15); peers run at 0, and other load would slow only ours.
+# Ray gives its workers niceness 15. Peers run at 0, so other load would slow only agentrl.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 sys.path.insert(0, str(Path(__file__).parent / "parts"))
@@ -54,12 +54,12 @@ Found = tuple[dict[str, Any], dict[str, Any]]
 def median(call: Callable[[], Any], repeats: int) -> float:
     """Median CPU seconds of a call, after one call that is not counted."""
     call()
-    found = []
+    times = []
     for _ in range(repeats):
-        began = time.process_time()
+        start = time.process_time()
         call()
-        found.append(time.process_time() - began)
-    return sorted(found)[len(found) // 2]
+        times.append(time.process_time() - start)
+    return sorted(times)[len(times) // 2]
 
 
 def ragged_batch(rows: int, seed: int = 0) -> Any:
@@ -81,7 +81,7 @@ def ragged_batch(rows: int, seed: int = 0) -> Any:
 
 
 def padded_pass(model: Any, ids: torch.Tensor, mask: torch.Tensor, wanted: torch.Tensor) -> None:
-    """What a padded trainer does: a batch padded to its longest row, logits of every token."""
+    """The pass of a padded trainer: a batch padded to its longest row, with logits of every token."""
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
     chosen = torch.log_softmax(logits, -1).gather(2, ids[:, 1:, None]).squeeze(2)
     (chosen * wanted[:, 1:]).sum().backward()  # type: ignore[no-untyped-call]
@@ -92,7 +92,7 @@ def _one_step(learner: Learner, batch: TensorDict) -> None:
 
 
 def packed_against_padded(folder: str, repeats: int) -> dict[str, float]:
-    """Forward and backward over 32 rows: one padded batch, the same sorted into 4, and packed."""
+    """Forward and backward over 32 rows: one padded batch, the same rows sorted by length into 4 batches, and packed."""
     from transformers import AutoModelForCausalLM
 
     batch = ragged_batch(32)
@@ -129,7 +129,7 @@ def packed_against_padded(folder: str, repeats: int) -> dict[str, float]:
 
 
 def grouped_batch(groups: int, prompt: int, response: int) -> Any:
-    """Groups of 8 rows that share a prompt; one response each, all of one length."""
+    """Groups of 8 rows that share a prompt; one response per row, all of the same length."""
     rng = np.random.default_rng(0)
     found = []
     for group in range(groups):
@@ -173,7 +173,7 @@ from pathlib import Path
 from agentrl.train.logprobs import token_logprobs
 
 def peak():
-    # VmHWM and not ru_maxrss: the latter is inherited from the parent process
+    # VmHWM, because ru_maxrss is inherited from the parent process
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
@@ -182,12 +182,12 @@ tokens, vocabulary, width = (int(x) for x in sys.argv[2:5])
 h = torch.randn(tokens, width, requires_grad=True)
 w = torch.randn(vocabulary, width, requires_grad=True)
 y = torch.randint(0, vocabulary, (tokens,))
-base, began = peak(), time.process_time()
+base, start = peak(), time.process_time()
 if sys.argv[1] == "full":
     torch.log_softmax((h @ w.t()).float(), -1).gather(1, y[:, None]).sum().backward()  # type: ignore[no-untyped-call]
 else:
     token_logprobs(h, w, y, chunk=256, entropy=False)[0].sum().backward()  # type: ignore[no-untyped-call]
-print(time.process_time() - began, peak() - base)
+print(time.process_time() - start, peak() - base)
 """
 
 
@@ -206,12 +206,12 @@ def chunked_logprobs(quick: bool) -> dict[str, float]:
 
 
 def trl(quick: bool) -> Found:
-    """Seconds of a TRL step over ours; aim 5."""
+    """Seconds of a TRL step over those of an agentrl step; aim 5."""
     return grpo_step.against_trl(2 if quick else 3)
 
 
 def forms(quick: bool) -> Found:
-    """Forward and backward by the form of the batch."""
+    """Forward and backward, by batch layout."""
     repeats = 2 if quick else 3
     with tempfile.TemporaryDirectory() as scratch:
         folder = str(init_model(MILLION, Path(scratch) / "model", 0))
@@ -230,7 +230,7 @@ def overhead(quick: bool) -> Found:
 
 
 def split(found: dict[str, float]) -> Found:
-    """Ratios, and the figures that are none."""
+    """The ratios, and the other figures."""
     ratios = {name: round(value, 4) for name, value in found.items() if "_over_" in name}
     return ratios, {name: round(value, 1) for name, value in found.items() if name not in ratios}
 

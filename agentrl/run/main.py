@@ -39,7 +39,7 @@ class RunOutcome:
     restarts: int = 0
     engine: str = ""
     only_warm_start: bool = False
-    began: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
 
 
 def execute(
@@ -161,7 +161,7 @@ def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: RunOutcom
         return values[-1] if values else None
 
     updates = [row for row in rows if row["phase"] == "train"]
-    seconds = time.monotonic() - outcome.began
+    seconds = time.monotonic() - outcome.started
     return {
         "name": config.name,
         "status": outcome.status,

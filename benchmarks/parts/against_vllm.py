@@ -1,6 +1,6 @@
 """Rollout tokens per second through agentrl (collector, environment, renderer, ledger, vLLM engine) against raw
 vLLM given the same token work: the opening and the answers of each episode as agentrl rendered them, turns of
-one forced length, an empty prefix cache at the start of a round. Rounds of the two alternate."""
+the same forced length, an empty prefix cache at the start of a round. Rounds of the two alternate."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TURNS, TOKENS = 3, 42
 
 
 class RawVllm:
-    """The process of raw_vllm.py, with the engine options and the environment that agentrl's replica has."""
+    """The process of raw_vllm.py, with the engine options and environment variables of agentrl's replica."""
 
     def __init__(self, model: str) -> None:
         options = {
@@ -89,7 +89,7 @@ class RawVllm:
 
 
 def work_of(trajectory: Trajectory) -> dict[str, Any]:
-    """The context of an episode, cut where the policy sampled."""
+    """The tokens of an episode that were not sampled: its opening and the tools' answers."""
     [ledger] = trajectory.ledgers
     spans: list[list[int]] = []
     before = True
@@ -105,9 +105,9 @@ def work_of(trajectory: Trajectory) -> dict[str, Any]:
 async def one_round(collector: Collector, weights: Publisher) -> tuple[float, list[Trajectory]]:
     """Tokens per second of one update's groups; a publish before it empties the caches, as it does in training."""
     await collector.exchange(weights.send)
-    began = time.perf_counter()
+    start = time.perf_counter()
     groups = await collector.collect()
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     collector.trained(groups)
     found = [t for group in groups for t in group.trajectories]
     assert all(t.sampled_tokens == TURNS * TOKENS for t in found), {(t.sampled_tokens, t.stop, t.error) for t in found}
@@ -115,7 +115,7 @@ async def one_round(collector: Collector, weights: Publisher) -> tuple[float, li
 
 
 async def compare(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str, Any]:
-    """Both engines live from start to end; what is not measured waits."""
+    """Compare the two. Both engines live from start to end; the one that is not measured is idle."""
     config = RolloutConfig(
         groups=at_once // 8,
         group_size=8,

@@ -33,10 +33,10 @@ best = 0.0
 for _ in range(3):
     prompts = [{"prompt_token_ids": ids} for ids in work["prompts"]]
     llm.reset_prefix_cache()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     sampled = sum(len(output.outputs[0].token_ids) for output in outputs)
-    best = max(best, sampled / (time.perf_counter() - begun))
+    best = max(best, sampled / (time.perf_counter() - start))
 print("RESULT", best)
 """
 
@@ -70,13 +70,13 @@ async def through_agentrl(engine: Any, folder: str, prompts: list[list[int]], to
     best = 0.0
     for version in range(3):
         await weights.send(version + 1)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         calls = [
             engine.generate(prompt, Sampling(max_tokens=tokens, seed=index), f"{version}-{index}")
             for index, prompt in enumerate(prompts)
         ]
         sampled = sum(len(generation.token_ids) for generation in await asyncio.gather(*calls))
-        best = max(best, sampled / (time.perf_counter() - begun))
+        best = max(best, sampled / (time.perf_counter() - start))
     await engine.close()
     return best
 
@@ -91,7 +91,7 @@ def padded_generate(folder: str, prompts: list[list[int]], tokens: int) -> float
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     best = 0.0
     for _ in range(3):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         with torch.inference_mode():
             out = model.generate(
                 input_ids=ids,
@@ -102,7 +102,7 @@ def padded_generate(folder: str, prompts: list[list[int]], tokens: int) -> float
                 min_new_tokens=tokens,
                 pad_token_id=0,
             )
-        best = max(best, (out.shape[1] - width) * len(prompts) / (time.perf_counter() - begun))
+        best = max(best, (out.shape[1] - width) * len(prompts) / (time.perf_counter() - start))
     return best
 
 
@@ -113,18 +113,18 @@ torch.set_num_threads(1)
 work = json.load(sys.stdin)
 model = AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32).eval()
 config = GenerationConfig(max_new_tokens=work["tokens"], do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
-# Sized to the work: left to itself on a CPU it sizes masks by all memory and does not come to an end of filling them.
+# Sized to the work: by default, on a CPU, it sizes its masks by the whole memory and does not finish filling them.
 longest = max(map(len, work["prompts"])) + work["tokens"]
 batching = ContinuousBatchingConfig(page_size=32, num_blocks=len(work["prompts"]) * (longest // 32 + 1) + 8,
                                     max_batch_tokens=1024, max_requests_per_batch=len(work["prompts"]))
 best = 0.0
 for _ in range(3):
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with torch.no_grad():
         outputs = model.generate_batch(work["prompts"], generation_config=config,
                                        continuous_batching_config=batching, progress_bar=False)
     sampled = sum(len(output.generated_tokens) for output in outputs.values())
-    best = max(best, sampled / (time.perf_counter() - begun))
+    best = max(best, sampled / (time.perf_counter() - start))
 assert sampled == len(work["prompts"]) * work["tokens"], sampled
 print("RESULT", best)
 """

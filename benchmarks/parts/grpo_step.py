@@ -59,7 +59,7 @@ def config_of() -> TrainConfig:
 
 
 class Runner:
-    """The parts of a run, joined as a session joins them, with an environment that is on no shelf."""
+    """The parts of a run, connected as in a session, with an environment that is not on a shelf."""
 
     def __init__(self, folder: str, engine: Engine) -> None:
         self.config = config_of()
@@ -101,7 +101,7 @@ class Runner:
 
 
 async def steps(folder: str, engine: Engine, count: int, warm: int = 1) -> Runner:
-    """`count` measured steps after `warm` others."""
+    """`count` measured steps after `warm` warm-up steps."""
     await engine.start()
     runner = Runner(folder, engine)
     try:
@@ -114,7 +114,7 @@ async def steps(folder: str, engine: Engine, count: int, warm: int = 1) -> Runne
 
 
 def against_trl(count: int) -> tuple[dict[str, float | None], dict[str, Any]]:
-    """Seconds of a TRL step over those of ours, with each engine."""
+    """Seconds of a TRL step over those of an agentrl step, with each engine."""
     details: dict[str, Any] = {}
     peer = None
     with tempfile.TemporaryDirectory() as scratch:
@@ -142,7 +142,7 @@ def against_trl(count: int) -> tuple[dict[str, float | None], dict[str, Any]]:
 
 
 def engines(folder: str) -> dict[str, Callable[[int], dict[str, Any]] | None]:
-    """How to measure with each engine; None if it is not installed."""
+    """A measuring function per engine; None if the engine is not installed."""
 
     def embedded(count: int) -> dict[str, Any]:
         return summary(asyncio.run(steps(folder, EmbeddedEngine(folder, device="cpu", max_context=1024), count)))
@@ -212,10 +212,10 @@ def overhead(count: int) -> tuple[dict[str, float], dict[str, float]]:
                 runner = Runner(folder, engine)
                 await runner.step()
                 spent.clear()
-                began = time.process_time()
+                start = time.process_time()
                 for _ in range(count):
                     await runner.step()
-                total = time.process_time() - began
+                total = time.process_time() - start
                 await runner.close()
                 return total
 
@@ -232,11 +232,11 @@ def timed(methods: dict[type, tuple[str, ...]]) -> Iterator[dict[str, float]]:
 
     def measured(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            began = time.process_time()
+            start = time.process_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                spent[label] = spent.get(label, 0.0) + time.process_time() - began
+                spent[label] = spent.get(label, 0.0) + time.process_time() - start
 
         return call
 

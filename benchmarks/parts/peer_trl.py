@@ -1,10 +1,10 @@
 """Seconds of GRPO steps in TRL 1.16.0: 8 prompts x 8 generations, two tool turns, 3 x 42 forced new tokens.
 
     python peer_trl.py template            prints its training chat template for Qwen3
-    python peer_trl.py MODEL PROMPTS STEPS BATCH   measures; BATCH rows a forward pass, 64 rows an optimizer step
+    python peer_trl.py MODEL PROMPTS STEPS BATCH   measures; BATCH rows per forward pass, 64 rows per optimizer step
 
-Run by train.py with the interpreter of .integrations/trl. Every turn is parsed as ever, and then taken as the call
-of a tool, because a random model writes none.
+Run by train.py with the interpreter of .integrations/trl. Every turn is parsed as usual, and then replaced by a tool
+call, because a random model writes none.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def measure(model: str, prompts: str, steps: int, batch: int) -> dict[str, objec
     parse = grpo_trainer.parse_response
 
     def forced(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        with contextlib.suppress(ValueError):  # what a random model writes need not be parsable
+        with contextlib.suppress(ValueError):  # the output of a random model is rarely parsable
             parse(*args, **kwargs)
         call = {"type": "function", "function": {"name": "get", "arguments": {"key": "a"}}}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -76,9 +76,9 @@ def measure(model: str, prompts: str, steps: int, batch: int) -> dict[str, objec
         generating = 0.0
 
         def _generate(self, prompts: Any) -> Any:
-            began = time.perf_counter()
+            start = time.perf_counter()
             found = super()._generate(prompts)
-            Counted.generating += time.perf_counter() - began
+            Counted.generating += time.perf_counter() - start
             prompt_ids, completion_ids, tool_mask = found[:3]
             assert all(sum(mask) == 3 * TOKENS for mask in tool_mask), [sum(mask) for mask in tool_mask]
             seen.append(sum(map(len, prompt_ids)) + sum(map(len, completion_ids)))

@@ -2,8 +2,8 @@
 
     python peer_verifiers.py in_process|http AT_ONCE ROLLOUTS ROUNDS
 
-"in_process": the client's `get_response` returns a finished response, which spares verifiers all conversion
-and transport; "http": its own client against an instant server in another process.
+"in_process": the client's `get_response` returns a finished response, so verifiers converts and transports
+nothing; "http": its own client against an instant server in another process.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python peer_verifiers_latest.py AT_ONCE ROLLOUTS
 
-Its chat-loop harness ("null") runs as one subprocess per rollout, and so does the tool server; the model is the instant
+Its chat-loop harness ("null") and the tool server each run as one subprocess per rollout; the model is the instant
 server of stub_server.py.
 """
 
@@ -40,10 +40,10 @@ async def main(at_once: int, rollouts: int) -> None:
     gate = asyncio.Semaphore(at_once)
 
     async def play(tasks: list[vf.Task]) -> float:
-        began = time.perf_counter()
+        start = time.perf_counter()
         slots = [slot for task in tasks for slot in env.slots(task)]
         episodes = await asyncio.gather(*(env.run_slot(slot, context, gate) for slot in slots))
-        spent = time.perf_counter() - began
+        spent = time.perf_counter() - start
         for episode in episodes:
             assert episode.ok, (episode.errors, [trace.errors for trace in episode.traces])
         return spent

@@ -14,9 +14,9 @@ PARTS = Path(__file__).resolve().parent
 
 
 def interpreter(name: str) -> Path:
-    """The python of `.integrations/NAME`, made by `.ci/integrations.py` if it is not there yet.
+    """The Python interpreter of `.integrations/NAME`, which `.ci/integrations.py` creates if it does not exist.
 
-    Raises RuntimeError with the installer's last words if it cannot be installed.
+    Raises RuntimeError with the end of the installer's output if it fails.
     """
     command = [sys.executable, str(ROOT / ".ci" / "integrations.py"), name]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -26,9 +26,9 @@ def interpreter(name: str) -> Path:
 
 
 def ask(name: str, script: str, *args: object, timeout: float = 600, **environment: str) -> dict[str, Any]:
-    """Run a script of this folder with the peer's interpreter; its last line is its answer as JSON.
+    """Run a script of this folder with the peer's interpreter; returns its last line of output, which is JSON.
 
-    Raises RuntimeError with what the script wrote last if it failed.
+    Raises RuntimeError with the end of the script's error output if it fails.
     """
     python = interpreter(name)
     command = [str(python), str(PARTS / script), *map(str, args)]

@@ -49,10 +49,10 @@ async def main(options: dict[str, Any]) -> None:
     while line := await asyncio.to_thread(sys.stdin.readline):
         work = json.loads(line)
         await engine.reset_prefix_cache()
-        began = time.perf_counter()
+        start = time.perf_counter()
         calls = [episode(engine, one, f"{number}-{i}", work["tokens"]) for i, one in enumerate(work["episodes"])]
         sampled = sum(await asyncio.gather(*calls))
-        print("RESULT", json.dumps([time.perf_counter() - began, sampled]), flush=True)
+        print("RESULT", json.dumps([time.perf_counter() - start, sampled]), flush=True)
         number += 1
     engine.shutdown()
 

@@ -1,6 +1,6 @@
-"""Wall time of 20 updates when tools take a lognormal time (sigma 1), at several bounds of staleness.
+"""Wall time of 20 updates at several staleness bounds, when tools take a lognormal time (sigma 1).
 
-Everything is real but the tools' work: the key_value environment with a sleep in its tool, the collector and its
+Everything is real except the tools' work: the key_value environment with a sleep in its tool, the collector and its
 ledger, the embedded engine, the actor's GRPO update of a tiny model, and the publish of its weights.
 """
 
@@ -36,7 +36,7 @@ MEDIAN_S, SIGMA = 0.1, 1.0
 
 
 class Slow:
-    """An EnvRef whose environments take their time over every turn: exp(N(ln median, sigma)) seconds."""
+    """An EnvRef whose environments sleep exp(N(ln median, sigma)) seconds before every turn."""
 
     def __init__(self, inner: EnvRef, seed: int) -> None:
         self._inner, self._random = inner, random.Random(seed)
@@ -67,7 +67,7 @@ def config_of(staleness: int) -> TrainConfig:
 
 
 async def train(staleness: int, updates: int, folder: str) -> tuple[float, Counter[int]]:
-    """Seconds of all updates, and sampled tokens by how many versions old they were when trained."""
+    """Seconds of all updates, and the number of sampled tokens by their staleness when trained."""
     config = config_of(staleness)
     engine = EmbeddedEngine(folder, device="cpu", max_context=512)
     actors = launch(Actor, backend="inline", world_size=1)
@@ -78,7 +78,7 @@ async def train(staleness: int, updates: int, folder: str) -> tuple[float, Count
     driver = collector(policy, config.rollout, Slow(tasks(), staleness))  # type: ignore[arg-type]
     publisher = Publisher(actors, engine, config.weights)
     ages: Counter[int] = Counter()
-    began = time.perf_counter()
+    start = time.perf_counter()
     for update in range(updates):
         groups = await driver.collect()
         count_ages(groups, update, ages)
@@ -89,7 +89,7 @@ async def train(staleness: int, updates: int, folder: str) -> tuple[float, Count
         await learner.step(batch, update)
         driver.trained(groups)
         await driver.exchange(publisher.send)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     await driver.close()
     await engine.close()
     actors.close()
@@ -104,7 +104,7 @@ def count_ages(groups: list[Group], version: int, ages: Counter[int]) -> None:
 
 
 def run(updates: int) -> tuple[dict[str, float], dict[str, Any]]:
-    """Speed-ups over max_staleness 0, and seconds and shares of tokens by age."""
+    """Speed-ups over max_staleness 0; seconds, and shares of tokens by staleness."""
     seconds: dict[int, float] = {}
     shares: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as scratch:

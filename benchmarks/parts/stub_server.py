@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that answers at once: two tool calls and an answer. For peers that talk HTTP.
+"""An OpenAI-compatible server that answers at once: two tool calls, then an answer. For peers that use HTTP.
 
     python stub_server.py       prints its port; ends when its standard input is closed
 
@@ -16,7 +16,7 @@ TURNS = (("get", '{"key": "a"}'), ("add", '{"x": 1}'))
 
 
 def completion(request: dict[str, Any]) -> tuple[str, bytes]:
-    """Content type and body: a completion, or the same as a stream of one event if that is asked for."""
+    """Content type and body: a completion, or the same as a stream of one event if the request asks for a stream."""
     answered = sum(message["role"] == "tool" for message in request["messages"])
     more = answered < len(TURNS)
     message: dict[str, Any] = {"role": "assistant", "content": "" if more else "1"}

@@ -1,4 +1,4 @@
-"""What the framework costs per turn: three-turn tool episodes with an engine that answers at once.
+"""The framework's cost per turn: three-turn tool episodes with an engine that answers at once.
 
 agentrl does its whole rollout here: collector, group ledger, environment, tool calls checked and run, rendering
 to token ids and back, token ledgers, the reward spec.
@@ -26,7 +26,7 @@ TURNS = [
 
 
 async def agentrl_turn(at_once: int, episodes: int, repeats: int) -> tuple[float, float]:
-    """Wall and processor seconds per turn, the least of several rounds: other load only ever adds."""
+    """Wall and processor seconds per turn, the minimum over several rounds, because other load can only add time."""
     renderer = make_renderer(packaged_tokenizer(CONTEXT))
     engine = Instant([renderer.assistant(turn) for turn in TURNS])
     policy = Policy(engine, renderer)
@@ -51,7 +51,7 @@ Pair = tuple[float | None, float | None]
 
 
 def run(quick: bool) -> tuple[dict[str, float | None], dict[str, list[float | None]]]:
-    """Ratios of wall and of processor time against both versions of verifiers; milliseconds per turn of each."""
+    """Ratios of wall-clock and of processor time against both versions of verifiers; milliseconds per turn of each."""
     spent: dict[str, Pair] = {}
     repeats = 3 if quick else 5
     for at_once in (64, 1024):

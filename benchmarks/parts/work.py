@@ -1,6 +1,6 @@
-"""The work that the rollout and train benchmarks give to agentrl: tool episodes of the key_value environment.
+"""The workload of the rollout and train benchmarks: tool episodes of the key_value environment.
 
-`Instant` is an engine that answers at once; `Forced` makes every turn of a random model exactly as long as its
+`Instant` is an engine that answers at once. `Forced` makes every turn of a random model exactly as long as its
 budget, and a valid call, so that a peer can be given the same token work.
 """
 
@@ -25,7 +25,7 @@ from agentrl.train.publish import Publisher
 from agentrl.trajectory import Message, Task, ToolCall
 
 MILLION = InitModelConfig(layers=4, hidden=128, mlp=384, heads=8, kv_heads=2, head_dim=32, context=4096)
-"""Sizes of a Qwen3 model of 1.0 million parameters, the one of every comparison with a peer."""
+"""Sizes of a Qwen3 model with 1.0 million parameters, which is used in every comparison with a peer."""
 CONTEXT = 4096
 
 
@@ -34,7 +34,7 @@ def scorer() -> Scorer:
 
 
 def tasks(calls: int = 2) -> EnvRef:
-    """Look one number up, add it, report the total: `calls` tool turns and an answer."""
+    """Look numbers up, add them, report the total: `calls` tool turns and an answer."""
     return EnvRef("key_value", {"calls": calls, "set_share": 0.0})
 
 
@@ -43,14 +43,14 @@ def collector(policy: Policy, config: RolloutConfig, env: EnvRef | None = None, 
 
 
 def publisher(folder: str, engine: Engine) -> Publisher:
-    """What brings an engine the weights of a model folder, as in a run: an actor that holds them, and a route."""
+    """Publishes the weights of a model folder to an engine, as in a run: from an actor, over a route."""
     actors = launch(Actor, backend="inline", world_size=1)
     actors.run(Actor.init_model, folder, ModelConfig(), OptimConfig(), 1)
     return Publisher(actors, engine, WeightsConfig())
 
 
 def vllm_section(context: int) -> VllmConfig:
-    """One small replica that is not replaced, of the KV cache that raw vLLM is given."""
+    """One small replica, without respawns, with the same KV cache size as raw vLLM."""
     return VllmConfig(kv_cache_mib=256, max_model_len=context, max_respawns=0)
 
 
@@ -71,7 +71,7 @@ class Instant(Engine):
         return Generation(list(ids), [-1.0] * len(ids), [self._version] * len(ids), "stop")
 
     async def take(self, version: int) -> None:
-        """What `Collector.exchange` needs: there are no weights, so an update is the new version."""
+        """For `Collector.exchange`: there are no weights, so only the version changes."""
         self._version = version
 
     async def abort(self, request_key: str) -> None: ...
@@ -83,9 +83,9 @@ class Instant(Engine):
 
 
 class Forced(Renderer):
-    """A renderer whose turns have no stop token, so that each is as long as its budget, and are calls.
+    """A renderer whose turns have no stop token, so that each is as long as its budget, and are tool calls.
 
-    What the model sampled is parsed as ever, and then replaced by a valid call: a random model writes none.
+    What the model sampled is parsed as usual, and then replaced by a valid call, because a random model writes none.
     """
 
     def __init__(self, inner: Renderer) -> None:
@@ -111,7 +111,7 @@ class Forced(Renderer):
 
 
 class Lookup(ToolEnv):
-    """One tool and a short question: what the comparison with TRL plays, whose tools are plain functions."""
+    """One tool and a short question, for the comparison with TRL, whose tools are plain functions."""
 
     id = "bench/Lookup-v0"
     summary = "look a number up"
@@ -132,7 +132,7 @@ class Lookup(ToolEnv):
 
 
 class Ref:
-    """An EnvRef of an environment that is on no shelf."""
+    """Stands in for an EnvRef, because `Lookup` is not on a shelf."""
 
     def build(self) -> ToolEnv:
         return Lookup()
