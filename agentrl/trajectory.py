@@ -311,6 +311,7 @@ class TokenLedger:
         lengths = {name: len(column) for name, column in found.items()}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"ledger columns differ in length: {lengths}")
+        # Some code reads one column, some the other: if they differed, a token would be trained that no weights sampled.
         if not np.array_equal(found["sampled"], found["versions"] >= 0):
             raise ValueError("ledger columns disagree on what was sampled: `sampled` must be set exactly where `versions` >= 0")
         ledger._append(lengths["token_ids"], found)

@@ -121,6 +121,7 @@ def aggregate(
     `episode_tokens` [N]: n_e of each row's episode; without it every row is an episode. Raises ConfigError for an
     unknown mode.
     """
+    # Not a product: a token outside the mask may have an infinite or undefined loss, and 0 x NaN is NaN.
     kept = torch.where(mask, loss, torch.zeros_like(loss))
     # With no trained token at all the sum is 0, and must not become 0 / 0.
     tokens, episodes = max(denominators.tokens, 1.0), max(denominators.episodes, 1.0)

@@ -137,6 +137,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[tuple[list[str], Any, str]
         try:
             value = tomllib.loads(f"value = {raw}")["value"]
         except tomllib.TOMLDecodeError:
+            # A bare word: name=seed3 needs no quotes inside the shell's.
             value = raw
         parsed.append((keys, value, text))
     return parsed
@@ -144,6 +145,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[tuple[list[str], Any, str]
 
 def to_toml(config: BaseModel) -> str:
     """The config as TOML, which `load_config` reads back as an equal config."""
+    # Without the unset keys, since TOML has no null; reading sets them to None again.
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 

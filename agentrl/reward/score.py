@@ -22,6 +22,7 @@ Answers = dict[str, Any]
 GroupValues = Mapping[str, Sequence[float | None]]
 Work = Callable[[Answers], tuple[T, Frame]]
 
+# A pass answers what the one before it asked; a handful suffices, unless a leaf's request changes with each answer.
 _MOST_PASSES = 64
 
 
@@ -104,6 +105,7 @@ class Scorer:
 
     async def ascore_group(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """As `score_group`, awaited; the members are scored at the same time."""
+        # First what is compared, of all members: a group leaf needs the others' values before it can score any of them.
         values = await asyncio.gather(*(self._adrive(self._comparing(t)) for t in trajectories))
         group = self._by_node(values)
         scoring = (self._adrive(self._scoring(t, group, i)) for i, t in enumerate(trajectories))
@@ -158,6 +160,7 @@ class Scorer:
 
     async def _in_thread(self, work: Work[T], answers: Answers) -> tuple[T, Frame]:
         async with SCORING.place():
+            # Inside the place: waiting for one is not the spec's time.
             return await within(self.timeout, SCORING.call(self.name, work, answers), f"reward spec {self.name}")
 
     def _client(self) -> JudgeClient:
@@ -208,6 +211,7 @@ def _collect(evidence: Json, metrics: dict[str, float | None]) -> None:
         if isinstance(evidence.get("id"), str) and "node" in evidence:
             metrics[evidence["id"]] = evidence["value"]
         for key, item in evidence.items():
+            # The parts of a scoped node carry the same ids, once per call or turn: the last would stand for all.
             if isinstance(item, (dict, list)) and key not in ("evidence", "parts"):
                 _collect(item, metrics)
     elif isinstance(evidence, list):

@@ -123,6 +123,7 @@ class RequestClock:
                 self._watch.moved()
             self.reported = progress
         stalled = self._quiet.add(passed)
+        # The episode's clock gets this request's time only at its end, so until then it is subtracted here.
         return min(self._turn_timeout - self.active_s, self._clock.left - self.active_s, self._stall_timeout - stalled)
 
     @property

@@ -375,6 +375,7 @@ class _Episode:
         try:
             self.ledger.append_sampled(generation.token_ids, generation.logprobs, generation.versions, turn)
         except ValueError as fault:
+            # What a ledger refuses only an engine can have made: the episode is unscored and run again, and the run goes on.
             raise EngineError(f"{purpose} {turn}: {fault}") from None
 
     async def _sample(self, policy: Policy, ids: list[int], room: int, purpose: str, key: str) -> Generation:

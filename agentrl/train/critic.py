@@ -105,6 +105,7 @@ def _metrics(engine: BaseEngine, meter: Meter, steps: Steps, tokens: float) -> d
     if not steps.norms:
         return {}
     mean = {name: value / max(tokens, 1.0) for name, value in sums.items()}
+    # 0 if all returns are equal, and by rounding even less.
     variance = max(mean["square_return"] - mean["return"] ** 2, 1e-12)
     return {
         "critic/loss": sums["loss"] / len(steps.norms),

@@ -18,6 +18,7 @@ def compute_logprobs(engine: BaseEngine, view: Ragged, temperature: float, cap: 
     out = {name: torch.zeros(int(view.offsets[-1])) for name in ("logprobs", "entropy")}
     [micros] = plan_micro_batches(view, [np.arange(len(view))], cap, engine)
     for rows in micros:
+        # Also for a dummy without rows: the pass takes part in the collectives of ranks that have some, and writes nothing.
         packed = Pack(view, rows, engine.device)
         results = engine.logprobs(packed.micro, temperature, True)
         for name, values in zip(out, results, strict=True):

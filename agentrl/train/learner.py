@@ -192,6 +192,7 @@ class Learner:
         """The batch with the inputs of advantages: the reward model's scores, the logprobs of the proximal and the
         reference policy, and values, each only if the config asks for it."""
         temperature = self.config.rollout.temperature or 1.0
+        # First, so that each of the forward passes below computes a shared prefix once.
         view = await in_thread("batch", with_trees, view, self._sharing)
         metrics: dict[str, float] = {}
         if self.reward_models is not None and self.config.reward_model is not None:

@@ -138,6 +138,7 @@ def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
     Raises ConfigError if the proximal policy should have been recomputed but was not.
     """
     if algorithm.proximal == "behaviour" and "old_logprobs" in view:
+        # If it stayed, `proximal_of` would take it for the proximal policy.
         view = view.without("old_logprobs")
     if algorithm.proximal == "recompute" and "old_logprobs" not in view:
         raise ConfigError('algorithm.proximal = "recompute": the batch has no column old_logprobs (Actor.compute_logprob)')
@@ -161,6 +162,7 @@ def counted(view: Ragged, parts: list[np.ndarray], length: int | None = None) ->
     counts = []
     for rows in parts:
         tokens = int(per_row[rows].sum())
+        # An episode with every token rejected is in no mean: it would only shrink the share of the others.
         alive = int((per_episode[np.unique(view.episode[rows])] > 0).sum())
         counts.append(Denominators(float(tokens), float(alive), float(length or 1)))
     return view.with_rows(episode_tokens=torch.from_numpy(per_episode[view.episode])).with_wide(counts=tuple(counts))
@@ -190,6 +192,7 @@ def without_idle_rows(view: Ragged, parts: list[np.ndarray], algorithm: Algorith
     keep = teaches(view, algorithm)
     if parts and not keep[parts[0]].any():
         sampled = row_counts(view.tokens("sampled"), view.offsets).numpy()[parts[0]]
+        # lexsort sorts by its last key first: rows with a sampled token, and among these the shortest.
         keep[parts[0][np.lexsort((view.lengths[parts[0]], sampled == 0))[0]]] = True
     return [rows[keep[rows]] for rows in parts]
 
@@ -203,6 +206,7 @@ def with_selection(view: Ragged, parts: list[np.ndarray], selection: Selection |
     if selection is None:
         return view
     trained = trained_tokens(view)
+    # float64: which token is picked hangs on small differences, which in float32 depend on the order of summation.
     logprobs, advantages = proximal_of(view).double(), view.tokens("advantages").double()
     noise = token_noise(view, seed)
     picked = torch.zeros(len(trained), dtype=torch.bool)

@@ -67,6 +67,7 @@ class Publisher:
             await self._replace(version)
             await self._target.wake("cache")
         finally:
+            # Also after a failure: an engine that runs refuses requests and says why, one that stays paused lets episodes wait.
             await self._target.resume()
 
     async def sleep(self) -> None:

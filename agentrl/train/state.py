@@ -31,6 +31,8 @@ def save_state(engine: BaseEngine, folder: Path, meta: dict[str, Any]) -> None:
     except CheckpointException as error:
         raise _failed(folder, error) from error
     if not alone:
+        # torch waits for its own files only; the random states of the other ranks must be there too when rank 0 seals the
+        # folder.
         dist.barrier()
 
 

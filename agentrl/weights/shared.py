@@ -83,6 +83,7 @@ class SharedReceiver(Receiver):
         self._slots: list[Tensor] = []
         for name in files:
             # A file of this name that was made on another machine does not hold the token.
+            # Before mapping, which would create a missing file and lengthen a short one.
             if not Path(name).is_file() or Path(name).stat().st_size != self.offer.slot_bytes:
                 raise ConfigError("weights.route = shared: the engine and the trainer do not share memory (two machines?)")
             slot = torch.from_file(name, shared=True, size=self.offer.slot_bytes, dtype=torch.uint8)

@@ -48,6 +48,7 @@ def clip_cov(
     ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))
     out = clipped_surrogate(ratio, batch.advantages, clip_low, clip_high, dual_clip)
     picked = _picked(batch)
+    # Their loss is dropped, not their place in the mean: the denominators were settled before anything was picked.
     loss = torch.where(picked, torch.zeros_like(out.loss), out.loss)
     return LossOutput(loss, {**out.metrics, "picked": picked.float()})
 

@@ -23,6 +23,7 @@ def gmpo(batch: LossInput, *, clip_low: Clip = 0.4, clip_high: Clip = 0.4) -> Lo
     delta = batch.logprobs - batch.old_logprobs
     advantage = spread(row_mean(batch.advantages, batch.mask, batch.offsets), batch.offsets)
     clamped = torch.clamp(delta, -clip_low, clip_high)
+    # One side only, as PPO's minimum does it: a token that moved the wrong way must keep its gradient.
     chosen = torch.where(advantage > 0, torch.minimum(delta, clamped), torch.maximum(delta, clamped))
     ratio = torch.exp(bounded(spread(row_mean(chosen, batch.mask, batch.offsets), batch.offsets)))
     metrics = {"ratio": ratio.detach(), "clip_fraction": (chosen != delta).float()}

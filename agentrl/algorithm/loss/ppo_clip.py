@@ -30,9 +30,11 @@ def clipped_surrogate(
     """The surrogate of a given ratio [T]; metrics: the ratio and the fraction of tokens that each bound clipped."""
     plain = -advantages * ratio
     clipped = -advantages * torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
+    # The larger of the two losses: clipping takes away the gain of moving on, and never hides the loss of having moved too far.
     loss = torch.maximum(plain, clipped)
     metrics = {"ratio": ratio.detach(), "clip_fraction": (clipped > plain).float()}
     if dual_clip is not None:
+        # With A < 0 nothing above bounds r, and one token with a large ratio would outweigh the whole batch.
         floor = -advantages * dual_clip
         bounded = (advantages < 0) & (floor < loss)
         metrics["dual_clip_fraction"] = bounded.float()
