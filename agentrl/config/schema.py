@@ -53,7 +53,8 @@ class LoraSection(Frozen):
 class ModelConfig(Frozen):
     """`path`: a folder or hub name of a causal language model; or `init`: build a tiny one.
 
-    How it is trained: `dtype` of the computation (weights and optimizer stay float32);
+    How it is trained: `dtype` of the computation, of trainer and engine (the trainer's weights and optimizer stay float32),
+    by default bfloat16 on GPUs and float32 on CPUs;
     `activation_checkpointing` computes activations again in the backward pass, by default from 1B parameters on;
     `shard_gradients` adds gradients up over the ranks after every micro-batch, so that each keeps its shard, instead of
     keeping them whole until the optimizer step: by default from 1B trained parameters on; `replicas` shards within
@@ -69,7 +70,7 @@ class ModelConfig(Frozen):
     path: str | None = None
     init: InitModelConfig | None = None
     tool_parser: str = "auto"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] | None = None
     activation_checkpointing: bool | None = None
     shard_gradients: bool | None = None
     replicas: PositiveInt = 1
@@ -78,6 +79,10 @@ class ModelConfig(Frozen):
     compile: bool = False
     kernels: Literal["torch", "liger"] = "torch"
     lora: LoraSection | None = None
+
+    def computes_in(self, cuda: bool) -> Literal["float32", "bfloat16"]:
+        """The type of the computation on GPUs, or on CPUs."""
+        return self.dtype or ("bfloat16" if cuda else "float32")
 
 
 class SftConfig(Frozen):
@@ -303,16 +308,26 @@ class ClusterConfig(Frozen):
 class VllmConfig(Frozen):
     """The vLLM engine: one Ray actor per replica. `max_respawns`: how many dead replicas are replaced in a run, in total;
     above 0 the newest weights stay in Ray's object store (spilled to disk if that is full) for them.
-    `kv_cache_mib` must hold a sequence of `max_model_len` tokens, which is lowered to the model's context if that is less.
-    `call_timeout`: seconds after which a replica that does not answer a call (other than to sample) counts as dead."""
+    `call_timeout`: seconds after which a replica that does not answer a call (other than to sample) counts as dead;
+    `startup_timeout`: seconds in which one must be up, with its model loaded and its CUDA graphs captured.
+
+    `kv_cache_mib`, on each device, must hold a sequence of `max_model_len` tokens, which is lowered to the model's context if
+    that is less. By default a GPU has vLLM's own fraction of its memory (`args.gpu_memory_utilization`), and on a CPU
+    it is what 64 sequences (or `max_num_seqs`) take, at most 4096 unless one needs more.
+    `enforce_eager`: no CUDA graphs; by default only on a CPU. `max_num_seqs`, `max_num_batched_tokens`: what one step
+    computes at most, by default vLLM's own limits. `args`: any other argument of vLLM's AsyncEngineArgs."""
 
     replicas: PositiveInt = 1
     max_respawns: Annotated[int, Field(ge=0)] = 3
     call_timeout: Positive = 300.0
+    startup_timeout: Positive = 600.0
     tensor_parallel: PositiveInt = 1
-    kv_cache_mib: PositiveInt = 4096
+    kv_cache_mib: PositiveInt | None = None
     max_model_len: PositiveInt = 16384
-    enforce_eager: bool = True
+    max_num_seqs: PositiveInt | None = None
+    max_num_batched_tokens: PositiveInt | None = None
+    enforce_eager: bool | None = None
+    args: dict[str, Any] = Field(default_factory=dict)
 
 
 class WeightsConfig(Frozen):

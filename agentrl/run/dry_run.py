@@ -75,12 +75,13 @@ def card_bytes() -> int | None:
 
 def memory_of(config: TrainConfig, card: int | None) -> list[Placed]:
     """Every role of the run and what it takes on one of its devices."""
-    engine = engine_name(config)
+    engine, dtype = engine_name(config), config.model.computes_in(card is not None)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     found = [_trained(config, role) for role in roles_of(config, engine) if role != "rollout"]
     maker = maker_of(engine, config)
     model = shell(config.model.model_copy(update={"lora": None}))
-    weights = numbers(model.parameters()) * width(config.model.dtype)
-    taken = maker.memory(weights, token_bytes(model.hf, config.model.dtype), card)
+    weights = numbers(model.parameters()) * width(dtype)
+    taken = maker.memory(weights, token_bytes(model.hf, dtype), card)
     if taken is not None:
         processes = maker.processes()
         ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)

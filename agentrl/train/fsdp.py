@@ -42,6 +42,11 @@ MODULES: dict[Role, Callable[[Any], nn.Module]] = {
 }
 
 
+def compute_dtype(cfg: ModelConfig, device: torch.device) -> torch.dtype:
+    """What a model computes in on that device: `model.dtype`, or by default bfloat16 on a GPU and float32 on a CPU."""
+    return torch.float32 if cfg.computes_in(device.type == "cuda") == "float32" else torch.bfloat16
+
+
 class FsdpEngine(BaseEngine):
     """One rank's part of the model. Build it on all ranks, then give it `optimizers`."""
 
@@ -61,11 +66,11 @@ class FsdpEngine(BaseEngine):
         register_packed_attention()
         self.path, self.cfg, self.max_grad_norm = path, cfg, max_grad_norm
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.compute_dtype = torch.float32 if cfg.dtype == "float32" else torch.bfloat16
+        self.compute_dtype = compute_dtype(cfg, self.device)
         self.sharded = dist.is_available() and dist.is_initialized()
         self.layout = Layout.of(cfg, self.device, dist.get_world_size() if self.sharded else 1)
-        if not self.sharded and cfg.dtype != "float32":
-            raise ModelError(f'model.dtype = "{cfg.dtype}" needs a process group: cluster.backend = "ray"')
+        if not self.sharded and self.compute_dtype != torch.float32:
+            raise ModelError('model.dtype = "bfloat16" needs a process group: cluster.backend = "ray"')
         load = load_classifier if role == "score" else load_causal_lm
         # Float32 whatever the computing type: these are the master weights. A step at a learning rate of 1e-6 is far below
         # what bfloat16 resolves (2^-8 of the weight) and would be rounded away.

@@ -70,7 +70,7 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, *, trained: bool) -> 
         weights=MASTER * own,
         optimizer=ADAMW * _local(learning, shards),
         gradients=MASTER * (_local(learning, shards) if shard_gradients else numbers(learning)),
-        gathered=_gathered(module, cfg, trained) if ranks > 1 or cfg.dtype != "float32" else 0,
+        gathered=_gathered(module, cfg, trained) if ranks > 1 or cfg.computes_in(torch.cuda.is_available()) != "float32" else 0,
     )
 
 
@@ -85,7 +85,7 @@ def _local(parameters: Iterable[nn.Parameter], shards: int) -> int:
 
 
 def _gathered(module: nn.Module, cfg: ModelConfig, trained: bool) -> int:
-    size = width(cfg.dtype)
+    size = width(cfg.computes_in(torch.cuda.is_available()))
     layers = [list(layer.parameters()) for layer in layers_of(module)]
     inside = {id(p) for layer in layers for p in layer}
     root = [p for p in module.parameters() if id(p) not in inside]

@@ -12,7 +12,7 @@ from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.errors import ConfigError
-from agentrl.train.fsdp import FsdpEngine, Role
+from agentrl.train.fsdp import FsdpEngine, Role, compute_dtype
 from agentrl.train.optim import rate
 from agentrl.train.state import BackgroundSave, load_state, save_state
 
@@ -30,7 +30,8 @@ def open_engine(
     """
     if not torch.cuda.is_available():
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
-    if worker.world_size > 1 or model.dtype != "float32":
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if worker.world_size > 1 or compute_dtype(model, device) != torch.float32:
         worker.init_process_group()
     return FsdpEngine(path, model, max_grad_norm, role)
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from work import CONTEXT, Forced, collector, publisher, vllm_section
 
-from agentrl.backends.vllm.actor import CPU_ENVIRONMENT, ENVIRONMENT
 from agentrl.backends.vllm.engine import VllmEngine
+from agentrl.backends.vllm.options import environment
 from agentrl.config import RolloutConfig
 from agentrl.config.schema import InitModelConfig
 from agentrl.render import make_renderer
@@ -55,7 +55,7 @@ class RawVllm:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
         self._process = subprocess.Popen(
             command,
-            env={**os.environ, **ENVIRONMENT, **CPU_ENVIRONMENT},
+            env={**os.environ, **environment(False)},
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

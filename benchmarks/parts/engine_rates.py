@@ -146,12 +146,12 @@ def continuous_batching(folder: str, prompts: list[list[int]], tokens: int) -> f
 
 
 def raw_vllm(folder: str, prompts: list[list[int]], tokens: int) -> float:
-    from agentrl.backends.vllm.actor import CPU_ENVIRONMENT, ENVIRONMENT
+    from agentrl.backends.vllm.options import environment
 
     work = json.dumps({"model": folder, "prompts": prompts, "tokens": tokens})
-    environment = {**os.environ, **ENVIRONMENT, **CPU_ENVIRONMENT}
+    variables = {**os.environ, **environment(False)}
     done = subprocess.run(
-        [sys.executable, "-c", RAW_VLLM], input=work, env=environment, text=True, capture_output=True, timeout=600
+        [sys.executable, "-c", RAW_VLLM], input=work, env=variables, text=True, capture_output=True, timeout=600
     )
     for line in done.stdout.splitlines():
         if line.startswith("RESULT"):

@@ -218,6 +218,7 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
         "replicas": keeper._cfg.replicas,
         "respawns": keeper._cfg.max_respawns,
         "call_timeout": keeper._cfg.call_timeout,
+        "startup_timeout": keeper._cfg.startup_timeout,
         "gpus": keeper._cfg.tensor_parallel,
     }
 

@@ -144,6 +144,18 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
     "VllmConfig.replicas": (vllm("replicas"), "", {"vllm.replicas=1": 1, "vllm.replicas=3": 3}),
     "VllmConfig.max_respawns": (vllm("respawns"), "", {"vllm.max_respawns=0": 0, "vllm.max_respawns=2": 2}),
     "VllmConfig.call_timeout": (vllm("call_timeout"), "", {"vllm.call_timeout=1.5": 1.5, "vllm.call_timeout=2.0": 2.0}),
+    "VllmConfig.startup_timeout": (
+        vllm("startup_timeout"),
+        "",
+        {"vllm.startup_timeout=1.5": 1.5, "vllm.startup_timeout=2.0": 2.0},
+    ),
+    "VllmConfig.max_num_seqs": (vllm("max_num_seqs"), "", {"vllm.max_num_seqs=3": 3, "vllm.max_num_seqs=5": 5}),
+    "VllmConfig.max_num_batched_tokens": (
+        vllm("max_num_batched_tokens"),
+        "",  # on a CPU at least a whole prompt
+        {"vllm.max_num_batched_tokens=5000": 5000, "vllm.max_num_batched_tokens=6000": 6000},
+    ),
+    "VllmConfig.args": (vllm("block_size"), "", {"vllm.args={seed=1}": 32, "vllm.args={block_size=64}": 64}),
     "VllmConfig.tensor_parallel": (
         vllm("tensor_parallel_size", "distributed_executor_backend", "gpus"),
         "",

@@ -34,7 +34,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         self,
         model_path: str,
         *,
-        dtype: str = "float32",
+        dtype: str | None = None,
         max_slots: int = 256,
         max_context: int | None = None,
         kv_cache_mib: int = 2048,
@@ -44,13 +44,14 @@ class EmbeddedEngine(Engine, WeightTarget):
         """`max_slots`: episodes held at once, running or idle. `max_context`: the most tokens of an episode (by
         default the model's own limit or what the cache holds, whichever is less). `kv_cache_mib`: upper limit of the
         cache; it grows on demand. `step_tokens`: prompt tokens computed in one step. `device`: "cpu", "cuda", ...
-        (by default a GPU if there is one).
+        (by default a GPU if there is one). `dtype`: by default bfloat16 on a GPU and float32 on a CPU.
         """
-        self._path, self._dtype = model_path, dtype
+        self._path = model_path
         self._max_slots, self._max_context = max_slots, max_context
         self._limit = kv_cache_mib << 20
         self._step_tokens = step_tokens
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._dtype = dtype or ("bfloat16" if self._device.type == "cuda" else "float32")
         self._model: EmbeddedModel | None = None
         self._batcher: Batcher | None = None
         self._task: asyncio.Task[None] | None = None

@@ -1,5 +1,5 @@
 """One vLLM replica: AsyncLLM inside a Ray actor. Everything that depends on vLLM's version or build is in
-this file, in `worker.py` and in `logprobs.py`."""
+this file, in `options.py`, `worker.py` and `logprobs.py`."""
 
 from __future__ import annotations
 
@@ -23,20 +23,6 @@ from agentrl.weights.bucket import PlainBucket
 from agentrl.weights.route import Offer
 from agentrl.weights.target import Adapter
 
-CPU_ENVIRONMENT = {
-    # One thread: if anything else runs on the cores, more threads spin-wait for each other (40x slower).
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Compiling kernels on first use takes 9 to 15 s and gains nothing for a small model.
-    "TORCHDYNAMO_DISABLE": "1",
-}
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process belongs to the engine anyway; halves the start time
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 cannot run a processor after the temperature (logprobs.py)
-}
-PROCESSORS = tuple(f"agentrl.backends.vllm.logprobs:{name}" for name in ("BeforeTemperature", "AfterTemperature"))
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -62,20 +48,7 @@ class VllmActor:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        args = AsyncEngineArgs(
-            # Token ids go in and come out. A tokenizer here could only bring text back, which nobody may tokenize again.
-            skip_tokenizer_init=True,
-            enable_prefix_caching=True,
-            # None of vLLM's own modes reports log softmax(z / T) under truncation; see logprobs.py for how this one does.
-            logprobs_mode="processed_logits",
-            logits_processors=list(PROCESSORS),
-            # Only whole blocks are cached: the CPU default of 128 tokens would never give a short prompt a prefix hit.
-            block_size=32,
-            worker_extension_cls="agentrl.backends.vllm.worker.WeightReceiver",
-            disable_log_stats=True,
-            **self._options,
-        )
-        self._engine = AsyncLLM.from_engine_args(args)
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._options))
         self._pace = Pace(lambda: list(self._engine.output_processor.request_states.values()))
         self._looking = asyncio.create_task(self._pace.run())
         await self._engine.update_weight_version("0")

@@ -13,18 +13,17 @@ import torch
 
 from agentrl.backends.parameters import Arrivals, Expected, expected_parameters
 from agentrl.backends.vllm.actor import ReplicaDeadError
+from agentrl.backends.vllm.options import engine_options
 from agentrl.backends.vllm.pace import Paces
 from agentrl.backends.vllm.replicas import Replica, Replicas
 from agentrl.backends.vllm.request_batcher import Request
 from agentrl.backends.vllm.weight_sync import Kept, VllmRoutes
 from agentrl.config.schema import VllmConfig
-from agentrl.errors import ConfigError, DependencyError, EngineError
+from agentrl.errors import DependencyError, EngineError
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway
 from agentrl.weights.bucket import Bucket
 from agentrl.weights.route import Offer
 from agentrl.weights.target import Adapter, WeightTarget
-
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class VllmEngine(Engine, WeightTarget):
@@ -39,19 +38,22 @@ class VllmEngine(Engine, WeightTarget):
         model_path: str,
         cfg: VllmConfig,
         *,
-        dtype: str = "float32",
-        startup_timeout: float = 300.0,
+        dtype: str | None = None,
+        cuda: bool | None = None,
         lora_rank: int | None = None,
         ray_options: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """`cfg.max_model_len` must not exceed the model's own limit. `startup_timeout`: seconds within which a replica must
-        be up. `lora_rank`: reserve space for adapters of this rank (see `adapt`). `ray_options`: Ray options of each
-        replica's actor, if a pool says where it runs."""
+        """`cfg.max_model_len` must not exceed the model's own limit. `dtype`: of the computation, by default
+        bfloat16 on GPUs and else float32. `cuda`: whether the replicas run on GPUs, by default whether this process sees one.
+        `lora_rank`: reserve space for adapters of this rank (see `adapt`). `ray_options`: Ray options of each replica's
+        actor, if a pool says where it runs."""
         self._path = model_path
         self._lora_rank = lora_rank
         self._context = cfg.max_model_len
-        options = {"model": model_path, "dtype": dtype, **engine_options(cfg, lora_rank)}
-        self._replicas = Replicas(options, cfg, startup_timeout=startup_timeout, ray_options=ray_options, catch_up=self._catch_up)
+        cuda = torch.cuda.is_available() if cuda is None else cuda
+        dtype = dtype or ("bfloat16" if cuda else "float32")
+        options = {"model": model_path, **engine_options(cfg, cuda=cuda, dtype=dtype, lora_rank=lora_rank)}
+        self._replicas = Replicas(options, cfg, cuda=cuda, ray_options=ray_options, catch_up=self._catch_up)
         self._paces = Paces(self._replicas.progress)
         self._expected: Expected | None = None
         self._numbers = itertools.count()
@@ -225,30 +227,3 @@ class VllmEngine(Engine, WeightTarget):
             raise EngineError(f"the prompt has token ids outside [0, {self._expected.vocab})")
         if sampling.max_tokens < 1:
             raise EngineError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
-
-
-def engine_options(cfg: VllmConfig, lora_rank: int | None) -> dict[str, Any]:
-    """The arguments for vLLM's AsyncEngineArgs that follow from the section and this machine."""
-    options: dict[str, Any] = {
-        "tensor_parallel_size": cfg.tensor_parallel,
-        "kv_cache_memory_bytes": cfg.kv_cache_mib << 20,
-        "max_model_len": cfg.max_model_len,
-        "enforce_eager": cfg.enforce_eager,
-        # vLLM's own Ray executor does not support CPUs, and a single process needs no executor.
-        "distributed_executor_backend": "mp" if cfg.tensor_parallel > 1 else "uni",
-    }
-    if not torch.cuda.is_available():
-        # With chunked prefill, vLLM rewinds a request's seeded generator after each chunk; CPU generators do not support
-        # that, and the engine's process crashes.
-        options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(cfg.max_model_len, 4096)}
-    if lora_rank is not None:
-        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(lora_rank)}
-    return options
-
-
-def _max_lora_rank(rank: int) -> int:
-    """The smallest rank that vLLM has kernels for and that is at least `rank`. Raises ConfigError if there is none."""
-    for supported in _LORA_RANKS:
-        if rank <= supported:
-            return supported
-    raise ConfigError(f"model.lora.rank = {rank}: vLLM supports adapters up to rank {_LORA_RANKS[-1]}")

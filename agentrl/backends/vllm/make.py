@@ -6,6 +6,9 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentrl.backends.vllm.cache_size import CacheShape, check_room, cpu_mib
+from agentrl.backends.vllm.engine_args import check_args
+from agentrl.backends.vllm.options import engine_options
 from agentrl.config import TrainConfig
 from agentrl.errors import DependencyError
 from agentrl.rollout.engine import Engine
@@ -13,6 +16,8 @@ from agentrl.rollout.engine_maker import ENGINES, PROCESS_MIB, EngineMaker, Engi
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that the CPU build of vLLM has kernels for; with any other it crashes at the first request."""
+FRACTION = 0.92
+"""Of a card's memory that vLLM takes for weights and KV cache by default."""
 
 
 @ENGINES.register("vllm", needs={"ray"})
@@ -37,20 +42,43 @@ class VllmMaker(EngineMaker):
                 "or use engine=embedded"
             )
 
+    def cuda(self) -> bool:
+        """Whether the replicas run on GPUs."""
+        import torch
+
+        return torch.cuda.is_available()
+
+    def check(self) -> None:
+        cuda, vllm = self.cuda(), self.config.vllm
+        dtype = self.config.model.computes_in(cuda)
+        check_args(vllm.args, cuda)
+        check_room(self.config, dtype)
+        shape = CacheShape.of(self.config.model)
+        sizes = {"max_model_len": self.context(shape.positions)} if shape is not None else {}
+        engine_options(vllm.model_copy(update=sizes), cuda=cuda, dtype=dtype, lora_rank=_adapter_rank(self.config))
+
     def processes(self) -> Processes:
-        vllm = self.config.vllm
+        """Host memory: a driver-side process and one a rank; on a CPU also each rank's KV cache, which a GPU has itself."""
+        vllm, cuda = self.config.vllm, self.cuda()
+        cache = 0 if cuda else cpu_mib(self.config, self.config.model.computes_in(cuda))
         return Processes(
             count=vllm.replicas,
             gpus=vllm.tensor_parallel,
-            mib=vllm.kv_cache_mib + 2 * PROCESS_MIB,
+            mib=PROCESS_MIB + vllm.tensor_parallel * (PROCESS_MIB + cache),
             count_key="vllm.replicas",
             gpus_key="vllm.tensor_parallel",
-            lower=("vllm.replicas", f"vllm.kv_cache_mib = {vllm.kv_cache_mib}"),
+            lower=("vllm.replicas",) if cuda else ("vllm.replicas", f"vllm.kv_cache_mib = {cache}"),
             what="a vLLM replica",
         )
 
     def memory(self, weights: int, token: int, device: int | None) -> EngineMemory:
-        return EngineMemory(weights // self.config.vllm.tensor_parallel, self.config.vllm.kv_cache_mib << 20)
+        vllm = self.config.vllm
+        own = weights // vllm.tensor_parallel
+        if device is None:
+            return EngineMemory(own, cpu_mib(self.config, self.config.model.computes_in(False)) << 20)
+        if vllm.kv_cache_mib is not None:
+            return EngineMemory(own, vllm.kv_cache_mib << 20)
+        return EngineMemory(own, max(int(vllm.args.get("gpu_memory_utilization", FRACTION) * device) - own, 0))
 
     def context(self, positions: int) -> int:
         return min(positions, self.config.vllm.max_model_len)
@@ -61,10 +89,15 @@ class VllmMaker(EngineMaker):
     def make(self, model: str, positions: int, ray_options: Sequence[Mapping[str, Any]] = ()) -> Engine:
         from agentrl.backends.vllm.engine import VllmEngine
 
+        cuda = self.cuda()
+        sizes: dict[str, int] = {"max_model_len": self.context(positions)}
+        if not cuda:
+            sizes["kv_cache_mib"] = cpu_mib(self.config, self.config.model.computes_in(cuda))
         return VllmEngine(
             model,
-            self.config.vllm.model_copy(update={"max_model_len": self.context(positions)}),
-            dtype=self.config.model.dtype,
+            self.config.vllm.model_copy(update=sizes),
+            dtype=self.config.model.computes_in(cuda),
+            cuda=cuda,
             lora_rank=_adapter_rank(self.config),
             ray_options=ray_options,
         )

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import ray
-import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from agentrl.backends.vllm.actor import CPU_ENVIRONMENT, ENVIRONMENT, ReplicaDeadError, VllmActor
+from agentrl.backends.vllm.actor import ReplicaDeadError, VllmActor
+from agentrl.backends.vllm.options import environment
 from agentrl.backends.vllm.pace import Told
 from agentrl.backends.vllm.request_batcher import Request, RequestBatcher
 from agentrl.config.schema import VllmConfig
@@ -55,14 +55,14 @@ class Replicas:
         options: dict[str, Any],
         cfg: VllmConfig,
         *,
-        startup_timeout: float,
+        cuda: bool,
         catch_up: Callable[[Replica], Awaitable[None]],
         ray_options: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """`options`: for vLLM. `catch_up` brings a new replica to the current weights and then calls `join`. `ray_options`:
-        Ray options of each replica, if a pool says where it runs."""
+        """`options`: for vLLM; `cuda`: whether it runs on GPUs. `catch_up` brings a new replica to the current weights and then
+        calls `join`. `ray_options`: Ray options of each replica, if a pool says where it runs."""
         self._options, self._cfg = options, cfg
-        self._startup_timeout, self._respawns = startup_timeout, 0
+        self._cuda, self._respawns = cuda, 0
         self._catch_up, self._ray_options = catch_up, ray_options
         self._replicas: list[Replica] = []
         self._started = False
@@ -203,19 +203,19 @@ class Replicas:
         log.warning("%s has replaced the one that died and takes requests", replica.name)
 
     def _spawn(self, number: int) -> Replica:
-        gpu = torch.cuda.is_available()
-        environment = ENVIRONMENT if gpu else {**ENVIRONMENT, **CPU_ENVIRONMENT}
-        anywhere = {"num_cpus": 0, "num_gpus": self._cfg.tensor_parallel if gpu else 0}
+        anywhere = {"num_cpus": 0, "num_gpus": self._cfg.tensor_parallel if self._cuda else 0}
         options = self._ray_options[number] if self._ray_options else anywhere
         # An async actor runs at most `max_concurrency` calls, and control calls must get through beside all the requests.
-        actor = ray.remote(VllmActor).options(max_concurrency=4096, runtime_env={"env_vars": environment}, **options)
+        variables = {"env_vars": environment(self._cuda)}
+        actor = ray.remote(VllmActor).options(max_concurrency=4096, runtime_env=variables, **options)
         return Replica(number, actor.remote(self._options))
 
     async def _boot(self, replica: Replica) -> None:
         try:
-            replica.pid = await asyncio.wait_for(self.ask(replica, "start"), self._startup_timeout)
+            replica.pid = await asyncio.wait_for(self.ask(replica, "start"), self._cfg.startup_timeout)
         except TimeoutError:
-            raise EngineError(f"vLLM did not start within {self._startup_timeout:g} s") from None
+            limit = f"{self._cfg.startup_timeout:g} s (vllm.startup_timeout)"
+            raise EngineError(f"vLLM did not start within {limit}") from None
 
     def _died(self, replica: Replica, cause: str) -> ReplicaDeadError:
         """Record a death once, however many requests report it, and start a new replica if that is still allowed."""

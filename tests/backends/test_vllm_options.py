@@ -1,0 +1,200 @@
+"""What vLLM is started with, on a GPU and on a CPU, and what of it is refused before anything is started.
+
+No GPU is needed: these are arguments and sums. The model is Qwen3-8B's shape: 2 x 36 layers x 8 KV heads x 128 = 73,728 cached
+numbers a token, 147,456 bytes in bfloat16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.backends.vllm import engine_args
+from agentrl.backends.vllm.engine import VllmEngine
+from agentrl.backends.vllm.options import environment
+from agentrl.config.load import config_from
+from agentrl.config.schema import ModelConfig
+from agentrl.errors import ConfigError
+from agentrl.run import engines
+from agentrl.train.fsdp import compute_dtype
+
+installed = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
+
+
+@pytest.fixture
+def qwen3_8b(tmp_path: Path) -> str:
+    shape = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+             "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "vocab_size": 151936}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **shape}))
+    return str(tmp_path)
+
+
+def maker(path: str, *overrides: str) -> Any:
+    return engines.maker_of("vllm", config_from({"env": {"id": "key_value"}, "model": {"path": path}}, list(overrides)))
+
+
+def options_of(path: str, *overrides: str) -> dict[str, Any]:
+    engine = maker(path, *overrides).make(path, 40960)
+    assert isinstance(engine, VllmEngine)
+    return engine._replicas._options
+
+
+@pytest.fixture(params=[True, False], ids=["gpu", "cpu"])
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: request.param)
+    return bool(request.param)
+
+
+def test_defaults_are_the_devices(cuda: bool, qwen3_8b: str) -> None:
+    found = options_of(qwen3_8b)
+    names = ("dtype", "enforce_eager", "kv_cache_memory_bytes", "block_size", "enable_chunked_prefill", "max_num_batched_tokens")
+    # On a CPU in float32 a sequence of 16,384 (and a block) takes 4,617 MiB: more than the 4,096 that 64 of them may have.
+    on_cpu = ("float32", True, 4617 << 20, 32, False, 16384)
+    assert tuple(found.get(name) for name in names) == (("bfloat16", False, *[None] * 4) if cuda else on_cpu)
+    assert {"gpu_memory_utilization", "max_num_seqs"}.isdisjoint(found)  # vLLM's own
+    assert maker(qwen3_8b).processes().mib == 2 * 700 + (0 if cuda else 4617)
+    threads = {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    assert set(environment(cuda)) & threads == (set() if cuda else threads)
+
+
+@installed
+def test_the_table_of_memory_counts_the_cache_where_it_is(cuda: bool, qwen3_8b: str) -> None:
+    """An 80 GiB card of which vLLM takes 0.92: what 16 GB of weights leave, unless the config says how much; with no card,
+    what a replica on a CPU gets."""
+    from vllm.config import CacheConfig
+
+    card, weights = (80 << 30, 16_000_000_000) if cuda else (None, 32_000_000_000)
+    assert CacheConfig.gpu_memory_utilization == 0.92
+    for keys, on_gpu, on_cpu in (
+        ([], 79_027_842_580 - 16_000_000_000, 4617 << 20),
+        (["vllm.args={gpu_memory_utilization=0.5}"], 42_949_672_960 - 16_000_000_000, 4617 << 20),
+        (["vllm.kv_cache_mib=5000"], 5000 << 20, 5000 << 20),
+    ):
+        found = maker(qwen3_8b, *keys).memory(weights, 147_456, card)
+        assert (found.weights, found.cache) == (weights, on_gpu if cuda else on_cpu), keys
+
+
+def test_what_is_given_is_given_on_either_device(cuda: bool, qwen3_8b: str) -> None:
+    found = options_of(
+        qwen3_8b, "model.dtype=float32", "vllm.enforce_eager=false", "vllm.kv_cache_mib=5000", "vllm.max_num_seqs=7",
+        "vllm.max_num_batched_tokens=20000", "vllm.args={gpu_memory_utilization=0.5,block_size=16}",
+    )  # fmt: skip
+    expected = {"dtype": "float32", "enforce_eager": False, "kv_cache_memory_bytes": 5000 << 20, "max_num_seqs": 7,
+                "max_num_batched_tokens": 20000, "gpu_memory_utilization": 0.5, "block_size": 16}  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+    assert maker(qwen3_8b, "vllm.kv_cache_mib=5000").processes().mib == 2 * 700 + (0 if cuda else 5000)
+    assert maker(qwen3_8b, "vllm.kv_cache_mib=5000", "vllm.tensor_parallel=2").processes().mib == 3 * 700 + (0 if cuda else 10000)
+
+
+def test_a_cpu_gets_what_its_sequences_take(qwen3_8b: str) -> None:
+    """1,024 tokens and a block of 32 are 297 MiB in float32: eight of them, or as many as fit in 4,096."""
+    one = -(-(1024 + 32) * 2 * 147_456 // 2**20)
+    assert one == 297
+    for many, mib in ((8, 8 * one), (64, 4096), (None, 4096)):
+        given = [] if many is None else [f"vllm.max_num_seqs={many}"]
+        found = options_of(qwen3_8b, "vllm.max_model_len=1024", *given)
+        assert found["kv_cache_memory_bytes"] == mib << 20, many
+
+
+@pytest.mark.parametrize(
+    ("keys", "holds", "least"),
+    [
+        (["vllm.kv_cache_mib=256"], "1,820", "2,304"),
+        (["vllm.kv_cache_mib=2303"], "16,376", "2,304"),
+        (["vllm.kv_cache_mib=2304"], None, None),
+        (["vllm.kv_cache_mib=1152", "vllm.tensor_parallel=2"], None, None),  # a rank has half of the KV heads
+        (["vllm.kv_cache_mib=2304", "model.dtype=float32"], "8,192", "4,608"),
+        (["vllm.kv_cache_mib=1152", "vllm.args={kv_cache_dtype='fp8'}"], None, None),
+        (["vllm.kv_cache_mib=256", "vllm.max_model_len=1820"], None, None),
+    ],
+)
+def test_a_cache_too_small_for_one_sequence_is_refused_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch, qwen3_8b: str, keys: list[str], holds: str | None, least: str | None
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("agentrl.backends.vllm.make.check_args", lambda args, cuda: None)
+    if holds is None:
+        maker(qwen3_8b, *keys).check()
+        return
+    with pytest.raises(ConfigError, match=rf"vllm.kv_cache_mib = \d+ holds {holds} tokens.* may have 16,384 .*at least {least},"):
+        maker(qwen3_8b, *keys).check()
+
+
+def test_a_model_with_sliding_windows_needs_no_more_than_its_full_layers(monkeypatch: pytest.MonkeyPatch, qwen3_8b: str) -> None:
+    """6 of 36 layers: 24,576 bytes a token, 384 MiB for 16,384 tokens."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    file = Path(qwen3_8b) / "config.json"
+    kinds = ["full_attention" if at % 6 == 5 else "sliding_attention" for at in range(36)]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "layer_types": kinds}))
+    maker(qwen3_8b, "vllm.kv_cache_mib=384").check()
+    with pytest.raises(ConfigError, match="holds 16,341 tokens"):
+        maker(qwen3_8b, "vllm.kv_cache_mib=383").check()
+
+
+def test_steps_smaller_than_a_prompt_are_refused_on_a_cpu_only(cuda: bool, qwen3_8b: str) -> None:
+    made = maker(qwen3_8b, "vllm.max_num_batched_tokens=16383")
+    if cuda:
+        made.check()
+        return
+    with pytest.raises(ConfigError, match=r"vllm.max_num_batched_tokens = 16383.* vllm.max_model_len = 16384"):
+        made.check()
+    maker(qwen3_8b, "vllm.max_num_batched_tokens=16383", "vllm.max_model_len=16383").check()
+
+
+@installed
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (
+            "{gpu_memory_utilisation=0.5}",
+            r"vllm.args.gpu_memory_utilisation: vLLM [\d.]+\S* has no .*mean 'gpu_memory_utilization'\?",
+        ),
+        ("{gpu_memory_utilization='half'}", r"vllm.args.gpu_memory_utilization = 'half': vLLM expects float: .*valid number"),
+        ("{max_num_active_seqs=1.5}", "vLLM expects int | None: .*valid integer"),
+        ("{scheduling_policy='lifo'}", r"vLLM expects Literal\['fcfs', 'priority'\]: .*'fcfs' or 'priority'"),
+        ("{enable_expert_parallel=1}", "vLLM expects bool: .*valid boolean"),
+        ("{tensor_parallel_size=2}", "vllm.args.tensor_parallel_size: set vllm.tensor_parallel instead"),
+        ("{dtype='bfloat16'}", "set model.dtype instead"),
+        ("{logits_processors=[]}", "vllm.args.logits_processors cannot be set: they make the log probabilities exact"),
+        ("{enable_chunked_prefill=true}", "CPU build crashes"),
+    ],
+)
+def test_an_argument_that_vllm_does_not_take_is_refused(
+    monkeypatch: pytest.MonkeyPatch, qwen3_8b: str, args: str, said: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=said):
+        maker(qwen3_8b, f"vllm.args={args}").check()
+
+
+@installed
+def test_every_argument_of_the_installed_vllm_can_be_reached(qwen3_8b: str) -> None:
+    """Its own default is taken for each that is not refused by name, and the names that are refused are its."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    fields = {entry.name: entry for entry in dataclasses.fields(AsyncEngineArgs)}
+    own = engine_args.ELSEWHERE.keys() | engine_args.FIXED.keys()
+    assert own <= fields.keys() and set(options_of(qwen3_8b)) <= fields.keys()
+    free = {
+        name: entry.default
+        for name, entry in fields.items()
+        if name not in own and type(entry.default) in (bool, int, float, str)
+    }
+    engine_args.check_args(free, cuda=True)
+    assert len(free) > 60
+    engine_args.check_args({"compilation_config": {"level": 3}, "speculative_config": {"method": "ngram"}}, cuda=True)
+
+
+def test_the_trainer_computes_in_bfloat16_on_a_gpu_unless_told(qwen3_8b: str) -> None:
+    found = [
+        compute_dtype(ModelConfig(path=qwen3_8b, dtype=dtype), torch.device(device))  # type: ignore[arg-type]
+        for dtype in (None, "float32", "bfloat16")
+        for device in ("cuda", "cpu")
+    ]
+    assert found == [torch.bfloat16, torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
