@@ -47,7 +47,7 @@ def options_of(path: str, *overrides: str) -> dict[str, Any]:
 
 @pytest.fixture(params=[True, False], ids=["gpu", "cpu"])
 def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: request.param)
+    monkeypatch.setattr("agentrl.run.engines.has_gpus", lambda cluster, role: request.param)
     return bool(request.param)
 
 
@@ -72,7 +72,7 @@ def test_the_table_of_memory_counts_the_cache_where_it_is(cuda: bool, qwen3_8b: 
     card, weights = (80 << 30, 16_000_000_000) if cuda else (None, 32_000_000_000)
     assert CacheConfig.gpu_memory_utilization == 0.92
     for keys, on_gpu, on_cpu in (
-        ([], 79_027_842_580 - 16_000_000_000, 4617 << 20),
+        ([], 79_027_398_246 - 16_000_000_000, 4617 << 20),
         (["vllm.args={gpu_memory_utilization=0.5}"], 42_949_672_960 - 16_000_000_000, 4617 << 20),
         (["vllm.kv_cache_mib=5000"], 5000 << 20, 5000 << 20),
     ):
@@ -117,7 +117,7 @@ def test_a_cpu_gets_what_its_sequences_take(qwen3_8b: str) -> None:
 def test_a_cache_too_small_for_one_sequence_is_refused_with_the_numbers(
     monkeypatch: pytest.MonkeyPatch, qwen3_8b: str, keys: list[str], holds: str | None, least: str | None
 ) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("agentrl.run.engines.has_gpus", lambda cluster, role: True)
     monkeypatch.setattr("agentrl.backends.vllm.make.check_args", lambda args, cuda: None)
     if holds is None:
         maker(qwen3_8b, *keys).check()
@@ -128,7 +128,7 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_the_numbers(
 
 def test_a_model_with_sliding_windows_needs_no_more_than_its_full_layers(monkeypatch: pytest.MonkeyPatch, qwen3_8b: str) -> None:
     """6 of 36 layers: 24,576 bytes a token, 384 MiB for 16,384 tokens."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("agentrl.run.engines.has_gpus", lambda cluster, role: True)
     file = Path(qwen3_8b) / "config.json"
     kinds = ["full_attention" if at % 6 == 5 else "sliding_attention" for at in range(36)]
     file.write_text(json.dumps({**json.loads(file.read_text()), "layer_types": kinds}))
@@ -168,7 +168,7 @@ def test_steps_smaller_than_a_prompt_are_refused_on_a_cpu_only(cuda: bool, qwen3
 def test_an_argument_that_vllm_does_not_take_is_refused(
     monkeypatch: pytest.MonkeyPatch, qwen3_8b: str, args: str, said: str
 ) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("agentrl.run.engines.has_gpus", lambda cluster, role: False)
     with pytest.raises(ConfigError, match=said):
         maker(qwen3_8b, f"vllm.args={args}").check()
 

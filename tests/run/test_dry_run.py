@@ -35,11 +35,12 @@ def placed(path: Path, *overrides: str) -> dict[str, Placed]:
 
 
 def test_the_weights_of_the_actor_and_the_engine_are_counted_from_the_architecture_alone(architecture: Path) -> None:
-    found = placed(architecture, "rollout.max_episodes=8", "rollout.max_episode_tokens=100")
+    found = placed(architecture, "model.dtype=float32", "rollout.max_episodes=8", "rollout.max_episode_tokens=100")
     assert (found["actor"].memory.weights, found["actor"].memory.optimizer) == (4 * ALL, 8 * ALL)
     assert (found["rollout"].memory.weights, found["rollout"].memory.cache) == (4 * ALL, 8 * 100 * 2 * LAYERS * KV * SIZE * 4)
-    # Two ranks: every first dimension is even, so each has half. In bf16 the masters stay float32 and the engine's are halved.
-    halves = placed(architecture, "cluster.actors=2", "model.dtype=bfloat16")
+    # Two ranks: every first dimension is even, so each has half. In bf16, the default on cards, the masters stay float32 and the
+    # engine's are halved.
+    halves = placed(architecture, "cluster.actors=2")
     assert (halves["actor"].memory.weights, halves["actor"].memory.optimizer) == (2 * ALL, 4 * ALL)
     assert (halves["rollout"].memory.weights, halves["actor"].ranks) == (2 * ALL, 2)
 

@@ -42,12 +42,6 @@ class VllmMaker(EngineMaker):
                 "or use engine=embedded"
             )
 
-    def cuda(self) -> bool:
-        """Whether the replicas run on GPUs."""
-        import torch
-
-        return torch.cuda.is_available()
-
     def check(self) -> None:
         cuda, vllm = self.cuda(), self.config.vllm
         dtype = self.config.model.computes_in(cuda)
