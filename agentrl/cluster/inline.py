@@ -27,6 +27,7 @@ class InlinePending(Pending):
 
     @property
     def handles(self) -> dict[int, Any]:
+        # Not computed yet: the call may itself wait for a future, and runs in the thread of whoever needs its result first.
         return {rank: _LazyResult(self, rank) for rank in self._shipment.ranks}
 
     def wait(self) -> dict[int, Any]:

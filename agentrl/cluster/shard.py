@@ -116,6 +116,7 @@ class Shard(Strategy):
         # The driver's own copy has the columns by which rows are balanced; without one, only counts are known.
         if stored.known is not None:
             return [(stored.gather_plan(rows), rows) for rows in self._shards(label, stored.known, count)]
+        # As they are: rank i gets what rank i made, and nothing is cut or joined.
         if len(stored.pieces) == count:
             held: list[Any] = [None] * count if stored.rows is None else list(stored.rows)
             return [(GatherPlan((RowsOfPart(piece),)), held[piece]) for piece in range(count)]

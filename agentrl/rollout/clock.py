@@ -119,6 +119,7 @@ class RequestClock:
         progress = self._engine.progress(self._key)
         if progress is not None:
             if progress.tokens != self.tokens:
+                # A token of this request is a move for all of them: an engine that serves one is not stuck.
                 self._last_token = progress.active_s
                 self._watch.moved()
             self.reported = progress

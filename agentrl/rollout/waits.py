@@ -64,6 +64,8 @@ class Waits:
             with self.watch.waits(self._key, doing):
                 in_its_time = await in_time(task, spend, self.watch.look)
                 if not in_its_time:
+                    # In this order: the environment must know why (`cut`) when the cancellation reaches it, and have ended
+                    # when the teardown follows.
                     late = self._late(env, doing(), spent, limit)
                     await end(task, f"episode {self._key}, {what} of environment {env.id}")
                     raise late

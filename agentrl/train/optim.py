@@ -50,6 +50,7 @@ class Optimizers:
     def step(self) -> None:
         for part in self.parts:
             part.step()
+            # None, not zeros: a parameter without a gradient is then left alone, while zeros would still decay it.
             part.zero_grad(set_to_none=True)
 
     def drop(self) -> None:
@@ -85,6 +86,7 @@ def adamw(named: Named, cfg: OptimConfig) -> Optimizers:
         {"params": [p for _, p in named if p.ndim <= 1], "weight_decay": 0.0},
     ]
     chosen = [group for group in groups if group["params"]]
+    # fused: one pass over the memory; single operations would make temporary tensors as large as the weights.
     return Optimizers([torch.optim.AdamW(chosen, lr=cfg.lr, betas=cfg.betas, fused=True)], named)
 
 

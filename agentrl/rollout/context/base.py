@@ -46,6 +46,7 @@ class Moment:
 
     def over(self, tokens: int | None, reserve: int = 0) -> bool:
         """Whether a full next turn plus `reserve` tokens would exceed `tokens` (by default the context)."""
+        # Asked for a full turn ahead: once the context is full, it is too late, and the turn is cut short.
         limit = self.context if tokens is None else min(tokens, self.context)
         return self.tokens + self.turn_tokens + reserve > limit
 
