@@ -7,31 +7,56 @@ run by the model itself (logprobs.py), so neither of the two is touched here.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from agentrl.errors import ConfigError, DependencyError, did_you_mean
-from agentrl.train.attention import PACKED, packed_attention
+from agentrl.train.attention import PACKED, PackedSequences, packed_attention
 
 BACKEND = "inductor"
+_layout: ContextVar[PackedSequences] = ContextVar("layout of the packed rows")
 
 
 def compile_layers(layers: list[nn.Module], backend: str = BACKEND) -> None:
     """Compile the forward pass of each layer with torch.compile, for token counts that differ from one micro-batch to the next.
 
-    The attention of a packed micro-batch is left out: its layout is Python objects that differ every time, and each new
-    one would compile the layer again.
+    Attention over the packed rows is left out, with their layout.
     """
     from transformers import AttentionInterface
 
-    uncompiled = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
+    uncompiled = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
     AttentionInterface.register(PACKED, uncompiled)
     for layer in layers:
         # Not `layer.compile()`, which compiles the module's hooks as well: FSDP gathers the weights in them, and
         # checkpointing wraps the call.
-        layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
+        layer.forward = _Compiled(torch.compile(layer.forward, dynamic=True, backend=backend))
+
+
+class _Compiled:
+    """A layer's compiled forward pass, called with everything but the layout of the rows.
+
+    The compiler would look into that object, and compile the layer again for each number of blocks in it.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, packed: PackedSequences, **kwargs: Any) -> Any:
+        # Set for each call, because checkpointing calls again in the backward pass, and there from another thread.
+        token = _layout.set(packed)
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            _layout.reset(token)
+
+
+def _attend(*args: Any, packed: PackedSequences | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+    """`packed_attention` for the layout that the layer was called with: its own argument if the layer is not compiled."""
+    return packed_attention(*args, packed=packed or _layout.get(), **kwargs)
 
 
 def use_liger(model: Any, device: torch.device) -> None:

@@ -58,7 +58,7 @@ def test_micro_batches_of_other_sizes_do_not_compile_again(tiny: str) -> None:
     for step in range(4):  # every one has micro-batches of lengths, and layouts, of its own
         group.run(Actor.update, make_batch(6 + step, seed=step), AlgorithmConfig(minibatch=6))
         seen.append(counters["stats"]["unique_graphs"])
-    assert seen[1] == seen[-1] > 0
+    assert seen[1] == seen[-1] > 0, seen
 
 
 @pytest.mark.usefixtures("eager_graphs")
