@@ -199,7 +199,8 @@ def gradients_kept(engine: Any) -> int:
     """Numbers of the gradients that a rank holds, whole or sharded, by FSDP2's own account."""
     total = 0
     for part in engine._parts():
-        for group in part._get_fsdp_state()._fsdp_param_groups:
+        state = part._get_fsdp_state()
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # torch 2.11 has one
             total += 0 if group._partial_reduce_output is None else group._partial_reduce_output.numel()
             for held in group.fsdp_params:
                 shard = held.sharded_param.grad
