@@ -42,6 +42,7 @@ _ANYWHERE = {
     "model.replicas": "spreads the same computation over ranks",
     "model.sequence_parallel": "spreads the same computation over ranks",
     "model.cpu_offload": "computes the same numbers in less memory",
+    "model.offload": "computes the same numbers in less memory",
     "rollout.max_episodes": _CAPACITY,
     "rollout.colocate": "computes the same numbers in less memory",
     "rollout.retries": _FAULT,

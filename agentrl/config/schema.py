@@ -59,7 +59,9 @@ class ModelConfig(Frozen):
     `shard_gradients` adds gradients up over the ranks after every micro-batch, so that each keeps its shard, instead of
     keeping them whole until the optimizer step: by default from 1B trained parameters on; `replicas` shards within
     actors / replicas ranks and replicates across (HSDP); `sequence_parallel` ranks share the tokens of each
-    micro-batch (Ulysses); `cpu_offload` keeps weights and optimizer in host memory (GPUs only).
+    micro-batch (Ulysses); `cpu_offload` keeps weights and optimizer in host memory (GPUs only);
+    `offload` "idle" moves them there only while the role waits for others on its GPU: another role, or with
+    `rollout.colocate` the engine.
     `compile`: each layer by torch.compile, for GPUs (the first micro-batches take minutes). `kernels`: "liger" replaces norms,
     rotary embeddings and gated MLPs by Liger's Triton kernels (GPUs only, needs the extra `liger`).
 
@@ -76,6 +78,7 @@ class ModelConfig(Frozen):
     replicas: PositiveInt = 1
     sequence_parallel: PositiveInt = 1
     cpu_offload: bool = False
+    offload: Literal["never", "idle"] = "never"
     compile: bool = False
     kernels: Literal["torch", "liger"] = "torch"
     lora: LoraSection | None = None

@@ -118,6 +118,8 @@ async def _attempt(
 
 async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interrupt: Interrupt) -> None:
     config, folder = session.config, session.folder
+    if config.rollout.colocate:
+        await session.publisher.sleep()  # until the first publish: what starts until then uses the same memory
     outcome.status = "interrupted"  # the early returns below follow Ctrl-C, except that of a warm start alone
     if config.sft is not None and not (folder.warm_start / "config.json").is_file():
         await warm_start(session, run_log, interrupt)
@@ -143,6 +145,8 @@ async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interr
     if session.collector.ledger.version >= config.steps or not interrupt.requested:
         await session.saver.rate(await evaluate_now(session, run_log, "after"))
         await run_log.writes.wait()
+        if config.rollout.colocate:
+            await session.rest()
         await session.actors.arun(Actor.export_hf, str(folder.final))
         outcome.status = "done"
 

@@ -22,7 +22,7 @@ from agentrl.run.placement import open_pools, start_actors
 from agentrl.train.actor import Actor
 from agentrl.train.estimator_inputs import needs_greedy
 from agentrl.train.init_model import init_model
-from agentrl.train.learner import Learner, policy_updates
+from agentrl.train.learner import Learner, offloads, policy_updates
 from agentrl.train.publish import Publisher
 
 log = logging.getLogger(__name__)
@@ -98,6 +98,8 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
     try:
         parts = assemble(config, inputs, model=path, pools=pools)
         await actors.arun(Actor.init_model, path, config.model, config.optim, policy_updates(config))
+        if offloads(config):
+            await actors.arun(Actor.offload)
         await parts.start()
     except BaseException:
         if parts is not None:
@@ -131,5 +133,5 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
         collector,
         engine_name,
         saver,
-        Publisher(actors, parts.policy.engine, config.weights),
+        Publisher(actors, parts.policy.engine, config.weights, offload=offloads(config)),
     )

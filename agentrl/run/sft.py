@@ -68,4 +68,6 @@ async def _gate(session: Session) -> float:
         max_episodes=session.config.rollout.max_episodes,
         split="train",
     )
+    if session.config.rollout.colocate:
+        await session.rest()
     return result.success or 0.0

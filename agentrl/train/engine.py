@@ -62,8 +62,20 @@ class BaseEngine(ABC):
         """Bytes of the largest of `tensors`."""
 
     @abstractmethod
+    def offload(self) -> None:
+        """Move parameters and optimizer state to host memory, pinned if the device is a GPU, and free the device's: between two
+        optimizer steps, as gradients are not kept. Until `onload`, only `state` and
+        `tensors`, which brings them back, may be called."""
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Undo `offload`; idempotent."""
+
+    @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Model and optimizer state by name, sharded as on the ranks; a load may write into these tensors."""
+        """Model and optimizer state by name, sharded as on the ranks; a load may write into these tensors.
+
+        While the engine is offloaded they are on the host."""
 
     @abstractmethod
     def export(self, folder: Path) -> None:

@@ -22,18 +22,21 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from agentrl.config.schema import ModelConfig
-from agentrl.errors import ConfigError, ModelError
+from agentrl.errors import AgentrlError, ConfigError, ModelError
 from agentrl.train.attention import PACKED, register_packed_attention
 from agentrl.train.by_size import by_size
 from agentrl.train.engine import BaseEngine, flat_state
 from agentrl.train.kernels import compile_layers, use_liger
 from agentrl.train.lora import inject, merged
 from agentrl.train.modules import Micro, PolicyModule, ScoreModule, ValueModule, shared
+from agentrl.train.offload import Offloaded
 from agentrl.train.optim import Optimizers
 from agentrl.train.pretrained import load_causal_lm, load_classifier, load_tokenizer
 from agentrl.train.ulysses import Ulysses
 
 PREFIX = "hf."
+HOST = ("cpu",)
+"""Devices whose memory is the host's."""
 Role = Literal["policy", "value", "score"]
 MODULES: dict[Role, Callable[[Any], nn.Module]] = {
     "policy": PolicyModule,
@@ -101,6 +104,7 @@ class FsdpEngine(BaseEngine):
                 # differently depending on the alignment of their operands.
                 parameter.data = parameter.data.clone()
         self.optimizers: Optimizers | None = None
+        self._offloaded = Offloaded()
 
         self.shards_gradients = by_size(cfg.shard_gradients, sum(p.numel() for _, p in self.named()))
 
@@ -192,6 +196,7 @@ class FsdpEngine(BaseEngine):
         return moved.cpu()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        self.onload()
         for name, full in self._adapted() if self.cfg.lora is not None else self._plain():
             dtype = self.compute_dtype if full.is_floating_point() else full.dtype
             yield name.removeprefix(PREFIX), full.detach().to(dtype)
@@ -246,11 +251,25 @@ class FsdpEngine(BaseEngine):
     def _left_out(self, name: str) -> bool:
         return self.tied and name == f"{PREFIX}lm_head.weight"
 
+    def offload(self) -> None:
+        if any(parameter.grad is not None for parameter in self.module.parameters()):
+            raise AgentrlError("offload: gradients wait for an optimizer step")
+        for part in self._parts():
+            part.reshard()  # a forward pass without backward leaves the outermost part unsharded
+        optimizer = [] if self.optimizers is None else self.optimizers.tensors()
+        self._offloaded.take([*self.module.parameters(), *optimizer])
+
+    def onload(self) -> None:
+        self._offloaded.give_back()
+
     def state(self) -> dict[str, Tensor]:
         held = self.module.state_dict()
         model = {name.removeprefix(PREFIX): held[name] for name in held if not self._left_out(name)}
         optimizer = {} if self.optimizers is None else self.optimizers.state()
-        return flat_state({"model": model, "optimizer": optimizer})
+        if self._offloaded.away:  # what did not exist was created just now, on the device
+            self._offloaded.take(optimizer.values())
+        found = flat_state({"model": model, "optimizer": optimizer})
+        return {name: self._offloaded.where(tensor) for name, tensor in found.items()}
 
     def export(self, folder: Path) -> None:
         writes = not self.sharded or dist.get_rank() == 0
@@ -278,8 +297,9 @@ class Layout:
         for key, parts in (("replicas", cfg.replicas), ("sequence_parallel", cfg.sequence_parallel)):
             if world % parts:
                 raise ConfigError(f"model.{key} = {parts} does not divide cluster.actors = {world}")
-        if cfg.cpu_offload and device.type == "cpu":
-            raise ConfigError("model.cpu_offload = true: there is no GPU, so everything is in host memory already")
+        if device.type in HOST and (cfg.cpu_offload or cfg.offload != "never"):
+            key = "model.cpu_offload = true" if cfg.cpu_offload else f'model.offload = "{cfg.offload}"'
+            raise ConfigError(f"{key}: there is no GPU, so everything is in host memory already")
         if not dist.is_initialized():
             return cls()
         # Parameters are sharded over ranks that share tokens too: these have the same weights and only compute other tokens.

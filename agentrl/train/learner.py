@@ -12,7 +12,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tensordict import TensorDict
 
@@ -33,6 +33,7 @@ from agentrl.train.finite import broken_rows, described
 from agentrl.train.kl import adapted_kl_coef, episode_sums, reward_penalty
 from agentrl.train.reference import Reference
 from agentrl.train.reward_model import RewardModel, last_rows, with_scores
+from agentrl.train.role import ModelRole
 from agentrl.train.update import check_algorithm, mismatch
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def check_learner(config: TrainConfig) -> None:
             f'"{config.algorithm.aggregate}" it is not used'
         )
     mesh_of(config)
+    check_offload(config)
     name = config.algorithm.advantage.name
     advantages(name, config.algorithm.advantage.args)
     needs = ADVANTAGES.entry(name).needs
@@ -94,6 +96,28 @@ def check_learner(config: TrainConfig) -> None:
         raise ConfigError(
             f'algorithm.advantage "{name}" reads single reward terms, to which algorithm.kl.where = "reward" is '
             'not applied; use where = "loss"'
+        )
+
+
+def offloads(config: TrainConfig) -> bool:
+    """Whether roles give their memory back between their turns."""
+    return config.model.offload == "idle"
+
+
+def check_offload(config: TrainConfig) -> None:
+    """Raise ConfigError for a `model.offload` that could not free anything: nothing is left on the GPU, or no role waits.
+
+    Reads: model.offload, model.cpu_offload, rollout.colocate, critic, reward_model, algorithm.kl.coef, model.lora.
+    """
+    if not offloads(config):
+        return
+    if config.model.cpu_offload:
+        raise ConfigError('model.offload = "idle": with model.cpu_offload weights and optimizer are in host memory anyway; unset one')
+    others = [config.critic, config.reward_model, config.algorithm.kl.coef > 0 or None]
+    if not config.rollout.colocate and others == [None, None, None]:
+        raise ConfigError(
+            'model.offload = "idle": the actor never waits for another role on its GPU (there is no [critic], no [reward_model], no '
+            "algorithm.kl.coef, and the engine has a GPU of its own without rollout.colocate); unset it"
         )
 
 
@@ -129,16 +153,20 @@ class Learner:
     async def open(self, path: str) -> None:
         """Start the other roles from the model at `path`: in their pools, or in the actors' processes."""
         config = self.config
+        await self._rest(self.actors)
         if config.critic is not None:
             self.critics = self._start("critic", Critic)
             source = config.critic.path or path
             await self.critics.arun(Critic.init_model, source, config.model, config.optim, config.critic, config.steps)
+            await self._rest(self.critics)
         if config.reward_model is not None:
             self.reward_models = self._start("reward_model", RewardModel)
             await self.reward_models.arun(RewardModel.init_model, config.reward_model.path, config.model, config.optim)
+            await self._rest(self.reward_models)
         if config.algorithm.kl.coef > 0:
             self.references = self._start("reference", Reference)
             await self.references.arun(Reference.init_model, path, config.model, config.optim)
+            await self._rest(self.references)
 
     def _start(self, role: str, cls: type[W]) -> WorkerGroup[W]:
         if self.pools is not None and role in self.pools:
@@ -153,6 +181,11 @@ class Learner:
             on=self.actors if cluster.backend == "ray" else None,
             call_timeout=cluster.call_timeout,
         )
+
+    async def _rest(self, group: WorkerGroup[Any]) -> None:
+        """The end of a role's turn: it gives its memory back, if the config asks for that, before another role takes it."""
+        if offloads(self.config):
+            await group.arun(ModelRole.offload)
 
     async def step(self, batch: TensorDict, step: int) -> dict[str, float]:
         """One training step on a batch from `collate`. Returns the metrics of all roles.
@@ -199,12 +232,16 @@ class Learner:
             scores = (await self.reward_models.arun(RewardModel.compute_scores, view.batch))["score"]
             view = await in_thread("batch", with_scores, view, scores, self.config.reward_model.weight)
             metrics["reward_model/score"] = float(scores[last_rows(view)].mean())
+            await self._rest(self.reward_models)
         if self.algorithm.proximal == "recompute":
             now = await self.actors.arun(Actor.compute_logprob, view.batch, temperature)
             view = view.with_tokens(old_logprobs=now["logprobs"].values())
+            if self.references is not None or self.critics is not None:
+                await self._rest(self.actors)
         if self.references is not None:
             reference = await self.references.arun(Reference.compute_logprob, view.batch, temperature)
             view = view.with_tokens(ref_logprobs=reference["logprobs"].values())
+            await self._rest(self.references)
         if self.critics is not None:
             values = await self.critics.arun(Critic.compute_values, view.batch)
             view = view.with_tokens(values=values["values"].values())
@@ -215,6 +252,7 @@ class Learner:
         algorithm, seed, metrics = self.algorithm, self.config.seed, {}
         if self.critics is not None:
             metrics = await self.critics.arun(Critic.update, batch, algorithm, step=step, seed=seed)
+            await self._rest(self.critics)
         if self.config.critic is None or step >= self.config.critic.warmup:
             metrics |= await self.actors.arun(
                 Actor.update,

@@ -58,6 +58,11 @@ class Optimizers:
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
+    def tensors(self) -> list[Tensor]:
+        """The state that exists so far, without the counts of steps."""
+        states = [held for part in self.parts for held in part.state.values()]
+        return [value for held in states for value in held.values() if isinstance(value, Tensor) and value.ndim]
+
     def state(self) -> dict[str, Tensor]:
         """State tensors as `<parameter>.<entry>`; entries that do not exist yet are created as zeros."""
         tensors: dict[str, Tensor] = {}

@@ -49,9 +49,10 @@ def check_takes_weights(engine: type[Engine], name: str) -> None:
 class Publisher:
     """Sends the actors' weights to an engine. `route` is the route in use, None before the first publish."""
 
-    def __init__(self, actors: WorkerGroup[Actor], engine: Engine, cfg: WeightsConfig) -> None:
-        """Raises ConfigError for an engine that cannot be trained."""
-        self._actors, self._cfg = actors, cfg
+    def __init__(self, actors: WorkerGroup[Actor], engine: Engine, cfg: WeightsConfig, *, offload: bool = False) -> None:
+        """`offload`: the actors give their memory back after each publish. Raises ConfigError for an engine that cannot be
+        trained."""
+        self._actors, self._cfg, self._offload = actors, cfg, offload
         check_takes_weights(type(engine), type(engine).__name__)
         assert isinstance(engine, WeightTarget)
         self._target: WeightTarget = engine
@@ -64,7 +65,11 @@ class Publisher:
         await self._target.pause()
         try:
             await self._target.wake("weights")
+            if self._offload:
+                await self._actors.arun(Actor.onload)
             await self._replace(version)
+            if self._offload:  # before the engine allocates its cache in the same memory
+                await self._actors.arun(Actor.offload)
             await self._target.wake("cache")
         finally:
             # Also after a failure: an engine that runs refuses requests and says why, one that stays paused lets episodes wait.

@@ -37,13 +37,33 @@ def open_engine(
 
 
 class ModelRole(Worker):
-    """One rank of a role that holds a model. All ranks run every method together."""
+    """One rank of a role that holds a model. All ranks run every method together.
+
+    Between its turns a role can be offloaded; whatever it is asked for next brings its model back first.
+    """
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {"offload": Broadcast(), "onload": Broadcast()}
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._engine: FsdpEngine | None = None
 
+    def offload(self) -> None:
+        """Give the device's memory back until the next turn: parameters and optimizer state move to the host."""
+        self._made().offload()
+
+    def onload(self) -> None:
+        """Take the memory again, before a turn rather than in it; idempotent."""
+        self._made().onload()
+
     def _ready(self) -> FsdpEngine:
+        """The engine, on its device."""
+        engine = self._made()
+        engine.onload()
+        return engine
+
+    def _made(self) -> FsdpEngine:
+        """The engine, wherever its memory is."""
         if self._engine is None:
             raise ConfigError("this worker has no model yet: call init_model first")
         return self._engine
@@ -77,11 +97,11 @@ class TrainedRole(ModelRole):
 
     def save(self, folder: str) -> None:
         """Write model, optimizer, schedule and RNG to `folder`."""
-        save_state(self._ready(), Path(folder), {"updates": self._updates})
+        save_state(self._made(), Path(folder), {"updates": self._updates})
 
     def begin_save(self, folder: str) -> None:
         """`save`, in the background: returns when the state is copied. See `saved`."""
-        self._saving.begin(self._ready(), Path(folder), {"updates": self._updates})
+        self._saving.begin(self._made(), Path(folder), {"updates": self._updates})
 
     def saved(self) -> bool:
         """Whether the save that `begin_save` started is complete; raises its error if it failed."""
@@ -89,4 +109,4 @@ class TrainedRole(ModelRole):
 
     def load(self, folder: str) -> None:
         """Load what `save` wrote with any number of ranks. Raises CheckpointError."""
-        self._updates = int(load_state(self._ready(), Path(folder))["updates"])
+        self._updates = int(load_state(self._made(), Path(folder))["updates"])

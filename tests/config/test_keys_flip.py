@@ -287,6 +287,7 @@ ELSEWHERE: dict[str, str] = {
     "ModelConfig.shard_gradients": "train/test_ranks.py::test_gradients_sharded_after_every_micro_batch_are_the_same_and_take_a_ranks_share",  # noqa: E501
     "ModelConfig.replicas": f"{RANKS}::test_the_meshes_of_replicas_and_sequence_parallel",
     "ModelConfig.sequence_parallel": f"{RANKS}::test_the_meshes_of_replicas_and_sequence_parallel",
+    "ModelConfig.offload": "train/test_offload.py::test_each_role_has_the_device_to_itself_in_its_turn_and_all_learn_the_same",
     "ModelConfig.cpu_offload": f"{PARALLEL}::test_what_cannot_be",
     "ModelConfig.compile": "train/test_kernels.py::test_compiled_layers_give_the_same_update",
     "ModelConfig.kernels": "train/test_kernels.py::test_liger_is_refused_by_name",

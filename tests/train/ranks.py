@@ -31,6 +31,7 @@ from agentrl.cluster.dispatch import Call
 from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.worker import WorkerContext
 from agentrl.config.schema import AlgorithmConfig, Choice, LoraSection, ModelConfig, OptimConfig
+from agentrl.train import fsdp
 from agentrl.train.actor import Actor
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.critic import Critic
@@ -189,10 +190,29 @@ def reduced(tiny: str, out: Path) -> Body:
                 engine.backward = counted
                 actor.update(mine(Actor, "update", noisy(), algorithm, context), algorithm, step=1)
                 found[f"{name} {often}"] = recorder.seen, max(kept), len(kept), sum(p.numel() for _, p in engine.named())
+        found["waited"] = [waiting(tiny, context, away) for away in (False, True)]
         if context.rank == 0:
             torch.save(found, out / "reduced.pt")
 
     return body
+
+
+def waiting(tiny: str, context: WorkerContext, away: bool) -> tuple[Any, dict[str, torch.Tensor], list[int]]:
+    """Two updates of a rank that gives its memory back after each, or keeps it: metrics, weights, bytes that were left."""
+    fsdp.HOST, left, rows = (), [], []
+    actor, algorithm = Actor(context), AlgorithmConfig(minibatch=7)
+    actor.init_model(tiny, ModelConfig(offload="idle"), toy_optim())
+    for _ in range(2):
+        batch = mine(Actor, "update", noisy(), algorithm, context)
+        actor.compute_logprob(batch)  # leaves the outermost part unsharded
+        if away:
+            actor.offload()
+        rows.append(actor.update(batch, algorithm, step=1))
+        if away:
+            actor.offload()
+            held = [*actor._made().module.parameters(), *actor._made().optimizers.tensors()]
+            left.append(sum(tensor.to_local().untyped_storage().nbytes() for tensor in held))
+    return rows, weights_on(actor), left
 
 
 def gradients_kept(engine: Any) -> int:

@@ -80,6 +80,12 @@ def test_gradients_sharded_after_every_micro_batch_are_the_same_and_take_a_ranks
     assert all(torch.equal(grad, other[name]) for mine, other in zip(whole, unset, strict=True) for name, grad in mine.items())
 
 
+def test_two_ranks_that_give_their_memory_back_between_turns_learn_the_same(out: Path) -> None:
+    (rows, weights, _), (others, theirs, left) = torch.load(out / "reduced.pt")["waited"]
+    assert left == [0, 0] and rows == others
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights.items())
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_ranks_leave_out_the_step_in_which_one_of_them_has_a_number_that_is_not_finite(out: Path, layout: str) -> None:
     metrics, (weights,) = results(out, layout)["broken"]
