@@ -112,7 +112,9 @@ def check_offload(config: TrainConfig) -> None:
     if not offloads(config):
         return
     if config.model.cpu_offload:
-        raise ConfigError('model.offload = "idle": with model.cpu_offload weights and optimizer are in host memory anyway; unset one')
+        raise ConfigError(
+            'model.offload = "idle": with model.cpu_offload weights and optimizer are in host memory anyway; unset one'
+        )
     others = [config.critic, config.reward_model, config.algorithm.kl.coef > 0 or None]
     if not config.rollout.colocate and others == [None, None, None]:
         raise ConfigError(

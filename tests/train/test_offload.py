@@ -212,5 +212,3 @@ def test_what_frees_nothing_is_refused(tiny: str) -> None:
         check_learner(config_of(model=ModelConfig(offload="idle", cpu_offload=True), rollout={"colocate": True}))
     check_learner(config_of(model=IDLE, rollout={"colocate": True}))
     check_learner(config_of(model=IDLE, algorithm=AlgorithmConfig(kl=KlConfig(coef=0.1))))
-
-
