@@ -204,11 +204,11 @@ def test_a_publish_gives_the_memory_back_before_the_engine_allocates_its_cache(t
 
 
 def test_what_frees_nothing_is_refused(tiny: str) -> None:
-    with pytest.raises(ConfigError, match='model.offload = "idle": there is no GPU'):
+    with pytest.raises(ConfigError, match=r'model.offload = "idle": there is no GPU'):
         started(tiny)
-    with pytest.raises(ConfigError, match="model.offload.*never waits"):
+    with pytest.raises(ConfigError, match=r"model.offload.*never waits"):
         check_learner(config_of(model=IDLE))
-    with pytest.raises(ConfigError, match="model.offload.*model.cpu_offload"):
+    with pytest.raises(ConfigError, match=r"model.offload.*model.cpu_offload"):
         check_learner(config_of(model=ModelConfig(offload="idle", cpu_offload=True), rollout={"colocate": True}))
     check_learner(config_of(model=IDLE, rollout={"colocate": True}))
     check_learner(config_of(model=IDLE, algorithm=AlgorithmConfig(kl=KlConfig(coef=0.1))))
