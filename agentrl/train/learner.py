@@ -118,8 +118,8 @@ def check_offload(config: TrainConfig) -> None:
     others = [config.critic, config.reward_model, config.algorithm.kl.coef > 0 or None]
     if not config.rollout.colocate and others == [None, None, None]:
         raise ConfigError(
-            'model.offload = "idle": the actor never waits for another role on its GPU (there is no [critic], no [reward_model], no '
-            "algorithm.kl.coef, and the engine has a GPU of its own without rollout.colocate); unset it"
+            'model.offload = "idle": the actor never waits for another role on its GPU (there is no [critic], no '
+            "[reward_model], no algorithm.kl.coef, and the engine has a GPU of its own without rollout.colocate); unset it"
         )
 
 

@@ -1,6 +1,7 @@
 """Tensors that give their memory back for a while: their bytes wait in host memory, and their storages are empty meanwhile.
 
-Storages are emptied and filled in place, so that views, sharded parameters and an optimizer's state stay the objects that they are.
+Storages are emptied and filled in place, so that views, sharded parameters and an optimizer's state stay the same
+objects.
 """
 
 from __future__ import annotations
