@@ -49,8 +49,8 @@ class Optimizers:
 
     def step(self) -> None:
         for part in self.parts:
+            # Gradients become None, not zeros: a parameter without one is left alone, while zeros would still decay it.
             part.step()
-            # None, not zeros: a parameter without a gradient is then left alone, while zeros would still decay it.
             part.zero_grad(set_to_none=True)
 
     def drop(self) -> None:
