@@ -63,7 +63,8 @@ def join_group(rendezvous: Rendezvous | None, rank: int, world_size: int, backen
         if present != (rank, world_size):
             raise DispatchError(f"this process is already rank {present[0]} of {present[1]}; it cannot be {rank} of {world_size}")
         return
-    chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    # With GPUs gloo too, for tensors on the host: shards that are kept there, and what a checkpoint reads and writes.
+    chosen = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     span = timedelta(seconds=timeout)
     if rendezvous is None:
         if world_size != 1:

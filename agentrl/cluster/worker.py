@@ -63,7 +63,7 @@ class Worker:
     def init_process_group(self, backend: str | None = None, timeout: float = 1800.0) -> None:
         """Join the group's torch.distributed default process group; every rank must call it.
 
-        `backend` is by default "nccl" if this process sees a GPU, else "gloo". A second role in the
+        `backend` is by default "cpu:gloo,cuda:nccl" if this process sees a GPU, else "gloo". A second role in the
         same process reuses the existing group. `timeout` (seconds) bounds every later collective.
         """
         join_group(self.context.rendezvous, self.rank, self.world_size, backend, timeout)

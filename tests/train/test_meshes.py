@@ -16,6 +16,7 @@ from train_batches import make_batch
 from agentrl.backends.embedded import engine as embedded_engine
 from agentrl.backends.vllm import engine as vllm_engine
 from agentrl.batch.rows import Ragged
+from agentrl.cluster.rendezvous import join_group
 from agentrl.config.schema import ClusterConfig, EnvConfig, ModelConfig, TrainConfig
 from agentrl.run import engines
 from agentrl.train import learner
@@ -80,3 +81,16 @@ def test_dtype_is_what_the_engine_gets_and_what_the_trainer_computes_in(
         engine.logprobs(Pack(Ragged.of(make_batch(4)), [0, 1, 2, 3], engine.device).micro, 1.0, False)
         assert set(given) == {expected}
         assert {tensor.dtype for _, tensor in engine.tensors()} == {expected}
+
+
+def test_a_group_on_gpus_carries_tensors_of_the_host_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `model.cpu_offload` shards lie on the host, and their norm is added up over the ranks there."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: asked.append(backend))
+    join_group(None, 0, 1, None, 10.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    join_group(None, 0, 1, None, 10.0)
+    found = [dist.distributed_c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map() for backend in asked]
+    assert {device: found[0].get(device) for device in ("cpu", "cuda")} == {"cpu": "gloo", "cuda": "nccl"}
+    assert found[1]["cpu"] == "gloo"
