@@ -13,6 +13,11 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+PROOFS = bool(os.environ.get("AGENTRL_PROOFS"))
+"""Whether `make proofs` runs: the long forms, of which `make test` has a shorter one each."""
+proof = pytest.mark.skipif(not PROOFS, reason="a long form of a test of `make test`; `make proofs` runs it")
+"""Marks a test, or a case of one, that only `make proofs` runs."""
+
 LONGEST = [
     "tests/e2e/test_train.py",
     "tests/weights/test_publish_vllm.py",

@@ -16,6 +16,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 # The whole path of the quickstart, shrunk: a few warm-up steps, an open gate, a few updates.
 SMALL = [
@@ -50,14 +52,15 @@ def forked(target: Callable[..., None], *args: Any) -> ForkServerProcess:
 
 
 class Command:
-    """`agentrl ARGS` in a session of its own, so that a test can end it with all its children; like subprocess.Popen."""
+    """`agentrl ARGS` (or `pytest ARGS`) in a session of its own, so that a test can end it with all its children; like
+    subprocess.Popen."""
 
-    def __init__(self, cwd: Path, *args: str, typed: str = "") -> None:
+    def __init__(self, cwd: Path, *args: str, typed: str = "", program: str = "agentrl") -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="agentrl-command-")
         self._typed, self._said = (str(Path(self._folder.name) / name) for name in ("typed", "said"))
         Path(self._typed).write_text(typed)
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = forked(_run, args, str(cwd), env, self._typed, self._said)
+        self._process = forked(_run, (program, *args), str(cwd), env, self._typed, self._said)
         self._process.start()
         self.pid = self._process.pid or 0
 
@@ -82,14 +85,14 @@ class Command:
         return Path(self._said).read_text()
 
 
-def _run(args: tuple[str, ...], cwd: str, env: dict[str, str], typed: str, said: str) -> None:
+def _run(words: tuple[str, ...], cwd: str, env: dict[str, str], typed: str, said: str) -> None:
     """The command, in the process that was forked for it, as a shell would have begun it."""
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
     sys.path.insert(0, cwd)
-    sys.argv = ["agentrl", *args]
+    sys.argv = [*words]
     out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(os.open(typed, os.O_RDONLY), 0)
     os.dup2(out, 1)
@@ -98,7 +101,7 @@ def _run(args: tuple[str, ...], cwd: str, env: dict[str, str], typed: str, said:
     from agentrl.cli.main import main
 
     try:
-        sys.exit(main(args))
+        sys.exit(pytest.main([*words[1:]]) if words[0] == "pytest" else main(words[1:]))
     finally:
         atexit._run_exitfuncs()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,14 +27,10 @@ def step(here: Path, line: str, typed: str = "") -> str:
     """Run one line of the README's commands; returns what it printed."""
     program, *args = shlex.split(line, comments=True)
     assert program in ("agentrl", "pytest")
-    if program == "agentrl":
-        command = Command(here, *args, typed=typed)
-        said, code = finish(command), command.returncode
-    else:
-        test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *args]
-        done = subprocess.run(test, cwd=here, text=True, capture_output=True, timeout=200)
-        said, code = done.stdout + done.stderr, done.returncode
-    assert code == 0, f"{line}\n{said}"
+    more = ["-q", "-p", "no:cacheprovider"] if program == "pytest" else []
+    command = Command(here, *args, *more, typed=typed, program=program)
+    said = finish(command)
+    assert command.returncode == 0, f"{line}\n{said}"
     return said
 
 

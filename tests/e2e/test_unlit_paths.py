@@ -6,7 +6,6 @@ The runs are small and inside this process. `make proofs` kills more often and r
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,10 @@ import pytest
 
 from agentrl.rollout import collect
 from agentrl.trajectory import Trajectory
+from tests.conftest import PROOFS, proof
 from tests.e2e.inside import config_of, episodes, execute, killed_at_random, ledger_of, numbers, updates
 
 pytestmark = pytest.mark.timeout(240)
-LONG = bool(os.environ.get("AGENTRL_PROOFS"))
 STALE = 2
 COMPACT = 'rollout.context={name="compact", args={tokens=230, summary_tokens=8, keep=1, prompt="note"}}'
 
@@ -139,14 +138,26 @@ def test_evaluation_is_on_heldout_tasks_at_its_own_temperature(warm: str, tmp_pa
     assert [ledger.ids() for episode in seeds for ledger in episode.ledgers] == greedy[0], "another seed, so it was sampled"
 
 
-STEPS, KILLS = (12, 12) if LONG else (5, 3)
+STEPS, KILLS = (12, 12) if PROOFS else (5, 3)
 KILLED = ["checkpoint.every=1", "checkpoint.keep=2", f"steps={STEPS}", "eval.every=2"]
 
 
-@pytest.mark.parametrize("where", ["rollout.colocate=false", "rollout.colocate=true"])
-def test_killed_at_random_a_synchronous_run_ends_with_the_numbers_of_the_unbroken(warm: str, tmp_path: Path, where: str) -> None:
-    whole = execute(config_of(tmp_path / "whole", "run", warm, where, *KILLED))
-    moments = killed_at_random(tmp_path / "cut", "run", [warm, where, *KILLED], KILLS, STEPS)
+PLAIN, COLOCATED = "rollout.colocate=false", "rollout.colocate=true"
+
+
+@pytest.mark.parametrize(
+    ("unbroken", "cut"),
+    [
+        (PLAIN, COLOCATED),  # which itself changes no number
+        pytest.param(PLAIN, PLAIN, marks=proof),
+        pytest.param(COLOCATED, COLOCATED, marks=proof),
+    ],
+)
+def test_killed_at_random_a_synchronous_run_ends_with_the_numbers_of_the_unbroken(
+    warm: str, tmp_path: Path, unbroken: str, cut: str
+) -> None:
+    whole = execute(config_of(tmp_path / "whole", "run", warm, unbroken, *KILLED))
+    moments = killed_at_random(tmp_path / "cut", "run", [warm, cut, *KILLED], KILLS, STEPS)
     assert numbers(tmp_path / "cut" / "run") == numbers(whole), moments
 
 

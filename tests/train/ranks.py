@@ -51,17 +51,20 @@ LOSSES: dict[str, dict[str, Any]] = {
         "aggregate": "seq_mean_token_sum",
     },
 }
-LAYOUTS: dict[str, tuple[dict[str, int], int, int]] = {  # mesh, sequence_parallel, micro_tokens
-    "one": ({"dp": 1}, 1, 150),
-    "one, small micro-batches": ({"dp": 1}, 1, 64),
-    "one, all rows packed": ({"dp": 1}, 1, 100_000),
-    "two": ({"dp": 2}, 1, 150),
-    "two, shared tokens": ({"dp": 1, "sp": 2}, 2, 150),
-    "four": ({"dp": 4}, 1, 150),
+ULYSSES = ModelConfig(sequence_parallel=2)
+BOTH = ModelConfig(sequence_parallel=2, replicas=2)
+LAYOUTS: dict[str, tuple[dict[str, int], ModelConfig, int]] = {  # mesh, model, micro_tokens
+    "one": ({"dp": 1}, ModelConfig(), 150),
+    "one, small micro-batches": ({"dp": 1}, ModelConfig(), 64),
+    "one, all rows packed": ({"dp": 1}, ModelConfig(), 100_000),
+    "two": ({"dp": 2}, ModelConfig(), 150),
+    "two, shared tokens": ({"dp": 1, "sp": 2}, ULYSSES, 150),
+    "four": ({"dp": 4}, ModelConfig(), 150),
+    "four, shared tokens in two replicas": ({"dp": 2, "sp": 2}, BOTH, 150),
 }
 
 
-KILLED = [(1, 0), (2, 1)]  # ranks, seed of the moment
+KILLED = [(2, 1), *([(1, 0), (2, 2), (4, 3)] if os.environ.get("AGENTRL_PROOFS") else [])]  # ranks, seed of the moment
 
 
 class Recorder:
@@ -135,10 +138,10 @@ def mine(worker: type, method: str, batch: Any, algorithm: AlgorithmConfig, cont
 
 def measured(tiny: str, out: Path, layout: str) -> Body:
     """Metrics and gradients of one update for each loss, and of the critic."""
-    _, share, cap = LAYOUTS[layout]
+    _, model, cap = LAYOUTS[layout]
 
     def body(context: WorkerContext) -> None:
-        model, optim = ModelConfig(sequence_parallel=share), toy_optim(micro_tokens=cap, max_grad_norm=1e9)
+        optim = toy_optim(micro_tokens=cap, max_grad_norm=1e9)
         found: dict[str, Any] = {}
         actor = Actor(context)
         actor.init_model(tiny, model, optim)
@@ -149,7 +152,7 @@ def measured(tiny: str, out: Path, layout: str) -> Body:
             batch = mine(Actor, "update", BATCHES.get(name, noisy)(), algorithm, context)
             metrics = actor.update(batch, algorithm, step=1)
             found[name] = metrics, recorder.seen
-        found["broken"] = after_broken(tiny, model, optim, context)
+        found["broken"] = after_broken(tiny, model, optim, out / f"{layout}, trained", context)
         critic = Critic(context)
         critic.init_model(tiny, model, optim, toy_critic(clip=None))
         torch.nn.init.constant_(critic._engine.module.head.weight, 0.05)
@@ -229,11 +232,12 @@ def gradients_kept(engine: Any) -> int:
     return total
 
 
-def after_broken(tiny: str, model: ModelConfig, optim: OptimConfig, context: WorkerContext) -> tuple[Any, Any]:
-    """Metrics and weights after an update of two minibatches, one with an infinite advantage."""
+def after_broken(tiny: str, model: ModelConfig, optim: OptimConfig, saved: Path, context: WorkerContext) -> tuple[Any, Any]:
+    """Metrics and weights after an update of two minibatches, one with an infinite advantage; also saved to a folder."""
     actor, algorithm = Actor(context), AlgorithmConfig(minibatch=7)
     actor.init_model(tiny, model, optim)
     metrics = actor.update(mine(Actor, "update", broken(), algorithm, context), algorithm, step=1)
+    actor.save(str(saved))
     return metrics, [weights_on(actor)]
 
 

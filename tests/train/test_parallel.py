@@ -16,6 +16,7 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.train import by_size
 from agentrl.train.actor import Actor
 from agentrl.train.by_size import LARGE
+from tests.conftest import proof
 from tests.publishing import weights_of as weights
 
 ALGORITHM = AlgorithmConfig(minibatch=6)
@@ -114,6 +115,7 @@ def test_what_cannot_be(tiny: str) -> None:
         start(tiny, ModelConfig(lora=LoraSection(modules=["nothing_proj"])))
 
 
+@proof
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "mesh", "model"),
@@ -121,6 +123,7 @@ def test_what_cannot_be(tiny: str) -> None:
     ids=["ulysses and hsdp"],
 )
 def test_against_one_rank(ray_up: None, tiny: str, tmp_path: Path, ranks: int, mesh: dict[str, int], model: ModelConfig) -> None:
+    """On Ray. `test_ranks.py` has the same ranks as forked processes, in a quarter of the time."""
     one = start(tiny, ModelConfig())
     with start(tiny, model, ranks, mesh) as many:
         for step in range(2):

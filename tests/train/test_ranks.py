@@ -96,6 +96,16 @@ def test_all_ranks_leave_out_the_step_in_which_one_of_them_has_a_number_that_is_
         assert torch.isfinite(tensor).all() and (tensor - alone[name]).abs().max() < 1e-4, name
 
 
+@pytest.mark.parametrize("layout", ["two, shared tokens", "four, shared tokens in two replicas"])
+def test_what_several_ranks_saved_one_rank_loads(out: Path, tiny: str, layout: str) -> None:
+    resumed = launch(Actor, backend="inline", world_size=1)
+    resumed.run(Actor.init_model, tiny, ModelConfig(), toy_optim())
+    resumed.run(Actor.load, str(out / f"{layout}, trained"))
+    _, (expected,) = results(out, layout)["broken"]
+    loaded = weights_of(resumed)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
 def test_the_losses_differ(out: Path) -> None:
     found = [results(out, "one")[name][1][0] for name in LOSSES]
     for index, grads in enumerate(found):
