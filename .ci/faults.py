@@ -47,15 +47,15 @@ class Fault:
 
 def faults() -> list[Fault]:
     """The list. Raises ValueError for a fault that no longer applies, or whose tests do not exist."""
-    found = [Fault(**{**row, "tests": tuple(row["tests"])}) for row in tomllib.loads(LIST.read_text())["fault"]]
-    for fault in found:
+    listed = [Fault(**{**row, "tests": tuple(row["tests"])}) for row in tomllib.loads(LIST.read_text())["fault"]]
+    for fault in listed:
         if not (ROOT / fault.file).is_file():
             raise ValueError(f"{fault.name}: there is no file {fault.file}; {UPDATE}")
         fault.changed((ROOT / fault.file).read_text())
         for test in fault.tests:
             if not (ROOT / test.split("::")[0]).exists():
                 raise ValueError(f"{fault.name}: there is no test {test}; {UPDATE}")
-    return found
+    return listed
 
 
 @dataclass
@@ -118,15 +118,16 @@ def warm() -> None:
 def run(trials: list[Trial], trees: list[Path]) -> None:
     """pytest -x for each trial, in forked processes, as many at the same time as there are trees. One that takes too long is
     killed with all its children, and counts as red."""
+    # One trial per tree at a time, since its fault is in the tree's files.
     waiting, running, free = list(reversed(trials)), dict[int, tuple[Trial, Path]](), list(trees)
     try:
         while waiting or running:
             while waiting and free:
                 trial, tree = waiting.pop(), free.pop()
-                running[begin(trial, tree)] = trial, tree
+                running[fork_trial(trial, tree)] = trial, tree
             time.sleep(0.05)
             for child, (trial, tree) in list(running.items()):
-                code = ended(child, trial)
+                code = poll(child, trial)
                 if code is not None:
                     del running[child]
                     trial.end(code, tree)
@@ -136,17 +137,17 @@ def run(trials: list[Trial], trees: list[Path]) -> None:
             os.killpg(child, signal.SIGKILL)
 
 
-def begin(trial: Trial, tree: Path) -> int:
+def fork_trial(trial: Trial, tree: Path) -> int:
     """Fork a process that runs a trial; returns its id."""
     trial.apply(tree)
     trial.started = time.monotonic()
     child = os.fork()
     if child == 0:
-        os._exit(inside(tree, trial.tests))
+        os._exit(run_pytest(tree, trial.tests))
     return child
 
 
-def ended(child: int, trial: Trial) -> int | None:
+def poll(child: int, trial: Trial) -> int | None:
     """The exit code of a process, LATE if it had to be killed, None while it runs."""
     done, status = os.waitpid(child, os.WNOHANG)
     if done:
@@ -158,7 +159,7 @@ def ended(child: int, trial: Trial) -> int | None:
     return LATE
 
 
-def inside(tree: Path, tests: tuple[str, ...]) -> int:
+def run_pytest(tree: Path, tests: tuple[str, ...]) -> int:
     """In the forked process: pytest on the tree's own files."""
     os.setsid()  # its own group, so that the processes that tests start can be killed with it
     os.chdir(tree)

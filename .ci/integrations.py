@@ -42,7 +42,7 @@ def main(name: str) -> None:
     if not done.exists() or done.read_text() != wanted:
         for packages in installs:
             subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True, stdout=sys.stderr)
-        done.write_text(wanted)
+        done.write_text(wanted)  # last, so that an interrupted installation is repeated
     print(python)
 
 

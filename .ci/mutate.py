@@ -102,10 +102,10 @@ def rooms_of(only: list[str]) -> list[str]:
         return list(TESTS)
     rooms = []
     for path in only:
-        found = [room for room in TESTS if path == room or path.startswith(room + "/")]
-        if not found:
+        matching = [room for room in TESTS if path == room or path.startswith(room + "/")]
+        if not matching:
             raise SystemExit(f"--only {path}: expected one of {', '.join(TESTS)}, or a path in one of them")
-        rooms += found
+        rooms += matching
     return sorted(set(rooms))
 
 
@@ -197,10 +197,10 @@ def line_of(source: str, function: str, before: list[str], head: str) -> int | N
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
             inside = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-            found = [number for number in inside if lines[number - 1].strip() == wanted]
-            if found:
+            matching = [number for number in inside if lines[number - 1].strip() == wanted]
+            if matching:
                 near = node.lineno + int(re.findall(r"\d+", head)[0]) + 2
-                return min(found, key=lambda number: abs(number - near))
+                return min(matching, key=lambda number: abs(number - near))
     return None
 
 
@@ -224,7 +224,7 @@ def run(tree: Path, chosen: list[Result], jobs: int, budget: float) -> None:
         "MUTATE_BUDGET": str(budget),
         "MUTATE_COSTS": str(tree / "test-costs.json"),
     }
-    env.pop("MUTANT_UNDER_TEST", None)
+    env.pop("MUTANT_UNDER_TEST", None)  # the plugin would take the run for that of a mutant
     command = [sys.executable, "-m", "mutmut", "run", "--max-children", str(jobs), *[mutant.name for mutant in chosen]]
     with (tree / "mutmut.log").open("w") as log:
         code = subprocess.run(command, cwd=tree, env=env, stdout=log, stderr=subprocess.STDOUT).returncode
@@ -236,12 +236,12 @@ def run(tree: Path, chosen: list[Result], jobs: int, budget: float) -> None:
 def read(chosen: list[Result]) -> list[Result]:
     """The mutants with their status."""
     codes = {file: json.loads(Path(f"mutants/{file}.meta").read_text())["exit_code_by_key"] for file in {m.file for m in chosen}}
-    found = []
+    results = []
     for mutant in chosen:
         code = codes[mutant.file][mutant.name]
         status = "not run" if code is None else STATUS.get(code, "timeout")
-        found.append(Result(**{**asdict(mutant), "status": status}))
-    return found
+        results.append(Result(**{**asdict(mutant), "status": status}))
+    return results
 
 
 Counts = tuple[int, int, int, int]
@@ -310,8 +310,8 @@ def write_docs() -> None:
         if (ROOT / cells[0]).is_file():
             rows[cells[0]] = (int(cells[1]), int(cells[2]), int(cells[3]), int(cells[4])), cells[6]
     runs = [json.loads(path.read_text()) for path in sorted(WORK.glob("*/results-*.json"))]
-    found = counted([Result(**row) for done in runs for row in done["results"]])
-    for file, counts in found.items():
+    counts_by_file = counted([Result(**row) for done in runs for row in done["results"]])
+    for file, counts in counts_by_file.items():
         at = sorted({done["at"] for done in runs if any(row["file"] == file for row in done["results"])})
         rows[file] = counts, ", ".join(at)
     page.write_text("\n".join([head + TABLE[0], "", *table(rows), "", TABLE[1]]) + tail)

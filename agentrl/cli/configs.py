@@ -44,7 +44,8 @@ def find_config_file(name: str) -> Path:
 
 
 def open_folder(config: TrainConfig, *, overwrite: bool) -> RunFolder:
-    """Create the run's folder and record what it begins with; with `overwrite` an older run of that name is removed first."""
+    """Create the run's folder, with digests of the files that the config names; with `overwrite` an older run of that name
+    is removed first."""
     from agentrl.run.began import write_began
     from agentrl.run.folder import RunFolder
 

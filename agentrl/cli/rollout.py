@@ -62,7 +62,7 @@ def read_request(args: argparse.Namespace, purpose: Literal["eval", "rollout"]) 
         overrides.append(f"rollout.max_episodes={args.max_concurrent}")
     config = config_from(base, overrides)
     given = {name: value for name in ("tasks", "samples", "split") if (value := vars(args)[name]) is not None}
-    values = {**known, **given}
+    values = {**known, **given}  # options that are given win over those of a replayed record, or over the defaults
     if values["tasks"] < 1 or values["samples"] < 1:
         raise ConfigError("-n and -k must be at least 1")
     replay, record = (None if path is None else Path(path) for path in (args.replay, args.record))

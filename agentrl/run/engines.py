@@ -24,11 +24,11 @@ AUTO = "auto"
 
 
 def resolve_engine(config: TrainConfig) -> str:
-    """The name of the config's engine: `auto` is the one that suits the GPUs that there are for it best (vLLM if there are
-    any, else embedded).
+    """The name of the config's engine: `auto` is the one that best suits the GPUs available to it (vLLM if there are any,
+    else embedded).
 
-    Raises ConfigError for an unknown name, DependencyError if what it needs is not installed, ResourceError if the nodes
-    cannot be asked.
+    Raises ConfigError for an unknown name, DependencyError if a package that the engine needs is not installed,
+    ResourceError if the cluster's nodes do not answer.
     """
     if config.engine == AUTO:
         gpus = engine_gpus(config)
@@ -38,20 +38,20 @@ def resolve_engine(config: TrainConfig) -> str:
 
 
 def engine_gpus(config: TrainConfig) -> float:
-    """GPUs that an engine's own processes could have: those of its pool, or what the cluster has and the trainer leaves.
+    """The number of GPUs available to an engine's own processes: those of its pool, or those that the trainer leaves free.
 
-    With `rollout.colocate` both use the same; with backend "inline" it is this machine's GPUs that count.
+    With `rollout.colocate` engine and trainer use the same GPUs; with backend "inline", those of this machine.
     """
     cluster = config.cluster
     if cluster.backend == "ray" and (pool := cluster.pools.get(cluster.roles.get("rollout", ""))) is not None:
         return need(pool)[1] * pool.nodes
-    found = sum(node.gpus for node in nodes_of(cluster, "actor"))
+    available = sum(node.gpus for node in nodes_of(cluster, "actor"))
     if config.rollout.colocate:
-        return found
+        return available
     placed = {pool for role, pool in cluster.roles.items() if cluster.backend == "ray" and pool in cluster.pools}
     taken = sum(need(cluster.pools[name])[1] * cluster.pools[name].nodes for name in placed)
     unplaced = 0 if cluster.backend == "ray" and "actor" in cluster.roles else cluster.actors
-    return found - taken - unplaced
+    return available - taken - unplaced
 
 
 def engine_name(config: TrainConfig) -> str:

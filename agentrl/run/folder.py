@@ -112,7 +112,7 @@ def atomic_write_all(path: Path, parts: Iterable[str]) -> None:
             for part in parts:
                 file.write(part)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the rename: after a power loss the new name could otherwise have no content
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

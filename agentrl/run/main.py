@@ -219,5 +219,5 @@ def _log_to(folder: RunFolder) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("agentrl")
     logger.setLevel(logging.INFO)
-    logger.propagate = False
+    logger.propagate = False  # to the file alone: lines on the console would garble the live display
     logger.addHandler(handler)

@@ -45,6 +45,7 @@ def start_actors(config: TrainConfig, pools: Pools | None) -> WorkerGroup[Actor]
     """The actor's processes, in its pool if it has one."""
     mesh = mesh_of(config)
     if pools is None or "actor" not in pools:
+        # Without `cluster.roles`: the pools that this run uses are reserved already, and none of them is the actor's.
         groups = launch_roles(
             config.cluster.model_copy(update={"roles": {}}), {"actor": Actor}, {"actor": mesh}, config.cluster.call_timeout
         )

@@ -77,6 +77,7 @@ class RecordFolder:
             assert config.model.path is not None
             inputs.tokenizer.save_pretrained(str(self.tokenizer))
             load_model_config(config.model.path).save_pretrained(str(self.tokenizer))  # names the tokenizer's class
+        # The manifest last: a folder without it is not a record, so an interrupted start does not look like one.
         atomic_write(self.path / "reward.json", json.dumps(inputs.spec, indent=2) + "\n")
         atomic_write(file, json.dumps(manifest, indent=2) + "\n")
         self.calls.touch()

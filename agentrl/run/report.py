@@ -37,7 +37,7 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
         "unscored": sum(t.reward is None and t.success is None for t in trajectories),
     }
     for k in range(1, samples + 1):
-        usable = [(n, c) for n, c in counts if n >= k]
+        usable = [(n, c) for n, c in counts if n >= k]  # unscored episodes can leave a task with fewer than k
         report[f"pass@{k}"] = _interval([pass_at_k(n, c, k) for n, c in usable])
         report[f"pass^{k}"] = _interval([pass_hat_k(n, c, k) for n, c in usable])
     names = sorted({name for t in trajectories for name in t.metrics})

@@ -91,7 +91,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
     display.phase("start", 1)
     if needs_ray(config):
         start_ray(config.cluster)
-    inputs = read_inputs(config, path)
+    inputs = read_inputs(config, path)  # before any process is started, so that a missing file fails fast
     pools = open_pools(config, engine_name)
     actors = start_actors(config, pools)
     parts: Assembly | None = None
@@ -101,7 +101,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
         if offloads(config):
             await actors.arun(Actor.offload)
         await parts.start()
-    except BaseException:
+    except BaseException:  # also Ctrl-C during a long start: workers and reserved pools would outlive the driver's attempt
         if parts is not None:
             await parts.close()
         actors.close()

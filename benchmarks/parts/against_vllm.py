@@ -109,9 +109,11 @@ async def one_round(collector: Collector, weights: Publisher) -> tuple[float, li
     groups = await collector.collect()
     seconds = time.perf_counter() - start
     collector.trained(groups)
-    found = [t for group in groups for t in group.trajectories]
-    assert all(t.sampled_tokens == TURNS * TOKENS for t in found), {(t.sampled_tokens, t.stop, t.error) for t in found}
-    return sum(t.sampled_tokens for t in found) / seconds, found
+    trajectories = [t for group in groups for t in group.trajectories]
+    assert all(t.sampled_tokens == TURNS * TOKENS for t in trajectories), {
+        (t.sampled_tokens, t.stop, t.error) for t in trajectories
+    }
+    return sum(t.sampled_tokens for t in trajectories) / seconds, trajectories
 
 
 async def compare(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str, Any]:
@@ -135,8 +137,8 @@ async def compare(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str
             driver = collector(Policy(engine, Forced(make_renderer(load_tokenizer(folder)))), config)
             through, bare = [], []
             for number in range(rounds + 1):
-                rate, found = await one_round(driver, weights)
-                bare_rate = raw.round([work_of(t) for t in found])
+                rate, trajectories = await one_round(driver, weights)
+                bare_rate = raw.round([work_of(t) for t in trajectories])
                 if number:  # the first round warms both up
                     through.append(rate)
                     bare.append(bare_rate)

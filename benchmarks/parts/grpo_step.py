@@ -130,10 +130,10 @@ def against_trl(count: int) -> tuple[dict[str, float | None], dict[str, Any]]:
         trl = statistics.median(peer["seconds"]) if peer else None
         ratios: dict[str, float | None] = {}
         for name, engine in engines(str(folder)).items():
-            found = engine and engine(count)
-            details[name] = found
-            ratios[f"trl_over_agentrl_{name}"] = ratio(trl, found["seconds"] if found else None)
-            print(f"agentrl, {name}: {found}", flush=True)
+            results = engine and engine(count)
+            details[name] = results
+            ratios[f"trl_over_agentrl_{name}"] = ratio(trl, results["seconds"] if results else None)
+            print(f"agentrl, {name}: {results}", flush=True)
         # With the embedded engine both are one process on one thread: their processor time compares on a busy machine too.
         ratios["trl_cpu_over_agentrl_embedded"] = ratio(
             statistics.median(peer["cpu_seconds"]) if peer else None, details["embedded"]["cpu_seconds"]

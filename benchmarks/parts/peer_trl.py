@@ -77,12 +77,12 @@ def measure(model: str, prompts: str, steps: int, batch: int) -> dict[str, objec
 
         def _generate(self, prompts: Any) -> Any:
             start = time.perf_counter()
-            found = super()._generate(prompts)
+            output = super()._generate(prompts)
             Counted.generating += time.perf_counter() - start
-            prompt_ids, completion_ids, tool_mask = found[:3]
+            prompt_ids, completion_ids, tool_mask = output[:3]
             assert all(sum(mask) == 3 * TOKENS for mask in tool_mask), [sum(mask) for mask in tool_mask]
             seen.append(sum(map(len, prompt_ids)) + sum(map(len, completion_ids)))
-            return found
+            return output
 
     with tempfile.TemporaryDirectory() as out:
         config = GRPOConfig(

@@ -77,11 +77,11 @@ async def main(kind: str, at_once: int, rollouts: int, rounds: int) -> None:
 
     async def play(inputs: Dataset) -> tuple[float, float]:
         wall, processor = time.perf_counter(), time.process_time()
-        found = await env.generate(
+        output = await env.generate(
             inputs, client=client, model="stub", max_concurrent=at_once, on_start=lambda *_: None, on_progress=lambda *_: None
         )
         spent = time.perf_counter() - wall, time.process_time() - processor
-        assert [row["reward"] for row in found["outputs"]] == [1.0] * len(inputs), found["outputs"][0]
+        assert [row["reward"] for row in output["outputs"]] == [1.0] * len(inputs), output["outputs"][0]
         return spent
 
     data = env.get_dataset()

@@ -34,17 +34,17 @@ async def agentrl_turn(at_once: int, episodes: int, repeats: int) -> tuple[float
         groups=episodes // 8, group_size=8, max_episodes=at_once, max_turns=8, max_turn_tokens=64, max_episode_tokens=1024
     )
     driver = collector(policy, config)
-    found = []
+    times = []
     for _ in range(repeats + 1):
         wall, processor = time.perf_counter(), time.process_time()
         groups = await driver.collect()
-        found.append((time.perf_counter() - wall, time.process_time() - processor))
+        times.append((time.perf_counter() - wall, time.process_time() - processor))
         members = [t for group in groups for t in group.trajectories]
         assert all(t.stop is StopReason.DONE and len(t.turns) == len(TURNS) for t in members)
         driver.trained(groups)
         await driver.exchange(engine.take)
     turns = episodes * len(TURNS)
-    return min(wall for wall, _ in found[1:]) / turns, min(cpu for _, cpu in found[1:]) / turns
+    return min(wall for wall, _ in times[1:]) / turns, min(cpu for _, cpu in times[1:]) / turns
 
 
 Pair = tuple[float | None, float | None]
@@ -74,8 +74,8 @@ def run(quick: bool) -> tuple[dict[str, float | None], dict[str, list[float | No
 
 def _peer(name: str, script: str, *args: object) -> Pair:
     try:
-        found = ask(name, script, *args, NO_KEY="none")
+        answer = ask(name, script, *args, NO_KEY="none")
     except RuntimeError as problem:
         print(f"no figure of {name} {args}: {problem}", flush=True)
         return None, None
-    return found["seconds_per_turn"], found.get("cpu_seconds_per_turn")
+    return answer["seconds_per_turn"], answer.get("cpu_seconds_per_turn")

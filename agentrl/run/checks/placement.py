@@ -31,8 +31,8 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
         raise ConfigError(
             f"cluster.roles.rollout: the {engine_name} engine samples in the driver; set engine = {_with_processes(config)}"
         )
-    found = pools_of_roles(cluster, roles_of(config, engine_name))
-    for role, (name, pool) in found.items():
+    pools = pools_of_roles(cluster, roles_of(config, engine_name))
+    for role, (name, pool) in pools.items():
         slots = pool.nodes * pool.per_node
         wanted = {"actor": ("cluster.actors", cluster.actors)}
         if engine is not None:
@@ -45,8 +45,8 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
             )
         if role not in ("actor", "rollout"):
             mesh_of(config, slots)
-    if "rollout" in found and engine is not None:
-        _check_rollout(config, engine, found["rollout"][0], [role for role in found if role != "rollout"])
+    if "rollout" in pools and engine is not None:
+        _check_rollout(config, engine, pools["rollout"][0], [role for role in pools if role != "rollout"])
 
 
 def _with_processes(config: TrainConfig) -> str:
@@ -61,7 +61,7 @@ def _check_rollout(config: TrainConfig, engine: Processes, name: str, others: li
     if beside and pool.gpus:
         raise ConfigError(
             f"cluster.roles.rollout: {engine.what} cannot share the GPUs of {' and '.join(beside)} (pool "
-            f"{name!r}); give it a pool of its own"
+            f"{name!r}); give it a separate pool"
         )
     if pool.gpus and pool.gpus != engine.gpus:
         raise ConfigError(

@@ -163,6 +163,7 @@ def check_judge(config: TrainConfig, scorer: Scorer) -> None:
         return
     rollout, asked = config.rollout, questions(scorer, config.rollout.max_turns)
     step = rollout.groups * (rollout.group_size + needs_greedy(config.algorithm.advantage))
+    # One evaluation before the run, one after it, and those between steps; none is added after the last step.
     evaluations = 2 + ((config.steps - 1) // config.eval.every if config.eval.every else 0)
     episodes = config.steps * step + evaluations * config.eval.tasks
     sums = f"{config.steps} steps x {step} episodes + {evaluations} evaluations x {config.eval.tasks}"

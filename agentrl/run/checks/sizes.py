@@ -87,6 +87,7 @@ def advice(config: TrainConfig) -> list[str]:
         given |= {"sft.lr": config.sft.lr, "sft.matrix_lr": config.sft.matrix_lr}
     rates = RATES if config.model.lora is None else LORA_RATES
     high = {key: value for key, value in given.items() if key in rates and value > FAR * rates[key]}
+    # Only then, because counting builds the model's skeleton.
     if not high or (size := count_parameters(config.model.path)) < LARGE:
         return []
     kind = "" if config.model.lora is None else " with LoRA"
