@@ -141,7 +141,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(capsys: pytest.C
         assert main(args) == 130
         kept = Path("out/trajectories.jsonl").read_text().splitlines()
         assert 0 < len(kept) < 8 and all(json.loads(line)["reward"] == 1.0 for line in kept)
-        assert f"interrupted: {len(kept)} of 8 episodes are in out; the same command goes on" in capsys.readouterr().out
+        assert f"interrupted: {len(kept)} of 8 episodes are in out; the same command runs the rest" in capsys.readouterr().out
         assert main(args) == 0
     rows = [json.loads(line) for line in Path("out/trajectories.jsonl").read_text().splitlines()]
     assert [row["task"]["seed"] for row in rows] == list(range(8))
