@@ -10,7 +10,7 @@ from agentrl.config import TrainConfig
 from agentrl.errors import AgentrlError
 from agentrl.run.engines import maker_of
 from agentrl.train.actor import Actor
-from agentrl.train.learner import mesh_of
+from agentrl.train.learner import mesh_of, separate_reference
 
 if TYPE_CHECKING:
     from agentrl.cluster.placement import Pools
@@ -21,7 +21,7 @@ def roles_of(config: TrainConfig, engine_name: str) -> list[str]:
     present = {
         "actor": True,
         "rollout": maker_of(engine_name, config).processes() is not None,
-        "reference": config.algorithm.kl.coef > 0,
+        "reference": separate_reference(config),
         "critic": config.critic is not None,
         "reward_model": config.reward_model is not None,
     }

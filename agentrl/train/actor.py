@@ -13,6 +13,7 @@ from agentrl.cluster.worker import WorkerContext
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, SftConfig, WeightsConfig
 from agentrl.errors import AgentrlError, ConfigError
 from agentrl.train.forward import compute_logprobs
+from agentrl.train.lora import without_adapters
 from agentrl.train.minibatch import RowsShard, StepsShard, UpdateShard
 from agentrl.train.optim import adamw, muon, rate
 from agentrl.train.role import TrainedRole, open_engine
@@ -30,6 +31,7 @@ class Actor(TrainedRole):
     dispatch_table: ClassVar[dict[str, Strategy]] = {
         "init_model": Broadcast(),
         "compute_logprob": RowsShard(),
+        "compute_reference": RowsShard(),
         "update": UpdateShard(collect="metrics", balance="column"),
         "begin_sft": Broadcast(),
         "sft_steps": StepsShard(collect="metrics", balance="column"),
@@ -61,6 +63,14 @@ class Actor(TrainedRole):
     def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
         """Ragged `logprobs` and `entropy` of the sampled tokens under the current weights."""
         return compute_logprobs(self._ready(), Ragged.of(batch), temperature, self._optim.micro_tokens)
+
+    def compute_reference(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
+        """`compute_logprob` of the frozen base, without the adapter. Raises ConfigError without `model.lora`."""
+        engine = self._ready()
+        if engine.cfg.lora is None:
+            raise ConfigError("compute_reference: all weights are trained, so there is no frozen base (model.lora)")
+        with without_adapters(engine.module):
+            return compute_logprobs(engine, Ragged.of(batch), temperature, self._optim.micro_tokens)
 
     def update(
         self,

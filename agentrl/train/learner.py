@@ -99,6 +99,11 @@ def check_learner(config: TrainConfig) -> None:
         )
 
 
+def separate_reference(config: TrainConfig) -> bool:
+    """Whether the reference of the KL penalty has a model of its own; with adapters it is the actor's frozen base."""
+    return config.algorithm.kl.coef > 0 and config.model.lora is None
+
+
 def offloads(config: TrainConfig) -> bool:
     """Whether roles give their memory back between their turns."""
     return config.model.offload == "idle"
@@ -115,7 +120,7 @@ def check_offload(config: TrainConfig) -> None:
         raise ConfigError(
             'model.offload = "idle": with model.cpu_offload weights and optimizer are in host memory anyway; unset one'
         )
-    others = [config.critic, config.reward_model, config.algorithm.kl.coef > 0 or None]
+    others = [config.critic, config.reward_model, separate_reference(config) or None]
     if not config.rollout.colocate and others == [None, None, None]:
         raise ConfigError(
             'model.offload = "idle": the actor never waits for another role on its GPU (there is no [critic], no '
@@ -165,7 +170,7 @@ class Learner:
             self.reward_models = self._start("reward_model", RewardModel)
             await self.reward_models.arun(RewardModel.init_model, config.reward_model.path, config.model, config.optim)
             await self._rest(self.reward_models)
-        if config.algorithm.kl.coef > 0:
+        if separate_reference(config):
             self.references = self._start("reference", Reference)
             await self.references.arun(Reference.init_model, path, config.model, config.optim)
             await self._rest(self.references)
@@ -211,7 +216,7 @@ class Learner:
         metrics |= learned
         if self.algorithm.proximal == "recompute":
             metrics |= await in_thread("batch", mismatch, view)
-        if self.references is not None:
+        if self.config.algorithm.kl.coef > 0:
             metrics["kl_coef"] = self.kl_coef
             measured = metrics.get("kl_reward" if self.algorithm.kl.where == "reward" else "kl_reference")
             # Adapted only after a step that was taken: without one the policy, and so its KL, has not changed.
@@ -240,6 +245,9 @@ class Learner:
             view = view.with_tokens(old_logprobs=now["logprobs"].values())
             if self.references is not None or self.critics is not None:
                 await self._rest(self.actors)
+        if self.config.algorithm.kl.coef > 0 and self.references is None:
+            reference = await self.actors.arun(Actor.compute_reference, view.batch, temperature)
+            view = view.with_tokens(ref_logprobs=reference["logprobs"].values())
         if self.references is not None:
             reference = await self.references.arun(Reference.compute_logprob, view.batch, temperature)
             view = view.with_tokens(ref_logprobs=reference["logprobs"].values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +34,22 @@ def inject(model: Any, cfg: LoraSection, seed: int = 0) -> None:
         raise ModelError(f"model.lora.modules = {cfg.modules}: {str(error).splitlines()[0]}") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
+
+
+@contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """In this context the model computes as its frozen base. For forward passes without gradient."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    # Not by peft's `enable_adapters`, which also switches `requires_grad` of parameters that are sharded and have an optimizer.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def merged(held: Mapping[str, Tensor], full: Callable[[Tensor], Tensor], cfg: LoraSection) -> Iterator[tuple[str, Tensor]]:

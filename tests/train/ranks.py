@@ -35,6 +35,7 @@ from agentrl.train import fsdp
 from agentrl.train.actor import Actor
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.critic import Critic
+from agentrl.train.reference import Reference
 
 Body = Callable[[WorkerContext], None]
 
@@ -193,6 +194,7 @@ def reduced(tiny: str, out: Path) -> Body:
                 engine.backward = counted
                 actor.update(mine(Actor, "update", noisy(), algorithm, context), algorithm, step=1)
                 found[f"{name} {often}"] = recorder.seen, max(kept), len(kept), sum(p.numel() for _, p in engine.named())
+        found["base"] = of_base(tiny, context)
         found["waited"] = [waiting(tiny, context, away) for away in (False, True)]
         if context.rank == 0:
             torch.save(found, out / "reduced.pt")
@@ -216,6 +218,18 @@ def waiting(tiny: str, context: WorkerContext, away: bool) -> tuple[Any, dict[st
             held = [*actor._made().module.parameters(), *actor._made().optimizers.tensors()]
             left.append(sum(tensor.to_local().untyped_storage().nbytes() for tensor in held))
     return rows, weights_on(actor), left
+
+
+def of_base(tiny: str, context: WorkerContext) -> list[torch.Tensor]:
+    """Logprobs of this rank's rows after an update of adapters: the actor's own, its frozen base's, a separate reference's."""
+    actor, reference, algorithm = Actor(context), Reference(context), AlgorithmConfig(minibatch=7)
+    actor.init_model(tiny, SHARDED["adapters"], toy_optim(lr=0.02))
+    reference.init_model(tiny, ModelConfig(), toy_optim())
+    batch = mine(Actor, "update", noisy(), algorithm, context)
+    for _ in range(2):  # the second matrix of an adapter starts at zero, and the first has no gradient until it is not
+        actor.update(batch, algorithm, step=1)
+    asked = (actor.compute_logprob, actor.compute_reference, reference.compute_logprob)
+    return [method(batch)["logprobs"].values() for method in asked]
 
 
 def gradients_kept(engine: Any) -> int:

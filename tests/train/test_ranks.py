@@ -86,6 +86,11 @@ def test_two_ranks_that_give_their_memory_back_between_turns_learn_the_same(out:
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights.items())
 
 
+def test_the_frozen_base_of_adapters_on_two_ranks_is_the_model_itself(out: Path) -> None:
+    adapted, base, separate = torch.load(out / "reduced.pt")["base"]
+    assert torch.equal(base, separate) and (adapted - base).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_ranks_leave_out_the_step_in_which_one_of_them_has_a_number_that_is_not_finite(out: Path, layout: str) -> None:
     metrics, (weights,) = results(out, layout)["broken"]

@@ -15,10 +15,15 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
     """Raise ConfigError if a role's pool is unknown or has another number of processes than the role, and for several
     actors in the driver's process.
 
-    Reads: cluster, engine_args, vllm, algorithm.kl.coef, critic, reward_model, model.sequence_parallel.
+    Reads: cluster, model.lora, engine_args, vllm, algorithm.kl.coef, critic, reward_model, model.sequence_parallel.
     """
     cluster = config.cluster
     check_roles(cluster)
+    if "reference" in cluster.roles and config.model.lora is not None:
+        raise ConfigError(
+            "cluster.roles.reference: with [model.lora] the reference is the actor's own model without its adapter, so it has no "
+            "processes to place; remove the role"
+        )
     if cluster.backend != "ray":
         if cluster.actors > 1:
             raise ConfigError(
