@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from agentrl.config.load import load_config
-from agentrl.config.schema import TrainConfig
+from agentrl.config.schema import LoraSection, TrainConfig
 from agentrl.errors import CheckpointError, ModelError
 from agentrl.train.checkpoint import MANIFEST, Checkpoints
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.optim import adamw
-from agentrl.train.state import load_state
+from agentrl.train.lora import merged
+from agentrl.train.pretrained import load_model_config
+from agentrl.train.saving import save_model
+from agentrl.train.state import saved_tensors
+
+MODEL = "model."  # how an engine's state names the model's part
 
 
 def export_run(run: str | Path, out: str | Path, step: int | None = None, *, best: bool = False) -> int:
@@ -35,13 +42,21 @@ def export_run(run: str | Path, out: str | Path, step: int | None = None, *, bes
     if chosen is None:
         raise CheckpointError(f"{folder}: the run has no checkpoint yet")
     config = load_config(folder / "config.toml")
-    local = config.model.model_copy(update={"dtype": "float32"})  # bfloat16 would need a process group
-    engine = FsdpEngine(start_model(folder, config), local, config.optim.max_grad_norm)
-    engine.optimizers = adamw(engine.named(), config.optim)
-    load_state(engine, chosen / "actor")
-    engine.export(target)
+    source = start_model(folder, config)
+    save_model(source, load_model_config(source), saved_weights(chosen / "actor", config.model.lora), torch.float32, target)
     manifest = json.loads((chosen / MANIFEST).read_text(encoding="utf-8"))
     return int(manifest["step"])
+
+
+def saved_weights(folder: Path, lora: LoraSection | None) -> Iterator[tuple[str, Tensor]]:
+    """The full weights in a folder that `save_state` wrote, read one at a time; adapters merged. Raises CheckpointError."""
+    names, read = saved_tensors(folder)
+    held = [name.removeprefix(MODEL) for name in names if name.startswith(MODEL)]
+
+    def full(name: str) -> Tensor:
+        return read(MODEL + name)
+
+    return merged(held, full, lora) if lora is not None else ((name, full(name)) for name in held)
 
 
 def start_model(folder: Path, config: TrainConfig) -> str:

@@ -7,7 +7,6 @@ on how rows are distributed over ranks and micro-batches.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,11 +26,13 @@ from agentrl.train.attention import PACKED, register_packed_attention
 from agentrl.train.by_size import by_size
 from agentrl.train.engine import BaseEngine, flat_state
 from agentrl.train.kernels import compile_layers, use_liger
+from agentrl.train.loading import Loader
 from agentrl.train.lora import inject, merged
 from agentrl.train.modules import Micro, PolicyModule, ScoreModule, ValueModule, shared
 from agentrl.train.offload import Offloaded
 from agentrl.train.optim import Optimizers
-from agentrl.train.pretrained import load_causal_lm, load_classifier, load_tokenizer
+from agentrl.train.pretrained import empty_causal_lm, empty_classifier
+from agentrl.train.saving import save_model
 from agentrl.train.ulysses import Ulysses
 
 PREFIX = "hf."
@@ -74,10 +75,9 @@ class FsdpEngine(BaseEngine):
         self.layout = Layout.of(cfg, self.device, dist.get_world_size() if self.sharded else 1)
         if not self.sharded and self.compute_dtype != torch.float32:
             raise ModelError('model.dtype = "bfloat16" needs a process group: cluster.backend = "ray"')
-        load = load_classifier if role == "score" else load_causal_lm
-        # Float32 whatever the computing type: these are the master weights. A step at a learning rate of 1e-6 is far below
-        # what bfloat16 resolves (2^-8 of the weight) and would be rounded away.
-        model = load(path, dtype=torch.float32, attn_implementation=PACKED)
+        build = empty_classifier if role == "score" else empty_causal_lm
+        model = build(path, attn_implementation=PACKED)
+        loader = Loader(path, model)  # before the names change
         self.config = model.config
         self.tied = bool(model.config.get_text_config().tie_word_embeddings)
         if cfg.kernels == "liger":
@@ -91,18 +91,12 @@ class FsdpEngine(BaseEngine):
             # Before sharding: FSDP2 takes over the parameters that a layer has at that moment.
             inject(model, cfg.lora)
         self.module: nn.Module = MODULES[role](model)
-        self.module.to(self.device)
-        self.module.train()
         if cfg.compile:
             compile_layers(layers_of(self.module))
         if self.sharded:
             self._shard()
-        else:
-            for parameter in self.module.parameters():
-                # Copied out of the memory-mapped file, where it may start at any address (shards are copies already). A
-                # resumed run loads another file than the uninterrupted one did, and matrix products with one token round
-                # differently depending on the alignment of their operands.
-                parameter.data = parameter.data.clone()
+        loader.fill(self.module, self.device, torch.device("cpu") if cfg.cpu_offload else None)
+        self.module.train()
         self.optimizers: Optimizers | None = None
         self._offloaded = Offloaded()
 
@@ -198,8 +192,7 @@ class FsdpEngine(BaseEngine):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         self.onload()
         for name, full in self._adapted() if self.cfg.lora is not None else self._plain():
-            dtype = self.compute_dtype if full.is_floating_point() else full.dtype
-            yield name.removeprefix(PREFIX), full.detach().to(dtype)
+            yield name.removeprefix(PREFIX), self._cast(full)
 
     def adapter(self) -> dict[str, Tensor]:
         """Only the adapter's tensors, gathered, float32 on the host, as `Adapter.tensors`; a collective."""
@@ -219,7 +212,7 @@ class FsdpEngine(BaseEngine):
         """The weights with the adapters added in float32, one tensor at a time."""
         held = {name: tensor for name, tensor in self.module.state_dict().items() if not self._left_out(name)}
         assert self.cfg.lora is not None
-        return merged(held, unsharded, self.cfg.lora)
+        return merged(held, lambda name: unsharded(held[name]), self.cfg.lora)
 
     def _plain(self) -> Iterator[tuple[str, Tensor]]:
         """Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded."""
@@ -272,14 +265,28 @@ class FsdpEngine(BaseEngine):
         return {name: self._offloaded.where(tensor) for name, tensor in found.items()}
 
     def export(self, folder: Path) -> None:
-        writes = not self.sharded or dist.get_rank() == 0
-        weights: dict[str, Tensor] = {}
-        # All ranks go through all tensors, since gathering is a collective; one keeps them.
-        for name, tensor in self.tensors():
-            if writes:
-                weights[name] = tensor.to("cpu", copy=True)
-        if writes:
-            export_model(self.path, self.config, weights, folder)
+        tensors = self._one_by_one()
+        try:
+            if not self.sharded or dist.get_rank() == 0:
+                save_model(self.path, self.config, tensors, self.compute_dtype, folder)
+        finally:
+            for _ in tensors:  # the others help to gather; so does rank 0 after an error, else they would wait for ever
+                pass
+
+    def _one_by_one(self) -> Iterator[tuple[str, Tensor]]:
+        """As `tensors`, but gathered tensor by tensor: slower, and never more than one tensor is unsharded."""
+        self.onload()
+        if self.cfg.lora is not None:
+            found = self._adapted()
+        else:
+            held = self.module.state_dict()
+            found = ((name, unsharded(self._cast(held[name]))) for name in held if not self._left_out(name))
+        for name, full in found:
+            yield name.removeprefix(PREFIX), self._cast(full)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        dtype = self.compute_dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.detach().to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,22 +332,3 @@ def layers_of(backbone: nn.Module) -> list[nn.Module]:
     if not lists:
         raise ModelError(f"{type(backbone).__name__} has no list of layers to shard")
     return list(max(lists, key=lambda found: len(list(found))))
-
-
-def export_model(source: str, config: Any, weights: dict[str, Tensor], folder: Path) -> None:
-    """Write config, weights and tokenizer to `folder` as plain transformers does."""
-    from transformers import AutoModelForCausalLM
-
-    dtype = next(iter(weights.values())).dtype
-    with torch.device("meta"):  # allocates nothing: `assign=True` below puts the given tensors in place
-        # A copy, because from_config writes its attention implementation into the config that it is given.
-        shell = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa")
-    folder.mkdir(parents=True, exist_ok=True)
-    # Not strict: a tied head is not among the weights. Whether anything else is missing is checked below.
-    shell.load_state_dict(weights, strict=False, assign=True)
-    shell.tie_weights()
-    left = [name for name, parameter in shell.named_parameters() if parameter.is_meta]
-    if left:
-        raise ModelError(f"export: no weights for {left[0]} ({len(left)} missing)")
-    shell.save_pretrained(folder)
-    load_tokenizer(source).save_pretrained(folder)

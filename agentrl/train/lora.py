@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentrl.config.schema import LoraSection
 from agentrl.errors import DependencyError, ModelError
@@ -29,7 +29,8 @@ def inject(model: Any, cfg: LoraSection, seed: int = 0) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # every rank must draw the same adapters
-            inject_adapter_in_model(settings, model)
+            inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
+            _draw(model)
     except ValueError as error:
         raise ModelError(f"model.lora.modules = {cfg.modules}: {str(error).splitlines()[0]}") from error
     for name, parameter in model.named_parameters():
@@ -52,17 +53,31 @@ def without_adapters(model: Any) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def merged(held: Mapping[str, Tensor], full: Callable[[Tensor], Tensor], cfg: LoraSection) -> Iterator[tuple[str, Tensor]]:
+def _draw(model: Any) -> None:
+    """Real adapters in place of those on the meta device, where peft puts them with the model; drawn in the order in which
+    peft draws them when it makes them itself."""
+    from peft.tuners.lora import LoraLayer
+
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            for name, down in layer.lora_A.items():
+                up = layer.lora_B[name]
+                layer.lora_A[name] = nn.Linear(down.in_features, down.out_features, bias=False)
+                layer.lora_B[name] = nn.Linear(up.in_features, up.out_features, bias=False)
+                layer.reset_lora_parameters(name, True)
+
+
+def merged(held: Iterable[str], full: Callable[[str], Tensor], cfg: LoraSection) -> Iterator[tuple[str, Tensor]]:
     """The weights under their plain names, with adapters added: W + alpha / rank * B A.
 
-    `held` is a state dict; `full` returns the full tensor of an entry (a collective if it is sharded).
+    `held` are the names of a state dict; `full` returns the full tensor of one (a collective if it is sharded).
     """
-    for name, tensor in held.items():
+    for name in held:
         if ".lora_" in name:
             continue
         plain = name.replace(BASE, ".")
         if BASE not in name or not name.endswith(".weight"):
-            yield plain, full(tensor)
+            yield plain, full(name)
             continue
-        down, up = full(held[name.replace(BASE, DOWN)]), full(held[name.replace(BASE, UP)])
-        yield plain, full(tensor) + (cfg.alpha / cfg.rank) * (up @ down)
+        down, up = full(name.replace(BASE, DOWN)), full(name.replace(BASE, UP))
+        yield plain, full(name) + (cfg.alpha / cfg.rank) * (up @ down)

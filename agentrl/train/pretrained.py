@@ -33,33 +33,39 @@ def load_model_config(path: str) -> Any:
         raise ModelError(f"{path}: no model config can be loaded from it: {_brief(error)}") from error
 
 
-def load_causal_lm(path: str, **options: Any) -> Any:
-    """A causal language model. Raises ModelError if there is none, or if it is of another kind."""
+def empty_causal_lm(path: str, **options: Any) -> Any:
+    """A causal language model of float32 tensors on the meta device, which `train.loading.Loader` fills.
+
+    Float32 whatever the computing type: these are the master weights. A step at a learning rate of 1e-6 is far below what
+    bfloat16 resolves (2^-8 of the weight) and would be rounded away.
+
+    Raises ModelError if there is none, or if it is of another kind.
+    """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()  # it would garble the run's own display
-    check_path(path)
-    try:
-        return AutoModelForCausalLM.from_pretrained(path, **options)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: no causal language model can be loaded: {_brief(error)}") from error
+    return _empty(AutoModelForCausalLM, path, load_model_config(path), "no causal language model can be loaded", options)
 
 
-def load_classifier(path: str, **options: Any) -> Any:
-    """A sequence classifier (a reward model). Raises ModelError if there is none, or if the model has no trained
+def empty_classifier(path: str, **options: Any) -> Any:
+    """The same for a sequence classifier (a reward model). Raises ModelError if there is none, or if the model has no trained
     classification head."""
     from transformers import AutoModelForSequenceClassification
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    kinds = load_model_config(path).architectures or []
+    config = load_model_config(path)
+    kinds = config.architectures or []
     if not any("SequenceClassification" in kind for kind in kinds):
         raise ModelError(f"{path}: expected a sequence classifier, found {', '.join(kinds) or 'no architecture'}")
+    return _empty(AutoModelForSequenceClassification, path, config, "the sequence classifier cannot be loaded", options)
+
+
+def _empty(kind: Any, path: str, config: Any, problem: str, options: dict[str, Any]) -> Any:
+    import torch
+
     try:
-        return AutoModelForSequenceClassification.from_pretrained(path, **options)
+        with torch.device("meta"):
+            return kind.from_config(config, dtype=torch.float32, **options)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: the sequence classifier cannot be loaded: {_brief(error)}") from error
+        raise ModelError(f"{path}: {problem}: {_brief(error)}") from error
 
 
 def model_context(path: str) -> int:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -17,6 +21,7 @@ from agentrl.errors import CheckpointError
 from agentrl.train.engine import BaseEngine
 
 META = "meta.json"
+STATE = "state."  # torch joins the keys of nested dictionaries by dots
 
 
 def save_state(engine: BaseEngine, folder: Path, meta: dict[str, Any]) -> None:
@@ -115,6 +120,32 @@ def load_state(engine: BaseEngine, folder: Path) -> dict[str, Any]:
     if saved.is_file():
         _set_rng(torch.load(saved, weights_only=True))
     return meta
+
+
+def saved_tensors(folder: Path) -> tuple[list[str], Callable[[str], Tensor]]:
+    """The names of the tensors that `save_state` wrote, with any number of ranks, and a function that reads one of them in full.
+
+    Raises CheckpointError if the folder is incomplete, at once or when a tensor is read.
+    """
+    reader = FileSystemReader(folder)
+    try:
+        found = {
+            name.removeprefix(STATE): entry
+            for name, entry in reader.read_metadata().state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: not a whole checkpoint: {error}") from error
+
+    def read(name: str) -> Tensor:
+        tensor = torch.empty(found[name].size, dtype=found[name].properties.dtype)
+        try:
+            load({STATE + name: tensor}, storage_reader=reader, no_dist=True)
+        except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
+            raise CheckpointError(f"{folder}: {name} cannot be read: {error}") from error
+        return tensor
+
+    return list(found), read
 
 
 def _place() -> tuple[int, bool]:

@@ -1,0 +1,122 @@
+"""Which tensors of a checkpoint become which of a model, and back, by transformers' own tables.
+
+The files of some models have other names than their modules, and other tensors: experts one by one that a module holds fused.
+transformers keeps renamings and conversions for each family; here they are applied to names first, so that tensors can then be
+read, converted and written a few at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Recipe:
+    """How a tensor is made, or several that come from the same ones. `name` is that of the (first) result; `sources` are the
+    names of what goes in, in order, by the pattern that they match. Without a converter it is one tensor, renamed."""
+
+    name: str
+    converter: Any = None
+    sources: dict[str, list[str]] = field(default_factory=dict)
+
+    def names(self) -> list[str]:
+        return [name for group in self.sources.values() for name in group]
+
+    def make(self, read: Callable[[str], Tensor], model: Any) -> dict[str, Tensor]:
+        """The results by name; `read` returns a source. `model`: the transformers model, for its config and shapes."""
+        if self.converter is None:
+            [[source]] = self.sources.values()
+            return {self.name: read(source)}
+        converter = deepcopy(self.converter)
+        for pattern, group in self.sources.items():
+            for source in group:
+                # Functions, so that each source is read when the converter takes it.
+                converter.add_tensor(self.name, source, pattern, partial(read, source))
+        made = converter.convert(self.name, model=model, config=model.config)
+        return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
+
+    def rows(self, start: int, stop: int) -> Recipe | None:
+        """The recipe of rows [start, stop) alone, or None if those cannot be made from some of the sources alone.
+
+        That is possible where the sources are stacked, one a row (experts), and nothing else is done along the rows.
+        """
+        from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
+
+        first, *rest = getattr(self.converter, "operations", None) or [None]
+        stacked = isinstance(first, MergeModulelist) and first.dim == 0
+        along_others = all(
+            (isinstance(step, Concatenate) and step.dim > 0)
+            or (isinstance(step, Transpose) and min(step.dim0, step.dim1) > 0 and not step.check_dims)
+            for step in rest
+        )
+        if not (stacked and along_others):
+            return None
+        return Recipe(self.name, self.converter, {pattern: group[start:stop] for pattern, group in self.sources.items()})
+
+
+def loading_recipes(model: Any, wanted: dict[str, Any], stored: Iterable[str]) -> tuple[list[Recipe], list[str]]:
+    """How to make a model's tensors from stored ones; and names of stored ones that the model has no place for.
+
+    `wanted`: the names of the model's tensors, as they are before adapters wrap its modules.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import rename_source_key
+
+    renamings, converters = _parted(get_model_conversion_mapping(model))
+    prefix = model.base_model_prefix
+    recipes: dict[str, Recipe] = {}
+    unknown = []
+    for key in _ordered(stored):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
+        if name not in wanted and key in wanted:  # a rule for an older name matched one that is right as it is
+            name, pattern = rename_source_key(key, [], [], prefix, wanted)
+        if name in wanted:
+            _add(recipes, name, key, pattern, converters)
+        else:
+            unknown.append(key)
+    return list(recipes.values()), unknown
+
+
+def saving_recipes(model: Any, held: Iterable[str]) -> list[Recipe]:
+    """How to make the tensors of a checkpoint, as transformers saves them, from those that a model holds."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, rename_source_key
+
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    # A prefix that a checkpoint may or may not have had is not put back.
+    kept = [transform for transform in found if not isinstance(transform, PrefixChange)]
+    renamings, converters = _parted([transform.reverse_transform() for transform in reversed(kept)])
+    recipes: dict[str, Recipe] = {}
+    for key in _ordered(held):
+        name, pattern = rename_source_key(key, renamings, converters, reverse=True)
+        _add(recipes, name, key, pattern, converters)
+    return list(recipes.values())
+
+
+def _parted(transforms: list[Any]) -> tuple[list[Any], list[Any]]:
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    return renamings, [transform for transform in transforms if isinstance(transform, WeightConverter)]
+
+
+def _ordered(names: Iterable[str]) -> list[str]:
+    """As transformers orders them, so that expert 2 is before expert 10."""
+    from transformers.core_model_loading import dot_natural_key
+
+    return sorted(names, key=dot_natural_key)
+
+
+def _add(recipes: dict[str, Recipe], name: str, key: str, pattern: str | None, converters: list[Any]) -> None:
+    converter = next((c for c in reversed(converters) if pattern in c.source_patterns), None)
+    recipe = recipes.setdefault(name, Recipe(name, converter))
+    if recipe.converter is None:
+        recipe.sources = {key: [key]}  # of two stored tensors with one name the last counts, as in transformers
+    else:
+        recipe.sources.setdefault(pattern or key, []).append(key)

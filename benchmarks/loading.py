@@ -1,0 +1,321 @@
+"""Host memory of every rank while a model is loaded, exported, saved and resumed, on CPU with real processes over gloo.
+
+    python benchmarks/loading.py [--ranks 2 --ranks 4] [--layers 12] [--out FILE]
+
+The model has random weights in bfloat16, as published ones have, and is trained in float32. What is counted is the anonymous
+memory of a rank's process (RssAnon of /proc/PID/status, read about every millisecond by the parent): pages of mapped files
+belong to the page cache, which all processes of a node share. Before anything is counted, each rank has loaded, exported and
+saved a tiny model, so that the constant of the process (imports, thread pools) is in `constant_mib`. A phase's peak is over
+that constant for `load`, and over what the rank held when the phase began for the others. `shard` is what a rank holds of the
+parameters, `layer` the largest part that FSDP gathers at once. Aim for every phase: 1.3 x shard + layer; a save in the
+background copies what it writes, so there the shard is that of model and optimizer. `curve` is the memory over the constant
+at some moments, as [phase, MiB]. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib
+import json
+import mmap
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from agentrl.config.load import to_toml
+from agentrl.config.schema import EnvConfig, InitModelConfig, ModelConfig, OptimConfig, TrainConfig
+from agentrl.train.checkpoint import Checkpoints
+from agentrl.train.export import export_run
+from agentrl.train.fsdp import FsdpEngine
+from agentrl.train.init_model import init_model
+from agentrl.train.optim import adamw
+from agentrl.train.state import BackgroundSave, load_state, save_state
+from agentrl.train.tokenizer import packaged_tokenizer
+
+PHASES = ("start", "warm", "load", "adam", "export", "save", "background save", "resume", "end")
+MIB = 1 << 20
+TINY = InitModelConfig(layers=2, hidden=32, mlp=64, heads=4, kv_heads=2, head_dim=8, context=512)
+
+
+def build(folder: Path, layers: int) -> str:
+    """A Qwen3 model of 50 MiB (float32) a layer, tied embeddings of as much, in files of at most 128 MiB."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=12_800,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="128MB")
+    packaged_tokenizer(512).save_pretrained(folder)
+    return str(folder)
+
+
+def settle() -> None:
+    """Give freed memory back, so that it does not hide what the next phase takes."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def anonymous(pid: int | str = "self") -> int:
+    """Bytes of anonymous memory of a process."""
+    text = Path(f"/proc/{pid}/status").read_bytes()
+    return int(text.split(b"RssAnon:")[1].split()[0]) * 1024
+
+
+def engine_of(path: str) -> FsdpEngine:
+    engine = FsdpEngine(path, ModelConfig(), 1.0)
+    engine.optimizers = adamw(engine.named(), OptimConfig())
+    return engine
+
+
+def sizes(engine: FsdpEngine) -> dict[str, int]:
+    """Bytes of this rank's parameters, of the largest part that is gathered at once, and of all parameters."""
+
+    def total(module: torch.nn.Module, local: bool) -> int:
+        found = (p.to_local() if local and isinstance(p, DTensor) else p for p in module.parameters())
+        return sum(p.numel() * p.element_size() for p in found)
+
+    parts = [part for part in engine.module.modules() if isinstance(part, FSDPModule)]
+    inner = [total(part, False) for part in parts if part is not engine.module]
+    whole = total(engine.module, False)
+    return {"shard": total(engine.module, True), "layer": max(*inner, whole - sum(inner)), "model": whole}
+
+
+def written(save: BackgroundSave) -> None:
+    done = torch.tensor(0)
+    while not done:
+        done = torch.tensor(int(save.done()))
+        dist.all_reduce(done, dist.ReduceOp.MIN)
+        time.sleep(0.005)
+
+
+def rank_body(path: str, tiny: str, out: Path, enter: Callable[[str], None]) -> dict[str, Any]:
+    """Everything that one rank does; `enter` tells the sampler which phase begins."""
+    save = BackgroundSave()
+    work(tiny, out / "warm", save, lambda _: None)
+    found = work(path, out / "full", save, enter)
+    dist.barrier()
+    enter("end")
+    return found
+
+
+def work(path: str, folder: Path, save: BackgroundSave, enter: Callable[[str], None]) -> dict[str, Any]:
+    """All phases, in the order of PHASES; sizes, and seconds by phase."""
+    seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        settle()
+        dist.barrier()
+        enter(name)
+        began = time.perf_counter()
+        yield
+        seconds[name] = round(time.perf_counter() - began, 2)
+
+    with phase("load"):
+        engine = engine_of(path)
+    with phase("adam"):
+        fill(engine)
+    with phase("export"):
+        engine.export(folder / "exported")
+    with phase("save"):
+        save_state(engine, folder / "saved", {})
+    with phase("background save"):
+        save.begin(engine, folder / "background", {})
+        written(save)
+    with phase("resume"):
+        load_state(engine, folder / "saved")
+    return {**sizes(engine), "seconds": seconds}
+
+
+def fill(engine: FsdpEngine) -> None:
+    """Adam's state, with numbers in it: zeros that were never written take no memory."""
+    for name, tensor in engine.state().items():
+        if name.startswith("optimizer."):
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(1.0)
+
+
+def forked(world: int, body: Callable[[Callable[[str], None]], dict[str, Any]], out: Path) -> tuple[list[int], mmap.mmap]:
+    """Start the ranks; their process ids, and a shared byte a rank that says which phase it is in."""
+    marks = mmap.mmap(-1, world)
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=world)
+
+            def enter(what: str, rank: int = rank) -> None:
+                if what == PHASES[2]:
+                    (out / f"constant_{rank}").write_text(str(anonymous()))
+                (out / f"began_{rank}_{what}").write_text(str(anonymous()))
+                marks[rank] = PHASES.index(what)
+
+            found = body(enter)
+            (out / f"rank_{rank}.json").write_text(json.dumps(found))
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return children, marks
+
+
+def sampled(children: list[int], marks: mmap.mmap) -> Iterator[tuple[float, int, int, int]]:
+    """(seconds, rank, phase, bytes) about every millisecond until all ranks have ended."""
+    began, running = time.perf_counter(), dict(enumerate(children))
+    while running:
+        for rank, child in list(running.items()):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                running.pop(rank)
+                if status:
+                    for other in running.values():
+                        os.kill(other, 9)
+                    sys.exit(f"rank {rank} ended with status {status}")
+                continue
+            yield time.perf_counter() - began, rank, marks[rank], anonymous(child)
+        time.sleep(0.001)
+
+
+def measure(world: int, path: str, tiny: str, out: Path) -> dict[str, Any]:
+    """The highest figures of all ranks, and the curve of rank 0 (which writes exports)."""
+    out.mkdir()
+    children, marks = forked(world, lambda enter: rank_body(path, tiny, out, enter), out)
+    peaks: dict[tuple[int, int], int] = {}
+    curve: list[tuple[float, str, int]] = []
+    try:
+        for moment, rank, phase, held in sampled(children, marks):
+            peaks[rank, phase] = max(held, peaks.get((rank, phase), 0))
+            if rank == 0 and phase >= 2:
+                curve.append((moment, PHASES[phase], held))
+    except (FileNotFoundError, ProcessLookupError, IndexError):  # it ended between two looks
+        for child in children:
+            os.waitpid(child, 0)
+    ranks = [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(world)]
+    constants = [int((out / f"constant_{rank}").read_text()) for rank in range(world)]
+    shard, layer = max(found["shard"] for found in ranks), ranks[0]["layer"]
+    phases: dict[str, Any] = {}
+    for number, name in enumerate(PHASES[2:-1], 2):
+        began = [int((out / f"began_{rank}_{name}").read_text()) for rank in range(world)]
+        own = max(peaks.get((rank, number), began[rank]) - began[rank] for rank in range(world))
+        aim = (1.3 * shard * (3 if name == "background save" else 1)) + layer
+        phases[name] = {"peak_mib": round(own / MIB, 1), "aim_mib": round(aim / MIB, 1), "seconds": ranks[0]["seconds"][name]}
+        if name == "adam":
+            phases.pop(name)
+    return {
+        "ranks": world,
+        "model_mib": round(ranks[0]["model"] / MIB, 1),
+        "shard_mib": round(shard / MIB, 1),
+        "layer_mib": round(layer / MIB, 1),
+        "constant_mib": round(max(constants) / MIB, 1),
+        "phases": phases,
+        "curve": thinned(curve, constants[0]),
+    }
+
+
+def thinned(curve: list[tuple[float, str, int]], constant: int, points: int = 60) -> list[tuple[str, int]]:
+    """The highest of each of so many equal spans of time."""
+    if not curve:
+        return []
+    first, last = curve[0][0], curve[-1][0]
+    best: dict[int, tuple[str, int]] = {}
+    for moment, phase, held in curve:
+        span = int((moment - first) / max(last - first, 1e-9) * (points - 1))
+        if span not in best or held > best[span][1]:
+            best[span] = (phase, held)
+    return [(phase, round((held - constant) / MIB)) for _, (phase, held) in sorted(best.items())]
+
+
+def measure_export_run(path: str, tiny: str, saved: Path, out: Path) -> dict[str, Any]:
+    """The peak of `agentrl export`: one process, from the checkpoint that all ranks wrote."""
+    for name, state in ((tiny, saved / "warm" / "saved"), (path, saved / "full" / "saved")):
+        run = out / f"run_{name == tiny}"
+        run.mkdir()
+        (run / "config.toml").write_text(to_toml(TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=name))))
+        with Checkpoints(run / "checkpoints", keep=1).writing(1) as aside:
+            shutil.copytree(state, aside / "actor")
+    child = os.fork()
+    if not child:
+        try:
+            export_run(out / "run_True", out / "warm")
+            settle()
+            (out / "constant").write_text(str(anonymous()))
+            export_run(out / "run_False", out / "exported")
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    peak = 0
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if (out / "constant").exists():
+            try:
+                peak = max(peak, anonymous(child))
+            except (FileNotFoundError, ProcessLookupError, IndexError):
+                continue
+        time.sleep(0.001)
+    if ended[1]:
+        sys.exit(f"the export ended with status {ended[1]}")
+    return {"peak_mib": round((peak - int((out / "constant").read_text())) / MIB, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, action="append")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--out", type=Path, help="write the JSON object here too")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")  # FSDP2 imports it when it first shards: once here instead of once a rank
+
+    found: dict[str, Any] = {"benchmark": "loading", "layers": args.layers, "runs": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        tiny, path = str(init_model(TINY, folder / "tiny", 0)), build(folder / "model", args.layers)
+        for world in args.ranks or [2, 4]:
+            run = measure(world, path, tiny, folder / f"ranks_{world}")
+            found["runs"].append(run)
+            for name, phase in run["phases"].items():
+                print(
+                    f"{world} ranks  {name:16s} {phase['peak_mib']:8.1f} MiB of {phase['aim_mib']:.1f}, {phase['seconds']} s",
+                    flush=True,
+                )
+        last = folder / f"ranks_{world}"
+        (folder / "single").mkdir()
+        found["export_run"] = measure_export_run(path, tiny, last, folder / "single")
+        print(f"agentrl export {found['export_run']['peak_mib']} MiB", flush=True)
+    found |= {"machine": {"cpus": os.cpu_count(), "arch": platform.machine()}, "torch": torch.__version__}
+    text = json.dumps(found)
+    if args.out is not None:
+        args.out.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
