@@ -27,7 +27,7 @@ LOADED = "_is_hf_initialized"  # transformers' mark of a tensor or module that i
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WeightPlace:
     """Where a tensor of a transformers model is. Modules stay the same objects when adapters or FSDP wrap them."""
 
     module: nn.Module
@@ -47,11 +47,11 @@ class Loader:
         if quantized is not None:
             raise ModelError(f"{path}: its weights are quantized; training needs plain ones (bfloat16, float16 or float32)")
         self._path, self._model = path, model
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, WeightPlace] = {}
         self._groups: dict[str, int] = {}  # names of tied tensors have the same number
         for name, tensor in model.state_dict(keep_vars=True).items():
             owner, _, leaf = name.rpartition(".")
-            self._places[name] = Place(model.get_submodule(owner), leaf)
+            self._places[name] = WeightPlace(model.get_submodule(owner), leaf)
             self._groups[name] = id(tensor)
 
     @torch.no_grad()
