@@ -19,7 +19,7 @@ from agentrl.tool.tool import Blame
 class Watch:
     """What each episode waits for. `moves` counts everything that comes back: tokens, tool calls, turns, episodes.
 
-    `look`: tokens and tool calls of a wait in progress are found by polling, at least once in so many seconds.
+    `look`: tokens and tool calls of a wait in progress are found by polling, at least once in that many seconds.
     """
 
     def __init__(self, look: float = LONGEST) -> None:

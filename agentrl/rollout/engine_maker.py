@@ -77,7 +77,7 @@ class EngineMaker(ABC):
 
     @classmethod
     def suits(cls, gpus: float) -> int:
-        """How well it suits a run that has so many GPUs for it; `engine = "auto"` picks the engine with the highest. 0: only
+        """How well it suits a run that has that many GPUs for it; `engine = "auto"` picks the engine with the highest. 0: only
         if it is named."""
         return 0
 
@@ -99,7 +99,7 @@ class EngineMaker(ABC):
         return None
 
     def context(self, positions: int) -> int:
-        """Tokens that one prompt and its turn may take together, with a model of so many positions."""
+        """Tokens that one prompt and its turn may take together, with a model of that many positions."""
         return positions
 
     def heads(self) -> tuple[int, ...] | None:

@@ -141,7 +141,7 @@ def seconds(call: Callable[[], Any], device: torch.device, repeats: int = 5, war
 
 
 def clear(device: torch.device) -> None:
-    """Free cached memory, and start to count its peak anew."""
+    """Free cached memory, and count its peak from here on."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -168,5 +168,5 @@ def copy_gb_s(device: torch.device, quick: bool) -> float:
 
 
 def rounded(value: float, digits: int = 4) -> float:
-    """To so many significant digits."""
+    """To that number of significant digits."""
     return value if value == 0 or not math.isfinite(value) else round(value, digits - 1 - math.floor(math.log10(abs(value))))

@@ -76,7 +76,7 @@ class Calendar(Apps):
 
     @tool(inline=True, parallel=False)
     def set_reminder(self, event_id: Short, minutes: Minutes) -> str:
-        """Have an event announced so many minutes before it starts."""
+        """Have an event announced that many minutes before it starts."""
         self._one("events", event_id, "event")["reminder"] = minutes
         return "set"
 
