@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +89,13 @@ class RayBackend(Backend):
             pieces = [pieces[piece] for piece in used]  # only the pieces that this rank reads are sent to its node
         parts = [part for piece in pieces for part in piece]
         return self.hosts.handles[rank].call.remote(self.role, method, common, own, gather_plans, *parts)
+
+    def in_processes(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Pending:
+        name = getattr(function, "func", function).__name__
+        if self.hosts.lost:
+            raise WorkerDiedError(self._lost(name))
+        refs = {rank: handle.apply.remote(function, *args) for rank, handle in enumerate(self.hosts.handles)}
+        return RayPending(self, name, refs)
 
     def put(self, batch: TensorDict) -> Any:
         return ray.put(serialize(batch))

@@ -36,6 +36,10 @@ class Backend(ABC):
     def submit(self, method: str, shipment: Shipment) -> Pending:
         """Send a call to the ranks of the shipment. Raises WorkerDiedError if one of them is known to be gone."""
 
+    def in_processes(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Pending | None:
+        """Start a plain function in every process of the group; None if the workers live in the caller's process."""
+        return None
+
     @abstractmethod
     def put(self, batch: TensorDict) -> Any:
         """Store a batch where the workers can read it."""
@@ -118,6 +122,13 @@ class WorkerGroup(Generic[W]):
             raise DispatchError(f"{self.cls.__name__}.{name} is {strategy}: `scatter` is for AllToAll methods")
         results = self.backend.submit(name, shipment).wait()
         return [results[rank] for rank in shipment.ranks]
+
+    async def in_processes(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """What an importable function returns in each process of the group, in rank order; nothing if the workers live in
+        the driver's process. Raises as `run`."""
+        pending = self.backend.in_processes(partial(function, **kwargs), args)
+        results = {} if pending is None else await pending.await_()
+        return [results[rank] for rank in sorted(results)]
 
     def put(self, batch: TensorDict) -> TensorDict:
         """Store a batch where the workers can read it, once, for several calls; returns a placeholder for it."""

@@ -10,7 +10,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,13 @@ class Host:
         except Exception as error:
             label = f"group {role!r}: {cls.__name__}.__init__, rank {context.rank}"
             raise failure(label, error) from None
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a plain function in this process, for no role in particular."""
+        try:
+            return function(*args)
+        except Exception as error:
+            raise failure(f"process {os.getpid()} on {self.location()[0]}", error) from None
 
     def call(
         self,

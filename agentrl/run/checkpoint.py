@@ -1,6 +1,7 @@
 """A run's checkpoints: the state of the training roles and of the driver, under one manifest.
 
-save:  begin (state copied)  ->  ... training continues, a background task waits for the writers ...  ->  commit
+save:  begin (state copied)  ->  ... training continues, a background task waits for the writers ...  ->  all files are here
+       ->  commit
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Saver:
             await in_thread("files", _write_driver, aside, state, groups)
         except Exception as error:
             self._give_up(step, error)
-        self._writing = asyncio.create_task(self._finish(step, self._score(evaluated)), name=f"checkpoint {step}")
+        self._writing = asyncio.create_task(self._finish(step, aside, self._score(evaluated)), name=f"checkpoint {step}")
         if not self._config.checkpoint.asynchronous:
             await self.wait()
 
@@ -119,7 +120,7 @@ class Saver:
         self._folder.rewind(state["step"])
         return True
 
-    async def _finish(self, step: int, score: float | None) -> None:
+    async def _finish(self, step: int, aside: Path, score: float | None) -> None:
         limit = self._config.cluster.call_timeout
         try:
             try:
@@ -128,6 +129,7 @@ class Saver:
                         await asyncio.sleep(POLL)
             except TimeoutError:
                 raise CheckpointError(f"checkpoint {step} was not written within {limit:g} s (cluster.call_timeout)") from None
+            await self._learner.check_saved(aside)
             await in_thread("files", self._checkpoints.commit, step, score)
         except Exception as error:
             self._give_up(step, error)

@@ -12,7 +12,7 @@ from agentrl.config import TrainConfig
 from agentrl.registry import Entry
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.engine_maker import ENGINES, EngineMaker
-from agentrl.train.pretrained import model_context
+from agentrl.train.pretrained import model_context, named_anywhere
 
 if TYPE_CHECKING:
     from agentrl.backends.api.engine import Transcript
@@ -81,7 +81,7 @@ def make_engine(name: str, model: str, config: TrainConfig, pools: Pools | None 
     """The engine, not started. `name` is a result of `resolve_engine`, `model` a folder or hub name; with
     `pools`, the engine's own processes run in the pool of the role "rollout"."""
     ray_options = pools.ray_options("rollout") if pools is not None and "rollout" in pools else ()
-    return maker_of(name, config).make(model, model_context(model), ray_options)
+    return maker_of(name, config).make(named_anywhere(model), model_context(model), ray_options)
 
 
 def make_api_engine(config: TrainConfig, transcript: Transcript) -> Engine:

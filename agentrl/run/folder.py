@@ -24,9 +24,13 @@ from agentrl.trajectory import Group, Trajectory
 
 
 class RunFolder:
-    """The paths of a run, and the only code that writes its plain files."""
+    """The paths of a run, and the only code that writes its plain files.
+
+    All of them are absolute, because workers, whose working directory is not the driver's, write some of the files.
+    """
 
     def __init__(self, path: Path) -> None:
+        path = path.absolute()
         self.path = path
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"

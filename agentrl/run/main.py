@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.cluster.shared_folder import check_arrived
 from agentrl.config import TrainConfig
 from agentrl.config.identity import episode_overrides
 from agentrl.errors import AgentrlError, JudgeBudgetError, ResourceError, WorkerDiedError
@@ -128,7 +129,7 @@ async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interr
     if outcome.only_warm_start:
         outcome.status = "done"
         return
-    await session.learner.open(model_folder(config, folder))
+    await session.learner.open(model_folder(config, folder), folder.path)
     if await session.saver.load():
         await session.publish()
     else:
@@ -148,6 +149,7 @@ async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interr
         if config.rollout.colocate:
             await session.rest()
         await session.actors.arun(Actor.export_hf, str(folder.final))
+        await check_arrived(session.actors, folder.final, "the trained model")
         outcome.status = "done"
 
 

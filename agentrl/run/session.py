@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from agentrl.catalog import EnvRef
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.cluster.shared_folder import check_shared
 from agentrl.config import TrainConfig
 from agentrl.reward import Scorer
 from agentrl.rollout.collect import Collector
@@ -23,6 +24,7 @@ from agentrl.train.actor import Actor
 from agentrl.train.estimator_inputs import needs_greedy
 from agentrl.train.init_model import init_model
 from agentrl.train.learner import Learner, offloads, policy_updates
+from agentrl.train.pretrained import named_anywhere
 from agentrl.train.publish import Publisher
 
 log = logging.getLogger(__name__)
@@ -77,7 +79,7 @@ def model_folder(config: TrainConfig, folder: RunFolder) -> str:
     if (folder.warm_start / "config.json").is_file():
         return str(folder.warm_start)
     if config.model.path is not None:
-        return config.model.path
+        return named_anywhere(config.model.path)
     assert config.model.init is not None
     if not (folder.model / "config.json").is_file():
         init_model(config.model.init, folder.model, config.seed)
@@ -96,6 +98,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
     actors = start_actors(config, pools)
     parts: Assembly | None = None
     try:
+        await check_shared(actors, folder.path, "out")
         parts = assemble(config, inputs, model=path, pools=pools)
         await actors.arun(Actor.init_model, path, config.model, config.optim, policy_updates(config))
         if offloads(config):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agentrl.batch import collate
+from agentrl.cluster.shared_folder import check_arrived
 from agentrl.errors import AgentrlError
 from agentrl.rollout.evaluate import evaluate
 from agentrl.run.assembly import longest_row
@@ -51,6 +52,7 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
             "raise sft.max_steps, try another seed, or lower sft.gate"
         )
     await session.actors.arun(Actor.end_sft, str(session.folder.warm_start))
+    await check_arrived(session.actors, session.folder.warm_start, "the warmed-up model")
 
 
 async def _gate(session: Session) -> float:

@@ -23,6 +23,7 @@ from agentrl.batch.schedule import effective_mode, token_ratio, with_trees
 from agentrl.cluster.devices import has_gpus
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
+from agentrl.cluster.shared_folder import check_arrived, check_shared
 from agentrl.cluster.worker import Worker
 from agentrl.config.schema import AlgorithmConfig, TrainConfig
 from agentrl.errors import ConfigError, NonFiniteError
@@ -31,6 +32,7 @@ from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
 from agentrl.train.finite import broken_rows, described
 from agentrl.train.kl import adapted_kl_coef, episode_sums, reward_penalty
+from agentrl.train.pretrained import named_anywhere
 from agentrl.train.reference import Reference
 from agentrl.train.reward_model import RewardModel, last_rows, with_scores
 from agentrl.train.role import ModelRole
@@ -157,21 +159,29 @@ class Learner:
         self._sharing = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, "actor"))
         self._skipped = 0
 
-    async def open(self, path: str) -> None:
-        """Start the other roles from the model at `path`: in their pools, or in the actors' processes."""
+    async def open(self, path: str, folder: Path | None = None) -> None:
+        """Start the other roles from the model at `path`: in their pools, or in the actors' processes.
+
+        `folder`: the run's, which all their processes must share with the driver. Raises ConfigError if they do not.
+        """
         config = self.config
         await self._rest(self.actors)
         if config.critic is not None:
             self.critics = self._start("critic", Critic)
-            source = config.critic.path or path
+            if folder is not None:  # before the model is loaded, which may take minutes
+                await check_shared(self.critics, folder, "out")
+            source = named_anywhere(config.critic.path or path)
             await self.critics.arun(Critic.init_model, source, config.model, config.optim, config.critic, config.steps)
             await self._rest(self.critics)
         if config.reward_model is not None:
             self.reward_models = self._start("reward_model", RewardModel)
-            await self.reward_models.arun(RewardModel.init_model, config.reward_model.path, config.model, config.optim)
+            judge = named_anywhere(config.reward_model.path)
+            await self.reward_models.arun(RewardModel.init_model, judge, config.model, config.optim)
             await self._rest(self.reward_models)
         if separate_reference(config):
             self.references = self._start("reference", Reference)
+            if folder is not None:
+                await check_shared(self.references, folder, "out")
             await self.references.arun(Reference.init_model, path, config.model, config.optim)
             await self._rest(self.references)
 
@@ -302,6 +312,12 @@ class Learner:
         """Whether the save that `begin_save` started is complete; raises the error of a role whose part failed."""
         done = await self.actors.arun(Actor.saved)
         return done and (self.critics is None or await self.critics.arun(Critic.saved))
+
+    async def check_saved(self, folder: Path) -> None:
+        """Raise CheckpointError if a file that a rank wrote to `folder` is not there for the driver."""
+        await check_arrived(self.actors, folder / "actor", "the actor's checkpoint")
+        if self.critics is not None:
+            await check_arrived(self.critics, folder / "critic", "the critic's checkpoint")
 
     async def load(self, folder: Path) -> None:
         """Load what `save` wrote. Raises CheckpointError if a role's part is missing or does not fit."""

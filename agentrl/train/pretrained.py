@@ -11,6 +11,11 @@ from agentrl.errors import ModelError, hinted
 from agentrl.train.init_model import architecture
 
 
+def named_anywhere(model: str) -> str:
+    """A model as processes with other working directories can name it: a folder by its absolute path, a hub's as it is."""
+    return str(Path(model).absolute()) if Path(model).is_dir() else model
+
+
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a model. Raises ModelError if there is none."""
     from transformers import AutoTokenizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from agentrl.cluster.group import WorkerGroup
 from agentrl.config.schema import TrainConfig, WeightsConfig
@@ -52,7 +53,9 @@ class Publisher:
     def __init__(self, actors: WorkerGroup[Actor], engine: Engine, cfg: WeightsConfig, *, offload: bool = False) -> None:
         """`offload`: the actors give their memory back after each publish. Raises ConfigError for an engine that cannot be
         trained."""
-        self._actors, self._cfg, self._offload = actors, cfg, offload
+        # Workers have other working directories than the driver, so a relative folder would be another one in each.
+        folder = None if cfg.folder is None else str(Path(cfg.folder).absolute())
+        self._actors, self._cfg, self._offload = actors, cfg.model_copy(update={"folder": folder}), offload
         check_takes_weights(type(engine), type(engine).__name__)
         assert isinstance(engine, WeightTarget)
         self._target: WeightTarget = engine

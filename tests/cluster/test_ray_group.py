@@ -16,11 +16,13 @@ from cluster_batches import ragged_batch
 from cluster_workers import Plain, Summing
 from test_strategies import SIZES, check_every_strategy
 
-from agentrl.cluster import actors, checks, column_store, shard
+from agentrl.cluster import actors, checks, column_store, shard, shared_folder
 from agentrl.cluster.launch import launch
 from agentrl.cluster.runtime import start_ray
 from agentrl.config.schema import ClusterConfig, PoolConfig
 from agentrl.errors import (
+    CheckpointError,
+    ConfigError,
     DispatchError,
     ModelError,
     ResourceError,
@@ -101,6 +103,38 @@ def test_bytes_of_a_chained_future_never_reach_the_driver(four, pair):
     assert resident() - before < 16 << 20
     whole = made.result()  # the measure would see them
     assert resident() - before > 64 << 20 and len(whole) == 8
+
+
+async def test_a_folder_that_the_processes_do_not_share_is_seen_before_a_run_and_after_a_save(four, tmp_path, monkeypatch):
+    """A path below /proc/self/cwd is another folder in each process, as a path is on machines with disks of their own."""
+    monkeypatch.setattr(shared_folder, "PATIENCE", 0.3)
+    for machine in ("here", "there"):
+        (tmp_path / machine / "out").mkdir(parents=True)
+    before = Path.cwd()
+    assert await four.in_processes(os.chdir, str(tmp_path / "there")) == [None] * 4
+    os.chdir(tmp_path / "here")
+    try:
+        own, same = Path("/proc/self/cwd/out"), tmp_path / "here" / "out"
+        with pytest.raises(ConfigError, match=r"out: rank 0 of the group 'four', on .*does not see the file that this one wrote"):
+            await shared_folder.check_shared(four, own, "out")
+        await shared_folder.check_shared(four, same, "out")
+        assert [*same.iterdir()] == [*(tmp_path / "there" / "out").iterdir()] == []  # no token stays
+        (tmp_path / "there" / "out" / "part").write_text("12345")
+        with pytest.raises(CheckpointError, match=r"the model: part \(1 of 1 files\), which rank 0 of the group 'four' has on"):
+            await shared_folder.check_arrived(four, own, "the model")
+        (same / "part").write_text("123")  # half of it
+        with pytest.raises(CheckpointError, match="set out to one that they mount at the same path"):
+            await shared_folder.check_arrived(four, own, "the model")
+        (same / "part").write_text("12345")
+        await shared_folder.check_arrived(four, own, "the model")
+        same.chmod(0o500)
+        if os.geteuid() != 0:  # root writes everywhere
+            with pytest.raises(ConfigError, match="cannot write there"):
+                await shared_folder.check_shared(four, same, "out")
+    finally:
+        same.chmod(0o700)
+        os.chdir(before)
+        await four.in_processes(os.chdir, str(before))
 
 
 async def test_awaited_calls(four):

@@ -25,6 +25,16 @@ def test_a_new_folder_holds_the_resolved_config(tmp_path: Path) -> None:
     assert load_config(folder.config).seed == 3
 
 
+def test_all_paths_are_absolute_and_the_config_keeps_what_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker of a cluster has another working folder: what it is told to write must not hang on its own."""
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder.create(config(Path("runs")))
+    monkeypatch.chdir("/")
+    paths = [value for value in vars(folder).values() if isinstance(value, Path)]
+    assert len(paths) > 10 and all(tmp_path / "runs" / "x" in (path, *path.parents) for path in paths)
+    assert folder.config.is_file() and load_config(folder.config).out == "runs"
+
+
 def test_an_older_run_is_never_overwritten(tmp_path: Path) -> None:
     RunFolder.create(config(tmp_path))
     with pytest.raises(ConfigError, match=r"--resume .*x; or choose another name"):

@@ -29,6 +29,8 @@ class Written:
     async def saved(self) -> bool:
         return True
 
+    async def check_saved(self, folder: Path) -> None: ...
+
 
 def saver(folder: Path) -> Any:
     config: Any = SimpleNamespace(checkpoint=CheckpointConfig(), cluster=ClusterConfig())
@@ -72,7 +74,7 @@ def test_hung_tools_leave_commits_publishes_updates_and_replays_alone(tiny: str,
         update: Any = InlinePending(backend, "update", SimpleNamespace(ranks=[0]))  # type: ignore[arg-type]
         try:
             async with asyncio.timeout(5):
-                await saving._finish(3, None)
+                await saving._finish(3, folder, None)
                 await publisher.send(1)
                 updated = await update.await_()
                 score = await replaying().ascore(Trajectory("test/E-v0", Task("t", 0)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from train_batches import make_batch, toy_optim
 
+from agentrl.cluster import shared_folder
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -160,6 +161,36 @@ def test_a_disk_that_fills_up_in_the_background(tiny: str, tmp_path: Path, how: 
         assert bench.steps() == [1]
         assert [path.name for path in bench.folder.checkpoints.iterdir()] == ["step_000001"]
         assert await bench.saver.load() and bench.ledger.version == 1
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_part_that_a_rank_wrote_to_a_disk_of_its_own_is_no_checkpoint(
+    tiny: str, tmp_path: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_folder, "PATIENCE", 0.1)
+
+    async def body() -> None:
+        bench = Bench(tiny, tmp_path, asynchronous=asynchronous)
+        own = {"rng_1.pt": 5, "__1_0.distcp": 7}
+
+        async def seen(function: Any, folder: str) -> list[Any]:  # of two ranks, the second on a machine of its own
+            here = function(folder)
+            assert Path(folder).is_absolute() and {"rng_0.pt", "meta.json", ".metadata"} < set(here.files)
+            return [here, shared_folder.Seen("node-b (10.0.0.2)", own)]
+
+        bench.learner.actors.in_processes = seen
+        with pytest.raises(
+            CheckpointError, match=r"the actor's checkpoint: __1_0.distcp \(2 of 2 files\), which rank 1 .*node-b"
+        ):
+            await bench.save(1)
+            await bench.saver.wait()
+        assert bench.steps() == [] and not [*bench.folder.checkpoints.iterdir()]
+        own.clear()
+        await bench.save(1)
+        await bench.saver.wait()
+        assert bench.steps() == [1]
 
     asyncio.run(body())
 
