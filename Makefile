@@ -51,7 +51,8 @@ oracles: $(BIN)/.test
 	AGENTRL_ORACLE_CASES=10000 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 tests/algorithm/oracles $(ARGS)
 
 proofs: $(BIN)/.test
-	AGENTRL_PROOFS=1 $(BIN)/python -m pytest tests/e2e/test_unlit_paths.py tests/train/test_ranks.py tests/train/test_parallel.py $(ARGS)
+	AGENTRL_PROOFS=1 $(BIN)/python -m pytest tests/e2e/test_unlit_paths.py tests/train/test_ranks.py tests/train/test_parallel.py \
+		tests/backends/test_vllm_older.py $(ARGS)
 
 # On a card: each part takes less than 9 minutes, and none needs a network. Elsewhere the tests say why they are skipped.
 gpu:

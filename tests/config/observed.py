@@ -211,6 +211,8 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
         engine: Any = engines.make_engine("vllm", "model", config)
         for name, module in modules.items():
             patch.setitem(__import__("sys").modules, name, module)
+        patch.setattr("agentrl.backends.vllm.actor.check_calls", lambda: None)
+        patch.setattr("agentrl.backends.vllm.actor.tells_versions", lambda: True)
         asyncio.run(VllmActor(engine._replicas._options).start())
     keeper = engine._replicas
     return {

@@ -1,5 +1,5 @@
 """One vLLM replica: AsyncLLM inside a Ray actor. Everything that depends on vLLM's version or build is in
-this file, in `options.py`, `worker.py` and `logprobs.py`."""
+this file, in `options.py`, `version.py`, `worker.py` and `logprobs.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import asyncio
 import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ import numpy.typing as npt
 from agentrl.backends.adapters import write_adapter
 from agentrl.backends.vllm.pace import Pace, Told
 from agentrl.backends.vllm.request_batcher import Answers, Request, answered
+from agentrl.backends.vllm.segments import SegmentedRequest, Segments
+from agentrl.backends.vllm.version import check_calls, tells_versions
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import EngineStats, Finish, Generation, Sampling
 from agentrl.weights.bucket import PlainBucket
@@ -37,59 +38,63 @@ class VllmActor:
         """`options`: keyword arguments for vLLM's AsyncEngineArgs."""
         self._options = options
         self._engine: Any = None
-        self._requests: dict[str, set[str]] = {}
+        self._requests: dict[str, dict[str, SegmentedRequest]] = {}
         self._prompt_tokens = self._cached_tokens = self._sampled_tokens = 0
         self._version = 0
         self._lora: Any = None
         self._lora_folder: tempfile.TemporaryDirectory[str] | None = None
 
     async def start(self) -> int:
-        """Load the model; returns the process id."""
+        """Load the model; returns the process id. Raises DependencyError for a vLLM that lacks a call that is made here."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        check_calls()
+        self._spans = tells_versions()
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._options))
+        self._segments = Segments(lambda requests: self._engine.abort(requests))
         self._pace = Pace(lambda: list(self._engine.output_processor.request_states.values()))
         self._looking = asyncio.create_task(self._pace.run())
-        await self._engine.update_weight_version("0")
+        await self._set_version(0)
         return os.getpid()
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, request_id: str) -> Generation:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=None if sampling.seed is None else sampling.seed % 2**63,
-            stop_token_ids=list(sampling.stop_token_ids),
-            # Only the renderer knows which tokens end a turn; vLLM's own idea comes from the model's files and may differ.
-            ignore_eos=True,
-            detokenize=False,
-            # Of the sampled token alone; each further one would be computed and sent for every token.
-            logprobs=0,
-            # An output per token would wake the event loop for each; progress is read from vLLM's states (pace.py).
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        self._requests.setdefault(request_key, set()).add(request_id)
-        final, active_s = None, 0.0
+        request = self._requests.setdefault(request_key, {}).setdefault(request_id, SegmentedRequest())
+        finish: Finish = "abort"
         try:
-            prompt = {"prompt_token_ids": list(token_ids)}
+            while await self._segments.enter(request_id, request):
+                finish, cut = await self._sample(token_ids, sampling, request_id, request)
+                if finish != "abort" or not cut or request.stopped.is_set():
+                    break
+        finally:
+            self._segments.leave(request_id)
+            self._requests[request_key].pop(request_id, None)
+            if not self._requests[request_key]:
+                del self._requests[request_key]
+        self._prompt_tokens += len(token_ids)
+        return request.over(finish)
+
+    async def _sample(
+        self, token_ids: Sequence[int], sampling: Sampling, request_id: str, request: SegmentedRequest
+    ) -> tuple[Finish, bool]:
+        """One request to vLLM, for the rest of `request`: how it ended, and whether that was for an update of the weights."""
+        final = None
+        try:
+            prompt = {"prompt_token_ids": [*token_ids, *request.token_ids]}
+            params = _params(request.rest(sampling))
             async for output in self._engine.generate(prompt, params, request_id, lora_request=self._lora):
                 final = output
         except Exception as problem:  # the caller decides by the type: a dead engine means another replica may retry
             kind = ReplicaDeadError if self._engine.errored else EngineError
             raise kind(f"{type(problem).__name__}: {problem}") from None
         finally:
-            active_s = self._pace.over(request_id)
-            self._requests[request_key].discard(request_id)
-            if not self._requests[request_key]:
-                del self._requests[request_key]
+            request.active_s += self._pace.over(request_id)
+            cut = self._segments.leave(request_id)
         if final is None:
             raise EngineError(f"vLLM gave no output for request {request_id}")
-        return replace(self._read(final, len(token_ids)), active_s=active_s)
+        part = self._read(final)
+        request.add(part)
+        return part.finish, cut
 
     async def generate_many(self, requests: Sequence[Request]) -> AsyncIterator[Answers]:
         """`generate` for each, with the answers as they arrive (see request_batcher.py)."""
@@ -98,12 +103,15 @@ class VllmActor:
 
     async def pause(self) -> None:
         """Stop after the current step and drop all caches: running requests are computed again after `resume`."""
+        if not self._spans:
+            await self._segments.close()
         await self._engine.pause_generation(mode="keep", clear_cache=True)
         self._pace.pause(True)
 
     async def resume(self) -> None:
         await self._engine.resume_generation()
         self._pace.pause(False)
+        self._segments.open()
 
     async def begin_update(self) -> None:
         await self._engine.collective_rpc("agentrl_begin")
@@ -138,27 +146,40 @@ class VllmActor:
         # Requests name the loaded adapter; its folder must stay in case a worker has to load it again.
         self._lora, self._lora_folder = LoRARequest("policy", 1, folder.name), folder
         await self._engine.reset_prefix_cache()  # keys and values of the old adapter
-        await self._engine.update_weight_version(str(version))
-        self._version = version
+        await self._set_version(version)
 
     async def end_update(self, version: int | None) -> None:
         """End the update; `version` is None if it failed."""
         await self._engine.collective_rpc("agentrl_end")
         await self._engine.reset_prefix_cache()
         if version is not None:
+            await self._set_version(version)
+
+    async def _set_version(self, version: int) -> None:
+        self._version = version
+        if self._spans:
             await self._engine.update_weight_version(str(version))
-            self._version = version
 
     async def abort(self, request_key: str) -> None:
-        for request_id in list(self._requests.get(request_key, ())):
+        for request_id, request in list(self._requests.get(request_key, {}).items()):
+            request.stopped.set()
             await self._engine.abort(request_id)
 
     async def cancel(self, request_id: str) -> None:
+        for requests in self._requests.values():
+            if request_id in requests:
+                requests[request_id].stopped.set()
         await self._engine.abort(request_id)
 
     async def progress(self) -> Told:
-        """The progress of each request."""
-        return self._pace.told()
+        """The progress of each request, its earlier segments included."""
+        told = self._pace.told()
+        for requests in self._requests.values():
+            for name, request in requests.items():
+                if request.segments:
+                    active_s, tokens = told.get(name, (0.0, 0))
+                    told[name] = (active_s + request.active_s, tokens + len(request.token_ids))
+        return told
 
     async def stats(self) -> EngineStats:
         """Tokens are counted as they are sampled, not only when a request finishes; a request counts as waiting until
@@ -180,17 +201,43 @@ class VllmActor:
             self._engine.shutdown()
             self._engine = None
 
-    def _read(self, output: Any, prompt_tokens: int) -> Generation:
+    def _read(self, output: Any) -> Generation:
         completion = output.outputs[0]
         ids = list(completion.token_ids)
         logprobs = [entry[token].logprob for token, entry in zip(ids, completion.logprobs or [], strict=True)]
-        # A publish in the middle of a request splits its tokens into spans, one per weights version.
-        versions: list[int] = []
-        for span in completion.weight_versions or []:
-            versions += [int(span.version)] * (span.end - span.start)
+        versions = self._versions(completion, len(ids))
         if len(versions) != len(ids):
             raise EngineError(f"vLLM reported a weights version for {len(versions)} of {len(ids)} tokens")
-        self._prompt_tokens += prompt_tokens
         self._cached_tokens += output.num_cached_tokens or 0
         self._sampled_tokens += len(ids)
         return Generation(ids, logprobs, versions, _FINISH[completion.finish_reason])
+
+    def _versions(self, completion: Any, count: int) -> list[int]:
+        """The version of each token: a publish in the middle of a request splits its tokens into spans, one per version."""
+        if not self._spans:
+            return [self._version] * count  # all of one version (segments.py), and the weights change only when none is inside
+        versions: list[int] = []
+        for span in completion.weight_versions or []:
+            versions += [int(span.version)] * (span.end - span.start)
+        return versions
+
+
+def _params(sampling: Sampling) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=None if sampling.seed is None else sampling.seed % 2**63,
+        stop_token_ids=list(sampling.stop_token_ids),
+        # Only the renderer knows which tokens end a turn; vLLM's own idea comes from the model's files and may differ.
+        ignore_eos=True,
+        detokenize=False,
+        # Of the sampled token alone; each further one would be computed and sent for every token.
+        logprobs=0,
+        # An output per token would wake the event loop for each; progress is read from vLLM's states (pace.py).
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

