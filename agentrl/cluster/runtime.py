@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,12 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
 
     started_here = not ray.is_initialized()
     if started_here:
-        with tempfile.TemporaryDirectory(prefix="agentrl-shelf-") as staged:
-            _init(address, _join(address, Path(staged)) if address else _local(object_store_bytes))
+        if address:
+            with tempfile.TemporaryDirectory(prefix="agentrl-shelf-") as staged:
+                _init(address, _join(address, Path(staged)))
+        else:
+            with _environment(worker_env()):
+                _init(None, _local(object_store_bytes))
     have = ray.cluster_resources().get("CPU", 0.0)
     if need_cpus > have:
         if started_here:
@@ -75,7 +81,6 @@ def _local(object_store_bytes: int | None) -> dict[str, Any]:
         # Ray would count the machine's cores, also those that this process must not use.
         "num_cpus": usable_cpus(),
         "include_dashboard": False,
-        "runtime_env": {"env_vars": worker_env()},
     }
     if object_store_bytes:
         options["object_store_memory"] = object_store_bytes
@@ -85,6 +90,22 @@ def _local(object_store_bytes: int | None) -> dict[str, Any]:
     if folder is not None:
         options["_temp_dir"] = folder
     return options
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """With these variables in this process's environment, which a Ray that starts here passes on to its workers. As Ray's
+    `runtime_env` they would make the workers useless that Ray starts in advance: each would be started a second time."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _join(address: str, staged: Path) -> dict[str, Any]:

@@ -31,11 +31,11 @@ import os
 from agentrl.cluster.launch import launch
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config.schema import ClusterConfig
-from cluster_workers import Summing
+from collective_worker import Adding
 start_ray(ClusterConfig(), object_store_bytes=128 << 20)
 import ray
-with launch(Summing, world_size=2, num_cpus=0.5) as group:
-    print("RESULT", ray.util.get_node_ip_address(), group.run_all(Summing.total, 1.0), os.environ["GLOO_SOCKET_IFNAME"])
+with launch(Adding, world_size=2, num_cpus=0.5) as group:
+    print("RESULT", ray.util.get_node_ip_address(), group.run_all(Adding.total, 1.0), os.environ["GLOO_SOCKET_IFNAME"])
 stop_ray()
 """
 

@@ -253,3 +253,14 @@ async def test_the_loop_answers_while_a_batch_is_split_shipped_and_put_together_
     out = await four.arun(Plain.double_balanced, ragged_batch([3, 1, 4, 1, 5]))
     task.cancel()
     assert out["id"].tolist() == list(range(5)) and alive == [True] * 6
+
+
+def test_what_workers_get_does_not_stay_in_the_drivers_environment(monkeypatch):
+    from agentrl.cluster.runtime import _environment
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("AGENTRL_PATH", raising=False)
+    with pytest.raises(OSError), _environment({"OMP_NUM_THREADS": "1", "AGENTRL_PATH": "/shelf"}):
+        assert (os.environ["OMP_NUM_THREADS"], os.environ["AGENTRL_PATH"]) == ("1", "/shelf")
+        raise OSError
+    assert os.environ["OMP_NUM_THREADS"] == "7" and "AGENTRL_PATH" not in os.environ

@@ -1,0 +1,23 @@
+"""A worker that enters a collective, in a module that imports little: a process of it starts in half the time of one of
+`cluster_workers.py`, which imports tensordict."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from agentrl.cluster.dispatch import Broadcast, Strategy
+from agentrl.cluster.worker import Worker
+
+
+class Adding(Worker):
+    """Adds over all ranks."""
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {"total": Broadcast()}
+
+    def total(self, value: float) -> float:
+        import torch
+
+        self.init_process_group(timeout=60)
+        tensor = torch.tensor([value * (self.rank + 1)])
+        torch.distributed.all_reduce(tensor)
+        return float(tensor)
