@@ -66,8 +66,8 @@ def split(sampling):
 
 async def replicas(places):
     vllm_replicas.VllmActor = Replica
-    cfg = VllmConfig(replicas=2, call_timeout=30.0, max_respawns=0)
-    started = vllm_replicas.Replicas({}, cfg, startup_timeout=90.0, catch_up=None, ray_options=places)
+    cfg = VllmConfig(replicas=2, call_timeout=30.0, startup_timeout=90.0, max_respawns=0)
+    started = vllm_replicas.Replicas({}, cfg, cuda=False, catch_up=None, ray_options=places)
     await started.start()
     return [await started.ask(one, "node") for one in started.alive()]
 
