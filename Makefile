@@ -14,7 +14,7 @@ help:
 	@echo "make quickstart        an agent learns to use tools (ARGS='seed=1 engine=vllm')"
 	@echo "make test              the whole suite, in two processes (ARGS='-k ledger' WORKERS=0)"
 	@echo "make oracles           every estimator and loss against its oracle, 10,000 random batches each"
-	@echo "make proofs            the suite's long forms: more kills, more updates"
+	@echo "make proofs            the long forms of tests: more kills, more updates, more layouts"
 	@echo "make gpu               the tests and benchmarks of a GPU, with the python on the path (PYTHON=...)"
 	@echo "make gpu-rehearsal     the same on a CPU in tiny shapes: that they run, not how fast"
 	@echo "make faults            each known fault alone: do its tests see it? (ARGS='-k entropy')"
