@@ -1,6 +1,6 @@
 """`agentrl train --dry-run`: all checks, and the memory of every role on every device, counted before anything starts.
 
-Roles that share a device take turns, so its peak is what all of them hold between turns and what the largest turn needs.
+Roles that share a device take turns, so its peak is what the largest turn needs, beside what the other roles hold meanwhile.
 """
 
 from __future__ import annotations
@@ -17,23 +17,27 @@ from agentrl.errors import ResourceError
 from agentrl.run.checks import check_config, check_train
 from agentrl.run.engines import engine_name, maker_of
 from agentrl.run.placement import roles_of
+from agentrl.train.attention import varlen_takes_groups
 from agentrl.train.fsdp import Role
+from agentrl.train.learner import offloads
 from agentrl.train.memory import RoleMemory, count, numbers, shell, token_bytes, width
 from agentrl.train.pretrained import head_dim, model_context
 
 GIB = 1 << 30
 MODULE_OF: dict[str, Role] = {"actor": "policy", "reference": "policy", "critic": "value", "reward_model": "score"}
-COLUMNS = ("weights", "optimizer", "gradients", "gathered", "cache")
+COLUMNS = ("weights", "optimizer", "gradients", "gathered", "activations", "working", "cache")
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A role on a device: its part of the memory there. `device`: the pool or the role whose processes it uses."""
+    """A role on a device: its part of the memory there. `device`: the pool or the role whose processes it uses; `rests`: whether
+    it gives its memory back between its turns."""
 
     role: str
     device: str
     ranks: int
     memory: RoleMemory
+    rests: bool
 
 
 def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
@@ -50,10 +54,11 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
     placed = memory_of(config, total)
     table = table_of(placed)
     lines = []
-    for device, peak, limit in peaks(placed, total):
-        lines.append(f"{device}: {peak / GIB:.1f} of {limit / GIB:.1f} GiB")
-        if peak > limit:
-            raise ResourceError(f"{device} needs {peak / GIB:.1f} GiB and has {limit / GIB:.1f} GiB\n{table}")
+    for peak in peaks(placed, total):
+        said = f"{peak.device}: {peak.size / GIB:.1f} of {peak.limit / GIB:.1f} GiB, in the turn of {peak.role}"
+        lines.append(said)
+        if peak.size > peak.limit:
+            raise ResourceError(f"{said}: it does not fit; {advice(config, placed, peak)}\n{table}")
     return "\n".join([table, *lines])
 
 
@@ -74,10 +79,11 @@ def card_bytes() -> int | None:
 
 
 def memory_of(config: TrainConfig, card: int | None) -> list[Placed]:
-    """Every role of the run and what it takes on one of its devices."""
+    """Every role of the run and what it takes on one of its devices: cards of `card` bytes, or host memory."""
     engine, dtype = engine_name(config), config.model.computes_in(card is not None)
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-    found = [_trained(config, role) for role in roles_of(config, engine) if role != "rollout"]
+    grouped = card is not None and dtype != "float32" and varlen_takes_groups()
+    found = [_trained(config, role, grouped) for role in roles_of(config, engine) if role != "rollout"]
     maker = maker_of(engine, config)
     model = shell(config.model.model_copy(update={"lora": None}))
     weights = numbers(model.parameters()) * width(dtype)
@@ -86,11 +92,12 @@ def memory_of(config: TrainConfig, card: int | None) -> list[Placed]:
         processes = maker.processes()
         ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)
         memory = RoleMemory(weights=taken.weights, cache=taken.cache)
-        found.append(Placed("rollout", _device(config, "rollout", own=processes is not None), ranks, memory))
+        own = processes is not None and not config.rollout.colocate
+        found.append(Placed("rollout", _device(config, "rollout", own), ranks, memory, config.rollout.colocate))
     return found
 
 
-def _trained(config: TrainConfig, role: str) -> Placed:
+def _trained(config: TrainConfig, role: str, grouped: bool) -> Placed:
     device = _device(config, role)
     pool = config.cluster.pools.get(device)
     ranks = config.cluster.actors if pool is None else pool.nodes * pool.per_node
@@ -98,8 +105,12 @@ def _trained(config: TrainConfig, role: str) -> Placed:
         "critic": config.critic.path if config.critic is not None else None,
         "reward_model": config.reward_model.path if config.reward_model is not None else None,
     }
-    module = shell(config.model, MODULE_OF[role], paths.get(role))
-    return Placed(role, device, ranks, count(module, config.model, ranks, trained=role in ("actor", "critic")))
+    # A reward model has neither adapters nor shared tokens (train/reward_model.py).
+    plain = {"lora": None, "sequence_parallel": 1} if role == "reward_model" else {}
+    model = config.model.model_copy(update=plain)
+    module = shell(model, MODULE_OF[role], paths.get(role), grouped=grouped)
+    memory = count(module, model, ranks, config.optim.micro_tokens, trained=role in ("actor", "critic"))
+    return Placed(role, device, ranks, memory, offloads(config))
 
 
 def _device(config: TrainConfig, role: str, own: bool = False) -> str:
@@ -110,27 +121,62 @@ def _device(config: TrainConfig, role: str, own: bool = False) -> str:
     return pools.get(role) or (role if own else pools.get("actor", "actor"))
 
 
-def peaks(placed: list[Placed], card: int | None) -> list[tuple[str, int, int]]:
-    """Each device: its name, its peak and its limit in bytes. Without cards there is one device, this machine's memory, for all
-    ranks together."""
-    devices = dict.fromkeys(one.device for one in placed)
-    peak = {name: _peak([one for one in placed if one.device == name]) for name in devices}
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that a device must hold: `size` bytes of `limit`, in the turn of `role`."""
+
+    device: str
+    role: str
+    size: int
+    limit: int
+
+
+def peaks(placed: list[Placed], card: int | None) -> list[Peak]:
+    """Each device's peak. Without cards there is one device, this machine's memory, for all ranks together."""
+    devices = {name: [one for one in placed if one.device == name] for name in dict.fromkeys(one.device for one in placed)}
+    turns = {name: max((turn_of(one, beside), one.role) for one in beside) for name, beside in devices.items()}
     if card is not None:
-        return [(name, size, card) for name, size in peak.items()]
-    ranks = {name: max(one.ranks for one in placed if one.device == name) for name in devices}
-    return [("host memory", sum(peak[name] * ranks[name] for name in devices), psutil.virtual_memory().available)]
+        return [Peak(name, role, size, card) for name, (size, role) in turns.items()]
+    ranks = {name: max(one.ranks for one in beside) for name, beside in devices.items()}
+    total = sum(size * ranks[name] for name, (size, _) in turns.items())
+    return [Peak("host memory", max(turns.values())[1], total, psutil.virtual_memory().available)]
 
 
-def _peak(beside: list[Placed]) -> int:
-    return sum(one.memory.held for one in beside) + max(one.memory.turn for one in beside)
+def turn_of(one: Placed, beside: list[Placed]) -> int:
+    """Bytes on a device in the turn of one of its roles: its own, and what those hold that do not give their memory back."""
+    return one.memory.held + one.memory.turn + sum(o.memory.held for o in beside if o is not one and not o.rests)
+
+
+def advice(config: TrainConfig, placed: list[Placed], peak: Peak) -> str:
+    """Which keys make a device's peak smaller, largest part first."""
+    beside = [one for one in placed if one.device == peak.device or peak.device == "host memory"]
+    [one] = [one for one in beside if one.role == peak.role]
+    memory, ways = one.memory, []
+    if memory.activations + memory.working:
+        thin = "" if memory.checkpoints else "set model.activation_checkpointing = true, "
+        ways.append((memory.activations + memory.working, f"{thin}lower optim.micro_tokens = {config.optim.micro_tokens}"))
+    if memory.gradients and not memory.shards_gradients and one.ranks > 1:
+        ways.append((memory.gradients, "set model.shard_gradients = true"))
+    if memory.optimizer:
+        replicas = f"lower model.replicas = {config.model.replicas}, " if config.model.replicas > 1 else ""
+        more = f"{replicas}raise cluster.actors = {one.ranks}, train adapters ([model.lora]), or set model.cpu_offload = true"
+        ways.append((memory.weights + memory.optimizer, more))
+    if memory.cache:
+        keys = maker_of(engine_name(config), config).processes()
+        ways.append((memory.cache, f"lower {' or '.join(keys.lower) if keys else 'rollout.max_episodes'}"))
+    waiting = sum(o.memory.held for o in beside if o is not one and not o.rests)
+    if waiting:
+        engine = "rollout.colocate = true, " if any(o.role == "rollout" and not o.rests for o in beside) else ""
+        ways.append((waiting, f'set {engine}model.offload = "idle", or give roles pools of their own (cluster.roles)'))
+    return "; ".join(text for _, text in sorted(ways, reverse=True))
 
 
 def table_of(placed: list[Placed]) -> str:
-    """The memory of every role on one of its devices, in GiB."""
-    rows: list[tuple[str, ...]] = [("device", "role", "ranks", *COLUMNS)]
+    """The memory of every role on one of its devices, in GiB; `all`: in its turn, without other roles."""
+    rows: list[tuple[str, ...]] = [("device", "role", "ranks", *COLUMNS, "all")]
     for one in placed:
-        sizes = [getattr(one.memory, column) / GIB for column in COLUMNS]
-        rows.append((one.device, one.role, str(one.ranks), *(f"{size:.2f}" for size in sizes)))
+        sizes = [*(getattr(one.memory, column) for column in COLUMNS), one.memory.held + one.memory.turn]
+        rows.append((one.device, one.role, str(one.ranks), *(f"{size / GIB:.2f}" for size in sizes)))
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(["memory on each device, GiB", *lines])

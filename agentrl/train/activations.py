@@ -24,15 +24,17 @@ COUNTED = "agentrl_counted"
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes of one micro-batch: `saved` in all, of which the layers save `layers`, and the largest of them `layer`; `inputs`:
+    """Bytes of one micro-batch: `saved` in all, of which the layers save `layers`, the largest of them `layer`, and in one tensor at most `largest`; `inputs`:
     what checkpointing keeps of the layers instead; `logits`: of one chunk in the head's backward pass, with the gradient
-    of its weights."""
+    of its weights; `chunk`: of one in a forward pass alone."""
 
     saved: int
     layers: int
     layer: int
+    largest: int
     inputs: int
     logits: int
+    chunk: int
 
     @property
     def checkpointed(self) -> int:
@@ -40,8 +42,9 @@ class Activations:
         return self.saved - self.layers + self.inputs
 
     def working(self, checkpoints: bool) -> int:
-        """The most that exists besides what is saved: a chunk of logits, or with checkpointing a layer that is computed again."""
-        return max(self.logits, self.layer) if checkpoints else self.logits
+        """The most that comes and goes besides what is saved: a chunk of logits, or the gradients of a layer's results (two of
+        the largest at once), with checkpointing beside those results."""
+        return max(self.logits, 2 * self.largest + (self.layer if checkpoints else 0))
 
 
 def count_activations(module: nn.Module, tokens: int, dtype: torch.dtype) -> Activations:
@@ -64,7 +67,9 @@ def count_activations(module: nn.Module, tokens: int, dtype: torch.dtype) -> Act
     sizes = [after - before for before, after in zip(marks[1::2], marks[2::2], strict=True)]
     width = module.get_parameter(next(name for name, _ in module.named_parameters())).element_size()
     hidden = int(_text(module).hidden_size)
-    return Activations(kept.total, sum(sizes), max(sizes), len(layers) * tokens * hidden * width, _logits(module, tokens, width))
+    return Activations(
+        kept.total, sum(sizes), max(sizes), kept.largest, len(layers) * tokens * hidden * width, *_logits(module, tokens, width)
+    )
 
 
 class _Kept:
@@ -72,13 +77,14 @@ class _Kept:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._seen: dict[int, Any] = {p.untyped_storage()._cdata: None for p in parameters}
-        self.total = 0
+        self.total = self.largest = 0
 
     def pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._seen:
             self._seen[storage._cdata] = storage  # held, so that no other takes its place in memory
             self.total += storage.nbytes()
+            self.largest = max(self.largest, storage.nbytes())
         return tensor
 
 
@@ -96,14 +102,14 @@ def _forward(module: nn.Module, micro: Micro) -> Any:
     return module(micro, 1.0, True) if isinstance(module, PolicyModule) else module(micro)
 
 
-def _logits(module: nn.Module, tokens: int, width: int) -> int:
-    """As `_ChunkedLogprobs.backward` has them at once: the logits as computed, log p, p and two terms of the gradient, its
-    cast; and the float32 gradient of the output embedding, with its cast."""
+def _logits(module: nn.Module, tokens: int, width: int) -> tuple[int, int]:
+    """`Activations.logits` and `.chunk`, as `_ChunkedLogprobs` has them at once: the logits as computed and as float32, and p;
+    in the backward pass also two terms of the gradient, and the float32 gradient of the output embedding with its cast."""
     if not isinstance(module, PolicyModule):
-        return 0
+        return 0, 0
     weight = module.hf.get_output_embeddings().weight
-    chunk = min(CHUNK, tokens) * len(weight) * (4 * 4 + width)
-    return chunk + (weight.numel() * (4 + width) if weight.requires_grad else 0)
+    cells = min(CHUNK, tokens) * len(weight)
+    return cells * (4 * 4 + width) + (weight.numel() * (4 + width) if weight.requires_grad else 0), cells * (2 * 4 + width)
 
 
 class _CountedAttention(torch.autograd.Function):

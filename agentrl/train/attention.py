@@ -165,7 +165,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: f
 
     grouped: dict[str, Any] = {}
     if q.shape[1] != k.shape[1]:
-        if _varlen_takes_groups():
+        if varlen_takes_groups():
             grouped = {"enable_gqa": True}
         else:
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
@@ -177,7 +177,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: f
 
 
 @cache
-def _varlen_takes_groups() -> bool:
+def varlen_takes_groups() -> bool:
     """Whether this torch's kernel takes fewer key heads than query heads; torch 2.11's does not say that it does."""
     from torch.nn.attention.varlen import varlen_attn
 

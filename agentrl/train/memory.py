@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from agentrl.config.schema import ModelConfig
+from agentrl.errors import ModelError
+from agentrl.train.activations import count_activations, counted_attention
 from agentrl.train.by_size import by_size
 from agentrl.train.fsdp import MODULES, Role, layers_of
 from agentrl.train.lora import inject
@@ -30,13 +32,19 @@ GATHERED = 3
 @dataclass(frozen=True, slots=True)
 class RoleMemory:
     """Bytes on one rank. `weights`, `optimizer` and an engine's `cache` stay between the role's turns; the others exist during
-    a turn: `gathered` are unsharded layers and the buffers of their gradients' reduction."""
+    a turn: `gathered` are unsharded layers and the buffers of their gradients' reduction, `activations` what a micro-batch
+    keeps for its backward pass, and `working` the most of what comes and goes in it (logits of a chunk, a layer that is
+    computed again). `checkpoints`: whether layers are."""
 
     weights: int = 0
     optimizer: int = 0
     gradients: int = 0
     gathered: int = 0
+    activations: int = 0
+    working: int = 0
     cache: int = 0
+    checkpoints: bool = False
+    shards_gradients: bool = False
 
     @property
     def held(self) -> int:
@@ -46,31 +54,47 @@ class RoleMemory:
     @property
     def turn(self) -> int:
         """What a turn needs in addition."""
-        return self.gradients + self.gathered
+        return self.gradients + self.gathered + self.activations + self.working
 
 
-def shell(cfg: ModelConfig, role: Role = "policy", path: str | None = None) -> nn.Module:
-    """The role's module on the meta device; `path` instead of `model.path` if given. Raises ModelError, DependencyError."""
+def shell(cfg: ModelConfig, role: Role = "policy", path: str | None = None, *, grouped: bool = True) -> nn.Module:
+    """The role's module on the meta device; `path` instead of `model.path` if given. `grouped`: as of `counted_attention`.
+
+    Raises ModelError, DependencyError."""
     with torch.device("meta"):
         source = cfg if path is None else cfg.model_copy(update={"path": path, "init": None})
-        model = meta_model(source, classifier=role == "score")
+        model = meta_model(source, classifier=role == "score", attn_implementation=counted_attention(grouped))
         if cfg.lora is not None and role != "score":
             inject(model, cfg.lora)
-        return MODULES[role](model)
+        return MODULES[role](model).train()
 
 
-def count(module: nn.Module, cfg: ModelConfig, ranks: int, *, trained: bool) -> RoleMemory:
-    """The memory of a role with `ranks` ranks, on one of them. `trained`: whether it has gradients and an optimizer."""
+def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, *, trained: bool) -> RoleMemory:
+    """The memory of a role with `ranks` ranks, on one of them. `cfg.dtype` is set; `tokens`: of a micro-batch; `trained`: whether
+    the role has gradients and an optimizer. Raises ModelError if the model's forward pass cannot be counted."""
     shards = ranks // cfg.replicas
     parameters = list(module.parameters())
-    own = _local(parameters, shards)
     learning = [p for p in parameters if p.requires_grad] if trained else []
-    shard_gradients = by_size(cfg.shard_gradients, numbers(learning))
+    size = numbers(p for name, p in module.named_parameters() if ".lora_" not in name)
+    checkpoints, shards_gradients = by_size(cfg.activation_checkpointing, size), by_size(cfg.shard_gradients, numbers(learning))
+    own = {"weights": MASTER * _local(parameters, shards), "optimizer": ADAMW * _local(learning, shards)}
+    sharded = MASTER * _local(learning, shards)
+    if cfg.cpu_offload:
+        own, sharded = {}, 0
+    try:
+        found = count_activations(module, math.ceil(tokens / cfg.sequence_parallel), getattr(torch, cfg.dtype or "float32"))
+    except RuntimeError as error:
+        raise ModelError(f"the activations of {type(module).__name__} cannot be counted: {error}") from error
+    kept = found.checkpointed if checkpoints else found.saved
     return RoleMemory(
-        weights=MASTER * own,
-        optimizer=ADAMW * _local(learning, shards),
-        gradients=MASTER * (_local(learning, shards) if shard_gradients else numbers(learning)),
-        gathered=_gathered(module, cfg, trained) if ranks > 1 or cfg.computes_in(torch.cuda.is_available()) != "float32" else 0,
+        **own,
+        gradients=sharded if shards_gradients else MASTER * numbers(learning),
+        gathered=_gathered(module, cfg, trained) if ranks > 1 or cfg.dtype != "float32" else 0,
+        activations=kept if trained else 0,
+        # Without a backward pass nothing is kept, and at most about one layer's results are there at once.
+        working=found.working(checkpoints) if trained else max(found.layer, found.chunk),
+        checkpoints=checkpoints and trained,
+        shards_gradients=shards_gradients and trained,
     )
 
 
@@ -85,7 +109,7 @@ def _local(parameters: Iterable[nn.Parameter], shards: int) -> int:
 
 
 def _gathered(module: nn.Module, cfg: ModelConfig, trained: bool) -> int:
-    size = width(cfg.computes_in(torch.cuda.is_available()))
+    size = width(cfg.dtype)
     layers = [list(layer.parameters()) for layer in layers_of(module)]
     inside = {id(p) for layer in layers for p in layer}
     root = [p for p in module.parameters() if id(p) not in inside]
@@ -93,8 +117,12 @@ def _gathered(module: nn.Module, cfg: ModelConfig, trained: bool) -> int:
     held = size * (numbers(root) + GATHERED * numbers(largest))
     if not trained:
         return held
-    # The gradients of one group of parameters at a time: as computed, and as float32 in the buffer of their reduction.
-    return held + (size + MASTER) * max(numbers(p for p in group if p.requires_grad) for group in (root, largest))
+    # Gradients of a layer, as computed and as float32 in the buffer of their reduction; those outside of layers until the end.
+    return held + (size + MASTER) * _learning(largest) + size * _learning(root)
+
+
+def _learning(parameters: Iterable[nn.Parameter]) -> int:
+    return numbers(p for p in parameters if p.requires_grad)
 
 
 def token_bytes(model: Any, dtype: str) -> int:
@@ -105,6 +133,6 @@ def token_bytes(model: Any, dtype: str) -> int:
     return 2 * int(text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * size) * width(dtype)
 
 
-def width(dtype: str) -> int:
+def width(dtype: str | None) -> int:
     """Bytes of a number of the computation."""
     return 4 if dtype == "float32" else 2

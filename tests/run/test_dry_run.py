@@ -10,7 +10,9 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
-from agentrl.run.dry_run import GIB, Placed, memory_of
+from agentrl.run.dry_run import GIB, Peak, Placed, advice, memory_of, peaks
+from agentrl.train import by_size
+from agentrl.train.memory import RoleMemory
 
 LAYERS, HIDDEN, MLP, HEADS, KV, SIZE, WORDS = 4, 64, 96, 4, 2, 16, 1000
 LAYER = HIDDEN * (2 * HEADS * SIZE + 2 * KV * SIZE) + 3 * HIDDEN * MLP + 2 * HIDDEN + 2 * SIZE
@@ -45,6 +47,66 @@ def test_the_weights_of_the_actor_and_the_engine_are_counted_from_the_architectu
     assert (halves["rollout"].memory.weights, halves["actor"].ranks) == (2 * ALL, 2)
 
 
+def test_gradients_are_kept_whole_or_sharded_and_layers_are_gathered(architecture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = ("cluster.actors=4", "model.dtype=bfloat16")
+    found = placed(architecture, *many)["actor"].memory
+    # bfloat16: three layers and what is outside of them; the gradients of a layer, cast to float32 once, and those outside.
+    gathered = 2 * (ROOT + 3 * LAYER) + (2 + 4) * LAYER + 2 * ROOT
+    assert (found.gradients, found.gathered) == (4 * ALL, gathered)
+    assert placed(architecture, *many, "model.shard_gradients=true")["actor"].memory.gradients == ALL
+    monkeypatch.setattr(by_size, "LARGE", ALL)  # left open, from that size on
+    assert placed(architecture, *many)["actor"].memory.gradients == ALL
+    assert placed(architecture, *many)["actor"].memory.checkpoints
+    # With replicas each has a whole model; in the driver's process nothing is sharded or gathered.
+    assert placed(architecture, *many, "model.replicas=4")["actor"].memory.weights == 4 * ALL
+    assert placed(architecture, "cluster.backend=inline", "model.dtype=float32")["actor"].memory.gathered == 0
+    assert placed(architecture, *many, "model.cpu_offload=true")["actor"].memory.held == 0
+
+
+def test_adapters_leave_one_model_and_little_to_train(architecture: Path) -> None:
+    found = placed(architecture, "model.lora.rank=2", "algorithm.kl.coef=0.1", "model.dtype=float32")
+    assert found.keys() == {"actor", "rollout"}
+    adapters = LAYERS * 2 * (2 * (HIDDEN + HEADS * SIZE) + 2 * (HIDDEN + KV * SIZE))
+    assert found["actor"].memory.weights == 4 * (ALL + adapters)
+    assert (found["actor"].memory.optimizer, found["actor"].memory.gradients) == (8 * adapters, 4 * adapters)
+
+
+def test_a_device_holds_what_its_largest_turn_needs_beside_those_that_keep_their_memory() -> None:
+    actor = RoleMemory(weights=10, optimizer=20, gradients=5, activations=7)
+    critic = RoleMemory(weights=9, optimizer=18, gradients=4, activations=9)
+    engine = RoleMemory(weights=3, cache=30)
+
+    def found(rests: bool, engine_rests: bool) -> list[Peak]:
+        trained = [Placed("actor", "a", 2, actor, rests), Placed("critic", "a", 2, critic, rests)]
+        return peaks([*trained, Placed("rollout", "a", 2, engine, engine_rests)], 100)
+
+    assert found(False, False) == [Peak("a", "critic", 30 + 27 + 33 + 13, 100)]
+    assert found(False, True) == [Peak("a", "rollout", 30 + 27 + 33, 100)]
+    assert found(True, False) == [Peak("a", "actor", 30 + 12 + 33, 100)]
+    assert found(True, True) == [Peak("a", "actor", 30 + 12, 100)]
+    alone = [Placed("actor", "a", 2, actor, False), Placed("rollout", "b", 3, engine, False)]
+    assert [peak.size for peak in peaks(alone, 100)] == [42, 33]
+    [host] = peaks(alone, None)  # without cards all ranks of all roles are in one memory
+    assert (host.device, host.size) == ("host memory", 2 * 42 + 3 * 33)
+
+
+def test_what_does_not_fit_is_told_with_the_keys_that_help(architecture: Path) -> None:
+    base: dict[str, Any] = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"path": str(architecture)}}
+
+    def told(*overrides: str) -> str:
+        config = config_from(base, list(overrides))
+        placed = memory_of(config, GIB)
+        return advice(config, placed, peaks(placed, GIB)[0])
+
+    first, *rest = told("cluster.actors=2", "critic.lr=1e-3", "rollout.max_episodes=1").split("; ")
+    assert first == "set model.activation_checkpointing = true, lower optim.micro_tokens = 16384"
+    assert any("model.shard_gradients = true" in way for way in rest)
+    assert any("raise cluster.actors = 2" in way for way in rest)
+    assert any('rollout.colocate = true, model.offload = "idle"' in way for way in rest)
+    thin = told("model.activation_checkpointing=true", "model.shard_gradients=true", 'model.offload="idle"', "critic.lr=1e-3")
+    assert "checkpointing" not in thin and "shard_gradients" not in thin
+
+
 def test_the_command_needs_no_weights_and_refuses_what_does_not_fit(
     architecture: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -54,7 +116,8 @@ def test_the_command_needs_no_weights_and_refuses_what_does_not_fit(
     said = capsys.readouterr().out
     assert "actor" in said and "of 1.0 GiB" in said
     assert main([*asked, "--gpu-memory", "0.001"]) == 2
-    assert "0.0 GiB" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "of 0.0 GiB, in the turn of actor: it does not fit; " in said and "activations" in said
     assert main([*asked, "optim.micro_tokens=7"]) == 2  # the checks of a run
     assert "optim.micro_tokens = 7" in capsys.readouterr().err
     assert main(["train", "quickstart", "--gpu-memory", "80"]) == 2
