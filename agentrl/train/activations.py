@@ -24,9 +24,12 @@ COUNTED = "agentrl_counted"
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes of one micro-batch: `saved` in all, of which the layers save `layers`, the largest of them `layer`, and in one tensor at most `largest`; `inputs`:
-    what checkpointing keeps of the layers instead; `logits`: of one chunk in the head's backward pass, with the gradient
-    of its weights; `chunk`: of one in a forward pass alone."""
+    """Bytes of one micro-batch.
+
+    `saved` in all; of that the layers save `layers`, the largest of them `layer`, and `largest` is the largest tensor. `inputs`:
+    what checkpointing keeps of the layers instead. `logits`: of one chunk in the head's backward pass, with the gradient
+    of its weights; `chunk`: of one in a forward pass alone.
+    """
 
     saved: int
     layers: int
