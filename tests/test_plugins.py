@@ -243,7 +243,7 @@ def test_a_run_of_plugins_alone(shelf: Path) -> None:
         (["trackers=[{name='line'}]"], "did you mean 'lines'"),
         (["trackers=[{name='lines'}]"], "argument 'file' is required"),
         (["engine=far"], "engine = far cannot be trained: it is too far"),
-        (["engine=mine", "rollout.colocate=true"], 'only engine = "embedded" can sleep'),
+        (["engine=mine", "rollout.colocate=true"], 'only engine = "embedded", "vllm" can free'),
         (["engine=mine", "engine_args={slot=1}"], "did you mean 'slots'"),
         (["engine=mine", "optim.micro_tokens=299"], "optim.micro_tokens = 299: an episode may have 300 tokens"),
         (["engine=embeded"], "did you mean 'embedded'"),

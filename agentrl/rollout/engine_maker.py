@@ -123,6 +123,7 @@ ENGINES: Registry[type[EngineMaker]] = Registry(
     needs={"ray": "Ray, whatever cluster.backend says"},
     traits={
         "sleeps": "can free its memory while the actors update",
+        "keeps": "keeps its weights in host memory while it sleeps, if only adapters are published",
         "messages": "its ids are numbers of messages in a Transcript (backends/api), and no tokenizer is loaded: `make_with`",
     },
 )

@@ -14,11 +14,13 @@ from ray.exceptions import RayActorError
 from agentrl.backends.vllm import replicas
 from agentrl.backends.vllm.engine import VllmEngine
 from agentrl.backends.vllm.replicas import Replica, Replicas
-from agentrl.config.schema import VllmConfig
+from agentrl.cluster.launch import launch
+from agentrl.config.schema import VllmConfig, WeightsConfig
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import EngineStats, Generation, Sampling
+from agentrl.train.publish import Publisher
 from agentrl.weights.bucket import Bucket
-from tests.publishing import publish
+from tests.publishing import Held, Holder, publish
 
 pytestmark = pytest.mark.asyncio
 SHORT = Sampling(max_tokens=2)
@@ -42,7 +44,7 @@ class Actor:
         if self.dead or self.die_at == name:
             self.dead = True
             raise RayActorError()
-        self.calls.append(name)
+        self.calls.append((name, *args) if name in ("sleep", "wake") else name)
         if name == self.hang_at:
             await asyncio.sleep(3600)
         if name == "start" and self.hold is not None:
@@ -250,4 +252,94 @@ async def test_a_replica_that_hangs_is_replaced_and_its_requests_move(model_fold
     assert (await asyncio.wait_for(stuck, 5)).versions == [1, 1]
     assert "no answer to pause within 0.1 s" in caplog.text
     await settle(engine, 2)
+    await engine.close()
+
+
+# -- sleep (rollout.colocate) ------------------------------------------------------------------------
+
+
+async def sleeping(model_folder, **options):
+    engine = VllmEngine(model_folder, VllmConfig(max_respawns=1), sleeps=True, **options)
+    await engine.start()
+    await engine.pause()
+    await engine.sleep()
+    return engine
+
+
+async def test_it_sleeps_while_the_trainer_computes_and_wakes_in_two_stages(model_folder, model, spawned):
+    """The trainer is in the card's memory only while the engine has no cache there: the weights are of both."""
+    engine = await sleeping(model_folder)
+    log = spawned[0].calls
+
+    class Trainer(Holder):
+        def onload(self):
+            log.append("the trainer's weights come")
+
+        def offload(self):
+            log.append("the trainer's weights go")
+
+    actors = launch(Trainer, backend="inline")
+    actors.run(Trainer.hold, Held(parameters(model)))
+    publisher = Publisher(actors, engine, WeightsConfig(bucket_mib=1.0), offload=True)
+    await publisher.send(1)
+    moments = [call for call in log if call not in ("receive", "attach", "start")]
+    woken = [("wake", "weights"), "the trainer's weights come", "begin_update", "end_update", "the trainer's weights go"]
+    assert moments == ["pause", ("sleep", 2), "pause", *woken, ("wake", "kv_cache"), "resume"]
+    assert (await engine.generate([5], SHORT, "a")).versions == [1, 1]
+    await publisher.sleep()
+    assert log[-2:] == ["pause", ("sleep", 2)]
+    with pytest.raises(EngineError, match="the engine sleeps"):
+        await engine.generate([5], SHORT, "a")
+    await publisher.send(2)
+    assert (await engine.generate([5], SHORT, "a")).versions == [2, 2]
+    await publisher.close()
+    await engine.close()
+
+
+async def test_weights_that_were_discarded_are_not_sampled_from(model_folder, model, spawned):
+    engine = await sleeping(model_folder)
+    await engine.wake("cache")  # not before the weights
+    await engine.wake("weights")
+    await engine.wake("weights")
+    await engine.wake("cache")
+    assert spawned[0].calls[-2:] == [("wake", "weights"), ("wake", "kv_cache")]
+    with pytest.raises(EngineError, match="woke up and has no weights yet"):
+        await engine.generate([5], SHORT, "a")
+    await publish(engine, 3, parameters(model))
+    assert (await engine.generate([5], SHORT, "a")).versions == [3, 3]
+    await engine.close()
+
+
+async def test_weights_that_only_get_an_adapter_are_kept(model_folder, spawned):
+    engine = await sleeping(model_folder, lora_rank=8)
+    assert spawned[0].calls[-1] == ("sleep", 1)
+    await engine.wake("weights")
+    with pytest.raises(EngineError, match="no cache yet"):
+        await engine.generate([5], SHORT, "a")
+    await engine.wake("cache")
+    await engine.resume()
+    await engine.generate([5], SHORT, "a")
+    await engine.close()
+
+
+async def test_a_replica_that_is_replaced_during_the_sleep_sleeps_too(model_folder, model, spawned):
+    engine = await sleeping(model_folder)
+    await publish(engine, 1, parameters(model))
+    await engine.pause()
+    await engine.sleep()
+    spawned[0].dead = True
+    await engine.stats()  # notices it
+    await settle(engine, 1)
+    # No weights: they come with the next publish.
+    assert [call for call in spawned[1].calls if call != "stats"] == ["start", "pause", ("sleep", 2)]
+    await publish(engine, 2, parameters(model))
+    assert [call for call in spawned[1].calls if call[0] == "wake"] == [("wake", "weights"), ("wake", "kv_cache")]
+    assert (await engine.generate([5], SHORT, "a")).versions == [2, 2]
+    await engine.close()
+
+
+async def test_an_engine_that_was_not_started_for_it_does_not_sleep(model_folder, spawned):
+    engine = await started(model_folder)
+    with pytest.raises(EngineError, match="memory that can be freed"):
+        await engine.sleep()
     await engine.close()

@@ -1,15 +1,18 @@
 """The contract on real vLLM (its CPU build on a machine without GPU), in a Ray actor."""
 
+import copy
 import importlib.util
 import os
 
 import pytest
 import pytest_asyncio
-from contract import EngineContract
-from engine_models import parameters
+from contract import EngineContract, off, prompt_of
+from engine_models import changed, parameters
 
 from agentrl.backends.vllm.engine import VllmEngine
 from agentrl.config.schema import VllmConfig
+from agentrl.errors import EngineError
+from agentrl.rollout.engine import Sampling
 from tests.publishing import publish
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -49,4 +52,15 @@ def context():
 
 
 class TestVllm(EngineContract):
-    pass
+    async def test_it_wakes_in_two_stages_around_a_publish(self, engine, model, tolerance):
+        """The calls of a colocated run on real vLLM. On a CPU its workers free nothing, but its engine sleeps and wakes as on a
+        GPU: partly awake it computes nothing, and it goes on by itself once all is there."""
+        engine._sleeps = True
+        await engine.pause()
+        await engine.sleep()
+        with pytest.raises(EngineError, match="sleeps"):
+            await engine.generate(prompt_of(9), Sampling(max_tokens=4, seed=1), "a")
+        new = changed(model, seed=6)
+        await publish(engine, (await engine.stats()).version + 1, new)
+        generation = await engine.generate(prompt_of(9), Sampling(max_tokens=4, seed=1), "a")
+        assert off(copy.deepcopy(model), prompt_of(9), generation, weights=new) < tolerance

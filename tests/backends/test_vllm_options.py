@@ -147,6 +147,17 @@ def test_steps_smaller_than_a_prompt_are_refused_on_a_cpu_only(cuda: bool, qwen3
     maker(qwen3_8b, "vllm.max_num_batched_tokens=16383", "vllm.max_model_len=16383").check()
 
 
+def test_it_can_sleep_on_a_gpu_only(cuda: bool, qwen3_8b: str) -> None:
+    made = maker(qwen3_8b, "rollout.colocate=true")
+    if cuda:
+        made.check()
+        assert options_of(qwen3_8b, "rollout.colocate=true")["enable_sleep_mode"] is True
+        return
+    with pytest.raises(ConfigError, match=r"rollout.colocate: vLLM frees the memory of GPUs only.* use engine = embedded"):
+        made.check()
+    assert "enable_sleep_mode" not in options_of(qwen3_8b)
+
+
 @installed
 @pytest.mark.parametrize(
     ("args", "said"),

@@ -185,7 +185,7 @@ def test_another_sampler_does_not_take_up_a_checkpoint(renderer: Renderer) -> No
     ("more", "said"),
     [
         ({"rollout": {"colocate": True, "max_staleness": 1}}, "max_staleness = 0"),
-        ({"rollout": {"colocate": True}, "engine": "vllm"}, 'only engine = "embedded"'),
+        ({"rollout": {"colocate": True}, "model": {"path": "api:openai/x"}}, 'only engine = "embedded", "vllm" can free'),
         ({"rollout": {"colocate": True}, "engine": "embedded", "weights": {"lora": "adapter"}}, "weights.lora"),
         ({"rollout": {"filter_zero_variance": True}, "reward_model": {"path": "x"}}, "before [reward_model] has scored"),
     ],

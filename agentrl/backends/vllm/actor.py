@@ -113,6 +113,14 @@ class VllmActor:
         self._pace.pause(False)
         self._segments.open()
 
+    async def sleep(self, level: int) -> None:
+        """Free the memory of the weights (level 1 keeps a copy on the host, 2 none) and of the cache. The engine is paused."""
+        await self._engine.sleep(level, mode="keep")
+
+    async def wake(self, tag: str) -> None:
+        """Allocate what `sleep` freed of "weights" or "kv_cache"; of weights without a copy the numbers are undefined."""
+        await self._engine.wake_up(tags=[tag])
+
     async def begin_update(self) -> None:
         await self._engine.collective_rpc("agentrl_begin")
 

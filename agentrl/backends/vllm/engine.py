@@ -23,7 +23,10 @@ from agentrl.errors import DependencyError, EngineError
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway
 from agentrl.weights.bucket import Bucket
 from agentrl.weights.route import Offer
-from agentrl.weights.target import Adapter, WeightTarget
+from agentrl.weights.target import Adapter, WakeStage, WeightTarget
+
+TAGS: dict[WakeStage, str] = {"weights": "weights", "cache": "kv_cache"}
+"""vLLM's names for what it allocates at each stage of waking up."""
 
 
 class VllmEngine(Engine, WeightTarget):
@@ -41,18 +44,20 @@ class VllmEngine(Engine, WeightTarget):
         dtype: str | None = None,
         cuda: bool | None = None,
         lora_rank: int | None = None,
+        sleeps: bool = False,
         ray_options: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """`cfg.max_model_len` must not exceed the model's own limit. `dtype`: of the computation, by default
         bfloat16 on GPUs and else float32. `cuda`: whether the replicas run on GPUs, by default whether this process sees one.
-        `lora_rank`: reserve space for adapters of this rank (see `adapt`). `ray_options`: Ray options of each replica's
-        actor, if a pool says where it runs."""
+        `lora_rank`: reserve space for adapters of this rank (see `adapt`). `sleeps`: `sleep` is possible.
+        `ray_options`: Ray options of each replica's actor, if a pool says where it runs."""
         self._path = model_path
-        self._lora_rank = lora_rank
+        self._lora_rank, self._sleeps = lora_rank, sleeps
+        self._asleep: tuple[WakeStage, ...] = ()
         self._context = cfg.max_model_len
         cuda = torch.cuda.is_available() if cuda is None else cuda
         dtype = dtype or ("bfloat16" if cuda else "float32")
-        options = {"model": model_path, **engine_options(cfg, cuda=cuda, dtype=dtype, lora_rank=lora_rank)}
+        options = {"model": model_path, **engine_options(cfg, cuda=cuda, dtype=dtype, lora_rank=lora_rank, sleeps=sleeps)}
         self._replicas = Replicas(options, cfg, cuda=cuda, ray_options=ray_options, catch_up=self._catch_up)
         self._paces = Paces(self._replicas.progress)
         self._expected: Expected | None = None
@@ -117,6 +122,31 @@ class VllmEngine(Engine, WeightTarget):
             self._paused = False
             await self._replicas.all("resume")
 
+    async def sleep(self) -> None:
+        """Replicas whose weights are published whole discard them (vLLM's level 2); those that get adapters only keep a copy in
+        host memory (level 1)."""
+        if not self._sleeps:
+            raise EngineError("the engine was started without a memory that can be freed (sleeps)")
+        async with self._update_lock:
+            if not self._asleep:
+                await self._replicas.all("sleep", self._level)
+                self._asleep, self._unfit, self._newest = ("weights", "cache"), "the engine sleeps", []
+
+    async def wake(self, stage: WakeStage) -> None:
+        async with self._update_lock:
+            if self._asleep[:1] != (stage,):
+                return
+            await self._replicas.all("wake", TAGS[stage])
+            self._asleep = self._asleep[1:]
+            if self._level == 1:
+                self._unfit = "the engine has no cache yet" if self._asleep else None
+            elif stage == "weights":
+                self._unfit = "the engine woke up and has no weights yet"
+
+    @property
+    def _level(self) -> int:
+        return 2 if self._lora_rank is None else 1
+
     def members(self) -> tuple[str, ...]:
         return self._routes.members()
 
@@ -171,12 +201,16 @@ class VllmEngine(Engine, WeightTarget):
         """Give a new replica the current weights, then let it take requests."""
         async with self._update_lock:
             await self._replicas.control(replica, "pause")
+            if self._asleep:  # its weights come with the next publish, as those of the others
+                await self._replicas.control(replica, "sleep", self._level)
+                if "weights" not in self._asleep:
+                    await self._replicas.control(replica, "wake", TAGS["weights"])
             if self._newest:
                 await self._replicas.control(replica, "begin_update")
                 for kept in self._newest:
                     await self._replicas.control(replica, "load", kept.data, kept.bucket.to_plain())
                 await self._replicas.control(replica, "end_update", self._version)
-            if self._adapter is not None:
+            if self._adapter is not None and not self._asleep:
                 await self._replicas.control(replica, "adapt", self._version, self._adapter)
             if not self._paused:
                 await self._replicas.control(replica, "resume")

@@ -11,7 +11,7 @@ from agentrl.backends.vllm.engine_args import check_args
 from agentrl.backends.vllm.options import engine_options
 from agentrl.backends.vllm.version import check_version, installed
 from agentrl.config import TrainConfig
-from agentrl.errors import DependencyError
+from agentrl.errors import ConfigError, DependencyError
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.engine_maker import ENGINES, PROCESS_MIB, EngineMaker, EngineMemory, Processes
 
@@ -21,7 +21,7 @@ FRACTION = 0.92
 """Of a card's memory that vLLM takes for weights and KV cache by default."""
 
 
-@ENGINES.register("vllm", needs={"ray"})
+@ENGINES.register("vllm", needs={"ray"}, traits={"sleeps", "keeps"})
 class VllmMaker(EngineMaker):
     """Replicas in Ray actors, as the section `vllm` says. Preferred if it is installed and there are GPUs for it."""
 
@@ -47,6 +47,10 @@ class VllmMaker(EngineMaker):
     def check(self) -> None:
         cuda, vllm = self.cuda(), self.config.vllm
         dtype = self.config.model.computes_in(cuda)
+        if self.config.rollout.colocate and not cuda:
+            raise ConfigError(
+                "rollout.colocate: vLLM frees the memory of GPUs only, and its replicas run on CPUs; use engine = embedded"
+            )
         check_args(vllm.args, cuda)
         check_room(self.config, dtype)
         shape = CacheShape.of(self.config.model)
@@ -95,6 +99,7 @@ class VllmMaker(EngineMaker):
             dtype=self.config.model.computes_in(cuda),
             cuda=cuda,
             lora_rank=_adapter_rank(self.config),
+            sleeps=self.config.rollout.colocate,
             ray_options=ray_options,
         )
 

@@ -40,10 +40,13 @@ def environment(cuda: bool) -> dict[str, str]:
     return ENVIRONMENT if cuda else {**ENVIRONMENT, **CPU_ENVIRONMENT}
 
 
-def engine_options(cfg: VllmConfig, *, cuda: bool, dtype: str, lora_rank: int | None = None) -> dict[str, Any]:
+def engine_options(
+    cfg: VllmConfig, *, cuda: bool, dtype: str, lora_rank: int | None = None, sleeps: bool = False
+) -> dict[str, Any]:
     """The arguments for vLLM's AsyncEngineArgs, but for the model; what is left out has vLLM's own default.
 
-    `cuda`: whether the replicas run on GPUs. Raises ConfigError for sizes that vLLM cannot run with there.
+    `cuda`: whether the replicas run on GPUs; `sleeps`: whether their memory must be such that it can be freed. Raises
+    ConfigError for sizes that vLLM cannot run with there.
     """
     options: dict[str, Any] = {
         **OWN,
@@ -61,6 +64,8 @@ def engine_options(cfg: VllmConfig, *, cuda: bool, dtype: str, lora_rank: int | 
             options[name] = value
     if not cuda:
         options |= _cpu_options(cfg)
+    if sleeps:
+        options["enable_sleep_mode"] = True
     if lora_rank is not None:
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(lora_rank)}
     return {**options, **cfg.args}

@@ -28,7 +28,7 @@ NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
         "reset_prefix_cache": (),
         "abort": (),
         "add_lora": (),
-        "sleep": ("level",),
+        "sleep": ("level", "mode"),
         "wake_up": ("tags",),
     },
     "vllm.model_executor.model_loader.reload": {"initialize_layerwise_reload": (), "finalize_layerwise_reload": ()},

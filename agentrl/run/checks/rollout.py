@@ -75,11 +75,9 @@ def _check_colocated(config: TrainConfig) -> None:
     if config.rollout.max_staleness > 0:
         raise ConfigError("rollout.colocate: an engine that sleeps during updates needs rollout.max_staleness = 0")
     if "sleeps" not in engine_of(config).traits:
+        raise ConfigError(f"rollout.colocate: only engine = {ENGINES.that_are('sleeps')} can free its memory")
+    if config.weights.lora == "adapter" and "keeps" not in engine_of(config).traits:
         raise ConfigError(
-            f"rollout.colocate: only engine = {ENGINES.that_are('sleeps')} can sleep; vLLM's sleep mode needs a GPU, on which "
-            "agentrl has not been tested"
-        )
-    if config.weights.lora == "adapter":
-        raise ConfigError(
-            'rollout.colocate: an engine that slept has lost the base weights of the adapter; use weights.lora = "merged"'
+            'rollout.colocate: an engine that slept has lost the base weights of the adapter; use weights.lora = "merged", or '
+            f"engine = {ENGINES.that_are('keeps')}, which keeps them"
         )
