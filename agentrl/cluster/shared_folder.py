@@ -4,7 +4,7 @@ before a run    `check_shared`: each side writes a token and looks for the other
 after a save    `check_arrived`: the driver has every file that a process of the group sees
 
 NFS may answer from its cache for some seconds. Opening a folder makes a client ask the server again, so every look here
-lists the folder anew.
+lists the folder again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TokenAnswer:
     """A process's answer to a token: the name of the file that it wrote, or what is wrong with the folder there."""
 
     place: str
@@ -61,7 +61,7 @@ async def check_shared(group: WorkerGroup[Any], folder: Path, key: str) -> None:
     token = _PREFIX + secrets.token_hex(8)
     try:
         (folder / token).write_text(token)
-        answers: list[Answer] = await group.in_processes(answer_token, str(folder), token, PATIENCE)
+        answers: list[TokenAnswer] = await group.in_processes(answer_token, str(folder), token, PATIENCE)
         for rank, found in enumerate(answers):
             fault = found.fault or await in_thread("files", _missing_answer, folder, found.file)
             if fault:
@@ -74,16 +74,16 @@ async def check_shared(group: WorkerGroup[Any], folder: Path, key: str) -> None:
             left.unlink(missing_ok=True)
 
 
-def answer_token(folder: str, token: str, patience: float) -> Answer:
+def answer_token(folder: str, token: str, patience: float) -> TokenAnswer:
     """In a process of the group: look for the driver's token, and write a file of its own beside it."""
     place, own = this_place(), f"{token}-{secrets.token_hex(8)}"
     if not seen_in_time(lambda: token in _names(Path(folder)), patience):
-        return Answer(place, own, "the group's process does not see the file that this one wrote")
+        return TokenAnswer(place, own, "the group's process does not see the file that this one wrote")
     try:
         (Path(folder) / own).write_text(token)
     except OSError as problem:
-        return Answer(place, own, f"the group's process cannot write there ({problem})")
-    return Answer(place, own)
+        return TokenAnswer(place, own, f"the group's process cannot write there ({problem})")
+    return TokenAnswer(place, own)
 
 
 async def check_arrived(group: WorkerGroup[Any], folder: Path, what: str) -> None:
