@@ -149,10 +149,23 @@ def _decode(span: Span, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -
 def _prefill(span: Span, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
     """`query` [tokens, heads, dim] -> the same shape; rows are padded to the span's widest."""
     padded = query[span.padded].transpose(1, 2)
-    out = F.scaled_dot_product_attention(
-        padded, kv[0], kv[1], attn_mask=mask, scale=scale, enable_gqa=padded.shape[1] != kv.shape[2]
-    )
+    if query.device.type == "cpu":
+        grouped = padded.shape[1] != kv.shape[2]
+        out = F.scaled_dot_product_attention(padded, kv[0], kv[1], attn_mask=mask, scale=scale, enable_gqa=grouped)
+    else:
+        out = _by_key_head(padded, kv, mask, scale)
     return out.transpose(1, 2)[span.real]
+
+
+def _by_key_head(query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Masked attention of `query` [rows, heads, width, dim], for GPUs: the heads that share a key head are positions of it."""
+    # No fused kernel of a GPU takes a mask together with grouped heads. The fallback repeats keys and values for each head, in
+    # float32, and keeps all scores: 50 rows of 8,000 tokens would take tens of GB.
+    rows, heads, width, dim = query.shape
+    group = heads // kv.shape[2]
+    together = query.reshape(rows, -1, group * width, dim)
+    out = F.scaled_dot_product_attention(together, kv[0], kv[1], attn_mask=mask.repeat(1, 1, group, 1), scale=scale)
+    return out.reshape(rows, heads, width, dim)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
