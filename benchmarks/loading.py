@@ -9,7 +9,7 @@ saved a tiny model, so that the constant of the process (imports, thread pools) 
 that constant for `load`, and over what the rank held when the phase began for the others. `shard` is what a rank holds of the
 parameters, `layer` the largest part that FSDP gathers at once. Aim for every phase: 1.3 x shard + layer; a save in the
 background copies what it writes, so there the shard is that of model and optimizer. `curve` is the memory over the constant
-at some moments, as [phase, MiB]. The last line is one JSON object.
+at some moments, as [phase, MiB]. `ways` are seconds, best of five, of reading the weights into memory that is there: each rank its own rows, or one rank all of them, which sends the others theirs. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -45,12 +45,15 @@ from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.export import export_run
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.init_model import init_model
+from agentrl.train.loading import local_of, region_of
 from agentrl.train.optim import adamw
 from agentrl.train.state import BackgroundSave, load_state, save_state
 from agentrl.train.tokenizer import packaged_tokenizer
+from agentrl.train.weight_files import WeightFiles
 
-PHASES = ("start", "warm", "load", "adam", "export", "save", "background save", "resume", "end")
+PHASES = ("start", "load", "adam", "export", "save", "background save", "resume", "end")
 MIB = 1 << 20
+REPEATS = 5
 TINY = InitModelConfig(layers=2, hidden=32, mlp=64, heads=4, kv_heads=2, head_dim=8, context=512)
 
 
@@ -106,6 +109,41 @@ def sizes(engine: FsdpEngine) -> dict[str, int]:
     return {"shard": total(engine.module, True), "layer": max(*inner, whole - sum(inner)), "model": whole}
 
 
+def timed(way: Callable[[str, FsdpEngine], None], path: str, engine: FsdpEngine) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    way(path, engine)
+    dist.barrier()
+    return round(time.perf_counter() - began, 3)
+
+
+@torch.no_grad()
+def own_slices(path: str, engine: FsdpEngine) -> None:
+    """How ranks load: each reads its rows. Here into memory that it has already."""
+    with WeightFiles(path, engine.config) as files:
+        for name, parameter in engine.named():
+            local_of(parameter).copy_(files.read(name, region_of(parameter)))
+
+
+@torch.no_grad()
+def scattered(path: str, engine: FsdpEngine) -> None:
+    """The other way: rank 0 reads every tensor, and sends each rank its rows."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with WeightFiles(path, engine.config) as files:
+        for name, parameter in engine.named():
+            local = local_of(parameter)
+            rows = -(-len(parameter) // world)
+            part = torch.empty(rows, *parameter.shape[1:])
+            parts = None
+            if rank == 0:
+                whole = files.read(name).float()
+                full = torch.zeros(rows * world, *whole.shape[1:])
+                full[: len(whole)] = whole
+                parts = list(full.chunk(world))
+            dist.scatter(part, parts, src=0)
+            local.copy_(part[: len(local)])
+
+
 def written(save: BackgroundSave) -> None:
     done = torch.tensor(0)
     while not done:
@@ -118,10 +156,7 @@ def rank_body(path: str, tiny: str, out: Path, enter: Callable[[str], None]) -> 
     """Everything that one rank does; `enter` tells the sampler which phase begins."""
     save = BackgroundSave()
     work(tiny, out / "warm", save, lambda _: None)
-    found = work(path, out / "full", save, enter)
-    dist.barrier()
-    enter("end")
-    return found
+    return work(path, out / "full", save, enter)
 
 
 def work(path: str, folder: Path, save: BackgroundSave, enter: Callable[[str], None]) -> dict[str, Any]:
@@ -150,7 +185,10 @@ def work(path: str, folder: Path, save: BackgroundSave, enter: Callable[[str], N
         written(save)
     with phase("resume"):
         load_state(engine, folder / "saved")
-    return {**sizes(engine), "seconds": seconds}
+    enter("end")
+    ways = {"own slices": own_slices, "one reader": scattered}
+    best = {name: min(timed(way, path, engine) for _ in range(REPEATS)) for name, way in ways.items()}
+    return {**sizes(engine), "seconds": seconds, "ways": best}
 
 
 def fill(engine: FsdpEngine) -> None:
@@ -173,7 +211,7 @@ def forked(world: int, body: Callable[[Callable[[str], None]], dict[str, Any]], 
             dist.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=world)
 
             def enter(what: str, rank: int = rank) -> None:
-                if what == PHASES[2]:
+                if what == PHASES[1]:
                     (out / f"constant_{rank}").write_text(str(anonymous()))
                 (out / f"began_{rank}_{what}").write_text(str(anonymous()))
                 marks[rank] = PHASES.index(what)
@@ -213,7 +251,7 @@ def measure(world: int, path: str, tiny: str, out: Path) -> dict[str, Any]:
     try:
         for moment, rank, phase, held in sampled(children, marks):
             peaks[rank, phase] = max(held, peaks.get((rank, phase), 0))
-            if rank == 0 and phase >= 2:
+            if rank == 0 and phase >= 1:
                 curve.append((moment, PHASES[phase], held))
     except (FileNotFoundError, ProcessLookupError, IndexError):  # it ended between two looks
         for child in children:
@@ -222,7 +260,7 @@ def measure(world: int, path: str, tiny: str, out: Path) -> dict[str, Any]:
     constants = [int((out / f"constant_{rank}").read_text()) for rank in range(world)]
     shard, layer = max(found["shard"] for found in ranks), ranks[0]["layer"]
     phases: dict[str, Any] = {}
-    for number, name in enumerate(PHASES[2:-1], 2):
+    for number, name in enumerate(PHASES[1:-1], 1):
         began = [int((out / f"began_{rank}_{name}").read_text()) for rank in range(world)]
         own = max(peaks.get((rank, number), began[rank]) - began[rank] for rank in range(world))
         aim = (1.3 * shard * (3 if name == "background save" else 1)) + layer
@@ -235,6 +273,7 @@ def measure(world: int, path: str, tiny: str, out: Path) -> dict[str, Any]:
         "shard_mib": round(shard / MIB, 1),
         "layer_mib": round(layer / MIB, 1),
         "constant_mib": round(max(constants) / MIB, 1),
+        "ways": ranks[0]["ways"],
         "phases": phases,
         "curve": thinned(curve, constants[0]),
     }
@@ -301,6 +340,7 @@ def main() -> None:
         for world in args.ranks or [2, 4]:
             run = measure(world, path, tiny, folder / f"ranks_{world}")
             found["runs"].append(run)
+            print(f"{world} ranks  {run['ways']}", flush=True)
             for name, phase in run["phases"].items():
                 print(
                     f"{world} ranks  {name:16s} {phase['peak_mib']:8.1f} MiB of {phase['aim_mib']:.1f}, {phase['seconds']} s",

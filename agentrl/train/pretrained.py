@@ -46,29 +46,33 @@ def empty_causal_lm(path: str, **options: Any) -> Any:
 
     Raises ModelError if there is none, or if it is of another kind.
     """
+    import torch
     from transformers import AutoModelForCausalLM
 
+    options["dtype"] = torch.float32
     return _empty(AutoModelForCausalLM, path, load_model_config(path), "no causal language model can be loaded", options)
 
 
 def empty_classifier(path: str, **options: Any) -> Any:
     """The same for a sequence classifier (a reward model). Raises ModelError if there is none, or if the model has no trained
     classification head."""
+    import torch
     from transformers import AutoModelForSequenceClassification
 
     config = load_model_config(path)
     kinds = config.architectures or []
     if not any("SequenceClassification" in kind for kind in kinds):
         raise ModelError(f"{path}: expected a sequence classifier, found {', '.join(kinds) or 'no architecture'}")
+    options["dtype"] = torch.float32
     return _empty(AutoModelForSequenceClassification, path, config, "the sequence classifier cannot be loaded", options)
 
 
-def _empty(kind: Any, path: str, config: Any, problem: str, options: dict[str, Any]) -> Any:
+def _empty(kind: Any, path: str | None, config: Any, problem: str, options: dict[str, Any]) -> Any:
     import torch
 
     try:
         with torch.device("meta"):
-            return kind.from_config(config, dtype=torch.float32, **options)
+            return kind.from_config(config, **options)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: {problem}: {_brief(error)}") from error
 
@@ -97,20 +101,13 @@ def count_parameters(path: str) -> int:
 def meta_model(cfg: ModelConfig, *, classifier: bool = False, **options: Any) -> Any:
     """The model of `path` or `init` without weights, on the meta device: a causal language model, or a `classifier` with one
     label. Raises ModelError, ConfigError."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     config = load_model_config(cfg.path) if cfg.path is not None else architecture(cfg.init or InitModelConfig())
     if classifier:
         config.num_labels = 1
     kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
-    try:
-        with torch.device("meta"):
-            return kind.from_config(config, **options)
-    except ValueError as error:
-        raise ModelError(
-            f"{cfg.path}: not {'a classifier' if classifier else 'a causal language model'}: {_brief(error)}"
-        ) from error
+    return _empty(kind, cfg.path, config, f"not {'a classifier' if classifier else 'a causal language model'}", options)
 
 
 def check_path(path: str) -> None:

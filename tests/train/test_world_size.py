@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from train_batches import make_batch, toy_optim, toy_sft, trajectories
 
 from agentrl.batch import collate
@@ -38,6 +39,15 @@ def agree(one: dict[str, float], other: dict[str, float]) -> None:
     assert one["tokens_trained"] == other["tokens_trained"]
 
 
+def exported(group: WorkerGroup[Actor], folder: Path) -> set[torch.dtype]:
+    """The types in an exported folder, whose weights must be those that the ranks publish."""
+    group.run(Actor.export_hf, str(folder))
+    held, published = load_file(folder / "model.safetensors"), weights(group)
+    assert held.keys() == published.keys()
+    assert all(torch.equal(held[name], published[name]) for name in held)
+    return {tensor.dtype for tensor in held.values()}
+
+
 def test_two_ranks_train_as_one_and_load_as_one(two: WorkerGroup[Actor], tiny: str, tmp_path: Path) -> None:
     one = start(tiny, 1, "inline", "one")
     for step in range(3):  # 13 rows in minibatches of 5, 4, 4: ragged for two ranks
@@ -49,6 +59,7 @@ def test_two_ranks_train_as_one_and_load_as_one(two: WorkerGroup[Actor], tiny: s
     mine, theirs = weights(one), weights(two)
     assert mine.keys() == theirs.keys()
     assert max((mine[n] - theirs[n]).abs().max().item() for n in mine) < 1e-5
+    assert exported(two, tmp_path / "hf") == {torch.float32}
     batch = make_batch(5, seed=9)
     logprobs = [group.run(Actor.compute_logprob, batch)["logprobs"].values() for group in (one, two)]
     assert torch.allclose(*logprobs, atol=1e-5)
@@ -83,10 +94,11 @@ def test_supervised_steps_on_two_ranks(two: WorkerGroup[Actor], tiny: str, tmp_p
     assert losses[1][-1] < losses[1][0]
 
 
-def test_bfloat16_is_close_and_not_equal(ray_up: None, tiny: str) -> None:
+def test_bfloat16_is_close_and_not_equal(ray_up: None, tiny: str, tmp_path: Path) -> None:
     batch = make_batch(6)
     one = start(tiny, 1, "inline", "one").run(Actor.compute_logprob, batch)["logprobs"].values()
     with start(tiny, 1, "ray", "half", dtype="bfloat16") as group:
         half = group.run(Actor.compute_logprob, batch)["logprobs"].values()
+        assert exported(group, tmp_path / "hf") == {torch.bfloat16}
         assert group.run(Actor.update, batch, ALGORITHM)["grad_norm"] > 0
     assert 0 < (one - half).abs().max() < 0.05
