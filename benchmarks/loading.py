@@ -9,7 +9,8 @@ saved a tiny model, so that the constant of the process (imports, thread pools) 
 that constant for `load`, and over what the rank held when the phase began for the others. `shard` is what a rank holds of the
 parameters, `layer` the largest part that FSDP gathers at once. Aim for every phase: 1.3 x shard + layer; a save in the
 background copies what it writes, so there the shard is that of model and optimizer. `curve` is the memory over the constant
-at some moments, as [phase, MiB]. `ways` are seconds, best of five, of reading the weights into memory that is there: each rank its own rows, or one rank all of them, which sends the others theirs. The last line is one JSON object.
+at some moments, as [phase, MiB]. `ways` are seconds, best of five, of reading the weights into memory that is there: each rank
+its own rows, or one rank all of them, which sends the others theirs. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from agentrl.train.actor import Actor
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.export import export_run
 from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.loading import local_of, region_of
+from agentrl.train.loading import local_of
 from agentrl.train.saving import save_model
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.train.weight_files import SINGLE
@@ -87,8 +87,18 @@ def agree(engine: FsdpEngine, plain: Any, prefix: str = "hf.") -> int:
     for name, tensor in mine.items():
         want = theirs[name.removeprefix(prefix)]
         assert tensor.shape == want.shape and not tensor.is_meta and tensor.dtype == want.dtype, name
-        assert torch.equal(local_of(tensor), want[region_of(tensor) or ...]), name
+        assert torch.equal(local_of(tensor), rows_of(tensor, want)), name
     return len(mine)
+
+
+def rows_of(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """What FSDP2 gives this rank of the whole tensor: its part of equal ones along the first dimension, the last ones shorter."""
+    if not isinstance(tensor, DTensor):
+        return whole
+    mesh = tensor.device_mesh
+    parts = whole.chunk(mesh.size(mesh.ndim - 1))
+    index = mesh.get_local_rank(mesh.ndim - 1)
+    return parts[index] if index < len(parts) else whole[:0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
