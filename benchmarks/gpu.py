@@ -1,9 +1,9 @@
 """The GPU paths on one card: a training step, attention, the embedded engine and its sleep, weight routes, checkpoints.
 
-    python benchmarks/gpu.py [--only limits|step|attention|engine|publish|checkpoint] [--model 0.6B|4B] [--results]
+    python benchmarks/gpu.py [--only limits|step|attention|engine|vllm|publish|checkpoint] [--model 0.6B|4B] [--results]
     python benchmarks/gpu.py --device cpu --quick      # a rehearsal in tiny shapes: what runs, not how fast
 
-Needs neither network nor Ray nor vLLM; each part takes less than 9 minutes. Speeds are given beside a limit that was measured
+Needs neither network nor Ray, and vLLM only for part `vllm`; each part takes less than 9 minutes. Speeds are given beside a limit that was measured
 in the same run: one large product (`limit_tflops`, for MFU), a copy on the card, a plain write to the disk. `--results`
 writes the figures to benchmarks/results/gpu-CARD-DATE.json (parts that are there already from the same day are kept). One
 JSON object last.
@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).parent / "parts"))
 
 import torch
 from gpu_common import copy_gb_s, peak_flops, rounded
-from gpu_engine import checkpoint, engine
+from gpu_engine import checkpoint, engine, vllm
 from gpu_publish import publish
 from gpu_step import attention_ways, step
 
-PARTS = ("limits", "step", "attention", "engine", "publish", "checkpoint")
+PARTS = ("limits", "step", "attention", "engine", "vllm", "publish", "checkpoint")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -47,6 +47,8 @@ def run(part: str, args: argparse.Namespace, device: torch.device, folder: Path)
         return attention_ways(device, args.quick)
     if part == "engine":
         return engine(device, folder, args.quick)
+    if part == "vllm":
+        return vllm(device, folder, args.quick)
     if part == "publish":
         return publish(device, args.quick)
     return checkpoint(device, folder, args.quick)

