@@ -3,10 +3,10 @@
     python benchmarks/gpu.py [--only limits|step|attention|engine|vllm|publish|checkpoint] [--model 0.6B|4B] [--results]
     python benchmarks/gpu.py --device cpu --quick      # a rehearsal in tiny shapes: what runs, not how fast
 
-Needs neither network nor Ray, and vLLM only for part `vllm`; each part takes less than 9 minutes. Speeds are given beside a limit that was measured
-in the same run: one large product (`limit_tflops`, for MFU), a copy on the card, a plain write to the disk. `--results`
-writes the figures to benchmarks/results/gpu-CARD-DATE.json (parts that are there already from the same day are kept). One
-JSON object last.
+Needs neither network nor Ray, and vLLM only for part `vllm`; each part takes less than 9 minutes. Speeds are given beside a
+limit that was measured in the same run: one large product (`limit_tflops`, for MFU), a copy on the card, a plain write to the
+disk. `--results` writes the figures to benchmarks/results/gpu-CARD-DATE.json (parts that are there already from the same day
+are kept). One JSON object last.
 """
 
 from __future__ import annotations

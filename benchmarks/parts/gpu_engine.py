@@ -1,5 +1,5 @@
-"""Parts `engine` and `vllm`: tokens per second of the embedded engine and of a vLLM replica, and what sleep frees. Part `checkpoint`: bytes per second of
-saving and loading the trainer's state."""
+"""Parts `engine` and `vllm`: tokens per second of the embedded engine and of a vLLM replica, and what sleep frees. Part
+`checkpoint`: bytes per second of saving and loading the trainer's state."""
 
 from __future__ import annotations
 
