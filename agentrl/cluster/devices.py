@@ -5,8 +5,12 @@ The driver's machine decides for nothing but itself: a head node may have no car
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from agentrl.cluster.machine import usable_cpus
 from agentrl.cluster.pool import ClusterNode
@@ -37,8 +41,28 @@ def joins(cluster: ClusterConfig) -> bool:
     return bool(cluster.address or os.environ.get("RAY_ADDRESS"))
 
 
+_planned: ContextVar[bool] = ContextVar("a run elsewhere is planned", default=False)
+
+
+@contextmanager
+def planned_elsewhere() -> Iterator[None]:
+    """In this context a run without a cluster to join is planned for another machine, with as many GPUs as it asks for."""
+    token = _planned.set(True)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def is_planned() -> bool:
+    """Whether this is in `planned_elsewhere`: what this machine has, and what is installed on it, does not matter."""
+    return _planned.get()
+
+
 def this_machine() -> ClusterNode:
     """The driver's machine, as a node."""
+    if is_planned():
+        return ClusterNode("another machine", math.inf, math.inf)
     import torch
 
     return ClusterNode("this machine", float(usable_cpus()), float(torch.cuda.device_count() if torch.cuda.is_available() else 0))

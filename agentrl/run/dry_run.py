@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from agentrl.cluster.devices import is_planned, joins, planned_elsewhere
 from agentrl.config import TrainConfig
 from agentrl.config.schema import InitModelConfig
 from agentrl.errors import ResourceError
@@ -46,13 +47,16 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
 
     Raises a UserError as the run would, and ResourceError, with the table, if a device cannot hold what is on it.
     """
+    if gpu_memory is not None and not joins(config.cluster) and not is_planned():
+        with planned_elsewhere():
+            return dry_run(config, gpu_memory)
     if gpu_memory is None:
         check_train(checked(config))
     else:
         check_config(checked(config))
     total = int(gpu_memory * GIB) if gpu_memory is not None else card_bytes()
     placed = memory_of(config, total)
-    table = table_of(placed)
+    table = f"engine {engine_name(config)}; {table_of(placed)}"
     lines = []
     for peak in peaks(placed, total):
         said = f"{peak.device}: {peak.size / GIB:.1f} of {peak.limit / GIB:.1f} GiB, in the turn of {peak.role}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
@@ -118,6 +120,16 @@ def test_the_command_needs_no_weights_and_refuses_what_does_not_fit(
     assert main([*asked, "--gpu-memory", "0.001"]) == 2
     said = capsys.readouterr().err
     assert "of 0.0 GiB, in the turn of actor: it does not fit; " in said and "activations" in said
+    # Planned for another machine, it needs neither vLLM nor a card here; and does not start Ray.
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else real(name, *rest))
+    there = [*asked, "engine=vllm", "vllm.tensor_parallel=2", "vllm.kv_cache_mib=512"]
+    assert main([*there, "--gpu-memory", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "engine vllm" in said and "rollout: 0.5 of 1.0 GiB" in said
+    assert not ray.is_initialized()
+    assert main(there) == 2
+    assert "vLLM is not installed" in capsys.readouterr().err
     assert main([*asked, "optim.micro_tokens=7"]) == 2  # the checks of a run
     assert "optim.micro_tokens = 7" in capsys.readouterr().err
     assert main(["train", "quickstart", "--gpu-memory", "80"]) == 2
