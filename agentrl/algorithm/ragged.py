@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 
-def row_ids(offsets: Tensor) -> Tensor:
-    """The row of each token, int64 [T]."""
+def row_ids(offsets: Tensor, tokens: int | None = None) -> Tensor:
+    """The row of each token, int64 [T]; `tokens` is T, which a GPU would otherwise be asked for."""
     rows = torch.arange(len(offsets) - 1, device=offsets.device)
-    return torch.repeat_interleave(rows, offsets.diff())
+    return torch.repeat_interleave(rows, offsets.diff(), output_size=tokens)
 
 
 def row_sum(column: Tensor, offsets: Tensor) -> Tensor:
     """Sum of each row: [T] -> [N]; 0 for an empty row."""
     zeros = torch.zeros(len(offsets) - 1, dtype=column.dtype, device=column.device)
-    return zeros.index_add(0, row_ids(offsets), column)
+    return zeros.index_add(0, row_ids(offsets, len(column)), column)
 
 
 def row_counts(mask: Tensor, offsets: Tensor) -> Tensor:
@@ -35,9 +35,9 @@ def row_mean(column: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
     return row_sum(kept, offsets) / row_sum(mask.to(column.dtype), offsets).clamp(min=1)
 
 
-def spread(rows: Tensor, offsets: Tensor) -> Tensor:
-    """A row's value on each of its tokens: [N] -> [T]."""
-    return rows[row_ids(offsets)]
+def spread(rows: Tensor, offsets: Tensor, tokens: int | None = None) -> Tensor:
+    """A row's value on each of its tokens: [N] -> [T]; `tokens` as in `row_ids`."""
+    return rows[row_ids(offsets, tokens)]
 
 
 def on_mask(rows: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:

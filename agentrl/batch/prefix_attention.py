@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from agentrl.batch.placed import on_device
+
 
 @dataclass(frozen=True, slots=True)
 class SuffixBlock:
@@ -51,7 +53,7 @@ def _suffix_block(first: int, last: int, suffixes: Sequence[tuple[int, int]], de
     # Query i sees the whole prefix and the first i + 1 tokens of its own suffix; padding comes after those, so is never seen.
     mask = torch.ones(width, prefix + width, dtype=torch.bool).tril(prefix)
     parts = (gather, cells, gather[cells], mask)
-    return SuffixBlock(first, last, len(suffixes), width, *(part.to(device) for part in parts))
+    return SuffixBlock(first, last, len(suffixes), width, *(on_device(part, device) for part in parts))
 
 
 def attend_into(

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from agentrl.batch.placed import on_device
 from agentrl.batch.prefix_attention import SuffixBlock, attend_into, suffix_blocks
 from agentrl.errors import ModelError
 from agentrl.train.ulysses import Ulysses
@@ -62,14 +63,14 @@ def packed_rows(offsets: Tensor, device: torch.device | None = None) -> PackedSe
     place = device or offsets.device
     blocks = _blocks(offsets[:-1], offsets[1:], place)
     longest = int(offsets.diff().max()) if len(offsets) > 1 else 0
-    return PackedSequences(offsets.to(place, torch.int32), longest, blocks)
+    return PackedSequences(on_device(offsets.to(torch.int32), place), longest, blocks)
 
 
 def packed_trees(spans: Tensor, longest: int, device: torch.device) -> PackedSequences:
     """The layout of rows with shared prefixes; `longest` counts a row's prefix."""
     alone = spans[:, 0] == spans[:, 1]
     blocks = _blocks(spans[alone, 2], spans[alone, 3], device)
-    ends = torch.cat([spans.new_zeros(1), spans[:, 3]]).to(device, torch.int32)
+    ends = on_device(torch.cat([spans.new_zeros(1), spans[:, 3]]).to(torch.int32), device)
     return PackedSequences(ends, longest, blocks, suffixes=tuple(suffix_blocks(spans[~alone], device)), spans=spans)
 
 
@@ -113,7 +114,8 @@ def _block(starts: Tensor, ends: Tensor, device: torch.device) -> Block:
     valid = places < ends[:, None]
     gather = torch.minimum(places, ends[:, None] - 1).reshape(-1)
     cells = valid.reshape(-1).nonzero().squeeze(1)
-    return Block(len(starts), width, gather.to(device), cells.to(device), gather[cells].to(device), bool(valid.all()))
+    parts = (on_device(part, device) for part in (gather, cells, gather[cells]))
+    return Block(len(starts), width, *parts, bool(valid.all()))
 
 
 def packed_attention(

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from agentrl.algorithm import aggregate, value_loss
+from agentrl.batch.placed import on_device
 from agentrl.batch.rows import Ragged
 from agentrl.batch.schedule import plan_micro_batches
 from agentrl.cluster.dispatch import Broadcast, Strategy
@@ -84,7 +85,7 @@ def update_critic(
         loss = value_loss(values, packed.column("values"), returns, cfg.clip)
         # No token is rejected here: an off-policy correction is about the policy's ratio, which a value does not have.
         mask = torch.ones(len(values), dtype=torch.bool, device=engine.device)
-        offsets, weight = packed.compact.to(engine.device), packed.row("episode_tokens")
+        offsets, weight = on_device(packed.compact, engine.device), packed.row("episode_tokens")
         total = aggregate(loss, mask, offsets, algorithm.aggregate, counts[number], weight)
         meter.add("loss", total)
         meter.add("value", values)

@@ -28,6 +28,7 @@ from agentrl.algorithm import (
 )
 from agentrl.algorithm.correction import CORRECTIONS
 from agentrl.algorithm.ragged import sampled_offsets
+from agentrl.batch.placed import on_device
 from agentrl.batch.prefix import share
 from agentrl.batch.rows import Ragged, pack
 from agentrl.batch.schedule import plan_micro_batches, trees_of
@@ -109,7 +110,7 @@ class _Job:
             piece.column("logprobs"),
             piece.column("advantages"),
             weights.detach() > 0,  # the mask: weight 0 is a token that the correction rejected
-            piece.compact.to(self.engine.device),
+            on_device(piece.compact, self.engine.device),
             piece.column("picked") if "picked" in self.view else None,
         )
         out = self.policy(given)
@@ -128,7 +129,7 @@ class _Job:
             return torch.zeros_like(given.logprobs)
         kl = self.algorithm.kl
         value = kl_estimate(kl_kind(kl), given.logprobs, piece.column("ref_logprobs"), kl.straight_through)
-        self.meter.add("kl_reference", value[given.mask])
+        self.meter.add("kl_reference", value, given.mask)
         return self.settings.kl_coef * value if kl.where == "loss" else torch.zeros_like(value)
 
     def _measure(self, piece: Pack, given: LossInput, out: LossOutput, entropy: Tensor, total: Tensor) -> None:
@@ -137,14 +138,14 @@ class _Job:
         for name, count in (
             ("plain_tokens", piece.tokens),
             ("computed_tokens", piece.computed),
-            (TRAINED, int(mask.sum())),
             (SAMPLED, len(mask)),
         ):
             self.meter.add(name, torch.tensor(float(count)))
-        self.meter.add("entropy", entropy[mask])
+        self.meter.add(TRAINED, mask)
+        self.meter.add("entropy", entropy, mask)
         self.meter.add("kl_behaviour", given.behaviour_logprobs - now)
         for name, values in out.metrics.items():
-            self.meter.add(name, values[mask])
+            self.meter.add(name, values, mask)
         if self.first:  # no step was taken yet: a difference is between trainer and engine, or due to staleness
             self.meter.add(FIRST, torch.tensor(float(len(mask))))
             self.meter.add("mismatch_kl", kl_estimate("k3", now, given.behaviour_logprobs))
@@ -236,17 +237,18 @@ class Pack:
             before, last = made.at[before], made.at[last]
             packed = packed_trees(made.spans, packed.longest, device)
         self.tokens, self.computed = len(self.mask) if rows else 0, len(ids) if rows else 0
-        ids, targets = ids.to(device).long(), targets.to(device).long()  # int32 in the batch; gather needs int64
-        self.micro = Micro(ids, positions.to(device), packed, before.to(device), targets, last.to(device))
+        # int32 in the batch; gather needs int64.
+        ids, positions, before, targets, last = (on_device(t.long(), device) for t in (ids, positions, before, targets, last))
+        self.micro = Micro(ids, positions, packed, before, targets, last)
 
     def column(self, name: str) -> Tensor:
         values: Tensor = self.flat[name]
-        return values[self.mask].to(self.device)
+        return on_device(values[self.mask], self.device)
 
     def row(self, name: str) -> Tensor:
         """A row column, [N]."""
         values: Tensor = self.flat[name]
-        return values.to(self.device)
+        return on_device(values, self.device)
 
     def spread(self, values: Tensor) -> Tensor:
         """Inverse of `column`: [M] -> [T] on the host, 0 where not sampled."""
@@ -256,22 +258,24 @@ class Pack:
 
 
 class Meter:
-    """Sums and maxima of per-token numbers over micro-batches and ranks."""
+    """Sums and maxima of per-token numbers over micro-batches and ranks. They stay on the numbers' device until `totals`, because
+    a number that is read from a GPU is waited for, and the GPU then waits for the next kernels."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._tops: dict[str, Tensor] = {}
 
-    def add(self, name: str, values: Tensor) -> None:
-        """Add the sum of `values`."""
+    def add(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+        """Add the sum of `values`; if `mask` is given, where it is true."""
         # float64, because a float32 sum over millions of tokens loses the digits that a small mean (a KL) consists of.
-        total = values.detach().double().sum().cpu()
-        self._sums[name] = self._sums.get(name, torch.zeros((), dtype=torch.float64)) + total
+        numbers = values.detach().double()
+        total = (numbers if mask is None else torch.where(mask, numbers, 0.0)).sum()
+        self._sums[name] = self._sums[name] + total if name in self._sums else total
 
     def top(self, name: str, values: Tensor) -> None:
         """Keep the largest of `values` (0 if there are none)."""
-        zero = torch.zeros((), dtype=torch.float64)
-        largest = values.detach().double().max().cpu() if values.numel() else zero
+        numbers = values.detach().double()
+        largest = numbers.max() if values.numel() else numbers.sum()
         self._tops[name] = torch.maximum(self._tops.get(name, largest), largest)
 
     def totals(self, engine: BaseEngine) -> tuple[dict[str, float], dict[str, float]]:
@@ -283,7 +287,7 @@ def _reduced(engine: BaseEngine, values: dict[str, Tensor], how: str) -> dict[st
     if not values:
         return {}
     names = sorted(values)  # one tensor for all names, so the ranks must have them in the same order
-    joined = engine.reduce(torch.stack([values[name] for name in names]), "sum" if how == "sum" else "max")
+    joined = engine.reduce(torch.stack([values[name].cpu() for name in names]), "sum" if how == "sum" else "max")
     return dict(zip(names, joined.tolist(), strict=True))
 
 
@@ -303,13 +307,13 @@ class Steps:
 
     def take(self, number: int, micros: list[list[int]], loss: Callable[[list[int]], Tensor]) -> None:
         """Backward passes over the micro-batches (row numbers) of minibatch `number`, and its optimizer step."""
-        broken: list[list[int]] = []
+        finite: list[Tensor] = []
         for index, rows in enumerate(micros):
             share = loss(rows)
-            if not bool(torch.isfinite(share.detach())):
-                broken.append(rows)
+            finite.append(torch.isfinite(share.detach()))
             # Also with a loss that is not finite: a rank that left out a backward pass would hang the others' collectives.
             self._engine.backward(share, last=index == len(micros) - 1)
+        broken = [rows for rows, fine in zip(micros, finite, strict=True) if not fine]
         # All ranks must decide the same: a rank that stepped alone would have other weights than the rest from then on.
         sound = not float(self._engine.reduce(torch.tensor([float(len(broken))]), "max"))
         norm = self._engine.step(sound)

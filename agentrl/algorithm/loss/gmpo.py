@@ -21,10 +21,11 @@ def gmpo(batch: LossInput, *, clip_low: Clip = 0.4, clip_high: Clip = 0.4) -> Lo
     mean. A row is one ledger, as in `gspo`. The paper's 0.4 is the exponent of its bounds exp(-0.4) and exp(0.4).
     """
     delta = batch.logprobs - batch.old_logprobs
-    advantage = spread(row_mean(batch.advantages, batch.mask, batch.offsets), batch.offsets)
+    tokens = len(batch.mask)
+    advantage = spread(row_mean(batch.advantages, batch.mask, batch.offsets), batch.offsets, tokens)
     clamped = torch.clamp(delta, -clip_low, clip_high)
     # One side only, as PPO's minimum does it: a token that moved the wrong way must keep its gradient.
     chosen = torch.where(advantage > 0, torch.minimum(delta, clamped), torch.maximum(delta, clamped))
-    ratio = torch.exp(bounded(spread(row_mean(chosen, batch.mask, batch.offsets), batch.offsets)))
+    ratio = torch.exp(bounded(spread(row_mean(chosen, batch.mask, batch.offsets), batch.offsets, tokens)))
     metrics = {"ratio": ratio.detach(), "clip_fraction": (chosen != delta).float()}
     return LossOutput(-advantage * ratio, metrics)

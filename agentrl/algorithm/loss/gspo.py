@@ -22,5 +22,5 @@ def gspo(batch: LossInput, *, clip_low: Clip = 3e-4, clip_high: Clip = 4e-4) -> 
     """
     mean = row_mean(batch.logprobs.detach() - batch.old_logprobs, batch.mask, batch.offsets)
     # The detached mean gives the value; the difference, 0 up to rounding, gives the gradient.
-    ratio = torch.exp(bounded(spread(mean, batch.offsets) + batch.logprobs - batch.logprobs.detach()))
+    ratio = torch.exp(bounded(spread(mean, batch.offsets, len(batch.mask)) + batch.logprobs - batch.logprobs.detach()))
     return clipped_surrogate(ratio, batch.advantages, clip_low, clip_high, None)
