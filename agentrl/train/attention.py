@@ -114,8 +114,8 @@ def _block(starts: Tensor, ends: Tensor, device: torch.device) -> Block:
     valid = places < ends[:, None]
     gather = torch.minimum(places, ends[:, None] - 1).reshape(-1)
     cells = valid.reshape(-1).nonzero().squeeze(1)
-    parts = (on_device(part, device) for part in (gather, cells, gather[cells]))
-    return Block(len(starts), width, *parts, bool(valid.all()))
+    at, used, tokens = (on_device(part, device) for part in (gather, cells, gather[cells]))
+    return Block(len(starts), width, at, used, tokens, bool(valid.all()))
 
 
 def packed_attention(
