@@ -95,7 +95,7 @@ class FsdpEngine(BaseEngine):
             compile_layers(layers_of(self.module))
         if self.sharded:
             self._shard()
-        loader.fill(self.module, self.device, torch.device("cpu") if cfg.cpu_offload else None)
+        loader.fill(self.module, self.device, torch.device("cpu") if cfg.cpu_offload and self.sharded else None)
         self.module.train()
         self.optimizers: Optimizers | None = None
         self._offloaded = Offloaded()

@@ -215,15 +215,18 @@ def sizes(engine: FsdpEngine) -> tuple[int, int, int]:
     return parts[0], total(engine.module, True), max(*parts[1:], parts[0] - sum(parts[1:]))
 
 
-def large() -> Any:
-    """Six layers of 0.3 MB in float32, and as much in each of two embeddings that are not tied."""
-    return transformers.Qwen3Config(**{**COMMON, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 6})
+LARGER = {**COMMON, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 6}
+LARGE: dict[str, Callable[[], Any]] = {  # about 0.3 MB in float32 a layer, and 0.15 MB in each of two embeddings
+    "qwen3": lambda: transformers.Qwen3Config(**LARGER),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**{**LARGER, **EXPERTS}, num_experts=8),
+}
 
 
-def test_no_rank_holds_more_than_its_shard_and_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", LARGE)
+def test_no_rank_holds_more_than_its_shard_and_a_layer(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that tensor operations allocate while a rank loads, and while rank 0 exports."""
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # what transformers read in threads of its own would not be counted
-    path = saved(tmp_path / "model", large(), max_shard_size="500KB")
+    path = saved(tmp_path / "model", LARGE[family](), max_shard_size="500KB")
     with as_rank(0, RANKS):
         with BytesHeld() as held:
             engine = FsdpEngine(path, ModelConfig(), 1.0)
@@ -237,7 +240,7 @@ def test_no_rank_holds_more_than_its_shard_and_a_layer(tmp_path: Path, monkeypat
 
 
 def test_an_export_of_a_run_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
-    path = saved(tmp_path / "model", large())
+    path = saved(tmp_path / "model", LARGE["qwen3"]())
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text(to_toml(TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=path))))

@@ -14,6 +14,7 @@ from agentrl.batch import collate
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ModelConfig
+from agentrl.errors import WorkerError
 from agentrl.train.actor import Actor
 from tests.publishing import weights_of as weights
 
@@ -60,6 +61,9 @@ def test_two_ranks_train_as_one_and_load_as_one(two: WorkerGroup[Actor], tiny: s
     assert mine.keys() == theirs.keys()
     assert max((mine[n] - theirs[n]).abs().max().item() for n in mine) < 1e-5
     assert exported(two, tmp_path / "hf") == {torch.float32}
+    (tmp_path / "file").touch()
+    with pytest.raises(WorkerError, match="FileExistsError|NotADirectoryError"):  # of rank 0, which the other does not wait for
+        two.run(Actor.export_hf, str(tmp_path / "file"))
     batch = make_batch(5, seed=9)
     logprobs = [group.run(Actor.compute_logprob, batch)["logprobs"].values() for group in (one, two)]
     assert torch.allclose(*logprobs, atol=1e-5)
