@@ -62,7 +62,7 @@ def test_two_ranks_train_as_one_and_load_as_one(two: WorkerGroup[Actor], tiny: s
     assert max((mine[n] - theirs[n]).abs().max().item() for n in mine) < 1e-5
     assert exported(two, tmp_path / "hf") == {torch.float32}
     (tmp_path / "file").touch()
-    with pytest.raises(WorkerError, match="FileExistsError|NotADirectoryError"):  # of rank 0, which the other does not wait for
+    with pytest.raises(WorkerError, match="FileExistsError"):  # of rank 0, which the other does not wait for
         two.run(Actor.export_hf, str(tmp_path / "file"))
     batch = make_batch(5, seed=9)
     logprobs = [group.run(Actor.compute_logprob, batch)["logprobs"].values() for group in (one, two)]
