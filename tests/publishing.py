@@ -49,7 +49,7 @@ class Holder(Actor):
 
     def hold(self, held: Held) -> None:
         """What to publish from now on."""
-        self._source = WeightSource(held, self.rank, "127.0.0.1")  # type: ignore[arg-type]
+        self._source = WeightSource(held, self.rank)  # type: ignore[arg-type]
 
 
 async def publish(engine: Engine, version: int, *parts: Tensors, bucket_mib: float = 1.0) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from agentrl.cluster.address import LOOPBACK_ADDRESS
 from agentrl.cluster.host import Host, RemoteFailure
 from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.worker import Worker, WorkerContext
@@ -63,7 +64,7 @@ class Hosts:
         """Build one role object per host. Raises WorkerError or the role's own UserError."""
         # On one node loopback always works, even if the node's own address does not route back (see guard.py).
         one_node = len({node for _, _, node in self.nodes}) == 1
-        address = "127.0.0.1" if one_node else self.nodes[0][0]
+        address = LOOPBACK_ADDRESS if one_node else self.nodes[0][0]
         try:
             rendezvous = ray.get(self.handles[0].listen.remote(address), timeout=self.timeout)
             contexts = [WorkerContext(role, rank, mesh, rendezvous) for rank in range(len(self.handles))]

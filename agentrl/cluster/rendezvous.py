@@ -11,6 +11,7 @@ import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
+from agentrl.cluster.address import LOOPBACK_ADDRESS, pin_gloo
 from agentrl.errors import DispatchError
 
 
@@ -73,6 +74,8 @@ def join_group(rendezvous: Rendezvous | None, rank: int, world_size: int, backen
         dist.init_process_group(chosen, store=HashStore(), rank=0, world_size=1, timeout=span)
         return
     os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port))
+    if rendezvous.host != LOOPBACK_ADDRESS:
+        pin_gloo()
     if rank == 0:
         fd = _listeners.pop(rendezvous).detach()
         store = TCPStore(

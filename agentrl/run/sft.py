@@ -26,6 +26,7 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     config = session.config.sft
     assert config is not None
     env = replace(session.env, params={**session.env.params, **config.params})
+    await session.publisher.prove()  # the first publish, of the gate, comes only after many steps
     source = Transcripts(env, session.policy.renderer, config.teacher, session.config.seed, longest_row(session.config))
     await session.actors.arun(Actor.begin_sft, config)
     session.display.phase("warm start", config.max_steps)

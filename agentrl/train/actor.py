@@ -8,6 +8,7 @@ from typing import ClassVar
 from tensordict import TensorDict
 
 from agentrl.batch.rows import Ragged
+from agentrl.cluster.address import reachable_address
 from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.worker import WorkerContext
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, SftConfig, WeightsConfig
@@ -121,9 +122,10 @@ class Actor(TrainedRole):
     def open_route(self, route: str, cfg: WeightsConfig, receivers: int) -> Offer:
         """Create a channel for weights to `receivers` processes. Raises ConfigError if this machine cannot serve the route."""
         if self._source is None:
-            rendezvous = self.context.rendezvous
-            self._source = WeightSource(self._ready(), self.rank, rendezvous.host if rendezvous else "127.0.0.1")
-        return self._source.open(route, cfg, receivers)
+            self._source = WeightSource(self._ready(), self.rank)
+        # Asked each time, and not taken from the group's rendezvous: the engine's processes may be on other nodes than the
+        # group, and on nodes that joined the cluster later.
+        return self._source.open(route, cfg, receivers, reachable_address())
 
     def route_attached(self) -> None:
         """Called when all receivers have attached to what `open_route` offered."""

@@ -78,6 +78,12 @@ class Publisher:
             # Also after a failure: an engine that runs refuses requests and says why, one that stays paused lets episodes wait.
             await self._target.resume()
 
+    async def prove(self) -> None:
+        """Open the route that `send` will use, so that one that cannot work is refused before anything is trained. Raises
+        ConfigError as `send`."""
+        if self._cfg.lora != "adapter":
+            await self._connect()
+
     async def sleep(self) -> None:
         """Make the engine free its memory until the next `send`; nothing may be running in it."""
         await self._target.pause()

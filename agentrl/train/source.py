@@ -15,18 +15,17 @@ from agentrl.weights.routes import make_sender
 class WeightSource:
     """Streams an engine's weights over one route; all ranks call the same methods in the same order."""
 
-    def __init__(self, engine: BaseEngine, rank: int, host: str) -> None:
-        """`host`: the address at which other machines reach this rank."""
-        self._engine, self._rank, self._host = engine, rank, host
+    def __init__(self, engine: BaseEngine, rank: int) -> None:
+        self._engine, self._rank = engine, rank
         self._sender: Sender | None = None
         self._tensors: Iterator[Named] | None = None
         self._stream: Stream | None = None
 
-    def open(self, route: str, cfg: WeightsConfig, receivers: int) -> Offer:
-        """Create the channel; an earlier one is closed. Raises ConfigError if this machine cannot serve the route."""
+    def open(self, route: str, cfg: WeightsConfig, receivers: int, host: str) -> Offer:
+        """Create the channel; an earlier one is closed. `host`: the address at which the engine's machines reach this rank. Raises ConfigError if this machine cannot serve the route."""
         self.close()
         largest = self._engine.largest()
-        sender = make_sender(route, cfg, largest, receivers, self._host)
+        sender = make_sender(route, cfg, largest, receivers, host)
         # The slot size is the sender's, which may differ from the requested one: all ranks must cut the stream alike.
         self._sender = sender if self._rank == 0 else Silent(sender.slot_bytes, receivers)
         return self._sender.open()

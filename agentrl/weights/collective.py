@@ -22,8 +22,12 @@ from agentrl.errors import ConfigError, EngineError
 from agentrl.weights.bucket import Bucket, Named
 from agentrl.weights.route import ROUTES, SLOTS, Offer, Receiver, Route, Sender
 
+REACH_S = 10.0
+"""For the connection to the trainer's address: a route that cannot work is refused in seconds, and the next one is tried."""
+MEET_S = 20.0
+"""After that, until all the others have come."""
 TIMEOUT_S = 120.0
-"""For joining and for one bucket. A receiver learns of a bucket once it is full, so gathering does not count."""
+"""For one bucket. A receiver learns of a bucket once it is full, so gathering does not count."""
 
 
 class CollectiveSender(Sender):
@@ -57,7 +61,7 @@ class CollectiveSender(Sender):
         except TimeoutError as problem:
             raise ConfigError(f"weights.route = collective: the engine did not join within {TIMEOUT_S:g} s") from problem
         except RuntimeError as problem:
-            raise ConfigError(f"weights.route = collective: the engine did not join: {problem}") from problem
+            raise ConfigError(f"weights.route = collective: the engine did not join: {_brief(problem)}") from problem
 
     def slot(self, number: int) -> Tensor:
         # gloo reads the slot in the background; refilling it before the broadcast is done would send a mixture of two buckets.
@@ -89,11 +93,12 @@ class CollectiveReceiver(Receiver):
         host, port = self.offer.where
         try:
             own_address = _address_towards(host, int(port))
-            store: Any = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+            store: Any = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=REACH_S))
             self._group = _join(store, 1 + self.index, self.offer.receivers + 1, own_address)
         except (RuntimeError, OSError) as problem:
             raise ConfigError(
-                f"weights.route = collective: the engine does not reach the trainer at {host}:{port}: {problem}"
+                f"weights.route = collective: the engine on {socket.gethostname()} does not reach the trainer at {host}:{port}, or "
+                f"another process of the engine does not (all ports between the nodes must be open): {_brief(problem)}"
             ) from problem
         self._keep = store
         self._slot = torch.empty(self.offer.slot_bytes, dtype=torch.uint8)
@@ -109,6 +114,9 @@ class CollectiveReceiver(Receiver):
 
 
 def _join(store: Any, rank: int, world: int, address: str) -> Any:
+    # gloo would wait TIMEOUT_S for a process that cannot come.
+    store.set(f"here{rank}", "")
+    store.wait([f"here{each}" for each in range(world)], timedelta(seconds=REACH_S + MEET_S))
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # The address, not the host name, which may resolve to an address that does not route.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # type: ignore[attr-defined]
@@ -127,6 +135,11 @@ def _finish(work: Any, guess: str) -> None:
         work.wait()
     except RuntimeError as problem:
         raise EngineError(f"weights.route = collective: the broadcast failed ({guess}): {problem}") from problem
+
+
+def _brief(problem: Exception) -> str:
+    """The first line of an error of torch, which goes on with a C++ stack."""
+    return next(iter(str(problem).splitlines()), type(problem).__name__)
 
 
 def _address_towards(host: str, port: int) -> str:

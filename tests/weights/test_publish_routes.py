@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from agentrl.rollout.replay.record import RecordingEngine
 from agentrl.train.actor import Actor
 from agentrl.train.publish import Publisher, check_takes_weights, check_weights
 from agentrl.train.source import WeightSource
-from agentrl.weights import memory, routes, shared
+from agentrl.weights import collective, memory, routes, shared
 from agentrl.weights.bucket import Bucket, Named, Stream, fill, tensor_in
 from agentrl.weights.route import Offer, Silent
 from agentrl.weights.target import Adapter, MembersChangedError
@@ -114,6 +116,26 @@ def test_another_machines_file_of_the_same_name_is_not_taken(tmp_path: Path) -> 
         routes.open_receiver(offer, 0)
 
 
+def test_a_group_that_cannot_meet_is_refused_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two receivers one never comes; and one dials an address at which nobody listens."""
+    monkeypatch.setattr(collective, "REACH_S", 0.3)
+    monkeypatch.setattr(collective, "MEET_S", 0.3)
+    began = time.monotonic()
+    sender = collective.CollectiveSender(64, 2, "127.0.0.1")
+    offer = sender.open()
+    with pytest.raises(ConfigError, match=r"does not reach the trainer at 127\.0\.0\.1:\d+, or another process"):
+        collective.CollectiveReceiver(offer, 0).open()
+    with pytest.raises(ConfigError, match="the engine did not join"):
+        sender.attached()
+    sender.close()
+    with socket.socket() as taken:  # bound, and not listening
+        taken.bind(("127.0.0.1", 0))
+        nowhere = replace(offer, where=("127.0.0.1", str(taken.getsockname()[1])))
+        with pytest.raises(ConfigError, match="all ports between the nodes must be open"):
+            collective.CollectiveReceiver(nowhere, 0).open()
+    assert time.monotonic() - began < 10  # without its own limits, gloo waits 120 s in either case
+
+
 def test_full_shared_memory_is_an_error_and_no_crash() -> None:
     sender = shared.SharedSender(1 << 50, 1)
     with pytest.raises(ConfigError, match=r"no room .* lower weights\.bucket_mib"):
@@ -163,8 +185,8 @@ def test_ranks_start_a_stream_together_and_once() -> None:
     started = []
     for rank in (0, 1):
         engine = Gathers()
-        source = WeightSource(engine, rank, "127.0.0.1")  # type: ignore[arg-type]
-        source.open("memory", WeightsConfig(bucket_mib=0.00001), 1)
+        source = WeightSource(engine, rank)  # type: ignore[arg-type]
+        source.open("memory", WeightsConfig(bucket_mib=0.00001), 1, "127.0.0.1")
         sent = [source.send(call == 0) for call in range(6)]  # the driver asks until rank 0 has no more
         assert [bucket is not None for bucket in sent] == ([True] * 5 + [False] if rank == 0 else [False] * 6)
         started.append(engine.started)

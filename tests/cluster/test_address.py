@@ -1,0 +1,53 @@
+"""At which address the others are told to come: never loopback once the cluster has two machines."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl.cluster import address
+
+
+def ray_of(nodes: list[tuple[str, bool]], own: str) -> Any:
+    """A stand-in for ray: its nodes as (address, alive), and the address of this one."""
+    listed = [{"NodeManagerAddress": where, "Alive": alive} for where, alive in nodes]
+    util = SimpleNamespace(get_node_ip_address=lambda: own)
+    return SimpleNamespace(is_initialized=lambda: True, nodes=lambda: listed, util=util)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "told"),
+    [
+        ([("10.0.0.1", True)], "127.0.0.1"),  # one machine: its own address need not route back
+        ([("10.0.0.1", True), ("10.0.0.1", True)], "127.0.0.1"),  # two Ray nodes on it
+        ([("10.0.0.1", True), ("10.0.0.2", False)], "127.0.0.1"),  # the other one is gone
+        ([("10.0.0.1", True), ("10.0.0.2", True)], "10.0.0.1"),
+    ],
+)
+def test_a_process_tells_its_nodes_address_if_there_are_others(
+    monkeypatch: pytest.MonkeyPatch, nodes: list[tuple[str, bool]], told: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ray_of(nodes, "10.0.0.1"))
+    assert address.reachable_address() == told
+
+
+def test_without_ray_it_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+    assert address.reachable_address() == "127.0.0.1"
+
+
+def test_gloo_listens_on_the_interface_of_that_address_unless_the_user_named_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert address.interface_of("127.0.0.1") == "lo" and address.interface_of("203.0.113.77") is None
+    monkeypatch.setitem(sys.modules, "ray", ray_of([("10.0.0.1", True), ("10.0.0.2", True)], "10.0.0.1"))
+    monkeypatch.setattr(address, "interface_of", {"10.0.0.1": "eth7"}.get)
+    for before, after in [({}, "eth7"), ({"GLOO_SOCKET_IFNAME": "ib0"}, "ib0")]:
+        env = dict(before)
+        address.pin_gloo(env)
+        assert env == {"GLOO_SOCKET_IFNAME": after}
+    env = {}
+    monkeypatch.setitem(sys.modules, "ray", ray_of([("10.0.0.1", True)], "10.0.0.1"))
+    address.pin_gloo(env)
+    assert env == {}
