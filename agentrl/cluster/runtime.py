@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.cluster.guard import guard_network
+from agentrl.cluster.joining import check_join
 from agentrl.cluster.machine import ray_folder, usable_cpus
 from agentrl.cluster.shipping import shelf_roots, shipped_env
 from agentrl.config.schema import ClusterConfig
@@ -48,6 +49,7 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
     started_here = not ray.is_initialized()
     if started_here:
         if address:
+            check_join(address)
             with tempfile.TemporaryDirectory(prefix="agentrl-shelf-") as staged:
                 _init(address, _join(address, Path(staged)))
         else:
@@ -71,7 +73,7 @@ def _init(address: str | None, options: dict[str, Any]) -> None:
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
     try:
         ray.init(**quiet, **options)
-    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+    except (ConnectionError, ValueError, RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
         raise ResourceError(f"Ray does not start (cluster.address = {address!r}): {error}") from error
 
 

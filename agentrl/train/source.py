@@ -22,7 +22,9 @@ class WeightSource:
         self._stream: Stream | None = None
 
     def open(self, route: str, cfg: WeightsConfig, receivers: int, host: str) -> Offer:
-        """Create the channel; an earlier one is closed. `host`: the address at which the engine's machines reach this rank. Raises ConfigError if this machine cannot serve the route."""
+        """Create the channel; an earlier one is closed. `host`: the address at which the engine's machines reach this rank.
+
+        Raises ConfigError if this machine cannot serve the route."""
         self.close()
         largest = self._engine.largest()
         sender = make_sender(route, cfg, largest, receivers, host)

@@ -22,10 +22,10 @@ from agentrl.errors import ConfigError, EngineError
 from agentrl.weights.bucket import Bucket, Named
 from agentrl.weights.route import ROUTES, SLOTS, Offer, Receiver, Route, Sender
 
-REACH_S = 10.0
-"""For the connection to the trainer's address: a route that cannot work is refused in seconds, and the next one is tried."""
-MEET_S = 20.0
-"""After that, until all the others have come."""
+REACH_S = 5.0
+"""For a plain connection to the trainer: a route that cannot work is refused in seconds, and the next one is tried."""
+MEET_S = 30.0
+"""After that, until all the others have come. torch asks DNS for names on the way, which takes 10 s if none answers."""
 TIMEOUT_S = 120.0
 """For one bucket. A receiver learns of a bucket once it is full, so gathering does not count."""
 
@@ -93,12 +93,13 @@ class CollectiveReceiver(Receiver):
         host, port = self.offer.where
         try:
             own_address = _address_towards(host, int(port))
-            store: Any = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=REACH_S))
+            socket.create_connection((host, int(port)), timeout=REACH_S).close()
+            store: Any = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=MEET_S))
             self._group = _join(store, 1 + self.index, self.offer.receivers + 1, own_address)
         except (RuntimeError, OSError) as problem:
             raise ConfigError(
-                f"weights.route = collective: the engine on {socket.gethostname()} does not reach the trainer at {host}:{port}, or "
-                f"another process of the engine does not (all ports between the nodes must be open): {_brief(problem)}"
+                f"weights.route = collective: the engine on {socket.gethostname()} does not reach the trainer at {host}:{port}, "
+                f"or another process of the engine does not (all ports between the nodes must be open): {_brief(problem)}"
             ) from problem
         self._keep = store
         self._slot = torch.empty(self.offer.slot_bytes, dtype=torch.uint8)
@@ -116,7 +117,7 @@ class CollectiveReceiver(Receiver):
 def _join(store: Any, rank: int, world: int, address: str) -> Any:
     # gloo would wait TIMEOUT_S for a process that cannot come.
     store.set(f"here{rank}", "")
-    store.wait([f"here{each}" for each in range(world)], timedelta(seconds=REACH_S + MEET_S))
+    store.wait([f"here{each}" for each in range(world)], timedelta(seconds=MEET_S))
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # The address, not the host name, which may resolve to an address that does not route.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""Two Ray nodes on one machine: pools per node, the shelf on the workers, a run over both, replicas in a pool."""
+"""Two Ray nodes on one machine, behind a token: who may join, pools per node, the shelf on the workers, a run over both,
+replicas in a pool."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import asyncio, json, os, pickle, sys
+import asyncio, json, os, pickle, sys, time
 from pathlib import Path
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "sesame-of-the-head"}
 from ray.cluster_utils import Cluster
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 128 << 20})
@@ -21,6 +23,7 @@ from cluster_batches import ragged_batch
 from cluster_workers import Plain, Summing
 from agentrl.backends.vllm import replicas as vllm_replicas
 from agentrl.catalog import EnvRef
+from agentrl.cluster.joining import check_join
 from agentrl.cluster.placement import Pools, cluster_nodes
 from agentrl.cluster.roles import launch_roles
 from agentrl.cluster.runtime import start_ray, stop_ray
@@ -32,6 +35,15 @@ def config(**pool):
                          roles={"actor": "train", "reference": "train"})
 
 out = {}
+for key, given in {"wrong": {"RAY_AUTH_TOKEN": "another"}, "none": {"RAY_AUTH_MODE": "disabled"}}.items():
+    before = {name: os.environ[name] for name in given}
+    os.environ.update(given)
+    began = time.monotonic()
+    try:
+        check_join(cluster.address)
+    except ResourceError as error:
+        out[key] = [str(error), time.monotonic() - began]
+    os.environ.update(before)
 start_ray(config())
 out["nodes"] = len(cluster_nodes())
 try:
@@ -113,13 +125,17 @@ def test_two_ray_nodes_on_one_machine(tmp_path: Path):
     (tmp_path / "rewards" / "mine.json").write_text("a spec")
     (tmp_path / "envs" / "hello").mkdir(parents=True)
     (tmp_path / "envs" / "hello" / "env.py").write_text(ENVIRONMENT)
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-2000:] + done.stderr[-4000:]
     import json
 
     out = json.loads(lines[0].removeprefix("RESULT "))
+    for key, told in {"wrong": "RAY_AUTH_MODE is token, RAY_AUTH_TOKEN is set", "none": "RAY_AUTH_MODE is disabled"}.items():
+        text, seconds = out[key]
+        assert "the cluster asks for a token" in text and told in text and "~/.ray/auth_token" in text and seconds < 15
     assert out["nodes"] == 2 and out["spread"] == 2 and out["pids"] == 2
     assert "do not fit the cluster" in out["refused"] and "pool train" in out["refused"]
     assert out["sum"] == [3.0, 3.0] and out["order"] == [0, 1, 2] and out["where"] == [0, 2, 1]

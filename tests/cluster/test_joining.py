@@ -1,0 +1,62 @@
+"""A cluster that cannot be joined is named in seconds; test_two_nodes.py asks a real head with a real token."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from agentrl.cluster import joining
+from agentrl.cluster.runtime import start_ray
+from agentrl.config.schema import ClusterConfig
+from agentrl.errors import ResourceError
+
+
+@pytest.fixture
+def port() -> Iterator[tuple[socket.socket, str]]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken, f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_an_address_at_which_nothing_listens_is_refused_at_once(port: tuple[socket.socket, str]) -> None:
+    began = time.monotonic()
+    with pytest.raises(ResourceError, match=rf"cluster.address = '{port[1]}': nothing answers there .*ray start --head --port="):
+        start_ray(ClusterConfig(address=port[1]))
+    assert time.monotonic() - began < joining.REACH_S + 2  # Ray itself takes a minute
+
+
+def test_what_listens_but_is_no_head_is_given_up(port: tuple[socket.socket, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    port[0].listen()
+    monkeypatch.setattr(joining, "ANSWER_S", 0.2)
+    with pytest.raises(ResourceError, match=r"did not answer as a Ray head within 0\.2 s"):
+        joining.check_join(port[1])
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({}, "RAY_AUTH_MODE is not set, the token would come from ~/.ray/auth_token"),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "x"}, "RAY_AUTH_MODE is token, RAY_AUTH_TOKEN is set"),
+        ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN_PATH": "f"}, "RAY_AUTH_MODE is disabled, RAY_AUTH_TOKEN_PATH is set"),
+    ],
+)
+def test_a_refused_token_says_where_it_came_from(
+    port: tuple[socket.socket, str], monkeypatch: pytest.MonkeyPatch, env: dict[str, str], said: str
+) -> None:
+    port[0].listen()
+    for key in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(joining, "PROBE", "import sys; sys.exit('ray.exceptions.AuthenticationError: InvalidAuthToken')")
+    with pytest.raises(ResourceError) as caught:
+        joining.check_join(port[1])
+    assert said in str(caught.value) and "x" not in str(caught.value).split("RAY_AUTH_TOKEN is set")[0].split()
+
+
+@pytest.mark.parametrize("address", ["auto", "ray://head:10001", "head"])
+def test_other_forms_of_an_address_are_left_to_ray(address: str) -> None:
+    joining.check_join(address)
