@@ -63,7 +63,16 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
         lines.append(said)
         if peak.size > peak.limit:
             raise ResourceError(f"{said}: it does not fit; {advice(config, placed, peak)}\n{table}")
-    return "\n".join([table, *lines])
+    return "\n".join([table, *lines, *waiting(placed)])
+
+
+def waiting(placed: list[Placed]) -> list[str]:
+    """What roles keep in host memory between their turns, a line each."""
+    return [
+        f"{one.role}: {one.memory.held / GIB:.1f} GiB of pinned host memory a rank between its turns"
+        for one in placed
+        if one.rests and one.role != "rollout"
+    ]
 
 
 def checked(config: TrainConfig) -> TrainConfig:

@@ -6,12 +6,14 @@ The runs are small and inside this process. `make proofs` kills more often and r
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from agentrl.rollout import collect
+from agentrl.train import fsdp
 from agentrl.trajectory import Trajectory
 from tests.conftest import PROOFS, proof
 from tests.e2e.inside import config_of, episodes, execute, killed_at_random, ledger_of, numbers, updates
@@ -159,6 +161,21 @@ def test_killed_at_random_a_synchronous_run_ends_with_the_numbers_of_the_unbroke
     whole = execute(config_of(tmp_path / "whole", "run", warm, unbroken, *KILLED))
     moments = killed_at_random(tmp_path / "cut", "run", [warm, cut, *KILLED], KILLS, STEPS)
     assert numbers(tmp_path / "cut" / "run") == numbers(whole), moments
+
+
+def test_a_run_whose_roles_give_their_memory_back_has_the_numbers_of_one_whose_roles_keep_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Critic, reference and a colocated engine; then resumed from the last but one checkpoint, which was written from the host."""
+    monkeypatch.setattr(fsdp, "HOST", ())  # on a CPU nothing is gained by it, and nothing else differs
+    roles = ['algorithm.advantage={name="gae"}', "critic.lr=1e-3", "algorithm.kl.coef=0.1", "checkpoint.every=1", "steps=2"]
+    kept = numbers(execute(config_of(tmp_path, "kept", *roles)))
+    idle = [*roles, "model.offload=idle", "rollout.colocate=true"]
+    run = execute(config_of(tmp_path, "idle", *idle))
+    assert numbers(run) == kept
+    [last] = run.glob("checkpoints/step_000002")
+    shutil.rmtree(last)
+    assert numbers(execute(config_of(tmp_path, "idle", *idle), resumed=True)) == kept
 
 
 def test_no_number_depends_on_how_fast_the_machine_is(warm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,26 @@ def test_weights_in_host_memory_train_alike(small: str, card: torch.device) -> N
     assert {p.to_local().device.type for _, p in engine.named()} == {"cpu"}
 
 
+def test_an_actor_that_waits_gives_the_card_back_and_learns_the_same(small: str, card: torch.device, tmp_path: Path) -> None:
+    stays, _ = trained(small)
+    goes, _ = trained(small, offload="idle")
+    held = torch.cuda.memory_allocated()
+    goes.run(Actor.offload)
+    engine = goes.backend._workers[0]._engine
+    size = sum(p.to_local().nbytes for p in engine.module.parameters()) * 3  # weights, and AdamW's two moments
+    assert held - torch.cuda.memory_allocated() > 0.95 * size
+    pinned = [wait.host.is_pinned() for wait in engine._offloaded._held.values()]
+    assert pinned and all(pinned)
+    goes.run(Actor.save, str(tmp_path))  # from host memory
+    assert held - torch.cuda.memory_allocated() > 0.95 * size
+    mine, theirs = weights_of(stays), weights_of(goes)
+    assert max((mine[name].float() - theirs[name].float()).abs().max().item() for name in mine) < 2e-3
+    resumed = started(small)
+    resumed.run(Actor.load, str(tmp_path))
+    saved = weights_of(resumed)
+    assert all(torch.equal(saved[name], theirs[name]) for name in saved)
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_a_saved_run_goes_on_to_the_digit(small: str, tmp_path: Path, device: torch.device, background: bool) -> None:
     straight, _ = trained(small)

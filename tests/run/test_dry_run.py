@@ -12,7 +12,7 @@ import ray
 
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
-from agentrl.run.dry_run import GIB, Peak, Placed, advice, memory_of, peaks
+from agentrl.run.dry_run import GIB, Peak, Placed, advice, memory_of, peaks, waiting
 from agentrl.train import by_size
 from agentrl.train.memory import RoleMemory
 
@@ -88,6 +88,8 @@ def test_a_device_holds_what_its_largest_turn_needs_beside_those_that_keep_their
     assert found(True, True) == [Peak("a", "actor", 30 + 12, 100)]
     alone = [Placed("actor", "a", 2, actor, False), Placed("rollout", "b", 3, engine, False)]
     assert [peak.size for peak in peaks(alone, 100)] == [42, 33]
+    idle = [Placed("actor", "a", 2, RoleMemory(weights=GIB), True), Placed("rollout", "a", 2, engine, True)]
+    assert waiting(idle) == ["actor: 1.0 GiB of pinned host memory a rank between its turns"] and waiting(alone) == []
     [host] = peaks(alone, None)  # without cards all ranks of all roles are in one memory
     assert (host.device, host.size) == ("host memory", 2 * 42 + 3 * 33)
 
