@@ -166,7 +166,7 @@ def test_killed_at_random_a_synchronous_run_ends_with_the_numbers_of_the_unbroke
 def test_a_run_whose_roles_give_their_memory_back_has_the_numbers_of_one_whose_roles_keep_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Critic, reference and a colocated engine; then resumed from the last but one checkpoint, which was written from the host."""
+    """Critic, reference, a colocated engine; then resumed from the last checkpoint but one, which was written from the host."""
     monkeypatch.setattr(fsdp, "HOST", ())  # on a CPU nothing is gained by it, and nothing else differs
     roles = ['algorithm.advantage={name="gae"}', "critic.lr=1e-3", "algorithm.kl.coef=0.1", "checkpoint.every=1", "steps=2"]
     kept = numbers(execute(config_of(tmp_path, "kept", *roles)))
