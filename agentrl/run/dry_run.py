@@ -20,7 +20,7 @@ from agentrl.run.engines import engine_name, maker_of
 from agentrl.run.placement import roles_of
 from agentrl.train.attention import varlen_takes_groups
 from agentrl.train.fsdp import Role
-from agentrl.train.learner import offloads
+from agentrl.train.learner import rests
 from agentrl.train.memory import RoleMemory, count, numbers, shell, token_bytes, width
 from agentrl.train.pretrained import head_dim, model_context
 
@@ -123,7 +123,7 @@ def _trained(config: TrainConfig, role: str, grouped: bool) -> Placed:
     model = config.model.model_copy(update=plain)
     module = shell(model, MODULE_OF[role], paths.get(role), grouped=grouped)
     memory = count(module, model, ranks, config.optim.micro_tokens, trained=role in ("actor", "critic"))
-    return Placed(role, device, ranks, memory, offloads(config))
+    return Placed(role, device, ranks, memory, rests(config, role))
 
 
 def _device(config: TrainConfig, role: str, own: bool = False) -> str:

@@ -23,7 +23,7 @@ from agentrl.run.placement import open_pools, start_actors
 from agentrl.train.actor import Actor
 from agentrl.train.estimator_inputs import needs_greedy
 from agentrl.train.init_model import init_model
-from agentrl.train.learner import Learner, offloads, policy_updates
+from agentrl.train.learner import Learner, policy_updates, rests
 from agentrl.train.pretrained import named_anywhere
 from agentrl.train.publish import Publisher
 
@@ -101,7 +101,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
         await check_shared(actors, folder.path, "out")
         parts = assemble(config, inputs, model=path, pools=pools)
         await actors.arun(Actor.init_model, path, config.model, config.optim, policy_updates(config))
-        if offloads(config):
+        if rests(config, "actor"):
             await actors.arun(Actor.offload)
         await parts.start()
     except BaseException:  # also Ctrl-C during a long start: workers and reserved pools would outlive the driver's attempt
@@ -136,5 +136,5 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
         collector,
         engine_name,
         saver,
-        Publisher(actors, parts.policy.engine, config.weights, offload=offloads(config)),
+        Publisher(actors, parts.policy.engine, config.weights, offload=rests(config, "actor")),
     )

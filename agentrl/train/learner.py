@@ -106,27 +106,38 @@ def separate_reference(config: TrainConfig) -> bool:
     return config.algorithm.kl.coef > 0 and config.model.lora is None
 
 
-def offloads(config: TrainConfig) -> bool:
-    """Whether roles give their memory back between their turns."""
-    return config.model.offload == "idle"
+def rests(config: TrainConfig, role: str) -> bool:
+    """Whether a role gives its memory back between its turns: if the config asks for it, and another role, or a colocated
+    engine, uses the same processes' devices."""
+    if config.model.offload == "never":
+        return False
+    pools = {str(name): pool for name, pool in config.cluster.roles.items()} if config.cluster.backend == "ray" else {}
+    present = {
+        "actor": True,
+        "rollout": config.rollout.colocate,
+        "reference": separate_reference(config),
+        "critic": config.critic is not None,
+        "reward_model": config.reward_model is not None,
+    }
+    homes = {name: pools.get(name, pools.get("actor")) for name, used in present.items() if used}
+    return any(home == homes[role] for name, home in homes.items() if name != role)
 
 
 def check_offload(config: TrainConfig) -> None:
     """Raise ConfigError for a `model.offload` that could not free anything: nothing is left on the GPU, or no role waits.
 
-    Reads: model.offload, model.cpu_offload, rollout.colocate, critic, reward_model, algorithm.kl.coef, model.lora.
+    Reads: model.offload, model.cpu_offload, rollout.colocate, critic, reward_model, algorithm.kl.coef, model.lora, cluster.
     """
-    if not offloads(config):
+    if config.model.offload == "never":
         return
     if config.model.cpu_offload:
         raise ConfigError(
             'model.offload = "idle": with model.cpu_offload weights and optimizer are in host memory anyway; unset one'
         )
-    others = [config.critic, config.reward_model, separate_reference(config) or None]
-    if not config.rollout.colocate and others == [None, None, None]:
+    if not rests(config, "actor"):
         raise ConfigError(
-            'model.offload = "idle": the actor never waits for another role on its GPU (there is no [critic], no '
-            "[reward_model], no algorithm.kl.coef, and the engine has a GPU of its own without rollout.colocate); unset it"
+            'model.offload = "idle": the actor never waits for another role on its GPU (no [critic], [reward_model] or '
+            "algorithm.kl.coef without a pool of its own, and the engine has other GPUs without rollout.colocate); unset it"
         )
 
 
@@ -165,25 +176,25 @@ class Learner:
         `folder`: the run's, which all their processes must share with the driver. Raises ConfigError if they do not.
         """
         config = self.config
-        await self._rest(self.actors)
+        await self._rest("actor", self.actors)
         if config.critic is not None:
             self.critics = self._start("critic", Critic)
             if folder is not None:  # before the model is loaded, which may take minutes
                 await check_shared(self.critics, folder, "out")
             source = named_anywhere(config.critic.path or path)
             await self.critics.arun(Critic.init_model, source, config.model, config.optim, config.critic, config.steps)
-            await self._rest(self.critics)
+            await self._rest("critic", self.critics)
         if config.reward_model is not None:
             self.reward_models = self._start("reward_model", RewardModel)
             judge = named_anywhere(config.reward_model.path)
             await self.reward_models.arun(RewardModel.init_model, judge, config.model, config.optim)
-            await self._rest(self.reward_models)
+            await self._rest("reward_model", self.reward_models)
         if separate_reference(config):
             self.references = self._start("reference", Reference)
             if folder is not None:
                 await check_shared(self.references, folder, "out")
             await self.references.arun(Reference.init_model, path, config.model, config.optim)
-            await self._rest(self.references)
+            await self._rest("reference", self.references)
 
     def _start(self, role: str, cls: type[W]) -> WorkerGroup[W]:
         if self.pools is not None and role in self.pools:
@@ -199,9 +210,9 @@ class Learner:
             call_timeout=cluster.call_timeout,
         )
 
-    async def _rest(self, group: WorkerGroup[Any]) -> None:
+    async def _rest(self, role: str, group: WorkerGroup[Any]) -> None:
         """The end of a role's turn: it gives its memory back, if the config asks for that, before another role takes it."""
-        if offloads(self.config):
+        if rests(self.config, role):
             await group.arun(ModelRole.offload)
 
     async def step(self, batch: TensorDict, step: int) -> dict[str, float]:
@@ -249,19 +260,19 @@ class Learner:
             scores = (await self.reward_models.arun(RewardModel.compute_scores, view.batch))["score"]
             view = await in_thread("batch", with_scores, view, scores, self.config.reward_model.weight)
             metrics["reward_model/score"] = float(scores[last_rows(view)].mean())
-            await self._rest(self.reward_models)
+            await self._rest("reward_model", self.reward_models)
         if self.algorithm.proximal == "recompute":
             now = await self.actors.arun(Actor.compute_logprob, view.batch, temperature)
             view = view.with_tokens(old_logprobs=now["logprobs"].values())
             if self.references is not None or self.critics is not None:
-                await self._rest(self.actors)
+                await self._rest("actor", self.actors)
         if self.config.algorithm.kl.coef > 0 and self.references is None:
             reference = await self.actors.arun(Actor.compute_reference, view.batch, temperature)
             view = view.with_tokens(ref_logprobs=reference["logprobs"].values())
         if self.references is not None:
             reference = await self.references.arun(Reference.compute_logprob, view.batch, temperature)
             view = view.with_tokens(ref_logprobs=reference["logprobs"].values())
-            await self._rest(self.references)
+            await self._rest("reference", self.references)
         if self.critics is not None:
             values = await self.critics.arun(Critic.compute_values, view.batch)
             view = view.with_tokens(values=values["values"].values())
@@ -272,7 +283,7 @@ class Learner:
         algorithm, seed, metrics = self.algorithm, self.config.seed, {}
         if self.critics is not None:
             metrics = await self.critics.arun(Critic.update, batch, algorithm, step=step, seed=seed)
-            await self._rest(self.critics)
+            await self._rest("critic", self.critics)
         if self.config.critic is None or step >= self.config.critic.warmup:
             metrics |= await self.actors.arun(
                 Actor.update,

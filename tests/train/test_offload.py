@@ -17,12 +17,21 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from agentrl.batch import collate
 from agentrl.cluster.launch import launch
-from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, LoraSection, ModelConfig, RewardModelConfig, WeightsConfig
+from agentrl.config.schema import (
+    AlgorithmConfig,
+    Choice,
+    ClusterConfig,
+    KlConfig,
+    LoraSection,
+    ModelConfig,
+    RewardModelConfig,
+    WeightsConfig,
+)
 from agentrl.errors import AgentrlError, ConfigError
 from agentrl.train import fsdp
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
-from agentrl.train.learner import Learner, check_learner
+from agentrl.train.learner import Learner, check_learner, rests
 from agentrl.train.publish import Publisher
 from agentrl.train.reference import Reference
 from agentrl.train.reward_model import RewardModel
@@ -30,6 +39,7 @@ from agentrl.weights.target import WakeStage
 from tests.publishing import VersionOnly, weights_of
 
 ALGORITHM = AlgorithmConfig(minibatch=8)
+GAE = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
 IDLE = ModelConfig(offload="idle")
 
 
@@ -211,4 +221,11 @@ def test_what_frees_nothing_is_refused(tiny: str) -> None:
     with pytest.raises(ConfigError, match=r"model.offload.*model.cpu_offload"):
         check_learner(config_of(model=ModelConfig(offload="idle", cpu_offload=True), rollout={"colocate": True}))
     check_learner(config_of(model=IDLE, rollout={"colocate": True}))
+    # Who has the processes of a pool to itself keeps its memory.
+    apart = {"pools": {"a": {}, "b": {}}, "roles": {"actor": "a", "critic": "b"}}
+    config = config_of(model=IDLE, algorithm=GAE, critic=toy_critic()).model_copy(update={"cluster": ClusterConfig(**apart)})
+    with pytest.raises(ConfigError, match=r"model.offload.*never waits"):
+        check_learner(config)
+    beside = config.model_copy(update={"reward_model": RewardModelConfig(path="somewhere")})
+    assert [rests(beside, role) for role in ("actor", "critic", "reward_model")] == [True, False, True]
     check_learner(config_of(model=IDLE, algorithm=AlgorithmConfig(kl=KlConfig(coef=0.1))))
