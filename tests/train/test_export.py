@@ -75,3 +75,15 @@ def test_command_and_errors(run_folder: Path, tmp_path: Path, capsys: pytest.Cap
         export_run(run_folder, tmp_path / "x", 7)
     with pytest.raises(CheckpointError, match=r"no config\.toml"):
         export_run(tmp_path / "nowhere", tmp_path / "x")
+
+
+def test_a_run_of_many_gpus_is_exported_by_one_process_without_any(run_folder: Path, tmp_path: Path, tiny: str) -> None:
+    """On the head node, say: how the ranks were used, what they computed in and with which kernels is theirs alone."""
+    direct = weights(run_folder / "direct1")
+    many = {"replicas": 2, "sequence_parallel": 2, "dtype": "bfloat16", "kernels": "liger", "compile": True}
+    for number, memory in enumerate(({"cpu_offload": True}, {"offload": "idle"})):
+        config = TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=tiny, **many, **memory))
+        (run_folder / "config.toml").write_text(to_toml(config))
+        export_run(run_folder, tmp_path / f"out{number}", 1)
+        found = weights(tmp_path / f"out{number}")
+        assert all(torch.equal(found[name], direct[name]) for name in direct)
