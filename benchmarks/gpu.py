@@ -85,8 +85,8 @@ def main() -> None:
             name = f"{part} {args.model}" if part == "step" else part
             found["parts"][name] = run(part, args, device, Path(scratch))
             print(f"{name}: {json.dumps(found['parts'][name])}", flush=True)
-    if args.results:
-        print(f"written: {write(found)}")
+            if args.results:  # after each part: one that fails, or that is cut off, takes no other with it
+                print(f"written: {write(found)}", flush=True)
     print(json.dumps(found))
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -88,6 +89,7 @@ def _across(sender: Sender, held: Weights, mib: int, device: torch.device) -> tu
     mine, theirs = context.Pipe()
     process = context.Process(target=_other, args=(theirs, mib, str(device)), daemon=True)
     process.start()
+    theirs.close()  # else the end of that process would not show here
     try:
         mine.send(sender.open())
         answer = mine.recv()
@@ -102,8 +104,11 @@ def _across(sender: Sender, held: Weights, mib: int, device: torch.device) -> tu
         took = [_stream(sender, held, hand) for _ in range(4)]
         mine.send("sums")
         return min(took[1:]), mine.recv()
+    except EOFError as problem:
+        raise AgentrlError("the other process ended; what it said is above") from problem
     finally:
-        mine.send(None)
+        with suppress(OSError):
+            mine.send(None)
         process.join(30)
         sender.close()
 

@@ -56,19 +56,22 @@ def step(device: torch.device, folder: Path, shape_name: str, quick: bool) -> di
     }
     path = model_folder(shape, folder)
     with one_rank(device):
-        for name, options in OPTIONS.items():
+        for name in OPTIONS:
             if quick and "compile" in name:
                 continue  # inductor takes minutes on a CPU
             clear(device)
             try:
-                engine = trainer(path, device, **options)
-                found[name] = _one(engine, shape, lengths, device, limit)
-                if name == "plain":
-                    found["split_ms"] = _split(engine, shape, lengths, device, found[name]["ms"])
-                del engine
-            except (AgentrlError, torch.cuda.OutOfMemoryError) as problem:
+                found |= _option(name, path, shape, lengths, device, limit)
+            except (AgentrlError, RuntimeError, ImportError) as problem:  # no memory, no compiler, no Liger: the others count
                 found[name] = {"error": f"{type(problem).__name__}: {problem}"[:200]}
     return found
+
+
+def _option(name: str, path: str, shape: Shape, lengths: list[int], device: torch.device, limit: float) -> dict[str, Any]:
+    """In a function of its own, so that its model is gone when the next one is loaded, also after an error."""
+    engine = trainer(path, device, **OPTIONS[name])
+    took = _one(engine, shape, lengths, device, limit)
+    return {name: took} | ({"split_ms": _split(engine, shape, lengths, device, took["ms"])} if name == "plain" else {})
 
 
 def _one(engine: FsdpEngine, shape: Shape, lengths: list[int], device: torch.device, limit: float) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import pytest
@@ -78,13 +80,15 @@ def test_sleep_frees_the_memory(small: str, card: torch.device) -> None:
         await engine.generate(PROMPT, Sampling(max_tokens=50), "one")
         found = [torch.cuda.memory_allocated()]
         await engine.sleep()
-        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 64 << 20  # the rest is other processes' to take
         found.append(torch.cuda.memory_allocated())
         await engine.wake("weights")
         found.append(torch.cuda.memory_allocated())
         await engine.close()
         return found
 
+    asyncio.run(memory())  # the workspaces of kernels, larger than this model, come with their first use and stay
+    gc.collect()  # models of earlier tests
     torch.cuda.empty_cache()
     base = torch.cuda.memory_allocated()
     awake, asleep, woken = (each - base for each in asyncio.run(memory()))
@@ -118,6 +122,7 @@ def sums_across(actor: WorkerGroup[Actor], route: str, device: torch.device) -> 
     mine, theirs = context.Pipe()
     process = context.Process(target=_other_process, args=(theirs, device.type), daemon=True)
     process.start()
+    theirs.close()  # else the end of that process would not show here
     try:
         mine.send(actor.run(Actor.open_route, route, WeightsConfig(bucket_mib=1.0), 1))
         if (problem := mine.recv()) is not None:
@@ -131,7 +136,8 @@ def sums_across(actor: WorkerGroup[Actor], route: str, device: torch.device) -> 
         mine.send("sums")
         return mine.recv()
     finally:
-        mine.send(None)
+        with suppress(OSError):
+            mine.send(None)
         process.join(30)
         actor.run(Actor.close_route)
 

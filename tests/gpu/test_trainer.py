@@ -86,6 +86,8 @@ def agree(one: tuple[float, Tensor], other: tuple[float, Tensor], loss: float, c
 def test_bfloat16_against_float32(small: str, device: torch.device, options: dict[str, Any]) -> None:
     if device.type != "cuda" and ("compile" in options or "kernels" in options):
         pytest.skip("minutes of compilation, or Triton: not on a CPU")
+    if "kernels" in options:
+        pytest.importorskip("liger_kernel", reason="Liger is not installed")
     exact = gradient(small, device)
     agree(gradient(small, device, dtype="bfloat16", **options), exact, loss=0.01, cosine=0.999)
 
@@ -120,12 +122,17 @@ def test_the_model_is_on_the_card(small: str, card: torch.device) -> None:
 
 
 def test_weights_in_host_memory_train_alike(small: str, card: torch.device) -> None:
-    torch.cuda.reset_peak_memory_stats()
+    start = weights_of(started(small))
     plain, metrics = trained(small)
     away, others = trained(small, cpu_offload=True)
     assert others["loss"] == pytest.approx(metrics["loss"], rel=0.01)
-    mine, theirs = weights_of(plain), weights_of(away)
-    assert max((mine[name].float() - theirs[name].float()).abs().max().item() for name in mine) < 2e-3
+    moves = [
+        torch.cat([(tensor.float() - start[name].float()).reshape(-1) for name, tensor in weights_of(group).items()])
+        for group in (plain, away)
+    ]
+    # Not number by number: Adam's first steps are as long for a gradient near 0, whose sign hangs on the order of a sum.
+    assert float(moves[0].norm()) > 0
+    assert float(F.cosine_similarity(moves[0], moves[1], dim=0)) > 0.95
     engine = away.backend._workers[0]._engine
     assert {p.to_local().device.type for _, p in engine.named()} == {"cpu"}
 
