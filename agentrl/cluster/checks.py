@@ -163,8 +163,8 @@ def check_ray(cluster: ClusterConfig) -> Iterator[MachineFinding]:
         yield MachineFinding("ray", "fail", str(error), "its logs are in the newest folder under /tmp/ray")
         return
     try:
-        from agentrl.cluster.placement import cluster_nodes
         from agentrl.cluster.pool import place
+        from agentrl.cluster.reserve import cluster_nodes
 
         nodes = cluster_nodes()
         what = ", ".join(f"{node.name}: {node.cpus:g} CPU slots, {node.gpus:g} GPUs" for node in nodes)

@@ -31,7 +31,7 @@ def nodes_of(cluster: ClusterConfig, role: str) -> list[ClusterNode]:
         if not joins(cluster):
             return [this_machine()]
         start_ray(cluster)
-    from agentrl.cluster.placement import cluster_nodes
+    from agentrl.cluster.reserve import cluster_nodes
 
     return cluster_nodes()
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from agentrl.cluster.cards import take_cards
 from agentrl.cluster.rendezvous import Rendezvous, listen
 from agentrl.cluster.shipment import GatherPlan
 from agentrl.cluster.worker import Worker, WorkerContext
@@ -63,12 +64,17 @@ class Host:
 
     def __init__(self) -> None:
         self._roles: dict[str, Worker] = {}
+        self._cards = take_cards()
 
     def location(self) -> tuple[str, int, str]:
         """This process's node address, process id and node id."""
         import ray
 
         return ray.util.get_node_ip_address(), os.getpid(), ray.get_runtime_context().get_node_id()
+
+    def cards(self) -> list[str]:
+        """The GPUs that Ray gave this process."""
+        return self._cards
 
     def listen(self, host: str) -> Rendezvous:
         """Bind the rendezvous socket (rank 0 only)."""

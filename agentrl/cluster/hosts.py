@@ -78,6 +78,11 @@ class Hosts:
             raise WorkerError(f"group {role!r}: a process died while building it: {first_line(error)}") from None
         self.roles[role] = (cls, mesh)
 
+    def cards(self) -> list[list[str]]:
+        """The GPUs of each rank."""
+        found: list[list[str]] = ray.get([handle.cards.remote() for handle in self.handles], timeout=self.timeout)
+        return found
+
     def restart(self) -> None:
         """Kill the remaining processes, start fresh ones and build every role again, without its old state."""
         self.kill()

@@ -79,12 +79,17 @@ def _search(
     return False
 
 
-def table(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode]) -> str:
-    """A table of what every pool needs on each of its nodes and what each node of the cluster has."""
+def table(
+    pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode], others: Mapping[str, tuple[int, float, float]] | None = None
+) -> str:
+    """A table of what every pool needs on each of its nodes and what each node of the cluster has. `others`: processes without
+    a pool, as their number and the CPU slots and GPUs of each."""
     rows = [("demand", "nodes", "processes per node", "CPU slots per node", "GPUs per node")]
     for name, pool in pools.items():
         cpus, gpus = need(pool)
         rows.append((f"pool {name}", str(pool.nodes), str(pool.per_node), f"{cpus:g}", f"{gpus:g}"))
+    for name, (count, cpus, gpus) in (others or {}).items():
+        rows.append((name, "any", f"{count} in all", f"{cpus:g} each", f"{gpus:g} each"))
     rows.append(("supply", "", "", "CPU slots", "GPUs"))
     rows += [(f"node {node.name}", "", "", f"{node.cpus:g}", f"{node.gpus:g}") for node in nodes]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]

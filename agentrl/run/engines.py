@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentrl.backends.api.make import API, api_name
 from agentrl.cluster.devices import has_gpus, is_planned, nodes_of
@@ -82,8 +83,12 @@ def maker_of(name: str, config: TrainConfig) -> EngineMaker:
 def make_engine(name: str, model: str, config: TrainConfig, pools: Pools | None = None) -> Engine:
     """The engine, not started. `name` is a result of `resolve_engine`, `model` a folder or hub name; with
     `pools`, the engine's own processes run in the pool of the role "rollout"."""
-    ray_options = pools.ray_options("rollout") if pools is not None and "rollout" in pools else ()
-    return maker_of(name, config).make(named_anywhere(model), model_context(model), ray_options)
+    maker = maker_of(name, config)
+    processes = maker.processes()
+    ray_options: Sequence[Mapping[str, Any]] = ()
+    if pools is not None and processes is not None and "rollout" in pools:
+        ray_options = pools.ray_options("rollout", processes.gpus)
+    return maker.make(named_anywhere(model), model_context(model), ray_options)
 
 
 def make_api_engine(config: TrainConfig, transcript: Transcript) -> Engine:

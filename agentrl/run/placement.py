@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from agentrl.cluster.devices import has_gpus, nodes_of
 from agentrl.cluster.group import WorkerGroup
+from agentrl.cluster.pool import pools_of_roles
 from agentrl.cluster.roles import launch_roles
+from agentrl.cluster.spread import Unpooled, assign
 from agentrl.config import TrainConfig
 from agentrl.errors import AgentrlError
 from agentrl.run.engines import maker_of
@@ -28,17 +31,53 @@ def roles_of(config: TrainConfig, engine_name: str) -> list[str]:
     return [role for role, used in present.items() if used]
 
 
-def open_pools(config: TrainConfig, engine_name: str) -> Pools | None:
-    """The run's pools, reserved. None if `cluster.roles` names none of the run's roles, or with backend "inline".
+def pooled_roles(config: TrainConfig, engine_name: str) -> list[str]:
+    """The run's roles that have a pool."""
+    return [role for role in roles_of(config, engine_name) if role in {str(name) for name in config.cluster.roles}]
 
-    Raises ResourceError, with a table of demand against supply, if they do not fit. Ray must be up.
+
+def unpooled_roles(config: TrainConfig, engine_name: str) -> dict[str, Unpooled]:
+    """The run's roles without a pool whose processes have GPUs of their own: every actor takes one GPU, a process of the
+    engine as many as it computes on. Empty on nodes without GPUs: there Ray places the processes, by CPU slots alone."""
+    cluster, found = config.cluster, {}
+    if cluster.backend != "ray":
+        return {}
+    engine, colocated = maker_of(engine_name, config).processes(), beside(config, engine_name)
+    if "actor" not in cluster.roles and has_gpus(cluster, "actor"):
+        block = engine.gpus if engine is not None and colocated else 1
+        found["actor"] = Unpooled("cluster.actors", cluster.actors, 1.0, 1.0, block)
+    if engine is not None and "rollout" not in {*cluster.roles, *colocated} and has_gpus(cluster, "rollout"):
+        found["rollout"] = Unpooled(engine.count_key, engine.count, 0.0, engine.gpus)
+    return found
+
+
+def beside(config: TrainConfig, engine_name: str) -> dict[str, str]:
+    """With `rollout.colocate`, an engine that has processes of its own uses the actors' GPUs: {"rollout": "actor"}."""
+    own = maker_of(engine_name, config).processes() is not None
+    return {"rollout": "actor"} if config.rollout.colocate and own and config.cluster.backend == "ray" else {}
+
+
+def check_room(config: TrainConfig, engine_name: str) -> None:
+    """Raise ResourceError, with a table, if the cluster's nodes have no room for the run's pools and its processes with GPUs,
+    even when nothing else runs there."""
+    pools = pools_of_roles(config.cluster, pooled_roles(config, engine_name))
+    unpooled = unpooled_roles(config, engine_name)
+    if config.cluster.backend == "ray" and (pools or unpooled):
+        assign(dict(pools.values()), list(unpooled.values()), nodes_of(config.cluster, "actor"))
+
+
+def open_pools(config: TrainConfig, engine_name: str) -> Pools | None:
+    """Reserve the run's places: of its roles with a pool, and of the actors and the engine's processes if they use GPUs.
+    None if there is nothing to reserve, and with backend "inline".
+
+    Raises ResourceError, with a table of demand and supply, if they do not fit. Ray must be up.
     """
-    roles = [role for role in roles_of(config, engine_name) if role in {str(name) for name in config.cluster.roles}]
-    if config.cluster.backend != "ray" or not roles:
+    roles, unpooled = pooled_roles(config, engine_name), unpooled_roles(config, engine_name)
+    if config.cluster.backend != "ray" or not (roles or unpooled):
         return None
     from agentrl.cluster.placement import Pools
 
-    return Pools(config.cluster, roles, config.cluster.call_timeout)
+    return Pools(config.cluster, roles, config.cluster.call_timeout, unpooled, beside(config, engine_name))
 
 
 def start_actors(config: TrainConfig, pools: Pools | None) -> WorkerGroup[Actor]:

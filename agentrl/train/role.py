@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from agentrl.cluster.cards import own_device
 from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import ModelConfig, OptimConfig
@@ -26,14 +27,14 @@ def open_engine(
 ) -> FsdpEngine:
     """The engine of one rank. A single rank in float32 needs no process group and gets none.
 
-    Raises ModelError for a model that cannot be loaded.
+    Raises ModelError for a model that cannot be loaded, ResourceError if Ray gave this rank a GPU that torch does not find.
     """
-    if not torch.cuda.is_available():
+    device = own_device()
+    if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if worker.world_size > 1 or compute_dtype(model, device) != torch.float32:
         worker.init_process_group()
-    return FsdpEngine(path, model, max_grad_norm, role)
+    return FsdpEngine(path, model, max_grad_norm, role, device)
 
 
 class ModelRole(Worker):

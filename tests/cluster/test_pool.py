@@ -9,7 +9,7 @@ from cluster_workers import Plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.cluster import placement
+from agentrl.cluster import reserve
 from agentrl.cluster.pool import ClusterNode, need, place, pools_of_roles
 from agentrl.cluster.roles import launch_roles
 from agentrl.config.schema import (
@@ -71,19 +71,20 @@ def test_every_size_of_a_pool_changes_its_place():
             place({"p": too_much}, NODES)
 
 
-def test_a_pool_is_held_in_one_bundle_a_node_and_handed_out_in_slots(monkeypatch):
-    """Two nodes of three processes, each with 1.5 CPU slots and half a GPU: 4.5 and 1.5 a node, slots 0 to 2 on the first."""
-    monkeypatch.setattr(placement, "available_resources_per_node", dict)
+def test_a_pool_is_held_in_one_bundle_a_process_with_consecutive_ranks_on_a_node(monkeypatch):
+    """Two nodes of three processes, each with 1.5 CPU slots and half a GPU; slots 0 to 2 are on one, 3 to 5 on the other."""
+    monkeypatch.setattr(reserve, "available_resources_per_node", dict)
     nodes = {ClusterNode("a", 8, 2): "id a", ClusterNode("b", 8, 2): "id b", ClusterNode("c", 4, 0): "id c"}
-    monkeypatch.setattr(placement, "_nodes", lambda left: nodes)
+    monkeypatch.setattr(reserve, "_nodes", lambda left: nodes)
     asked = []
-    monkeypatch.setattr(placement, "placement_group", lambda bundles, **how: asked.append((bundles, how)) or "held")
-    held = placement._hold({"p": PoolConfig(nodes=2, per_node=3, cpus=1.5, gpus=0.5)})["p"]
+    monkeypatch.setattr(reserve, "placement_group", lambda bundles, **how: asked.append((bundles, how)) or "held")
+    held = reserve._hold({"p": PoolConfig(nodes=2, per_node=3, cpus=1.5, gpus=0.5)}, [])["p"]
     [(bundles, how)] = asked
-    assert bundles == [{"CPU": 4.5, "GPU": 1.5}] * 2
-    assert sorted(pin[placement.NODE_LABEL] for pin in how["bundle_label_selector"]) == ["id a", "id b"]
+    assert bundles == [{"CPU": 1.5, "GPU": 0.5}] * 6
+    pins = [pin[reserve.NODE_LABEL] for pin in how["bundle_label_selector"]]
+    assert pins in (["id a"] * 3 + ["id b"] * 3, ["id b"] * 3 + ["id a"] * 3)
     options = held.options()
-    assert [one["scheduling_strategy"].placement_group_bundle_index for one in options] == [0, 0, 0, 1, 1, 1]
+    assert [one["scheduling_strategy"].placement_group_bundle_index for one in options] == list(range(6))
     assert {(one["num_cpus"], one["num_gpus"]) for one in options} == {(1.5, 0.5)}
 
 

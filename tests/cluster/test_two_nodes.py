@@ -24,7 +24,8 @@ from cluster_workers import Plain, Summing
 from agentrl.backends.vllm import replicas as vllm_replicas
 from agentrl.catalog import EnvRef
 from agentrl.cluster.joining import check_join
-from agentrl.cluster.placement import Pools, cluster_nodes
+from agentrl.cluster.placement import Pools
+from agentrl.cluster.reserve import cluster_nodes
 from agentrl.cluster.roles import launch_roles
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config.schema import ClusterConfig, PoolConfig, VllmConfig

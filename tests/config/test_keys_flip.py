@@ -308,7 +308,7 @@ ELSEWHERE: dict[str, str] = {
     "RolloutConfig.filter_zero_variance": "rollout/test_collect.py::test_groups_without_variance_are_replaced_and_only_those",
     "RolloutConfig.max_filtered": "rollout/test_collect.py::test_the_bound_on_filtering_is_per_update_and_leaves_groups_that_teach",  # noqa: E501
     **{
-        f"PoolConfig.{key}": "cluster/test_pool.py::test_a_pool_is_held_in_one_bundle_a_node_and_handed_out_in_slots"
+        f"PoolConfig.{key}": "cluster/test_pool.py::test_a_pool_is_held_in_one_bundle_a_process_with_consecutive_ranks_on_a_node"
         for key in ("nodes", "per_node", "cpus", "gpus")
     },
     **{

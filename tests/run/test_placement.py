@@ -60,7 +60,7 @@ def test_what_starts_a_role_gets_the_keys_of_the_cluster(monkeypatch: pytest.Mon
     }
     pooled = cluster.model_copy(update={"pools": {"p": PoolConfig()}, "roles": {"critic": "p"}})
     changed = config.model_copy(update={"cluster": pooled})
-    assert placement.open_pools(changed, "embedded") == (pooled, ["critic"], 9.0)
+    assert placement.open_pools(changed, "embedded") == (pooled, ["critic"], 9.0, {}, {})
     inline = config.model_copy(update={"cluster": cluster.model_copy(update={"backend": "inline"})})
     assert placement.start_actors(inline, None).world_size == 3 and seen["actor"]["backend"] == "inline"
 
@@ -74,8 +74,8 @@ def test_vllm_replicas_run_where_the_role_rollout_is_placed(monkeypatch: pytest.
         def __contains__(self, role: str) -> bool:
             return placed and role == "rollout"
 
-        def ray_options(self, role: str) -> list[dict[str, Any]]:
-            assert role == "rollout"
+        def ray_options(self, role: str, gpus: int) -> list[dict[str, Any]]:
+            assert (role, gpus) == ("rollout", 1)
             return slots
 
     started: list[dict[str, Any]] = []

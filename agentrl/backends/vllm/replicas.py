@@ -204,9 +204,10 @@ class Replicas:
 
     def _spawn(self, number: int) -> Replica:
         anywhere = {"num_cpus": 0, "num_gpus": self._cfg.tensor_parallel if self._cuda else 0}
-        options = self._ray_options[number] if self._ray_options else anywhere
+        options = {**(self._ray_options[number] if self._ray_options else anywhere)}
+        given = options.pop("runtime_env", {}).get("env_vars", {})
         # An async actor runs at most `max_concurrency` calls, and control calls must get through beside all the requests.
-        variables = {"env_vars": environment(self._cuda)}
+        variables = {"env_vars": {**environment(self._cuda), **given}}
         actor = ray.remote(VllmActor).options(max_concurrency=4096, runtime_env=variables, **options)
         return Replica(number, actor.remote(self._options))
 

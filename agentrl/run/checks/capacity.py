@@ -14,6 +14,7 @@ from agentrl.config import TrainConfig
 from agentrl.errors import ResourceError
 from agentrl.rollout.engine_maker import PROCESS_MIB, Processes
 from agentrl.run.engines import engine_name, maker_of
+from agentrl.run.placement import check_room
 
 MIN_DISK_MIB = 200
 MIN_MEMORY_MIB = 1500
@@ -62,6 +63,7 @@ def _check_cores(config: TrainConfig) -> None:
         return
     if not joins(config.cluster):
         _check_local_cores(config)
+    check_room(config, engine_name(config))
     slots = sum(int(node.cpus) for node in nodes_of(config.cluster, "actor"))
     if "actor" not in config.cluster.roles and config.cluster.actors > slots:
         where = "the cluster" if joins(config.cluster) else "this machine"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from agentrl.cluster.devices import has_gpus
 from agentrl.cluster.pool import check_roles, pools_of_roles
 from agentrl.config import TrainConfig
+from agentrl.config.schema import PoolConfig
 from agentrl.errors import ConfigError
 from agentrl.rollout.engine_maker import ENGINES, Processes
 from agentrl.run.engines import maker_of
@@ -15,7 +17,8 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
     """Raise ConfigError if a role's pool is unknown or has another number of processes than the role, and for several
     actors in the driver's process.
 
-    Reads: cluster, model.lora, engine_args, vllm, algorithm.kl.coef, critic, reward_model, model.sequence_parallel.
+    Reads: cluster, model.lora, engine_args, vllm, algorithm.kl.coef, critic, reward_model, model.sequence_parallel,
+    rollout.colocate.
     """
     cluster = config.cluster
     check_roles(cluster)
@@ -37,10 +40,11 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
             f"cluster.roles.rollout: the {engine_name} engine samples in the driver; set engine = {_with_processes(config)}"
         )
     pools = pools_of_roles(cluster, roles_of(config, engine_name))
+    colocated = engine is not None and config.rollout.colocate
     for role, (name, pool) in pools.items():
         slots = pool.nodes * pool.per_node
         wanted = {"actor": ("cluster.actors", cluster.actors)}
-        if engine is not None:
+        if engine is not None and not (colocated and pool.gpus):
             wanted["rollout"] = (engine.count_key, engine.count)
         key, count = wanted.get(role, ("", slots))
         if count != slots:
@@ -50,7 +54,11 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
             )
         if role not in ("actor", "rollout"):
             mesh_of(config, slots)
-    if "rollout" in pools and engine is not None:
+        if role != "rollout":
+            _check_gpus(name, pool)
+    if engine is not None and colocated and has_gpus(cluster, "actor"):
+        _check_colocated(config, engine)
+    elif "rollout" in pools and engine is not None:
         _check_rollout(config, engine, pools["rollout"][0], [role for role in pools if role != "rollout"])
 
 
@@ -66,10 +74,41 @@ def _check_rollout(config: TrainConfig, engine: Processes, name: str, others: li
     if beside and pool.gpus:
         raise ConfigError(
             f"cluster.roles.rollout: {engine.what} cannot share the GPUs of {' and '.join(beside)} (pool "
-            f"{name!r}); give it a separate pool"
+            f"{name!r}); give it a separate pool, or set rollout.colocate = true"
         )
     if pool.gpus and pool.gpus != engine.gpus:
         raise ConfigError(
             f"cluster.pools.{name}.gpus = {pool.gpus:g}, but {engine.what} uses {engine.gpus_key} = "
             f"{engine.gpus} GPUs: set them equal"
+        )
+
+
+def _check_gpus(name: str, pool: PoolConfig) -> None:
+    """A rank computes on one GPU; two of one role cannot share it, because NCCL refuses that."""
+    if pool.gpus not in (0.0, 1.0) and not (pool.gpus < 1 and pool.nodes * pool.per_node == 1):
+        raise ConfigError(
+            f"cluster.pools.{name}.gpus = {pool.gpus:g}: each rank trains on one GPU of its own, so set it to 1 (or to 0, to "
+            "train on CPUs), and per_node to the number of GPUs; only a pool of one process may use a part of one"
+        )
+
+
+def _check_colocated(config: TrainConfig, engine: Processes) -> None:
+    """Each of the engine's processes uses the GPUs of as many actors, on one node."""
+    cluster, gpus = config.cluster, engine.gpus
+    train, sample = cluster.roles.get("actor"), cluster.roles.get("rollout", cluster.roles.get("actor"))
+    if sample != train:
+        raise ConfigError(
+            f"rollout.colocate: the engine uses the actors' GPUs, but cluster.roles has rollout = {sample!r} and "
+            f"actor = {train!r}"
+        )
+    if engine.count * gpus != cluster.actors:
+        raise ConfigError(
+            f"rollout.colocate: {engine.what} uses the GPUs of {engine.gpus_key} = {gpus} actors, so {engine.count_key} = "
+            f"{engine.count} need {engine.count * gpus} of them: set cluster.actors = {engine.count * gpus}, or "
+            f"{engine.count_key} to cluster.actors / {engine.gpus_key}"
+        )
+    if train is not None and cluster.pools[train].per_node % gpus:
+        raise ConfigError(
+            f"cluster.pools.{train}.per_node = {cluster.pools[train].per_node}: with rollout.colocate it must be a multiple of "
+            f"{engine.gpus_key} = {gpus}, so that the GPUs of {engine.what} are on one node"
         )
