@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from agentrl.cluster.machine import usable_cpus
 from agentrl.cluster.pool import ClusterNode
-from agentrl.cluster.runtime import start_ray
+from agentrl.cluster.runtime import connected, start_ray
 from agentrl.config.schema import ClusterConfig
+from agentrl.errors import ResourceError
 
 
 def nodes_of(cluster: ClusterConfig, role: str) -> list[ClusterNode]:
@@ -27,7 +27,7 @@ def nodes_of(cluster: ClusterConfig, role: str) -> list[ClusterNode]:
     """
     if cluster.backend == "inline" and role != "rollout":
         return [this_machine()]
-    if not _connected():
+    if not connected():
         if not joins(cluster):
             return [this_machine()]
         start_ray(cluster)
@@ -75,9 +75,28 @@ def has_gpus(cluster: ClusterConfig, role: str) -> bool:
     return any(node.gpus >= 1 for node in nodes_of(cluster, role))
 
 
-def _connected() -> bool:
-    if "ray" not in sys.modules:  # it reads the environment when it is imported, which `start_ray` may have to set first
-        return False
+def card_bytes(cluster: ClusterConfig, timeout: float = 60.0) -> int | None:
+    """Bytes of a GPU of the nodes that run the actors (of this machine: of its smallest); None if they have none.
+
+    Raises ResourceError if a cluster's nodes do not say it within `timeout` seconds.
+    """
+    if not has_gpus(cluster, "actor"):
+        return None
+    if not connected() or cluster.backend == "inline":
+        return _smallest_card()
     import ray
 
-    return bool(ray.is_initialized())
+    try:
+        found: int | None = ray.get(ray.remote(num_gpus=1, num_cpus=0)(_smallest_card).remote(), timeout=timeout)
+    except ray.exceptions.GetTimeoutError:
+        found = None
+    if found is None:
+        raise ResourceError("the GPUs of the cluster do not say how much memory they have, or are all in use")
+    return found
+
+
+def _smallest_card() -> int | None:
+    import torch
+
+    cards = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
+    return min(cards, default=None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
+from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -129,14 +130,23 @@ class Seat:
 
 
 def seats_of(held: Reserved) -> list[Seat]:
-    """Ask each reserved bundle, from within, where it is; one after the other on a node, so that few processes start."""
+    """Ask each reserved bundle, from within, where it is; one after the other on a node, so that few processes start.
+
+    Raises ResourceError if a node cannot answer.
+    """
     # Without the limit, Ray starts a process for every task that has a GPU.
     remote = ray.remote(max_calls=0)(_seat)
     options = held.options()
     found: dict[int, Seat] = {}
     for slots in zip_longest(*held.by_node()):
         asked = [slot for slot in slots if slot is not None]
-        found |= zip(asked, ray.get([remote.options(**options[slot]).remote() for slot in asked]), strict=True)
+        try:
+            found |= zip(asked, ray.get([remote.options(**options[slot]).remote() for slot in asked]), strict=True)
+        except RayError as error:
+            cause = str(error).strip().splitlines()[-1]
+            raise ResourceError(
+                f"a node does not say where it is; is this version of agentrl installed on it? {cause}"
+            ) from error
     return [found[slot] for slot in range(held.slots)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,6 +64,27 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
             f"the run needs {need_cpus:g} CPU slots, the cluster has {have:g}: lower cluster.actors or "
             'vllm.replicas, or set cluster.backend = "inline"'
         )
+
+
+def connected() -> bool:
+    """Whether this process uses a Ray already."""
+    if "ray" not in sys.modules:  # it reads the environment when it is imported, which `start_ray` may have to set first
+        return False
+    import ray
+
+    return bool(ray.is_initialized())
+
+
+@contextmanager
+def ray_of(cluster: ClusterConfig) -> Iterator[None]:
+    """Ray for the body, as `start_ray`; it is stopped afterwards, unless it was already running."""
+    began = not connected()
+    start_ray(cluster)
+    try:
+        yield
+    finally:
+        if began:
+            stop_ray()
 
 
 def _init(address: str | None, options: dict[str, Any]) -> None:

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
 
-from agentrl.cluster.devices import is_planned, joins, planned_elsewhere
+from agentrl.cluster.devices import card_bytes, is_planned, joins, planned_elsewhere
 from agentrl.config import TrainConfig
 from agentrl.config.schema import InitModelConfig
 from agentrl.errors import ResourceError
 from agentrl.run.checks import check_config, check_train
 from agentrl.run.engines import engine_name, maker_of
-from agentrl.run.placement import roles_of
+from agentrl.run.placement import places_table, roles_of, seats_of_roles
 from agentrl.train.attention import varlen_takes_groups
 from agentrl.train.fsdp import Role
 from agentrl.train.learner import rests
@@ -42,19 +41,19 @@ class Placed:
 
 
 def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
-    """All that would be refused before a run, and the table of its memory. `gpu_memory`: GiB of each card, for a run on another
-    machine; else that of this machine's cards, or host memory if there is none.
+    """All that would be refused before a run, where its processes would be if they use GPUs, and the table of its memory.
+    `gpu_memory`: GiB of each card, for a run on another machine or on a cluster whose cards do not say; else that of the
+    cards of the nodes that run it, or host memory if there are none.
 
     Raises a UserError as the run would, and ResourceError, with the table, if a device cannot hold what is on it.
     """
     if gpu_memory is not None and not joins(config.cluster) and not is_planned():
         with planned_elsewhere():
             return dry_run(config, gpu_memory)
-    if gpu_memory is None:
-        check_train(checked(config))
-    else:
-        check_config(checked(config))
-    total = int(gpu_memory * GIB) if gpu_memory is not None else card_bytes()
+    here = gpu_memory is None or joins(config.cluster)
+    (check_train if here else check_config)(checked(config))
+    seats = seats_of_roles(config, engine_name(config)) if here else {}
+    total = int(gpu_memory * GIB) if gpu_memory is not None else card_bytes(config.cluster)
     placed = memory_of(config, total)
     table = f"engine {engine_name(config)}; {table_of(placed)}"
     lines = []
@@ -63,7 +62,7 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
         lines.append(said)
         if peak.size > peak.limit:
             raise ResourceError(f"{said}: it does not fit; {advice(config, placed, peak)}\n{table}")
-    return "\n".join([table, *lines, *waiting(placed)])
+    return "\n".join([*([places_table(seats), ""] if seats else []), table, *lines, *waiting(placed)])
 
 
 def waiting(placed: list[Placed]) -> list[str]:
@@ -83,12 +82,6 @@ def checked(config: TrainConfig) -> TrainConfig:
     sizes = {"context": model_context(path), "head_dim": head_dim(path) or InitModelConfig().head_dim}
     model = config.model.model_copy(update={"path": None, "init": InitModelConfig(**sizes)})
     return config.model_copy(update={"model": model})
-
-
-def card_bytes() -> int | None:
-    """Bytes of this machine's smallest card; None if it has none."""
-    cards = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
-    return min(cards, default=None)
 
 
 def memory_of(config: TrainConfig, card: int | None) -> list[Placed]:

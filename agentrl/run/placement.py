@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from agentrl.cluster.devices import has_gpus, nodes_of
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.pool import pools_of_roles
 from agentrl.cluster.roles import launch_roles
+from agentrl.cluster.runtime import ray_of
 from agentrl.cluster.spread import Unpooled, assign
 from agentrl.config import TrainConfig
 from agentrl.errors import AgentrlError
@@ -17,6 +20,7 @@ from agentrl.train.learner import mesh_of, separate_reference
 
 if TYPE_CHECKING:
     from agentrl.cluster.placement import Pools
+    from agentrl.cluster.reserve import Seat
 
 
 def roles_of(config: TrainConfig, engine_name: str) -> list[str]:
@@ -94,3 +98,39 @@ def start_actors(config: TrainConfig, pools: Pools | None) -> WorkerGroup[Actor]
     except AgentrlError:
         pools.close()
         raise
+
+
+def seats_of_roles(config: TrainConfig, engine_name: str) -> dict[str, list[Seat]]:
+    """Where each process of each role would be: its node and its GPUs, by role and rank, as Ray reserves them now (and
+    releases again). Empty if there is nothing to reserve: then Ray places the processes by CPU slots alone.
+
+    Raises ResourceError if they do not fit, now or at all. Starts or joins Ray if the run would, and if it was not up.
+    """
+    if not (pooled_roles(config, engine_name) or unpooled_roles(config, engine_name)) or config.cluster.backend != "ray":
+        return {}
+    engine = maker_of(engine_name, config).processes()
+    with ray_of(config.cluster):
+        pools = open_pools(config, engine_name)
+        assert pools is not None
+        try:
+            own = {role: pools.seats(role, engine.gpus if engine is not None else 0) for role in roles_of(config, engine_name)
+                   if role in pools}  # fmt: skip
+        finally:
+            pools.close()
+    # A role without a place of its own uses the actors' processes.
+    shared = own.get("actor", [])
+    return {role: own.get(role, shared) for role in roles_of(config, engine_name) if role in own or role != "rollout"}
+
+
+def places_table(seats: Mapping[str, Sequence[Seat]]) -> str:
+    """The places of every role, one row for each node: ranks, node, and the GPUs of each rank."""
+    rows = [("role", "ranks", "node", "GPUs of each")]
+    for role, of_role in seats.items():
+        first = 0
+        for (node, address), part in groupby(of_role, key=lambda seat: (seat.node, seat.address)):
+            cards = [",".join(seat.cards) or "-" for seat in part]
+            last = first + len(cards) - 1
+            rows.append((role, f"{first}-{last}" if last > first else str(first), f"{address} ({node[:8]})", " ".join(cards)))
+            first = last + 1
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join("  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -1,0 +1,152 @@
+"""Where a run's processes are on GPUs: Ray places them on fake ones, and the configs of configs/gpu are dry-run there.
+
+The head node has no GPU, as on many clusters; three nodes of eight follow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.backends.vllm import replicas
+from agentrl.cli.main import main
+from agentrl.cluster.group import WorkerGroup
+from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.config import TrainConfig, load_config
+from agentrl.run import placement
+from agentrl.run.engines import make_engine
+from tests.run.stand_ins import IdleActor, IdleReplica
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+GPU = ROOT / "configs" / "gpu"
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    from ray.cluster_utils import Cluster
+
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
+    stop_ray()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 96 << 20})
+    for _ in range(3):
+        cluster.add_node(num_cpus=16, num_gpus=8, object_store_memory=96 << 20)
+    yield cluster.address
+    stop_ray()
+    cluster.shutdown()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders with a config.json of the models' real sizes, and nothing else, by the last part of their hub names."""
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    folder = tmp_path_factory.mktemp("architectures")
+    common = {"vocab_size": 151_936, "head_dim": 128, "max_position_embeddings": 40_960}
+    dense = {
+        "Qwen3-1.7B": (2048, 6144, 28, 16, True),
+        "Qwen3-4B-Instruct-2507": (2560, 9728, 36, 32, True),
+        "Qwen3-8B": (4096, 12_288, 36, 32, False),
+    }
+    for name, (hidden, mlp, layers, heads, tied) in dense.items():
+        Qwen3Config(
+            hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
+            tie_word_embeddings=tied, architectures=["Qwen3ForCausalLM"], **common,
+        ).save_pretrained(folder / name)  # fmt: skip
+    Qwen3MoeConfig(
+        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, architectures=["Qwen3MoeForCausalLM"], **common,
+    ).save_pretrained(folder / "Qwen3-30B-A3B-Instruct-2507")  # fmt: skip
+    return {path.name: str(path) for path in folder.iterdir()}
+
+
+def overrides(name: str, address: str, models: dict[str, str]) -> list[str]:
+    """The cluster and the model's folder in the place of its hub name."""
+    config = load_config(GPU / f"{name}.toml")
+    path = models[str(config.model.path).rpartition("/")[2]]
+    return [f"model.path={path}", *([f"cluster.address={address}"] if config.cluster.backend == "ray" else [])]
+
+
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes where the run's would be, which do nothing."""
+    monkeypatch.setattr(replicas, "VllmActor", IdleReplica)
+    monkeypatch.setattr(placement, "Actor", IdleActor)
+
+
+def started(config: TrainConfig) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """(node, cards) of each actor and each replica, started as a session does it."""
+    start_ray(config.cluster)
+    pools = placement.open_pools(config, "vllm")
+    assert pools is not None
+    actors: WorkerGroup[Any] | None = None
+    try:
+        actors = placement.start_actors(config, pools)
+        engine: Any = make_engine("vllm", str(config.model.path), config, pools)
+
+        async def ask() -> list[Any]:
+            await engine._replicas.start()
+            return [await engine._replicas.ask(one, "place") for one in engine._replicas.alive()]
+
+        sampling = asyncio.run(ask())
+        nodes = [node for _, _, node in actors.backend.hosts.nodes]  # type: ignore[attr-defined]
+        return list(zip(nodes, actors.run_all(IdleActor.visible), strict=True)), sampling
+    finally:
+        if actors is not None:
+            actors.close()
+        pools.close()
+
+
+def test_pools_of_four_and_four_are_where_actors_and_replicas_run(address: str, models: dict[str, str], idle: None) -> None:
+    """Eight processes for the eight cards of a node: none waits for another's, and no card has two."""
+    training, sampling = started(load_config(GPU / "split_4_4.toml", overrides("split_4_4", address, models)))
+    assert [cards for _, cards in training] == ["0", "1", "2", "3"]
+    assert [cards for _, cards in sampling] == ["4", "5", "6", "7"]
+    assert len({node for node, _ in training + sampling}) == 1
+
+
+def test_a_colocated_replica_sees_the_cards_of_its_ranks(address: str, models: dict[str, str], idle: None) -> None:
+    """Two actors without a pool, each with a card of its own, and one replica over both."""
+    two = ["rollout.colocate=true", "cluster.actors=2", "vllm.replicas=1", "vllm.tensor_parallel=2"]
+    training, sampling = started(load_config(GPU / "async_2x8.toml", [*overrides("async_2x8", address, models), *two]))
+    assert [cards for _, cards in training] == ["0", "1"] and [cards for _, cards in sampling] == ["0,1"]
+    assert len({node for node, _ in training + sampling}) == 1
+
+
+EIGHT = "0 1 2 3 4 5 6 7"
+PLACES = {
+    "one_gpu": [],  # in the driver's process
+    "lora_one_gpu": [],
+    "split_4_4": [("actor", "0-3", 0, "0 1 2 3"), ("rollout", "0-3", 0, "4 5 6 7")],
+    "async_2x8": [("actor", "0-7", 0, EIGHT), ("rollout", "0-7", 1, EIGHT)],
+    "multi_node": [("actor", "0-7", 0, EIGHT), ("actor", "8-15", 1, EIGHT), ("rollout", "0-7", 2, EIGHT)],
+}
+
+
+def test_every_config_of_the_folder_is_placed_here() -> None:
+    assert {path.stem for path in GPU.glob("*.toml")} == {*PLACES, "base"}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_config_is_placed_as_its_comment_says(
+    name: str, address: str, models: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Role, ranks, which node (numbered as they come), and the cards of each rank; on cards of 80 GiB all fit."""
+    if PLACES[name]:
+        start_ray(load_config(GPU / f"{name}.toml", overrides(name, address, models)).cluster)
+    code = main(["train", str(GPU / f"{name}.toml"), *overrides(name, address, models), "--dry-run", "--gpu-memory", "80"])
+    out = capsys.readouterr()
+    assert code == 0, out.err
+    rows = [line.split(maxsplit=4) for line in out.out.partition("memory on each")[0].splitlines()[1:] if line]
+    order = list(dict.fromkeys(node for _, _, _, node, _ in rows))
+    assert [(role, ranks, order.index(node), cards) for role, ranks, _, node, cards in rows] == PLACES[name]
