@@ -34,7 +34,9 @@ def address() -> Iterator[str]:
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
     stop_ray()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 96 << 20})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 96 << 20, "include_dashboard": False}
+    )
     for _ in range(3):
         cluster.add_node(num_cpus=16, num_gpus=8, object_store_memory=96 << 20)
     yield cluster.address
@@ -117,8 +119,8 @@ def test_pools_of_four_and_four_are_where_actors_and_replicas_run(address: str, 
 
 def test_a_colocated_replica_sees_the_cards_of_its_ranks(address: str, models: dict[str, str], idle: None) -> None:
     """Two actors without a pool, each with a card of its own, and one replica over both."""
-    two = ["rollout.colocate=true", "cluster.actors=2", "vllm.replicas=1", "vllm.tensor_parallel=2"]
-    training, sampling = started(load_config(GPU / "async_2x8.toml", [*overrides("async_2x8", address, models), *two]))
+    two = ["cluster.actors=2", "vllm.replicas=1"]
+    training, sampling = started(load_config(GPU / "colocated_8.toml", [*overrides("colocated_8", address, models), *two]))
     assert [cards for _, cards in training] == ["0", "1"] and [cards for _, cards in sampling] == ["0,1"]
     assert len({node for node, _ in training + sampling}) == 1
 
@@ -130,6 +132,8 @@ PLACES = {
     "split_4_4": [("actor", "0-3", 0, "0 1 2 3"), ("rollout", "0-3", 0, "4 5 6 7")],
     "async_2x8": [("actor", "0-7", 0, EIGHT), ("rollout", "0-7", 1, EIGHT)],
     "multi_node": [("actor", "0-7", 0, EIGHT), ("actor", "8-15", 1, EIGHT), ("rollout", "0-7", 2, EIGHT)],
+    "colocated_8": [("actor", "0-7", 0, EIGHT), ("rollout", "0-3", 0, "0,1 2,3 4,5 6,7")],
+    "moe_8": [("actor", "0-7", 0, EIGHT), ("rollout", "0", 0, EIGHT.replace(" ", ","))],
 }
 
 
