@@ -66,7 +66,7 @@ def check_learner(config: TrainConfig) -> None:
     """Raise ConfigError for a combination of algorithm and roles that would not do what its settings say.
 
     Reads: algorithm, critic, reward_model, steps, model.sequence_parallel, cluster.actors, rollout.max_turns,
-    rollout.max_turn_tokens, rollout.max_episode_tokens.
+    rollout.max_turn_tokens, rollout.max_episode_tokens; and as `check_offload`.
     """
     check_algorithm(settled_algorithm(config))
     if config.algorithm.length_norm is not None and config.algorithm.aggregate != "seq_mean_token_sum_norm":

@@ -13,6 +13,7 @@ from agentrl.config.load import config_from
 from agentrl.errors import ConfigError, ResourceError
 from agentrl.run import engines
 from agentrl.run.checks import capacity, sizes
+from agentrl.run.checks.placement import check_placement
 
 BASE = {"env": {"id": "key_value"}, "cluster": {"address": "head:6379"}, "model": {"init": {"head_dim": 16}}}
 
@@ -97,6 +98,52 @@ def test_more_actors_than_slots_is_said_before_anything_starts(
         return
     with pytest.raises(ResourceError, match=message):
         capacity.check_capacity(config)
+
+
+def test_one_card_for_an_actor_and_a_replica_is_refused_with_the_table_unless_they_take_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    joined(monkeypatch, (8, 1))
+    with pytest.raises(ResourceError, match=r"(?s)each actor takes a GPU of its own.*rollout.colocate = true") as caught:
+        capacity.check_capacity(run_of("engine=vllm"))
+    rows = [line.split() for line in str(caught.value).splitlines()]
+    assert ["cluster.actors", "any", "1", "in", "all", "1", "each", "1", "each"] in rows
+    assert ["vllm.replicas", "any", "1", "in", "all", "0", "each", "1", "each"] in rows
+    assert ["node", "10.0.0.1", "(00000000)", "8", "1"] in rows
+    capacity.check_capacity(run_of("engine=vllm", "rollout.colocate=true"))
+    capacity.check_capacity(run_of("engine=embedded"))
+    with pytest.raises(ResourceError, match="each actor takes a GPU of its own"):
+        capacity.check_capacity(run_of("engine=embedded", "cluster.actors=2"))
+
+
+COLOCATED = ["rollout.colocate=true", "vllm.tensor_parallel=2"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([*COLOCATED, "vllm.replicas=2", "cluster.actors=4"], None),
+        ([*COLOCATED, "vllm.replicas=2", "cluster.actors=8"], r"vllm.replicas = 2 need 4 of them: set cluster.actors = 4"),
+        (["cluster.pools={a={gpus=1.0},b={gpus=1.0}}", "cluster.roles={actor='a',rollout='b'}", "rollout.colocate=true"],
+         "cluster.roles has rollout = 'b' and actor = 'a'"),
+        (["cluster.pools={a={nodes=2,per_node=3,gpus=1.0}}", "cluster.roles={actor='a'}", "cluster.actors=6", "vllm.replicas=3",
+          *COLOCATED], "per_node = 3: with rollout.colocate it must be a multiple of vllm.tensor_parallel = 2"),
+        (["cluster.pools={a={per_node=2,gpus=0.5}}", "cluster.roles={actor='a'}", "cluster.actors=2"],
+         "gpus = 0.5: each rank trains on one GPU of its own"),
+        (["cluster.pools={a={gpus=2.0}}", "cluster.roles={actor='a'}"], "gpus = 2: each rank trains on one GPU"),
+        (["cluster.pools={a={gpus=0.5}}", "cluster.roles={actor='a'}"], None),
+    ],
+)  # fmt: skip
+def test_gpus_that_do_not_suit_their_roles_are_refused(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str | None
+) -> None:
+    joined(monkeypatch, (8, 8))
+    config = run_of(*overrides)
+    if message is None:
+        check_placement(config, "vllm")
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_placement(config, "vllm")
 
 
 def test_memory_of_processes_on_other_machines_is_not_asked_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,7 @@ def test_a_config_is_placed_as_its_comment_says(
     code = main(["train", str(GPU / f"{name}.toml"), *overrides(name, address, models), "--dry-run", "--gpu-memory", "80"])
     out = capsys.readouterr()
     assert code == 0, out.err
-    rows = [line.split(maxsplit=4) for line in out.out.partition("memory on each")[0].splitlines()[1:] if line]
+    table = out.out.split("\n\n")[0].splitlines() if out.out.startswith("role") else []
+    rows = [line.split(maxsplit=4) for line in table[1:]]
     order = list(dict.fromkeys(node for _, _, _, node, _ in rows))
     assert [(role, ranks, order.index(node), cards) for role, ranks, _, node, cards in rows] == PLACES[name]
