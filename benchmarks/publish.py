@@ -28,7 +28,7 @@ from torch import Tensor
 
 from agentrl.config.schema import WeightsConfig
 from agentrl.weights.bucket import Bucket, Stream
-from agentrl.weights.route import Offer, Receiver, Sender
+from agentrl.weights.route import ROUTES, Offer, Receiver, Sender
 from agentrl.weights.routes import make_sender, open_receiver, order
 
 TENSOR_MIB = 8
@@ -129,13 +129,14 @@ def other_process(mib: int) -> Iterator[Connection]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=1024)
-    parser.add_argument("--bucket-mib", type=float, default=WeightsConfig().bucket_mib)
+    parser.add_argument("--bucket-mib", type=float, default=64.0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--route", choices=order(), action="append")
     args = parser.parse_args()
     torch.set_num_threads(1)
     ratios, rates = {}, {}
-    for route in args.route or order():
+    gpu = torch.cuda.is_available()
+    for route in args.route or [name for name in order() if gpu or "cuda" not in ROUTES.entry(name).traits]:
         copy, sent = measure(route, args)
         ratios[f"{route}_over_memcpy"] = round(copy / sent, 4)
         rates[route] = {"memcpy_gib_s": round(args.mib / 1024 / copy, 3), "publish_gib_s": round(args.mib / 1024 / sent, 3)}

@@ -334,16 +334,18 @@ class VllmConfig(Frozen):
 
 
 class WeightsConfig(Frozen):
-    """How new weights reach the engine, in buckets of `bucket_mib` MiB (two are in memory at once).
+    """How new weights reach the engine, in buckets of `bucket_mib` MiB (two are in memory at once; by default 256 on GPUs and
+    64 on CPUs).
 
-    `route`: "memory" (engine and trainer in one process), "shared" (on one machine), "collective" (a broadcast
-    to other machines), "disk" (files in `folder`, which all machines must see), the name of one in `plugins/` of a shelf,
-    or "auto": the first of those four that works. `lora`: what a model with adapters publishes: its weights with the
-    adapter "merged" into them, or only the "adapter", which the engine applies to the weights that it started with.
+    `route`: "memory" (engine and trainer in one process), "ipc" (on the same GPUs), "nccl" (a broadcast to vLLM on other GPUs),
+    "shared" (on one machine), "collective" (a broadcast to other machines, through host memory), "disk" (files in `folder`,
+    which all machines must see), the name of one in `plugins/` of a shelf, or "auto": the first of those six that works.
+    `lora`: what a model with adapters publishes: its weights with the adapter "merged" into them, or only the "adapter", which
+    the engine applies to the weights that it started with.
     """
 
     route: str = "auto"
-    bucket_mib: Positive = 64.0
+    bucket_mib: Positive | None = None
     folder: str | None = None
     lora: Literal["merged", "adapter"] = "merged"
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from agentrl.cluster.devices import has_gpus
 from agentrl.cluster.group import WorkerGroup
 from agentrl.config.schema import TrainConfig, WeightsConfig
 from agentrl.errors import ConfigError
@@ -26,10 +27,10 @@ AUTO = "auto"
 def check_weights(config: TrainConfig) -> None:
     """Raise ConfigError if `[weights]` does not fit the rest of the config.
 
-    Reads: weights.route, weights.lora, model.lora, sft.
+    Reads: weights.route, weights.lora, model.lora, sft, cluster.
     """
     if config.weights.route != AUTO:
-        ROUTES.entry(config.weights.route)
+        _check_route(config)
     if config.weights.lora == "merged":
         return
     if config.model.lora is None:
@@ -38,6 +39,15 @@ def check_weights(config: TrainConfig) -> None:
         raise ConfigError(
             'weights.lora = "adapter" does not work with [sft]: the adapter is merged into the warmed-up model, which therefore '
             'cannot serve as its base; use weights.lora = "merged"'
+        )
+
+
+def _check_route(config: TrainConfig) -> None:
+    name, cluster = config.weights.route, config.cluster
+    if "cuda" in ROUTES.entry(name).traits and not (has_gpus(cluster, "actor") and has_gpus(cluster, "rollout")):
+        raise ConfigError(
+            f'weights.route = "{name}" goes from GPU to GPU, and actors and engine do not both have some; use one of '
+            f'{ROUTES.that_are("cuda", False)}, or "auto"'
         )
 
 

@@ -29,7 +29,7 @@ class WeightSource:
         largest = self._engine.largest()
         sender = make_sender(route, cfg, largest, receivers, host)
         # The slot size is the sender's, which may differ from the requested one: all ranks must cut the stream alike.
-        self._sender = sender if self._rank == 0 else Silent(sender.slot_bytes, receivers)
+        self._sender = sender if self._rank == 0 or sender.every_rank else Silent(sender)
         return self._sender.open()
 
     def attached(self) -> None:

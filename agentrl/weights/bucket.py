@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 ALIGN = 64
+"""Bytes at whose multiples tensors begin in a bucket; PACKED: they follow each other without gaps."""
+PACKED = 1
 Named = tuple[str, Tensor]
 PlainBucket = tuple[int, int, str, list[list[Any]]]
 
@@ -82,8 +84,11 @@ class Stream:
         self._next = next(self._tensors, None)
 
 
-def fill(stream: Stream, room: int, buffer: Tensor | None) -> tuple[list[TensorEntry], int]:
+def fill(stream: Stream, room: int, buffer: Tensor | None, align: int = ALIGN) -> tuple[list[TensorEntry], int]:
     """Pack tensors into `buffer` (uint8 [room]) until the next one does not fit; returns entries and bytes used.
+
+    Each begins at a multiple of `align` bytes; a tensor that could not be read there, since a view of another type must start at
+    a multiple of its size, begins the next bucket.
 
     Without a buffer the tensors are only counted, which keeps ranks other than 0 in step. Raises ValueError if a tensor
     is larger than an empty bucket.
@@ -92,7 +97,7 @@ def fill(stream: Stream, room: int, buffer: Tensor | None) -> tuple[list[TensorE
     used = 0
     while not stream.done:
         name, tensor = stream.peek()
-        if used + tensor.nbytes > room:
+        if used + tensor.nbytes > room or used % tensor.itemsize:
             if not entries:
                 raise ValueError(f"weight {name!r} has {tensor.nbytes} bytes, a bucket {room}")
             break
@@ -100,7 +105,7 @@ def fill(stream: Stream, room: int, buffer: Tensor | None) -> tuple[list[TensorE
         entries.append(TensorEntry(name, dtype, tuple(tensor.shape), used, name))
         if buffer is not None:
             tensor_in(buffer, entries[-1]).copy_(tensor.detach())
-        used += -(-tensor.nbytes // ALIGN) * ALIGN  # aligned: a view of another dtype must start at a multiple of its size
+        used += -(-tensor.nbytes // align) * align
         stream.advance()
     # The last tensor's alignment may reach past the buffer.
     return entries, min(used, room)

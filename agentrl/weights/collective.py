@@ -1,8 +1,7 @@
 """Route `collective`: a torch.distributed broadcast (gloo, host memory) from the trainer's rank 0 to every process
 of the engine, for engines on other machines.
 
-The process group is created in addition to the default groups of both sides and does not affect them. Gloo is the only
-backend: a broadcast between GPUs (NCCL) is not implemented, because there was no machine to test it on.
+The process group is created in addition to the default groups of both sides and does not affect them. `nccl` is for GPUs.
 """
 
 from __future__ import annotations

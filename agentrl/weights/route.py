@@ -21,7 +21,7 @@ from torch import Tensor
 
 from agentrl.config.schema import WeightsConfig
 from agentrl.registry import Registry
-from agentrl.weights.bucket import Bucket, Named, Stream, fill
+from agentrl.weights.bucket import ALIGN, Bucket, Named, Stream, fill
 
 SLOTS = 2
 
@@ -39,6 +39,11 @@ class Offer:
 
 class Sender(ABC):
     """The trainer's end, on rank 0. `slot_bytes`: the size of a bucket; no tensor may be larger."""
+
+    align: ClassVar[int] = ALIGN
+    """Where tensors begin in a bucket (see `fill`)."""
+    every_rank: ClassVar[bool] = False
+    """Whether every rank of the trainer fills buckets, and not only rank 0; `open` is then a collective."""
 
     def __init__(self, slot_bytes: int, receivers: int) -> None:
         self.slot_bytes, self.receivers = slot_bytes, receivers
@@ -58,7 +63,7 @@ class Sender(ABC):
             return None
         slot, self._turn = self._turn, (self._turn + 1) % SLOTS
         # `self.slot` blocks until the bucket before the last, which used this slot, is no longer read.
-        entries, used = fill(stream, self.slot_bytes, self.slot(slot))
+        entries, used = fill(stream, self.slot_bytes, self.slot(slot), self.align)
         return self.ship(Bucket(slot, used, tuple(entries)))
 
     @abstractmethod
@@ -77,12 +82,17 @@ class Sender(ABC):
 class Silent(Sender):
     """The end on ranks other than 0: takes the same tensors from the stream, because each is a collective, and drops them."""
 
+    def __init__(self, other: Sender) -> None:
+        """`other`: as rank 0 has it."""
+        super().__init__(other.slot_bytes, other.receivers)
+        self._as = other.align
+
     def open(self) -> Offer:
         return Offer("none", self.slot_bytes, self.receivers, ())
 
     def send(self, stream: Stream) -> Bucket | None:
         if not stream.done:
-            fill(stream, self.slot_bytes, None)
+            fill(stream, self.slot_bytes, None, self._as)
         return None
 
     def slot(self, number: int) -> Tensor:
@@ -126,4 +136,6 @@ class Route(ABC):
         """The trainer's end; `host` is the address at which the engine's machines reach this one."""
 
 
-ROUTES: Registry[type[Route]] = Registry("weights.route", "ROUTES", "agentrl.weights")
+ROUTES: Registry[type[Route]] = Registry(
+    "weights.route", "ROUTES", "agentrl.weights", traits={"cuda": "goes from GPU to GPU, and needs one at both ends"}
+)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from agentrl.config.schema import WeightsConfig
 from agentrl.weights.route import ROUTES, Offer, Receiver, Sender
+
+GPU_MIB, CPU_MIB = 256, 64
+"""Of a bucket, if `weights.bucket_mib` does not say: on GPUs more of it, since each bucket waits for a GPU's queue."""
 
 
 def order() -> tuple[str, ...]:
@@ -18,7 +23,8 @@ def make_sender(name: str, cfg: WeightsConfig, largest: int, receivers: int, hos
     """The trainer's end. `largest`: bytes of the largest tensor; `host`: address at which the engine's machines reach this one.
 
     Raises ConfigError for an unknown route."""
-    size = max(int(cfg.bucket_mib * 2**20), largest)  # no tensor is ever split over buckets
+    mib = cfg.bucket_mib or (GPU_MIB if torch.cuda.is_available() else CPU_MIB)
+    size = max(int(mib * 2**20), largest)  # no tensor is ever split over buckets
     return ROUTES.entry(name).make().sender(cfg, size, receivers, host)
 
 

@@ -5,6 +5,7 @@ The segments are unlinked as soon as every receiver has mapped them, so a killed
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -16,6 +17,8 @@ from agentrl.config.schema import WeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.weights.bucket import Bucket, Named
 from agentrl.weights.route import ROUTES, SLOTS, Offer, Receiver, Route, Sender
+
+log = logging.getLogger(__name__)
 
 FOLDER = Path("/dev/shm")
 TOKEN_BYTES = 16
@@ -55,6 +58,7 @@ class SharedSender(Sender):
         slot = torch.from_file(name, shared=True, size=self.slot_bytes, dtype=torch.uint8)
         slot[:TOKEN_BYTES] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
         self._slots.append(slot)
+        pin(slot)
 
     def attached(self) -> None:
         self._unlink()
@@ -67,6 +71,8 @@ class SharedSender(Sender):
 
     def close(self) -> None:
         self._unlink()
+        for slot in self._slots:
+            unpin(slot)
         self._slots.clear()
 
     def _unlink(self) -> None:
@@ -78,9 +84,12 @@ class SharedSender(Sender):
 class SharedReceiver(Receiver):
     """See the module."""
 
+    def __init__(self, offer: Offer, index: int) -> None:
+        super().__init__(offer, index)
+        self._slots: list[Tensor] = []
+
     def open(self) -> None:
         token, *files = self.offer.where
-        self._slots: list[Tensor] = []
         for name in files:
             # A file of this name that was made on another machine does not hold the token.
             # Before mapping, which would create a missing file and lengthen a short one.
@@ -90,12 +99,30 @@ class SharedReceiver(Receiver):
             if bytes(slot[:TOKEN_BYTES].tolist()).hex() != token:
                 raise ConfigError("weights.route = shared: the engine does not read the memory that the trainer writes")
             self._slots.append(slot)
+            pin(slot)
 
     def receive(self, bucket: Bucket) -> list[Named]:
         return bucket.cut(self._slots[bucket.slot])
 
     def close(self) -> None:
+        for slot in self._slots:
+            unpin(slot)
         self._slots = []
+
+
+def pin(slot: Tensor) -> None:
+    """Register the memory with CUDA, if this process has a GPU: copies between the two then need no buffer in between. A refusal
+    (a limit on locked memory, say) costs speed alone."""
+    if torch.cuda.is_available():
+        error = torch.cuda.cudart().cudaHostRegister(slot.data_ptr(), slot.numel(), 0)  # type: ignore[no-untyped-call]
+        if int(error):
+            log.warning("weights.route = shared: a bucket could not be pinned (CUDA error %d): copies take longer", int(error))
+
+
+def unpin(slot: Tensor) -> None:
+    """Undo `pin`, which must be done before the memory is unmapped."""
+    if torch.cuda.is_available():
+        torch.cuda.cudart().cudaHostUnregister(slot.data_ptr())  # type: ignore[no-untyped-call]
 
 
 @ROUTES.register("shared")

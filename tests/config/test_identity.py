@@ -27,7 +27,7 @@ EVERY: dict[str, Any] = {  # every section is there, and every table holds somet
     "critic": {"path": "c"},
     "reward_model": {"path": "r"},
     "cluster": {"address": "a", "pools": {"p": {}}, "roles": {"actor": "p"}},
-    "weights": {"folder": "f"},
+    "weights": {"folder": "f", "bucket_mib": 1.0},
     "api": {"base": "b", "usd_per_million": [1.0, 2.0]},
     "reward": {"python": {"f": "m:f"}, "judge": {"api_base": "b", "cache": "c", "usd": 1.0, "usd_per_million": [1.0, 2.0]}},
     "stop_at_success": 0.5,

@@ -26,7 +26,7 @@ from agentrl.train.actor import Actor
 from agentrl.train.publish import Publisher, check_takes_weights, check_weights
 from agentrl.train.source import WeightSource
 from agentrl.weights import collective, memory, routes, shared
-from agentrl.weights.bucket import Bucket, Named, Stream, fill, tensor_in
+from agentrl.weights.bucket import ALIGN, PACKED, Bucket, Named, Stream, fill, tensor_in
 from agentrl.weights.route import Offer, Silent
 from agentrl.weights.target import Adapter, MembersChangedError
 from tests.publishing import weights_of
@@ -254,16 +254,22 @@ def test_what_weights_lora_cannot_be(tiny: str) -> None:
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=30),
     room=st.integers(256, 1024),
     dtypes=st.lists(st.sampled_from([torch.float32, torch.bfloat16, torch.int64]), min_size=30, max_size=30),
+    align=st.sampled_from([ALIGN, PACKED]),
 )
-def test_buckets_hold_every_tensor_once_and_in_bounds(sizes: list[int], room: int, dtypes: list[torch.dtype]) -> None:
+def test_buckets_hold_every_tensor_once_and_in_bounds(sizes: list[int], room: int, dtypes: list[torch.dtype], align: int) -> None:
+    """Packed without gaps or not: a tensor that would begin where its type cannot be read begins the next bucket."""
     made = [(f"w{i}", torch.arange(n).to(kind)) for i, (n, kind) in enumerate(zip(sizes, dtypes, strict=False))]
     room = max(room, *(tensor.nbytes for _, tensor in made))
     stream, silent = Stream(iter(made)), Stream(iter(made))
     buffer, found = torch.empty(room, dtype=torch.uint8), []
-    quiet = Silent(room, 1)
+    sender = memory.MemorySender(room, 1)
+    sender.align = align  # type: ignore[misc]
+    quiet = Silent(sender)
     while not stream.done:
-        entries, used = fill(stream, room, buffer)
+        entries, used = fill(stream, room, buffer, align)
         quiet.send(silent)  # ranks without a buffer stay in step
+        ends = [entry.offset + entry.nbytes for entry in entries]
+        assert align != PACKED or [*[entry.offset for entry in entries][1:], used] == ends
         assert used <= room and stream.done == silent.done
         bucket = Bucket.from_plain(Bucket(0, used, tuple(entries)).to_plain())
         found += [(entry.name, tensor_in(buffer, entry).clone()) for entry in bucket.entries]

@@ -13,10 +13,10 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from agentrl.backends.vllm.transfer import Transfer, open_end
 from agentrl.errors import ConfigError
 from agentrl.weights.bucket import Bucket, PlainBucket
 from agentrl.weights.route import Offer, Receiver
-from agentrl.weights.routes import open_receiver
 
 
 class WeightReceiver:
@@ -26,7 +26,8 @@ class WeightReceiver:
     model_config: Any
     model_runner: Any
     rank: int
-    agentrl_receiver: Receiver | None = None
+    device: torch.device
+    agentrl_receiver: Receiver | Transfer | None = None
 
     def agentrl_begin(self) -> None:
         """Prepare every layer for new weights; what an earlier, failed update left behind is dropped."""
@@ -48,8 +49,9 @@ class WeightReceiver:
     def agentrl_attach(self, offer: tuple[str, int, int, list[str]], base: int) -> str:
         """Open this worker's receiver of a route, with index `base` + rank. Returns why that is impossible, or ""."""
         route, slot_bytes, receivers, where = offer
+        given = Offer(route, slot_bytes, receivers, tuple(where))
         try:
-            receiver = open_receiver(Offer(route, slot_bytes, receivers, tuple(where)), base + self.rank)
+            receiver = open_end(given, base + self.rank, self.vllm_config, self.device, self.model_runner.get_model())
         except ConfigError as problem:
             # Returned, not raised: vLLM's call across processes keeps the text of an exception, not its class.
             return str(problem)
@@ -62,10 +64,13 @@ class WeightReceiver:
         """Load one bucket that came over the attached route."""
         if self.agentrl_receiver is None:
             raise RuntimeError("no route for weights is attached")
-        tensors = self.agentrl_receiver.receive(Bucket.from_plain(plain))
+        bucket = Bucket.from_plain(plain)
         with set_current_vllm_config(self.vllm_config):
+            if isinstance(self.agentrl_receiver, Transfer):
+                self.agentrl_receiver.load(bucket)
+                return
             model = self.model_runner.get_model()
-            model.load_weights(tensors)
+            model.load_weights(self.agentrl_receiver.receive(bucket))
         # vLLM holds on to the tensors of a layer that is not complete yet, and the bucket's memory is about to be reused.
         for layer in model.modules():
             for _, bound in get_layerwise_info(layer).loaded_weights:
