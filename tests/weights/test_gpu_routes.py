@@ -151,8 +151,8 @@ def test_ranks_other_than_0_fill_their_own_buckets_for_ipc_alone(
     made = ipc.IpcSender(ROOM, 1) if route == "ipc" else shared.SharedSender(ROOM, 1)
     monkeypatch.setattr(source, "make_sender", lambda *args: made)
     engine: Any = SimpleNamespace(largest=lambda: 1, tensors=lambda: iter(WEIGHTS))
-    rank = WeightSource(engine, 1, "127.0.0.1")
-    rank.open(route, WeightsConfig(), 1)
+    rank = WeightSource(engine, 1)
+    rank.open(route, WeightsConfig(), 1, "127.0.0.1")
     assert type(rank._sender) is kind
     rank.close()
 
