@@ -62,8 +62,9 @@ class ModelConfig(Frozen):
     micro-batch (Ulysses); `cpu_offload` keeps weights and optimizer in host memory (GPUs only);
     `offload` "idle" moves them there only while the role waits for others on its GPU: another role, or with
     `rollout.colocate` the engine.
-    `compile`: each layer by torch.compile, for GPUs (the first micro-batches take minutes). `kernels`: "liger" replaces norms,
-    rotary embeddings and gated MLPs by Liger's Triton kernels (GPUs only, needs the extra `liger`).
+    `compile`: each layer, and the softmax of the head, by torch.compile, for GPUs (the first micro-batches take minutes).
+    `kernels`: "liger" replaces norms, rotary embeddings and gated MLPs by Liger's Triton kernels (GPUs only, needs the extra
+    `liger`).
 
     `tool_parser`: the parser of the model's tool calls, by name: "hermes", "qwen_xml", "llama_json", "mistral", or
     "vllm:NAME" for one of vLLM's own; "auto" picks the one that fits the chat template.

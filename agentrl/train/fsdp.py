@@ -25,7 +25,7 @@ from agentrl.errors import AgentrlError, ConfigError, ModelError
 from agentrl.train.attention import PACKED, register_packed_attention
 from agentrl.train.by_size import by_size
 from agentrl.train.engine import BaseEngine, flat_state
-from agentrl.train.kernels import compile_layers, use_liger
+from agentrl.train.kernels import compile_layers, compiled_head, use_liger
 from agentrl.train.loading import Loader
 from agentrl.train.lora import inject, merged
 from agentrl.train.modules import Micro, PolicyModule, ScoreModule, ValueModule, shared
@@ -93,6 +93,8 @@ class FsdpEngine(BaseEngine):
         self.module: nn.Module = MODULES[role](model)
         if cfg.compile:
             compile_layers(layers_of(self.module))
+            if isinstance(self.module, PolicyModule):
+                self.module.kernels = compiled_head()
         if self.sharded:
             self._shard()
         loader.fill(self.module, self.device, torch.device("cpu") if cfg.cpu_offload and self.sharded else None)

@@ -1,7 +1,7 @@
 """Faster layers for GPUs, if the config asks for them: `model.compile` (torch.compile) and `model.kernels = "liger"`.
 
-Both change a loaded model in place before it is sharded. Attention stays agentrl's own (attention.py) and the head is never
-run by the model itself (logprobs.py), so neither of the two is touched here.
+Both change a loaded model in place before it is sharded. Attention stays agentrl's own (attention.py). The head is never run
+by the model itself, but by chunks (logprobs.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import ConfigError, DependencyError, did_you_mean
 from agentrl.train.attention import PACKED, PackedSequences, packed_attention
+from agentrl.train.logprobs import HeadKernels, slope, summary
 
 BACKEND = "inductor"
 _layout: ContextVar[PackedSequences] = ContextVar("layout of the packed rows")
@@ -34,6 +35,12 @@ def compile_layers(layers: list[nn.Module], backend: str = BACKEND) -> None:
         # Not `layer.compile()`, which compiles the module's hooks as well: FSDP gathers the weights in them, and
         # checkpointing wraps the call.
         layer.forward = _Compiled(torch.compile(layer.forward, dynamic=True, backend=backend))
+
+
+def compiled_head(backend: str = BACKEND) -> HeadKernels:
+    """What happens to a chunk's logits between the products, in a few kernels that read them once or twice."""
+    # Dynamic only from the second number of tokens on: the size of the vocabulary stays a constant.
+    return HeadKernels(torch.compile(summary, backend=backend), torch.compile(slope, backend=backend))
 
 
 class _Compiled:

@@ -7,6 +7,7 @@ time, in the forward pass and again in the backward pass, which recomputes them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,48 @@ from torch import Tensor
 # With a vocabulary of 150,000, the float32 logits of a chunk take 0.6 GB. Shorter chunks save memory and make the product
 # slower.
 CHUNK = 1024
+
+
+def summary(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a chunk's logits [M, V] at that temperature, float32 [M] each: logsumexp, the target's, and H, or 0 if not wanted.
+
+    Overwrites float32 logits, as `slope` does.
+    """
+    z = logits.float().div_(temperature)
+    lse = torch.logsumexp(z, dim=-1)
+    chosen = z.gather(1, targets[:, None]).squeeze(1)
+    if not entropy:
+        return lse, chosen, torch.zeros_like(lse)
+    p = (z - lse[:, None]).exp_()
+    return lse, chosen, lse - p.mul_(z).sum(-1)
+
+
+def slope(
+    logits: Tensor, targets: Tensor, lse: Tensor, spread: Tensor, grads: tuple[Tensor, Tensor | None], temperature: float
+) -> Tensor:
+    """The gradient for a chunk's logits, [M, V] in their dtype; `grads` are those of log p and H."""
+    of_logprob, of_entropy = grads
+    log_p = logits.float().div_(temperature).sub_(lse[:, None])
+    scale = -of_logprob[:, None]
+    # dz reuses the memory of p: arrays of the size of a chunk's logits are what the peak memory consists of.
+    if of_entropy is None:
+        dz = log_p.exp_().mul_(scale)
+    else:
+        dz = torch.exp(log_p).mul_(scale - of_entropy[:, None] * (log_p + spread[:, None]))
+    dz.scatter_add_(1, targets[:, None], of_logprob[:, None])
+    return dz.div_(temperature).to(logits.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadKernels:
+    """`summary` and `slope`, or compiled forms of them. As they are, each operation reads and writes all of a chunk's float32
+    logits: on a GPU that takes longer than the products."""
+
+    summary: Callable[..., tuple[Tensor, Tensor, Tensor]] = summary
+    slope: Callable[..., Tensor] = slope
+
+
+PLAIN = HeadKernels()
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -32,47 +75,39 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         entropy: bool,
+        kernels: HeadKernels,
     ) -> tuple[Tensor, Tensor]:
         tokens = hidden.shape[0]
         lse = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
-        chosen, spread = torch.empty_like(lse), torch.zeros_like(lse)
+        chosen, spread = torch.empty_like(lse), torch.empty_like(lse)
         for start in range(0, tokens, chunk):
             part = slice(start, start + chunk)
-            z = (hidden[part] @ weight.t()).float().div_(temperature)
-            lse[part] = torch.logsumexp(z, dim=-1)
-            chosen[part] = z.gather(1, targets[part, None]).squeeze(1)
-            if entropy:
-                p = torch.exp(z - lse[part, None])
-                spread[part] = lse[part] - p.mul_(z).sum(-1)
+            logits = hidden[part] @ weight.t()
+            lse[part], chosen[part], spread[part] = kernels.summary(logits, targets[part], temperature, entropy)
         ctx.save_for_backward(hidden, weight, targets, lse, spread)
-        ctx.temperature, ctx.chunk, ctx.entropy = temperature, chunk, entropy
+        ctx.temperature, ctx.chunk, ctx.kernels = temperature, chunk, kernels
+        ctx.set_materialize_grads(False)  # entropies that are only measured have no gradient, and cost nothing then
         return chosen - lse, spread
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
         hidden, weight, targets, lse, spread = ctx.saved_tensors
-        grad_logprob, grad_entropy = grads
+        grad_logprob = torch.zeros_like(lse) if grads[0] is None else grads[0]
+        grad_entropy = grads[1]
         grad_hidden = torch.empty_like(hidden)
         train_weight = ctx.needs_input_grad[1]
         # float32, because it is summed over chunks: in bfloat16 the terms of late chunks would be lost to rounding.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if train_weight else None
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            z = (hidden[part] @ weight.t()).float().div_(ctx.temperature)
-            log_p = z.sub_(lse[part, None])
-            p = torch.exp(log_p)
-            # dz reuses the memory of `p`: arrays of the size of a chunk's logits are what the peak memory consists of.
-            scale = -grad_logprob[part, None]
-            if ctx.entropy:
-                scale = scale - grad_entropy[part, None] * (log_p + spread[part, None])
-            dz = p.mul_(scale)
-            dz.scatter_add_(1, targets[part, None], grad_logprob[part, None])
-            dz = dz.div_(ctx.temperature).to(hidden.dtype)
+            asked = (grad_logprob[part], None if grad_entropy is None else grad_entropy[part])
+            logits = hidden[part] @ weight.t()
+            dz = ctx.kernels.slope(logits, targets[part], lse[part], spread[part], asked, ctx.temperature)
             grad_hidden[part] = dz @ weight
             if grad_weight is not None:
                 grad_weight.add_(dz.t() @ hidden[part])
         head = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, head, None, None, None, None
+        return grad_hidden, head, None, None, None, None, None
 
 
 def token_logprobs(
@@ -83,6 +118,7 @@ def token_logprobs(
     *,
     chunk: int = CHUNK,
     entropy: bool = True,
+    kernels: HeadKernels = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden W^T / temperature) of the targets, and the entropies of those distributions.
 
@@ -90,4 +126,4 @@ def token_logprobs(
     the entropies are zeros if `entropy` is False.
     """
     call: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLogprobs.apply
-    return call(hidden, weight, targets, temperature, chunk, entropy)
+    return call(hidden, weight, targets, temperature, chunk, entropy, kernels)

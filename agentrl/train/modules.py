@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import ModelError
 from agentrl.train.attention import PackedSequences, padded
-from agentrl.train.logprobs import token_logprobs
+from agentrl.train.logprobs import PLAIN, token_logprobs
 from agentrl.train.ulysses import Ulysses
 
 
@@ -41,6 +41,7 @@ class PolicyModule(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.hf = model
+        self.kernels = PLAIN
         head = model.get_output_embeddings()
         if head is None or getattr(head, "bias", None) is not None:
             raise ModelError("the model needs an output embedding without a bias")
@@ -57,7 +58,7 @@ class PolicyModule(nn.Module):
             places, targets = places[local], targets[local]
         before = hidden.index_select(0, places - first)
         weight = self.hf.get_output_embeddings().weight.to(before.dtype)
-        own = token_logprobs(before, weight, targets, temperature, entropy=entropy)
+        own = token_logprobs(before, weight, targets, temperature, entropy=entropy, kernels=self.kernels)
         if group is None:
             return own
         return group.gather(own[0], counts)[back], group.gather(own[1], counts)[back]

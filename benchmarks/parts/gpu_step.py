@@ -25,7 +25,8 @@ from gpu_common import (
 from agentrl.errors import AgentrlError
 from agentrl.train import attention
 from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.logprobs import token_logprobs
+from agentrl.train.kernels import compiled_head
+from agentrl.train.logprobs import PLAIN, HeadKernels, token_logprobs
 from agentrl.train.modules import Micro
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -71,7 +72,12 @@ def _option(name: str, path: str, shape: Shape, lengths: list[int], device: torc
     """In a function of its own, so that its model is gone when the next one is loaded, also after an error."""
     engine = trainer(path, device, **OPTIONS[name])
     took = _one(engine, shape, lengths, device, limit)
-    return {name: took} | ({"split_ms": _split(engine, shape, lengths, device, took["ms"])} if name == "plain" else {})
+    if name == "plain":
+        return {name: took, "split_ms": _split(engine, shape, lengths, device, took["ms"])}
+    if name == "compile":
+        kernels, predicted = compiled_head(), sum(n - n // 2 for n in lengths)
+        took["head_ms"] = rounded(1e3 * seconds(lambda: _head(shape, predicted, device, kernels), device))
+    return {name: took}
 
 
 def _one(engine: FsdpEngine, shape: Shape, lengths: list[int], device: torch.device, limit: float) -> dict[str, Any]:
@@ -105,11 +111,12 @@ def _split(engine: FsdpEngine, shape: Shape, lengths: list[int], device: torch.d
     return {name: rounded(value) for name, value in {**parts, "rest": whole - sum(parts.values())}.items()}
 
 
-def _head(shape: Shape, predicted: int, device: torch.device) -> None:
+def _head(shape: Shape, predicted: int, device: torch.device, kernels: HeadKernels = PLAIN) -> None:
     hidden = torch.randn(predicted, shape.hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
     weight = torch.randn(shape.vocab, shape.hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
-    logprobs, entropy = token_logprobs(hidden, weight, torch.zeros(predicted, dtype=torch.int64, device=device))
-    torch.autograd.backward(logprobs.sum() + entropy.sum())
+    targets = torch.zeros(predicted, dtype=torch.int64, device=device)
+    logprobs, _ = token_logprobs(hidden, weight, targets, kernels=kernels)
+    torch.autograd.backward(logprobs.sum())
 
 
 def _attention_seconds(shape: Shape, lengths: list[int], device: torch.device, way: str) -> float:

@@ -15,6 +15,8 @@ from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.errors import ConfigError, DependencyError
 from agentrl.train import kernels
 from agentrl.train.actor import Actor
+from agentrl.train.logprobs import PLAIN, token_logprobs
+from tests.conftest import proof
 from tests.publishing import weights_of
 
 FORMS = {
@@ -28,6 +30,7 @@ FORMS = {
 def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo and its guards are real; the graphs that it finds run as they are, as inductor needs minutes on a CPU."""
     monkeypatch.setattr(kernels.compile_layers, "__defaults__", ("eager",))
+    monkeypatch.setattr(kernels.compiled_head, "__defaults__", ("eager",))
     torch._dynamo.reset()
     counters.clear()
 
@@ -73,6 +76,30 @@ def test_compiled_layers_of_a_sharded_model(tiny: str) -> None:
         found.append((metrics["loss"], metrics["grad_norm"]))
     assert found[1] == pytest.approx(found[0], rel=1e-3)
     assert counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=proof)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_head_gives_the_same_numbers_and_gradients(backend: str, dtype: torch.dtype) -> None:
+    """Chunks of 8, and last ones of 3, 5 and 1 tokens, with and without a gradient of the entropy: two graphs of each
+    function for any number of tokens, one more for a single one."""
+    torch._dynamo.reset()
+    counters.clear()
+    fast = kernels.compiled_head(backend)
+    torch.manual_seed(0)
+    weight = torch.randn(50, 16).to(dtype).requires_grad_()
+    for tokens, bonus in ((11, 0.0), (13, 0.0), (21, 0.0), (17, 0.0), (11, 0.3), (13, 0.3)):
+        hidden = torch.randn(tokens, 16).to(dtype).requires_grad_()
+        targets = torch.randint(50, (tokens,))
+        found = []
+        for way in (PLAIN, fast):
+            logprobs, entropy = token_logprobs(hidden, weight, targets, 0.7, chunk=8, kernels=way)
+            total = (logprobs * torch.arange(tokens)).sum() + (bonus * entropy.sum() if bonus else 0.0)
+            found.append((logprobs, entropy, *torch.autograd.grad(total, [hidden, weight])))
+        for one, other in zip(*found, strict=True):
+            # bfloat16's gradients may round the other way where float32 differs in its last digit.
+            assert ((one - other).norm() / one.norm()).item() < (1e-6 if dtype == torch.float32 else 2e-3)
+    assert counters["stats"]["unique_graphs"] <= 10
 
 
 def test_liger_is_refused_by_name(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:

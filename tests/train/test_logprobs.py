@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentrl.train.logprobs import token_logprobs
+from agentrl.train.logprobs import HeadKernels, slope, token_logprobs
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])
@@ -55,3 +55,14 @@ def test_logits_of_a_chunk_are_all_that_lives() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         token_logprobs(hidden, weight, torch.zeros(500, dtype=torch.int64), chunk=50)
     assert max(kept) <= max(hidden.numel(), weight.numel())
+
+
+def test_entropies_that_are_only_measured_cost_nothing_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update measures the entropy of every token; without a bonus it has no gradient."""
+    asked = []
+    kernels = HeadKernels(slope=lambda *args: asked.append(args[4][1]) or slope(*args))
+    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(30, 8)
+    for bonus in (False, True):
+        logprobs, entropy = token_logprobs(hidden, weight, torch.arange(5), kernels=kernels)
+        torch.autograd.backward(logprobs.sum() + (entropy.sum() if bonus else entropy.detach().sum()))
+    assert asked[0] is None and asked[1].shape == (5,)
