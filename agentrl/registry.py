@@ -89,33 +89,33 @@ class Registry(Mapping[str, T]):
         """Raises ConfigError for an unknown name, with the nearest, and for one that two files register."""
         if name in self._own:  # cached, because losses are looked up for every micro-batch
             return self._own[name]
-        places = self._places().get(name, [])
-        if not places:
+        files = self._files_by_name().get(name, [])
+        if not files:
             listed = ", ".join(sorted(self))
             raise ConfigError(f"{self.kind}: unknown name {name!r}{hinted(name, self)}; known: {listed or 'none'}")
-        if len(places) > 1:
-            raise ConfigError(f"{self.kind}: two files register {name!r}: {places[0]} and {places[1]}; rename one")
-        found = self._entries.get((name, _loaded(places[0], f"{self.kind}/{name}")))
+        if len(files) > 1:
+            raise ConfigError(f"{self.kind}: two files register {name!r}: {files[0]} and {files[1]}; rename one")
+        found = self._entries.get((name, _loaded(files[0], f"{self.kind}/{name}")))
         if found is None:
             # The source text has the call, but the code did not reach it (a condition, or a function that was not called).
-            raise ConfigError(f"{self.kind}: {places[0]} does not register {name!r} when it is loaded")
+            raise ConfigError(f"{self.kind}: {files[0]} does not register {name!r} when it is loaded")
         if name in dict(_packaged(self.home, self.symbol)):
             self._own[name] = found
         return found
 
     def __getitem__(self, name: str) -> T:
-        if name not in self._places():
+        if name not in self._files_by_name():
             raise KeyError(name)
         return self.entry(name).make
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._places()))
+        return iter(sorted(self._files_by_name()))
 
     def __len__(self) -> int:
-        return len(self._places())
+        return len(self._files_by_name())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places()
+        return name in self._files_by_name()
 
     def own(self) -> list[Entry[T]]:
         """agentrl's own components, by name: a user's file is loaded only if its name is requested."""
@@ -174,7 +174,7 @@ class Registry(Mapping[str, T]):
 
     # -- where names are ---------------------------------------------------------------------------
 
-    def _places(self) -> dict[str, list[str]]:
+    def _files_by_name(self) -> dict[str, list[str]]:
         """The module or file that registers each name."""
         found: dict[str, list[str]] = {}
 

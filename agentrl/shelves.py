@@ -35,19 +35,19 @@ def here(path: str) -> Path:
 
 def shelves() -> list[Path]:
     """The folders to search, in order; only existing ones, each once."""
-    places = [
+    folders = [
         Path.cwd(),
         *(Path(part) for part in os.environ.get("AGENTRL_PATH", "").split(os.pathsep) if part),
     ]
     packaged = _PACKAGE / "_shelf"
     if packaged.is_dir():
-        places.append(packaged)
+        folders.append(packaged)
     elif (_PACKAGE.parent / "pyproject.toml").is_file():
         # In a source checkout the shelf is not copied into the package: it is next to it.
-        places.append(_PACKAGE.parent)
+        folders.append(_PACKAGE.parent)
     unique: list[Path] = []
-    for place in places:
-        resolved = place.expanduser().resolve()
+    for folder in folders:
+        resolved = folder.expanduser().resolve()
         if resolved.is_dir() and resolved not in unique:
             unique.append(resolved)
     return unique

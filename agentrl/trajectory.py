@@ -290,7 +290,7 @@ class TokenLedger:
             ],
         }
 
-    def pieces(self) -> Iterator[str]:
+    def json_chunks(self) -> Iterator[str]:
         """`packed` as JSON text, piece by piece: the long parts are base64, which needs no escaping, so they are not copied."""
         before = "{"
         for name, value in self.packed().items():
@@ -442,13 +442,13 @@ class Trajectory:
             "ledgers": [ledger.packed() for ledger in self.ledgers],
         }
 
-    def pieces(self) -> Iterator[str]:
+    def json_chunks(self) -> Iterator[str]:
         """`to_json` as JSON text, piece by piece, so that a writer needs no more memory than one ledger column."""
         yield json.dumps(self._record(), default=_fields)[:-1] + ', "ledgers": ['
         for place, ledger in enumerate(self.ledgers):
             if place:
                 yield ", "
-            yield from ledger.pieces()
+            yield from ledger.json_chunks()
         yield "]}"
 
     def _record(self) -> dict[str, Json]:
@@ -507,15 +507,15 @@ class Group:
             "baseline": None if self.baseline is None else self.baseline.to_json(),
         }
 
-    def pieces(self) -> Iterator[str]:
-        """`to_json` as JSON text, piece by piece; see `Trajectory.pieces`."""
+    def json_chunks(self) -> Iterator[str]:
+        """`to_json` as JSON text, chunk by chunk; see `Trajectory.json_chunks`."""
         yield json.dumps({"index": self.index, "task_seed": self.task_seed})[:-1] + ', "trajectories": ['
         for place, member in enumerate(self.trajectories):
             if place:
                 yield ", "
-            yield from member.pieces()
+            yield from member.json_chunks()
         yield '], "baseline": '
-        yield from ("null",) if self.baseline is None else self.baseline.pieces()
+        yield from ("null",) if self.baseline is None else self.baseline.json_chunks()
         yield "}"
 
     @classmethod

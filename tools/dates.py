@@ -10,7 +10,7 @@ from agentrl.tool import tool
 
 @tool(inline=True, read_only=True)
 def add_days(date: datetime.date, days: int) -> str:
-    """The date some days later (or earlier, where days is negative).
+    """The date some days later (or earlier, if days is negative).
 
     Args:
         date: for example 2026-11-21

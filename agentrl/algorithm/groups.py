@@ -119,7 +119,7 @@ class EpisodeTokens:
     compact: Tensor
 
     @property
-    def places(self) -> Tensor:
+    def indices(self) -> Tensor:
         """Positions of the M tokens in the batch, int64 [M]."""
         return self.order[self.mask]
 
@@ -130,7 +130,7 @@ class EpisodeTokens:
     def put(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """[M] -> [T] in the batch's own order, 0 elsewhere."""
         full = torch.zeros(len(self.order), dtype=dtype, device=values.device)
-        full[self.places] = values.to(dtype)
+        full[self.indices] = values.to(dtype)
         return full
 
 

@@ -50,9 +50,9 @@ def turns_of(batch: AdvantageInput) -> Turns:
     if batch.turns is None:
         raise ConfigError("turn-level advantages need the column `turns`")
     tokens = episode_tokens(batch)
-    places = tokens.places
-    episode, turns = row_ids(tokens.compact), batch.turns[places].to(torch.int64)
-    fresh = torch.ones(len(places), dtype=torch.bool)
+    indices = tokens.indices
+    episode, turns = row_ids(tokens.compact), batch.turns[indices].to(torch.int64)
+    fresh = torch.ones(len(indices), dtype=torch.bool)
     fresh[1:] = (episode[1:] != episode[:-1]) | (turns[1:] != turns[:-1])
     segment = fresh.to(torch.int64).cumsum(0) - 1
     # A reward on a tool result belongs to the turn that called the tool, so it is moved to a sampled token first.
@@ -60,7 +60,7 @@ def turns_of(batch: AdvantageInput) -> Turns:
     reward = earned.new_zeros(int(fresh.sum())).index_add(0, segment, earned)
     counts = torch.bincount(episode[fresh], minlength=len(tokens.compact) - 1)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    first = places[fresh]
+    first = indices[fresh]
     group = batch.group.to(torch.int64)[torch.searchsorted(batch.offsets, first, right=True) - 1]
     return Turns(group, turns[fresh], reward, first, offsets, segment, tokens)
 

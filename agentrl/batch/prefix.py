@@ -77,8 +77,8 @@ def find_trees(view: Ragged, rows: Rows, shortest: int = SHORTEST) -> list[Tree]
         # Sorted by their bytes, texts with a common prefix are adjacent, so every tree is a run of this order.
         order = sorted(range(len(texts)), key=lambda i: texts[i].tobytes())
         for part, prefix in _best_runs([texts[i] for i in order], shortest):
-            places = tuple(sorted(members[order[i]] for i in part))
-            trees += [Tree(places, prefix)] if prefix else [Tree((place,), 0) for place in places]
+            rows = tuple(sorted(members[order[i]] for i in part))
+            trees += [Tree(rows, prefix)] if prefix else [Tree((row,), 0) for row in rows]
     return sorted(trees, key=lambda tree: tree.rows)
 
 

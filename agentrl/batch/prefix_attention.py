@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from agentrl.batch.placed import on_device
+from agentrl.batch.device import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ def _suffix_block(first: int, last: int, suffixes: Sequence[tuple[int, int]], de
     starts = torch.tensor([start for start, _ in suffixes])
     stops = torch.tensor([stop for _, stop in suffixes])
     width, prefix = int((stops - starts).max()), last - first
-    places = starts[:, None] + torch.arange(width)
+    positions = starts[:, None] + torch.arange(width)
     # Padding cells repeat the suffix's last token, so that they hold finite values; their results are dropped.
-    gather = torch.minimum(places, stops[:, None] - 1).reshape(-1)
-    cells = (places < stops[:, None]).reshape(-1).nonzero().squeeze(1)
+    gather = torch.minimum(positions, stops[:, None] - 1).reshape(-1)
+    cells = (positions < stops[:, None]).reshape(-1).nonzero().squeeze(1)
     # Query i sees the whole prefix and the first i + 1 tokens of its own suffix; padding comes after those, so is never seen.
     mask = torch.ones(width, prefix + width, dtype=torch.bool).tril(prefix)
     parts = (gather, cells, gather[cells], mask)

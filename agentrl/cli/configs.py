@@ -46,13 +46,13 @@ def find_config_file(name: str) -> Path:
 def open_folder(config: TrainConfig, *, overwrite: bool) -> RunFolder:
     """Create the run's folder, with digests of the files that the config names; with `overwrite` an older run of that name
     is removed first."""
-    from agentrl.run.began import write_began
     from agentrl.run.folder import RunFolder
+    from agentrl.run.provenance import write_provenance
 
     target = Path(config.out) / config.name
     # Only what is certainly a run is removed: `out` and `name` may point at any folder of the user.
     if overwrite and (target / "config.toml").is_file():
         shutil.rmtree(target)
     folder = RunFolder.create(config)
-    write_began(config, folder)
+    write_provenance(config, folder)
     return folder

@@ -46,16 +46,16 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.gpu_memory is not None:
         raise ConfigError("--gpu-memory is for planning: use it together with --dry-run")
-    from agentrl.run.began import check_went_on
     from agentrl.run.checks import check_train
     from agentrl.run.folder import RunFolder
     from agentrl.run.main import execute
+    from agentrl.run.provenance import check_resumable
 
     if before is None:
         check_train(config)
         return execute(config, open_folder(config, overwrite=args.overwrite), resumed=False)
     folder = RunFolder(Path(args.resume))
-    return execute(config, folder, resumed=True, notes=check_went_on(before, config, folder))
+    return execute(config, folder, resumed=True, notes=check_resumable(before, config, folder))
 
 
 def _configs(args: argparse.Namespace) -> tuple[TrainConfig, TrainConfig | None]:

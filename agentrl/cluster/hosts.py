@@ -130,8 +130,8 @@ class Hosts:
 
     def describe_lost(self) -> str:
         """The lost ranks with process ids and Ray's reason."""
-        places = {rank: self.nodes[rank] for rank in self.lost}
-        named = [f"rank {r} (pid {places[r][1]} on {places[r][0]}): {self.lost[r]}" for r in sorted(self.lost)]
+        found = {rank: self.nodes[rank] for rank in self.lost}
+        named = [f"rank {r} (pid {found[r][1]} on {found[r][0]}): {self.lost[r]}" for r in sorted(self.lost)]
         return "; ".join(named)
 
 

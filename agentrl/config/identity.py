@@ -31,7 +31,7 @@ _FAULT = "bounds what is a fault of the infrastructure, whose episodes are unsco
 _ANYWHERE = {
     "name": _LABEL,
     "out": _LABEL,
-    "steps": "says how long a run takes; that a decaying learning rate is stretched is said (run/began.py)",
+    "steps": "says how long a run takes; that a decaying learning rate is stretched is said (run/provenance.py)",
     "stop_at_success": "says how long a run takes",
     "trajectories_every": _KEPT,
     "checkpoint": _KEPT,
@@ -154,7 +154,7 @@ def differences(before: Identity, now: Identity) -> str:
     return "; ".join(f"{key} was {_shown(before.get(key))}, is {_shown(now.get(key))}" for key in keys)
 
 
-def check_goes_on(before: Identity | None, now: Identity, of: str, folder: Path, option: str) -> None:
+def check_same_identity(before: Identity | None, now: Identity, of: str, folder: Path, option: str) -> None:
     """Raises ConfigError if the content of `folder` has another identity than `now`, or none. `of`: what it is in that case;
     `option`: the command's option that names another folder."""
     if before is None:

@@ -30,10 +30,10 @@ def optimal(weights: Weights) -> Pairs:
 def optimal_by_name(rows: Sequence[str], columns: Sequence[str], weight: Callable[[int, int], float]) -> Pairs:
     """As `optimal`, but only rows and columns with equal names may pair: each name is a separate problem,
     and `weight` is called only for pairs with equal names."""
-    places = by_name(columns)
+    indices = by_name(columns)
     pairs: Pairs = []
     for name, here in by_name(rows).items():
-        there = places.get(name, [])
+        there = indices.get(name, [])
         matched = optimal([[weight(i, j) for j in there] for i in here])
         pairs.extend((here[i], there[j]) for i, j in matched)
     return sorted(pairs)
@@ -41,10 +41,10 @@ def optimal_by_name(rows: Sequence[str], columns: Sequence[str], weight: Callabl
 
 def by_name(names: Sequence[str]) -> dict[str, list[int]]:
     """Name -> its positions in ascending order."""
-    places: dict[str, list[int]] = {}
+    indices: dict[str, list[int]] = {}
     for place, name in enumerate(names):
-        places.setdefault(name, []).append(place)
-    return places
+        indices.setdefault(name, []).append(place)
+    return indices
 
 
 def _augment(weights: Weights, m: int) -> list[int]:

@@ -120,8 +120,8 @@ class Node(ABC):
             decided = decide(self.mods.when, lambda ref: self._read_ref(view, ref))
             if decided is None:
                 absent = [ref for ref in references(self.mods.when) if self._read_ref(view, ref) is ABSENT]
-                places = " and ".join(dict.fromkeys(str(ref["$"]) for ref in absent))
-                return self._finish(Result(None, {"unscored": f"`when` reads {places}, which does not exist"}))
+                pointers = " and ".join(dict.fromkeys(str(ref["$"]) for ref in absent))
+                return self._finish(Result(None, {"unscored": f"`when` reads {pointers}, which does not exist"}))
             if not decided:
                 return Result(None, self._header({"skipped": "when"}, None), skipped=True)
         return self._finish(self.inner(view, frame))

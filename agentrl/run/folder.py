@@ -1,7 +1,7 @@
 """The run folder: everything that a run writes. Readers see each file complete at any moment.
 
 config.toml        the resolved config, with whole paths
-began.json         digests of the files it names metrics.jsonl    one JSON object per row
+provenance.json    digests of the files it names metrics.jsonl    one JSON object per row
 summary.json       the result                   curve.png         the learning curve
 trajectories/      *.jsonl, one episode per row tensorboard/      events
 checkpoints/       step_NNNNNN/                 log.txt           everything logged
@@ -96,9 +96,9 @@ class RunFolder:
 
 
 def lines(rows: Iterable[Trajectory | Group]) -> Iterator[str]:
-    """One JSON object per line, in the pieces that the rows yield."""
+    """One JSON object per line, in the chunks that the rows yield."""
     for row in rows:
-        yield from row.pieces()
+        yield from row.json_chunks()
         yield "\n"
 
 

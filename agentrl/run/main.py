@@ -15,7 +15,6 @@ from agentrl.cluster.shared_folder import check_arrived
 from agentrl.config import TrainConfig
 from agentrl.config.identity import episode_overrides
 from agentrl.errors import AgentrlError, JudgeBudgetError, ResourceError, WorkerDiedError
-from agentrl.run.began import check_contents
 from agentrl.run.checks.sizes import advice
 from agentrl.run.curve import draw_curve
 from agentrl.run.display import Display, percent
@@ -23,6 +22,7 @@ from agentrl.run.folder import RunFolder
 from agentrl.run.gc_threshold import raise_gc_threshold
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.loop import evaluate_now, train_loop
+from agentrl.run.provenance import check_contents
 from agentrl.run.run_log import RunLog
 from agentrl.run.session import Session, model_folder, open_session
 from agentrl.run.sft import warm_start

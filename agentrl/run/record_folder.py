@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import TrainConfig
-from agentrl.config.identity import check_goes_on
+from agentrl.config.identity import check_same_identity
 from agentrl.errors import ReplayError
 from agentrl.rollout.replay.record import Recorder
 from agentrl.rollout.replay.tape import Recorded
@@ -72,7 +72,7 @@ class RecordFolder:
         file = self.path / "record.json"
         if file.exists():
             before, of = self.manifest().get("identity"), f"the record of another run ({file})"
-            check_goes_on(before, self._request["identity"], of, self.path, "--record")
+            check_same_identity(before, self._request["identity"], of, self.path, "--record")
         if inputs.tokenizer is not None:
             assert config.model.path is not None
             inputs.tokenizer.save_pretrained(str(self.tokenizer))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.config import TrainConfig
-from agentrl.config.identity import Identity, check_goes_on, identity_of
+from agentrl.config.identity import Identity, check_same_identity, identity_of
 from agentrl.errors import ConfigError
 from agentrl.rollout.evaluate import run_tasks, success_rate
 from agentrl.run.contents import contents_of
@@ -159,7 +159,7 @@ def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajecto
     elif note.exists():
         kind = "an evaluation" if request.purpose == "eval" else "a rollout"
         before = json.loads(note.read_text()).get("identity")
-        check_goes_on(before, identity, f"{kind} of something else ({note})", request.out, "--out")
+        check_same_identity(before, identity, f"{kind} of something else ({note})", request.out, "--out")
     elif path.exists() and not note.exists():
         raise ConfigError(f"{request.out}: it holds trajectories of something else; use another --out")
     lines = path.read_text().split("\n")[:-1] if path.exists() else []

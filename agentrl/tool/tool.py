@@ -132,14 +132,14 @@ class Tool:
     async def place(self) -> AsyncIterator[Child | None]:
         """Wait for a slot under the tool's own concurrency limit, and for a thread or a child process if it needs
         one."""
-        async with AsyncExitStack() as places:
+        async with AsyncExitStack() as stack:
             if self.options.concurrency is not None:
-                await places.enter_async_context(self._slot())
+                await stack.enter_async_context(self._slot())
             if not self.is_async and not self.options.inline:
-                await places.enter_async_context(TOOLS.place())
+                await stack.enter_async_context(TOOLS.place())
             child = None
             if self.options.process:
-                child = await places.enter_async_context(child_for(self.name, function_ref(self.function, self.name)))
+                child = await stack.enter_async_context(child_for(self.name, function_ref(self.function, self.name)))
             yield child
 
     def _slot(self) -> asyncio.Semaphore:

@@ -96,9 +96,9 @@ def _text(module: nn.Module) -> Any:
 
 
 def _micro(tokens: int) -> Micro:
-    places = torch.zeros(tokens, dtype=torch.int64, device="meta")
+    positions = torch.zeros(tokens, dtype=torch.int64, device="meta")
     packed = PackedSequences(torch.zeros(2, dtype=torch.int32, device="meta"), tokens, ())
-    return Micro(places, places, packed, places, places, places[:1])
+    return Micro(positions, positions, packed, positions, positions, positions[:1])
 
 
 def _forward(module: nn.Module, micro: Micro) -> Any:

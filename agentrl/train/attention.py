@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from agentrl.batch.placed import on_device
+from agentrl.batch.device import on_device
 from agentrl.batch.prefix_attention import SuffixBlock, attend_into, suffix_blocks
 from agentrl.errors import ModelError
 from agentrl.train.ulysses import Ulysses
@@ -110,9 +110,9 @@ def _similar(lengths: list[int]) -> list[list[int]]:
 def _block(starts: Tensor, ends: Tensor, device: torch.device) -> Block:
     width = int((ends - starts).max())
     steps = torch.arange(width)
-    places = starts[:, None] + steps[None, :]
-    valid = places < ends[:, None]
-    gather = torch.minimum(places, ends[:, None] - 1).reshape(-1)
+    positions = starts[:, None] + steps[None, :]
+    valid = positions < ends[:, None]
+    gather = torch.minimum(positions, ends[:, None] - 1).reshape(-1)
     cells = valid.reshape(-1).nonzero().squeeze(1)
     at, used, tokens = (on_device(part, device) for part in (gather, cells, gather[cells]))
     return Block(len(starts), width, at, used, tokens, bool(valid.all()))

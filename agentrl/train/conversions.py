@@ -44,7 +44,7 @@ class Recipe:
     def rows(self, start: int, stop: int) -> Recipe | None:
         """The recipe of rows [start, stop) alone, or None if those cannot be made from some of the sources alone.
 
-        That is possible where the sources are stacked, one a row (experts), and nothing else is done along the rows.
+        Possible if the sources are stacked, one per row (experts), and nothing else is done along the rows.
         """
         from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from agentrl.algorithm import aggregate, value_loss
-from agentrl.batch.placed import on_device
+from agentrl.batch.device import on_device
 from agentrl.batch.rows import Ragged
 from agentrl.batch.schedule import plan_micro_batches
 from agentrl.cluster.dispatch import Broadcast, Strategy

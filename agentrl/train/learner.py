@@ -68,7 +68,7 @@ def check_learner(config: TrainConfig) -> None:
     Reads: algorithm, critic, reward_model, steps, model.sequence_parallel, cluster.actors, rollout.max_turns,
     rollout.max_turn_tokens, rollout.max_episode_tokens; and as `check_offload`.
     """
-    check_algorithm(settled_algorithm(config))
+    check_algorithm(fill_length_norm(config))
     if config.algorithm.length_norm is not None and config.algorithm.aggregate != "seq_mean_token_sum_norm":
         raise ConfigError(
             f'algorithm.length_norm is the constant of aggregate = "seq_mean_token_sum_norm"; with '
@@ -141,7 +141,7 @@ def check_offload(config: TrainConfig) -> None:
         )
 
 
-def settled_algorithm(config: TrainConfig) -> AlgorithmConfig:
+def fill_length_norm(config: TrainConfig) -> AlgorithmConfig:
     """The algorithm section, with the constant length of `seq_mean_token_sum_norm` filled in."""
     algorithm, rollout = config.algorithm, config.rollout
     if algorithm.aggregate != "seq_mean_token_sum_norm" or algorithm.length_norm is not None:
@@ -165,7 +165,7 @@ class Learner:
         self.critics: WorkerGroup[Critic] | None = None
         self.references: WorkerGroup[Reference] | None = None
         self.reward_models: WorkerGroup[RewardModel] | None = None
-        self.algorithm = settled_algorithm(config)
+        self.algorithm = fill_length_norm(config)
         self.kl_coef = config.algorithm.kl.coef
         self._sharing = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, "actor"))
         self._skipped = 0

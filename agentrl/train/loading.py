@@ -1,6 +1,6 @@
 """Loading: a model is built on the meta device, wrapped and sharded there, and then each rank reads its own shards.
 
-No rank ever holds the whole model, nor a whole tensor of a sharded one, but where a family's checkpoint must be converted across
+No rank ever holds the whole model, nor a whole tensor of a sharded one, unless a family's checkpoint must be converted across
 rows (one tensor at a time). No rank sends weights to another: what it reads are regions of files that all processes of a node
 map, so that a node reads each byte from its disk once.
 """

@@ -213,10 +213,10 @@ def with_selection(view: Ragged, parts: list[np.ndarray], selection: Selection |
     for rows in parts:
         spans = [torch.arange(int(view.offsets[row]), int(view.offsets[row + 1])) for row in rows.tolist()]
         every = torch.cat(spans)
-        places = every[trained[every]]
-        if len(places):
-            covariance = (logprobs[places] - logprobs[places].mean()) * (advantages[places] - advantages[places].mean())
-            picked[places[chosen(covariance, noise[places], selection)]] = True
+        indices = every[trained[every]]
+        if len(indices):
+            covariance = (logprobs[indices] - logprobs[indices].mean()) * (advantages[indices] - advantages[indices].mean())
+            picked[indices[chosen(covariance, noise[indices], selection)]] = True
     return view.with_tokens(picked=picked)
 
 

@@ -51,12 +51,12 @@ class PolicyModule(nn.Module):
 
     def forward(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
         """log pi and entropies of the tokens `micro.targets`: two float32 [M]."""
-        places, targets, group = micro.before, micro.targets, micro.packed.ulysses
+        indices, targets, group = micro.before, micro.targets, micro.packed.ulysses
         hidden, first = backbone_states(self.hf.base_model, micro)
         if group is not None:
-            local, counts, back = shares(places, len(hidden), group)
-            places, targets = places[local], targets[local]
-        before = hidden.index_select(0, places - first)
+            local, counts, back = shares(indices, len(hidden), group)
+            indices, targets = indices[local], targets[local]
+        before = hidden.index_select(0, indices - first)
         weight = self.hf.get_output_embeddings().weight.to(before.dtype)
         own = token_logprobs(before, weight, targets, temperature, entropy=entropy, kernels=self.kernels)
         if group is None:
@@ -83,8 +83,8 @@ class ValueModule(nn.Module):
         local, counts, back = shares(micro.before, len(hidden), group)
         return group.gather(self._read(hidden, micro.before[local] - first), counts)[back]
 
-    def _read(self, hidden: Tensor, places: Tensor) -> Tensor:
-        values: Tensor = self.head(hidden.index_select(0, places)).squeeze(1).float()
+    def _read(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        values: Tensor = self.head(hidden.index_select(0, indices)).squeeze(1).float()
         return values
 
 
@@ -107,14 +107,14 @@ class ScoreModule(nn.Module):
 def backbone_states(backbone: Any, micro: Micro) -> tuple[Tensor, int]:
     """Last hidden states of packed rows [T, E], and 0; or with sequence parallelism those of this rank's share of the tokens,
     including the padding on the last rank, and the position of its first token."""
-    ids, places, first = micro.input_ids, micro.position_ids, 0
+    ids, position_ids, first = micro.input_ids, micro.position_ids, 0
     if micro.packed.ulysses is not None:
         local = micro.packed.ulysses.slice_of(len(ids))
-        ids, places, first = ids[local], places[local], local.start
+        ids, position_ids, first = ids[local], position_ids[local], local.start
     # Without a mask and a cache, transformers builds no mask of its own and leaves all masking to `packed`.
     out = backbone(
         input_ids=ids[None],
-        position_ids=places[None],
+        position_ids=position_ids[None],
         attention_mask=None,
         use_cache=False,
         packed=micro.packed,
@@ -122,10 +122,10 @@ def backbone_states(backbone: Any, micro: Micro) -> tuple[Tensor, int]:
     return out.last_hidden_state[0], first
 
 
-def shares(places: Tensor, share: int, group: Ulysses) -> tuple[Tensor, list[int], Tensor]:
-    """Which places are among this rank's tokens (`share` per rank); how many are among each rank's; and the order that
-    undoes the gathering by rank, because with shared prefixes the places of a rank need not be consecutive."""
-    owner = places // share
+def shares(indices: Tensor, share: int, group: Ulysses) -> tuple[Tensor, list[int], Tensor]:
+    """Which of `indices` are among this rank's tokens (`share` per rank); how many are among each rank's; and the order that
+    undoes the gathering by rank, because with shared prefixes the indices of a rank need not be consecutive."""
+    owner = indices // share
     counts: list[int] = torch.bincount(owner, minlength=group.size).tolist()
     return owner == group.rank, counts, torch.argsort(torch.argsort(owner, stable=True))
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HostCopy:
     """A storage and where its bytes wait: uint8, pinned if they came from a GPU."""
 
     storage: torch.UntypedStorage
@@ -26,7 +26,7 @@ class Offloaded:
     """The host copies of some tensors. The copies' memory is kept from one time to the next."""
 
     def __init__(self) -> None:
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _HostCopy] = {}
         self.away = False
 
     def take(self, tensors: Iterable[Tensor]) -> None:
@@ -72,9 +72,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _room(storage: torch.UntypedStorage) -> _Held:
+def _room(storage: torch.UntypedStorage) -> _HostCopy:
     host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-    return _Held(storage, host)
+    return _HostCopy(storage, host)
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

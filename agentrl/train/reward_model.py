@@ -56,8 +56,8 @@ def last_rows(view: Ragged) -> torch.Tensor:
     """The last row of each episode, int64, in the order of the episodes' numbers."""
     episode = torch.from_numpy(view.episode)
     count = int(episode.max()) + 1 if len(episode) else 0
-    places = torch.arange(len(episode))
-    return torch.zeros(count, dtype=torch.int64).scatter_reduce(0, episode, places, reduce="amax", include_self=False)
+    indices = torch.arange(len(episode))
+    return torch.zeros(count, dtype=torch.int64).scatter_reduce(0, episode, indices, reduce="amax", include_self=False)
 
 
 def with_scores(view: Ragged, scores: torch.Tensor, weight: float) -> Ragged:
@@ -69,8 +69,8 @@ def with_scores(view: Ragged, scores: torch.Tensor, weight: float) -> Ragged:
     episode = torch.from_numpy(view.episode)
     last = last_rows(view)
     added = weight * scores[last].to(torch.float32)
-    places = view.tokens("sampled").nonzero().squeeze(1)
-    spot = torch.full((len(last),), -1).scatter_reduce(0, episode[row_ids(view.offsets)][places], places, reduce="amax")
+    indices = view.tokens("sampled").nonzero().squeeze(1)
+    spot = torch.full((len(last),), -1).scatter_reduce(0, episode[row_ids(view.offsets)][indices], indices, reduce="amax")
     tokens = view.tokens("rewards").clone()
     tokens.index_add_(0, spot[spot >= 0], added[spot >= 0])
     return view.with_rows(reward=view.row("reward") + added[episode]).with_tokens(rewards=tokens)

@@ -61,7 +61,7 @@ def _made(
     for name, tensor in tensors:
         if name not in of:
             raise ModelError(f"export: no place for weights named {name}")
-        # A copy where a recipe waits for more, because the next tensor may come in the same memory.
+        # A copy if a recipe waits for more, because the next tensor may come in the same memory.
         alone = len(of[name].names()) == 1
         waiting[name] = tensor.to("cpu", held[name].dtype, copy=not alone)
         if all(source in waiting for source in of[name].names()):

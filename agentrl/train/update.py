@@ -28,7 +28,7 @@ from agentrl.algorithm import (
 )
 from agentrl.algorithm.correction import CORRECTIONS
 from agentrl.algorithm.ragged import sampled_offsets
-from agentrl.batch.placed import on_device
+from agentrl.batch.device import on_device
 from agentrl.batch.prefix import share
 from agentrl.batch.rows import Ragged, pack
 from agentrl.batch.schedule import plan_micro_batches, trees_of
@@ -226,8 +226,8 @@ class Pack:
             raise ValueError("a row begins with a sampled token: nothing precedes it that could predict it")
         self.compact = sampled_offsets(self.mask, offsets)
         ids, positions = self.flat["token_ids"], self.flat["position_ids"]
-        places, last = self.mask.nonzero().squeeze(1), offsets[1:] - 1
-        before, targets = places - 1, ids[places]  # a token is predicted by the one before it
+        indices, last = self.mask.nonzero().squeeze(1), offsets[1:] - 1
+        before, targets = indices - 1, ids[indices]  # a token is predicted by the one before it
         packed = packed_rows(offsets, device)
         trees = trees_of(view, rows)
         if trees:

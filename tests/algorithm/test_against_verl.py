@@ -1,6 +1,6 @@
 """Numbers of verl 0.9.1 (`fixtures/of_verl.py` wrote them) against this library's, on the same rows.
 
-Where the two differ on purpose the test says how, and holds that difference too.
+If the two differ on purpose, the test says how, and holds that difference too.
 """
 
 from __future__ import annotations

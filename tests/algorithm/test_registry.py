@@ -69,7 +69,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", sorted({*ADVANTAGES, *POLICY_LOSSES, *CORRECTIONS}))
 def test_defaults_are_the_papers(name: str) -> None:
-    """A run that names no argument gets these; where a paper gives none they are what docs/algorithms.md says."""
+    """A run that names no argument gets these; if a paper gives none, they are what docs/algorithms.md says."""
     function = {**ADVANTAGES, **POLICY_LOSSES, **CORRECTIONS}[name]
     found = inspect.signature(function).parameters.values()
     assert {p.name: p.default for p in found if p.kind is inspect.Parameter.KEYWORD_ONLY} == DEFAULTS.get(name, {})

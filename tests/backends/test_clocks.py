@@ -162,7 +162,7 @@ async def test_the_driver_asks_only_while_there_are_requests(monkeypatch):
     async with asyncio.timeout(60):
         while paces.of("e") != Underway(1.5, 4):
             await asyncio.sleep(0.01)
-    paces.begin("e", "r3")  # its replica died: the turn is sampled anew elsewhere
+    paces.begin("e", "r3")  # its replica died: the turn is sampled again elsewhere
     paces.end("e", "r1")
     assert paces.of("e") == Underway(0.0, 0)
     paces.end("e", "r3")

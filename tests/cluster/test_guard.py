@@ -41,7 +41,7 @@ stop_ray()
 
 
 def in_namespace(code: str, broken: bool, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a network namespace of its own; skips, with the reason, where none can be made."""
+    """Run Python code in a network namespace of its own; skips, with the reason, if none can be made."""
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         pytest.skip("needs the programs unshare and ip (iproute2)")
     trial = subprocess.run(

@@ -285,7 +285,7 @@ class Course:
             actors=SimpleNamespace(arun=self.worker),
             policy=SimpleNamespace(at=lambda temperature: temperature, renderer=None),
         )
-        self.recorder: Any = SimpleNamespace(
+        self.run_log: Any = SimpleNamespace(
             row=self.quiet,
             evaluation=self.waited("evaluation", None),
             trajectories=self.waited("write", None),
@@ -333,7 +333,7 @@ def course_of(config: TrainConfig, out: Path) -> Course:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "evaluate", course.evaluated)
         patch.setattr(module, "EngineMeter", Meter)
-        asyncio.run(module.train_loop(course.session, course.recorder, course.interrupt))
+        asyncio.run(module.train_loop(course.session, course.run_log, course.interrupt))
     return course
 
 
@@ -369,7 +369,7 @@ def warming_up(config: TrainConfig, out: Path) -> dict[str, Any]:
         patch.setattr(module, "evaluate", course.evaluated)
         patch.setattr(module, "Transcripts", Source)
         try:
-            asyncio.run(module.warm_start(course.session, course.recorder, course.interrupt))
+            asyncio.run(module.warm_start(course.session, course.run_log, course.interrupt))
         except AgentrlError as problem:
             ended = "shut" if "did not open its gate" in str(problem) else str(problem)
     assert config.sft is not None

@@ -3,7 +3,7 @@
     python -m tests.curves [--variants grpo,gae] [--seeds 0,1,2] [--jobs 2] [--out runs/curves] [--updates 30]
 
 One warm start a seed is made first and shared: a variant costs its updates and evaluations only. Results are lines of
-OUT/results.jsonl; what is there already is not run again. Ends with 1 where a curve does not do what it must.
+OUT/results.jsonl; what is there already is not run again. Ends with 1 if a curve does not do what it must.
 """
 
 from __future__ import annotations

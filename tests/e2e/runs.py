@@ -112,7 +112,7 @@ def start(out: Path, *args: str) -> Command:
 
 
 def finish(process: Command, timeout: float = 240) -> str:
-    """Wait for the end; kill the whole session where it does not come. Returns what was printed."""
+    """Wait for the end; kill the whole session if it does not come. Returns what was printed."""
     try:
         return process.communicate(timeout)
     except subprocess.TimeoutExpired:

@@ -48,7 +48,7 @@ def test_updates_have_gradients_and_the_trainer_agrees_with_the_engine_on_every_
     updates = [row for row in rows(done) if row["phase"] == "train"]
     assert [row["step"] for row in updates] == [1, 2, 3, 4]
     assert [row["minibatches"] for row in updates] == [2] * 4  # 12 episodes, at most 8 a step, whatever they teach
-    # Where all members of every group score alike an update has nothing to learn: its gradient is 0.
+    # If all members of every group score alike, an update has nothing to learn: its gradient is 0.
     assert updates[0]["grad_norm"] > 0 and sum(row["grad_norm"] > 0 for row in updates) >= 2
     for row in updates:
         assert row["mismatch_max"] < 1e-4 and row["skipped_steps"] == row["skipped_optimizer_steps"] == 0

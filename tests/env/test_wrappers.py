@@ -74,7 +74,7 @@ def test_time_budget_cancels_and_leaves_the_episode_unscored() -> None:
     assert record.stop is StopReason.EPISODE_TIMEOUT and record.reward is None and record.truncated
     assert env.unwrapped.log == ["setup", "teardown"]
     env.reset(seed=1)
-    assert env.step(call("write", text="a"))[3] is False, "the clock starts anew"
+    assert env.step(call("write", text="a"))[3] is False, "the clock starts again"
 
 
 def test_tool_subset() -> None:

@@ -50,7 +50,7 @@ SENTENCEPIECE = {
 
 
 def build_sentencepiece(kind, special_tokens, template, *, bos=None, eos="<|im_end|>"):
-    """Spaces as `▁`, unknown characters as bytes, a prefix space where `kind` has one. Like sentencepiece's own,
+    """Spaces as `▁`, unknown characters as bytes, a prefix space if `kind` has one. Like sentencepiece's own,
     the model's vocabulary holds the control tokens too."""
     model, normalizer, pre_tokenizer = SENTENCEPIECE[kind]
     special = ["<unk>", *(token for token in special_tokens if token != "<unk>")]

@@ -54,7 +54,7 @@ def test_every_judge_key_reaches_the_judge():
     assert context.judge.settings.concurrency == 3
 
 
-def test_the_twin_of_the_run_is_used_for_replays():
+def test_the_replay_environment_of_the_run_is_used_for_replays():
     node = spec(leaf("state.match", {"replay": gold(("add", {"x": 3}))}))
     context = make_context(RewardConfig(), replay_env=Counter)
     assert compile_spec(node, context=context).score(episode("x", state={"total": 3})).value == 1

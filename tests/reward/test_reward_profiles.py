@@ -12,7 +12,7 @@ from agentrl.reward import Context, compile_spec, load_spec
 from agentrl.reward.schema import published_schema
 from agentrl.trajectory import Message, StopReason, ToolCall
 
-TWIN = Context(replay_env=Counter)
+WITH_REPLAY = Context(replay_env=Counter)
 
 
 def score(name, trajectory, context=None):
@@ -140,12 +140,12 @@ def add(x, answer):
     ],
 )
 def test_bfcl_multi_turn(turns, value):
-    assert score("bfcl_multi_turn", rounds(*turns), TWIN).value == value
+    assert score("bfcl_multi_turn", rounds(*turns), WITH_REPLAY).value == value
 
 
 def test_bfcl_multi_turn_needs_an_episode_that_ends_by_itself():
     cut = rounds([add(2, "2")], [], [add(3, "5"), add(1, "6")], stop=StopReason.MAX_TURNS)
-    assert score("bfcl_multi_turn", cut, TWIN).value == 0
+    assert score("bfcl_multi_turn", cut, WITH_REPLAY).value == 0
 
 
 # -- tau-bench -------------------------------------------------------------------------------------
@@ -164,14 +164,14 @@ def test_bfcl_multi_turn_needs_an_episode_that_ends_by_itself():
 def test_tau_bench_is_a_product(total, said, outputs, value):
     task_gold = {"calls": gold(call("add", x=2), call("add", x=3)), "outputs": outputs}
     trajectory = episode([call("add", x=total)], said, task_gold=task_gold, state={"total": total})
-    assert score("tau_bench", trajectory, TWIN).value == value
+    assert score("tau_bench", trajectory, WITH_REPLAY).value == value
 
 
 def test_tau_bench_reads_what_was_said_and_not_what_went_with_a_call():
     said = Message("assistant", "42", (ToolCall("add", {"x": 0}, id="z"),))
     trajectory = episode([call("add", x=0)], "done", task_gold={"calls": [], "outputs": ["42"]}, state={"total": 0})
     trajectory.turns[0].message = said
-    assert score("tau_bench", trajectory, TWIN).value == 0
+    assert score("tau_bench", trajectory, WITH_REPLAY).value == 0
 
 
 # -- ToolRL ----------------------------------------------------------------------------------------

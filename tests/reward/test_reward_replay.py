@@ -21,7 +21,7 @@ REPLAY = {"replay": {"$": "/task/gold/calls"}}
 WANT = {"calls": gold(call("add", x=2), call("add", x=3))}
 
 
-class Twins:
+class ReplayEnvs:
     """Builds Counters and keeps them."""
 
     def __init__(self) -> None:
@@ -38,52 +38,52 @@ def member(total: int, **task: object):
     return trajectory
 
 
-def scorer_of(twins, root=None):
-    return compile_spec(spec(root or leaf("state.match", REPLAY)), context=Context(replay_env=twins))
+def scorer_of(envs, root=None):
+    return compile_spec(spec(root or leaf("state.match", REPLAY)), context=Context(replay_env=envs))
 
 
 def test_a_group_replays_its_gold_once():
-    twins = Twins()
-    scorer = scorer_of(twins)
+    envs = ReplayEnvs()
+    scorer = scorer_of(envs)
     assert [scorer.score(member(total)).value for total in (5, 4, 5, 6)] == [1, 0, 1, 0]
-    assert len(twins.built) == 1 and twins.built[0].closed
+    assert len(envs.built) == 1 and envs.built[0].closed
 
 
 def test_members_that_finish_together_replay_once():
-    class Slow(Twins):
+    class Slow(ReplayEnvs):
         def __call__(self, task: Task) -> Counter:
             time.sleep(0.05)
             return super().__call__(task)
 
-    twins = Slow()
-    scorer = scorer_of(twins)
+    envs = Slow()
+    scorer = scorer_of(envs)
 
     async def run() -> list[float | None]:
         return [score.value for score in await asyncio.gather(*(scorer.ascore(member(n)) for n in (5, 4, 5)))]
 
     assert asyncio.run(run()) == [1, 0, 1]
-    assert len(twins.built) == 1
+    assert len(envs.built) == 1
 
 
 @pytest.mark.parametrize(
     "other", [{"id": "t1"}, {"seed": 1}, {"split": "test"}, {"data": {"start": 1}}, {"gold": {"calls": WANT["calls"][:1]}}]
 )
 def test_another_task_has_its_own_replay(other):
-    twins = Twins()
-    scorer = scorer_of(twins)
+    envs = ReplayEnvs()
+    scorer = scorer_of(envs)
     scorer.score(member(5))
     scorer.score(member(5, **other))
-    assert len(twins.built) == 2
+    assert len(envs.built) == 2
 
 
 def test_two_leaves_share_one_replay():
-    twins = Twins()
+    envs = ReplayEnvs()
     root = {"op": "all", "of": [leaf("state.match", REPLAY), leaf("results.contains", REPLAY)]}
-    assert scorer_of(twins, root).score(member(5)).value == 0  # the answer "2" was never got
-    assert len(twins.built) == 1
+    assert scorer_of(envs, root).score(member(5)).value == 0  # the answer "2" was never got
+    assert len(envs.built) == 1
 
 
-def test_a_twin_that_breaks_is_null_closed_and_tried_again():
+def test_a_replay_environment_that_breaks_is_null_closed_and_tried_again():
     class Broken(Counter):
         def step(self, action):
             raise OSError("the database went away")
@@ -102,7 +102,7 @@ def test_a_twin_that_breaks_is_null_closed_and_tried_again():
     assert scorer.score(member(5)).value == 1
 
 
-def test_a_twin_that_cannot_be_built_is_null():
+def test_a_replay_environment_that_cannot_be_built_is_null():
     def replay_env(task: Task) -> Counter:
         raise RuntimeError("no memory")
 
@@ -147,7 +147,7 @@ def test_a_copy_of_a_memo_begins_empty():
 # -- what is compared ------------------------------------------------------------------------------
 
 
-def test_replay_of_the_gold_calls_on_a_twin():
+def test_replay_of_the_gold_calls_on_a_replay_environment():
     context = Context(replay_env=Counter)
     args = {"replay": {"$": "/task/gold/calls"}}
     want = {"calls": gold(call("add", x=2), call("add", x=3))}
@@ -174,7 +174,7 @@ def test_results_contains_replay_by_round_wants_only_the_answers_of_that_round()
     assert value("results.contains", args, earlier, context, scope="round", reduce="all") == 1  # got before counts
 
 
-def test_a_twin_is_reset_with_the_tasks_seed_and_the_missing_answers_are_named():
+def test_a_replay_environment_is_reset_with_the_tasks_seed_and_the_missing_answers_are_named():
     """Gold answers: "2" and "5". The policy got "5" alone."""
     asked = []
 

@@ -88,7 +88,7 @@ def test_a_member_that_failed_is_not_compared(renderer: Renderer) -> None:
 
 def test_a_member_whose_value_is_null_is_not_compared(renderer: Renderer) -> None:
     reward = spec("group.rank")
-    # Null (nothing left to add up) where fewer than three tokens were sampled.
+    # Null (nothing left to add up) if fewer than three tokens were sampled.
     reward["root"]["args"]["of"] = {"op": "sum", "of": [{**LENGTH, "when": {"$": "/episode/sampled_tokens", "gte": 3}}]}
     members = 0
     for group in collected(renderer, reward):

@@ -97,7 +97,7 @@ def test_an_episode_ends_with_the_context_to_the_last_token(played: tuple[Path, 
     episode = played[2]["full"]
     assert episode.stop is StopReason.CONTEXT_FULL and episode.truncated and episode.reward is not None
     [ledger] = episode.ledgers
-    # The next prompt would have been a few tokens; where less was left nothing was asked.
+    # The next prompt would have been a few tokens; with less room nothing was asked.
     assert 1500 - 16 <= len(ledger) <= 1500
 
 

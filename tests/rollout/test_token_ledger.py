@@ -84,26 +84,26 @@ def test_the_text_of_episodes_and_groups_is_that_of_their_json(ledgers: list[lis
         turns=[Turn(0, said, answers, reward=0.5), Turn(1, Message("assistant", reasoning=text))], stop=StopReason.MAX_TURNS,
         ledgers=[built(parts)[0] for parts in ledgers], state={text: [text, None, 1.5]}, reward=0.25,
     )  # fmt: skip
-    assert "".join(episode.pieces()) == json.dumps(episode.to_json())
-    assert Trajectory.from_json(json.loads("".join(episode.pieces()))) == episode
+    assert "".join(episode.json_chunks()) == json.dumps(episode.to_json())
+    assert Trajectory.from_json(json.loads("".join(episode.json_chunks()))) == episode
     for group in (Group(3, 4, [episode, episode]), Group(0, 0, [], episode)):
-        assert "".join(group.pieces()) == json.dumps(group.to_json())
-        assert Group.from_json(json.loads("".join(group.pieces()))) == group
+        assert "".join(group.json_chunks()) == json.dumps(group.to_json())
+        assert Group.from_json(json.loads("".join(group.json_chunks()))) == group
 
 
-def test_the_text_of_an_episode_comes_in_pieces_no_longer_than_a_column() -> None:
+def test_the_text_of_an_episode_comes_in_chunks_no_longer_than_a_column() -> None:
     """As one string it was joined three times over before a byte was written: 0.65 GiB of pages a GiB of file."""
     ledger = built([("context", list(range(6000)), 0), ("sampled", [(7, -0.5, 1)] * 3000, 0)])[0]
     member = Trajectory("x", Task("t", 0), ledgers=[ledger, ledger])
-    pieces = list(Group(0, 0, [member] * 5, member).pieces())
-    assert max(len(piece) for piece in pieces) == 4 * 4 * 9000 // 3  # base64 of the ids
-    assert sum(len(piece) > 10_000 for piece in pieces) == 2 * 2 * 6
+    chunks = list(Group(0, 0, [member] * 5, member).json_chunks())
+    assert max(len(chunk) for chunk in chunks) == 4 * 4 * 9000 // 3  # base64 of the ids
+    assert sum(len(chunk) > 10_000 for chunk in chunks) == 2 * 2 * 6
 
 
 def test_what_is_no_json_in_an_episode_is_named() -> None:
     for kind, state in (("set", {1}), ("Group", Group(0, 0))):
         with pytest.raises(TypeError, match=f"Object of type {kind} is not JSON serializable"):
-            list(Trajectory("x", Task("t", 0), state={"a": state}).pieces())
+            list(Trajectory("x", Task("t", 0), state={"a": state}).json_chunks())
 
 
 @settings(max_examples=200, deadline=None)

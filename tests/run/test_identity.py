@@ -1,4 +1,4 @@
-"""Results are gone on with by their own config only: what differs is named, with both values, before anything is played."""
+"""Results are continued by their own config only: what differs is named, with both values, before anything is played."""
 
 from __future__ import annotations
 

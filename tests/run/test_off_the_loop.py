@@ -34,7 +34,7 @@ class Pulse:
         self.alive: list[bool] = []
 
     def check(self, *_: Any, **__: Any) -> None:
-        """Called in the work: True where the loop ticks three times more within five seconds."""
+        """Called in the work: True if the loop ticks three times more within five seconds."""
         seen, end = self.ticks, time.monotonic() + 5
         while self.ticks < seen + 3 and time.monotonic() < end:
             time.sleep(0.002)
@@ -124,7 +124,7 @@ def session(tmp_path: Path, steps: int) -> Any:
     )  # fmt: skip
 
 
-def train(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def train(course: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class NoMeter:
         def __init__(self, _: Any) -> None:
             pass
@@ -134,10 +134,10 @@ def train(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(loop, "EngineMeter", NoMeter)
     interrupt: Any = SimpleNamespace(requested=False, in_step=False)
-    with RunLog(stage.folder, stage.display, []) as run_log:
+    with RunLog(course.folder, course.display, []) as run_log:
 
         async def body() -> None:
-            await loop.train_loop(stage, run_log, interrupt)
+            await loop.train_loop(course, run_log, interrupt)
 
         asyncio.run(body())
 
@@ -145,7 +145,7 @@ def train(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_loop_answers_while_a_step_collates_and_writes_its_trajectories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = session(tmp_path, 3)
+    course = session(tmp_path, 3)
     collates, writes = Pulse(), Pulse()
 
     async def step(*_: Any) -> dict[str, float]:
@@ -158,30 +158,30 @@ def test_the_loop_answers_while_a_step_collates_and_writes_its_trajectories(
                 writes.ticks += 1
                 await asyncio.sleep(0.001)
 
-        if not hasattr(stage, "beat"):
-            stage.beat = asyncio.create_task(beat())
-        return stage.collector.groups
+        if not hasattr(course, "beat"):
+            course.beat = asyncio.create_task(beat())
+        return course.collector.groups
 
-    stage.collector.collect, stage.learner.step = collect, step
+    course.collector.collect, course.learner.step = collect, step
     monkeypatch.setattr(loop, "make_batch", collates.inside(loop.make_batch))
-    monkeypatch.setattr(stage.folder, "write_trajectories", writes.inside(stage.folder.write_trajectories))
-    train(stage, monkeypatch)
+    monkeypatch.setattr(course.folder, "write_trajectories", writes.inside(course.folder.write_trajectories))
+    train(course, monkeypatch)
     assert collates.alive == [True] * 3 and writes.alive == [True] * 3
-    [found] = stage.saver.found
+    [found] = course.saver.found
     assert found == ["step_000001.jsonl", "step_000002.jsonl", "step_000003.jsonl"], "all there before the checkpoint"
 
 
 def test_a_disk_that_is_full_ends_the_run_with_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = session(tmp_path, 50)
+    course = session(tmp_path, 50)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(stage.folder, "write_trajectories", full)
+    monkeypatch.setattr(course.folder, "write_trajectories", full)
     with pytest.raises(OSError, match="No space left") as caught:
-        train(stage, monkeypatch)
+        train(course, monkeypatch)
     assert caught.value.errno == errno.ENOSPC
-    assert stage.collector.ledger.version <= 3, "told at the next step, not at the end"
+    assert course.collector.ledger.version <= 3, "told at the next step, not at the end"
 
 
 def test_writes_are_in_order_one_at_a_time_and_an_error_is_told_once() -> None:

@@ -1,4 +1,4 @@
-"""A run folder is gone on with from any working folder, and only by what the run began with: the reward spec and the model's
+"""A run is resumed from any working folder, and only with what it was started with: the reward spec and the model's
 files as they were. A learning rate that would be stretched over more steps is said."""
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def test_other_weights_under_the_old_path_end_a_run(executed: Executed, capsys: 
 
 
 def test_an_environment_that_was_mended_goes_on_and_this_is_said(executed: Executed) -> None:
-    """A run that stopped at a fault of its environment must be able to go on without it."""
+    """A run that stopped at a bug of its environment must be able to continue with the bug fixed."""
     assert main(["env", "new", "mine"]) == 0
     assert train("model.init={}", env="mine") == 0
     source = Path("envs/mine/env.py")
@@ -130,7 +130,7 @@ def test_a_run_of_an_older_version_goes_on_and_is_held_to_what_it_has_then(
 ) -> None:
     write_spec("spec.json", 1.0)
     assert train("model.init={}", "env.reward=spec.json") == 0
-    Path("runs/r/began.json").unlink()
+    Path("runs/r/provenance.json").unlink()
     assert main(["train", "--resume", "runs/r"]) == 0
     assert "an older agentrl" in executed[1][1][0]
     write_spec("spec.json", 2.0)

@@ -31,7 +31,7 @@ JSON = st.recursive(
 
 
 def play(env: ToolEnv, turns: Iterable[Message | str]) -> tuple[float, bool]:
-    """(reward, terminated) after the turns, or earlier where the episode ends."""
+    """(reward, terminated) after the turns, or earlier if the episode ends."""
     reward, terminated = 0.0, False
     for action in turns:
         _, reward, terminated, _, _ = env.step(action)

@@ -19,7 +19,7 @@ def build(**params: Any) -> ToolEnv:
 
 
 def play(env: ToolEnv, seed: int, policy: Any = None, split: str = "train") -> bool:
-    """One episode by the gold turns or a policy; True where answer and state are right."""
+    """One episode by the gold turns or a policy; True if answer and state are right."""
     observation, _ = env.reset(seed=seed, options={"split": split})
     gold = iter(env.gold_turns(env.task))
     act = policy.act if policy else lambda _: next(gold, None)

@@ -192,7 +192,7 @@ def test_a_server_that_dies_is_never_a_reward(clock: dict[str, Any]) -> None:
     with pytest.raises(EnvError, match="die"):
         env.step(call("die"))
     assert env.trajectory.stop is StopReason.ENV_ERROR and env.trajectory.reward is None
-    # The state tool is part of the environment: where it breaks, nobody failed the task.
+    # The state tool is part of the environment: if it breaks, nobody failed the task.
     env = make_env("mcp", **clock, state_tool="die")
     env.reset(seed=0)
     with pytest.raises(EnvError, match="die"):

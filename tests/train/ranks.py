@@ -1,4 +1,4 @@
-"""Ranks as forked processes over gloo: one import for all of them, where a Ray actor each costs seconds.
+"""Ranks as forked processes over gloo: one import for all of them, while a Ray actor each costs seconds.
 
 Run as a script it does everything that this room's tests want of several ranks, and leaves it in a folder:
 
@@ -68,7 +68,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], ModelConfig, int]] = {  # mesh, model, 
 KILLED = [(2, 1), *([(1, 0), (2, 2), (4, 3)] if os.environ.get("AGENTRL_PROOFS") else [])]  # ranks, seed of the moment
 
 
-class Recorder:
+class UpdateLog:
     """In an optimizer's place: notes the whole gradient of each step, and steps not."""
 
     def __init__(self, named: list[tuple[str, torch.nn.Parameter]]) -> None:
@@ -117,7 +117,7 @@ def len_of(mesh: dict[str, int]) -> int:
 
 
 def join(children: list[int]) -> None:
-    """Wait for all; ends the program where one failed (the others would wait for it for ever)."""
+    """Wait for all; ends the program if one failed (the others would wait for it for ever)."""
     for _ in children:
         child, status = os.wait()
         if status:
@@ -148,21 +148,21 @@ def measured(tiny: str, out: Path, layout: str) -> Body:
         actor.init_model(tiny, model, optim)
         for name, change in LOSSES.items():
             algorithm = AlgorithmConfig(minibatch=7).model_copy(update=change)
-            recorder = Recorder(actor._engine.named())
-            actor._engine.optimizers = recorder
+            update_log = UpdateLog(actor._engine.named())
+            actor._engine.optimizers = update_log
             batch = mine(Actor, "update", BATCHES.get(name, noisy)(), algorithm, context)
             metrics = actor.update(batch, algorithm, step=1)
-            found[name] = metrics, recorder.seen
+            found[name] = metrics, update_log.seen
         found["broken"] = after_broken(tiny, model, optim, out / f"{layout}, trained", context)
         critic = Critic(context)
         critic.init_model(tiny, model, optim, toy_critic(clip=None))
         torch.nn.init.constant_(critic._engine.module.head.weight, 0.05)
-        recorder = Recorder(critic._engine.named())
-        critic._engine.optimizers = recorder
+        update_log = UpdateLog(critic._engine.named())
+        critic._engine.optimizers = update_log
         algorithm = AlgorithmConfig(minibatch=7)
         batch = mine(Critic, "update", noisy(), algorithm, context)
         batch["values"] = critic.compute_values(batch)["values"]
-        found["critic"] = critic.update(batch, algorithm, step=1), recorder.seen
+        found["critic"] = critic.update(batch, algorithm, step=1), update_log.seen
         if context.rank == 0:
             torch.save(found, out / f"{layout}.pt")
 
@@ -183,7 +183,7 @@ def reduced(tiny: str, out: Path) -> Body:
                 actor, algorithm = Actor(context), AlgorithmConfig(minibatch=13)
                 actor.init_model(tiny, model.model_copy(update={"shard_gradients": often}), toy_optim(micro_tokens=64))
                 engine = actor._engine
-                engine.optimizers = recorder = Recorder(engine.named())
+                engine.optimizers = update_log = UpdateLog(engine.named())
                 kept, backward = [], engine.backward
 
                 def counted(loss: Any, last: bool, engine=engine, kept=kept, backward=backward) -> None:
@@ -193,7 +193,7 @@ def reduced(tiny: str, out: Path) -> Body:
 
                 engine.backward = counted
                 actor.update(mine(Actor, "update", noisy(), algorithm, context), algorithm, step=1)
-                found[f"{name} {often}"] = recorder.seen, max(kept), len(kept), sum(p.numel() for _, p in engine.named())
+                found[f"{name} {often}"] = update_log.seen, max(kept), len(kept), sum(p.numel() for _, p in engine.named())
         found["base"] = of_base(tiny, context)
         found["waited"] = [waiting(tiny, context, away) for away in (False, True)]
         if context.rank == 0:

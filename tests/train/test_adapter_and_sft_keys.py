@@ -44,7 +44,7 @@ def usual(tiny: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 
 def test_sft_lr_is_the_first_step_of_embeddings_and_vectors_and_matrix_lr_that_of_matrices(usual: Any) -> None:
     """AdamW's first step is lr against the sign of the gradient. Muon's (Jordan 2024) is W (1 - 0.1 lr) less lr times a nearly
-    orthogonal matrix, longer by sqrt(rows / columns) where there are more rows: its singular values lie around 0.9."""
+    orthogonal matrix, longer by sqrt(rows / columns) if there are more rows: its singular values lie around 0.9."""
     before, moved = usual
     for name, tensor in moved.items():
         if inner(name, tensor):

@@ -209,7 +209,7 @@ def test_weights_that_are_not_finite_are_neither_published_nor_saved(tmp_path: P
     monkeypatch.setattr(module.EngineMeter, "__init__", lambda self, engine: None)
     monkeypatch.setattr(module.EngineMeter, "read", read)
     with pytest.raises(NonFiniteError):
-        asyncio.run(module.train_loop(course.session, course.recorder, course.interrupt))
+        asyncio.run(module.train_loop(course.session, course.run_log, course.interrupt))
     done = [call for call in course.calls if call[0] in ("update", "publish", "save")]
     assert done == [("update", 0), ("publish", 1), ("save", 1), ("update", 1), ("publish", 2), ("save", 2)]
 

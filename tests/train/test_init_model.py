@@ -86,7 +86,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_tokenizer_is_made_of_the_lines_of_a_corpus(tmp_path: Path) -> None:
-    """JSON texts, one a line. A pair that comes often is an entry of its own, in UTF-8 too."""
+    """JSON texts, one per line. A pair that comes often is an entry of its own, in UTF-8 too."""
     corpus, out = tmp_path / "corpus.jsonl", tmp_path / "tokenizer.json"
     corpus.write_text("\n".join(json.dumps(text, ensure_ascii=False) for text in ["tool größe"] * 9), encoding="utf-8")
     assert tokenizer.main(str(corpus), str(out)) == 0

@@ -59,7 +59,7 @@ RANKS = 4
 
 @contextmanager
 def as_rank(rank: int, world: int) -> Iterator[None]:
-    """This process as one rank of a group whose other ranks do not exist: enough where ranks do not communicate."""
+    """This process as one rank of a group whose other ranks do not exist: enough if ranks do not communicate."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     _clear_sharding_prop_cache()  # it would hand out the mesh of another rank, which compares equal
     try:

@@ -39,10 +39,10 @@ def classifier(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_scores_are_those_of_plain_transformers(classifier: str) -> None:
-    judges = launch(RewardModel, backend="inline", world_size=1)
-    judges.run(RewardModel.init_model, classifier, ModelConfig(), toy_optim(micro_tokens=120))
+    models = launch(RewardModel, backend="inline", world_size=1)
+    models.run(RewardModel.init_model, classifier, ModelConfig(), toy_optim(micro_tokens=120))
     batch = make_batch(7)
-    found = judges.run(RewardModel.compute_scores, batch)["score"]
+    found = models.run(RewardModel.compute_scores, batch)["score"]
     model = AutoModelForSequenceClassification.from_pretrained(classifier)
     with torch.no_grad():
         expected = torch.stack([model(batch["token_ids"][i][None]).logits[0, 0] for i in range(7)])
@@ -51,9 +51,9 @@ def test_scores_are_those_of_plain_transformers(classifier: str) -> None:
 
 
 def test_a_causal_model_is_no_reward_model(tiny: str) -> None:
-    judges = launch(RewardModel, backend="inline", world_size=1)
+    models = launch(RewardModel, backend="inline", world_size=1)
     with pytest.raises(ModelError, match="expected a sequence classifier, found Qwen3ForCausalLM"):
-        judges.run(RewardModel.init_model, tiny, ModelConfig(), toy_optim())
+        models.run(RewardModel.init_model, tiny, ModelConfig(), toy_optim())
 
 
 def test_an_episode_of_two_ledgers_takes_its_last_score_once() -> None:

@@ -29,7 +29,7 @@ from agentrl.errors import ConfigError
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
 from agentrl.train.kl import kl_kind
-from agentrl.train.learner import check_learner, policy_updates, settled_algorithm, with_advantages
+from agentrl.train.learner import check_learner, fill_length_norm, policy_updates, with_advantages
 from agentrl.train.reference import Reference
 from agentrl.train.reward_model import with_scores
 from agentrl.trajectory import Task, TokenLedger, Trajectory
@@ -353,10 +353,10 @@ def test_the_constant_length_is_what_an_episode_may_sample() -> None:
     norm = AlgorithmConfig(aggregate="seq_mean_token_sum_norm")
     for turns, tokens, most, expected in ((4, 10, 1000, 40), (4, 10, 30, 30)):
         rollout = RolloutConfig(max_turns=turns, max_turn_tokens=tokens, max_episode_tokens=most)
-        assert settled_algorithm(config_of(algorithm=norm, rollout=rollout)).length_norm == expected
+        assert fill_length_norm(config_of(algorithm=norm, rollout=rollout)).length_norm == expected
     given = norm.model_copy(update={"length_norm": 7})
-    assert settled_algorithm(config_of(algorithm=given)).length_norm == 7
-    assert settled_algorithm(config_of()).length_norm is None
+    assert fill_length_norm(config_of(algorithm=given)).length_norm == 7
+    assert fill_length_norm(config_of()).length_norm is None
 
 
 # -- the reward model's score ----------------------------------------------------------------------

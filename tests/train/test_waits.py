@@ -11,7 +11,7 @@ import pytest
 import torch
 from train_batches import make_batch, toy_critic, toy_optim
 
-from agentrl.batch.placed import on_device
+from agentrl.batch.device import on_device
 from agentrl.batch.rows import jagged
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, ModelConfig

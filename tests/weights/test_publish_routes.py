@@ -213,7 +213,7 @@ class Replaceable(EmbeddedEngine):
         await super().receive(version, buckets)
 
 
-def test_a_replaced_process_is_attached_anew(tiny: str) -> None:
+def test_a_replaced_process_is_attached_again(tiny: str) -> None:
     async def run() -> None:
         actors = trained(tiny)
         engine = Replaceable(tiny)

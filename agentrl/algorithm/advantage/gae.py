@@ -33,11 +33,11 @@ def gae(
     if batch.values is None:
         raise ConfigError('algorithm.advantage "gae" needs a critic: add a [critic] section to the config')
     dtype, tokens = batch.reward.dtype, episode_tokens(batch)
-    values = batch.values[tokens.places].double()
+    values = batch.values[tokens.indices].double()
     delta = tokens.earned(batch.token_rewards) + gamma * _following(values, tokens.compact) - values
     raw = discounted(delta, tokens.compact, gamma * lam)
     returns = batch.values.to(dtype) * batch.mask
-    returns[tokens.places] = (raw + values).to(dtype)
+    returns[tokens.indices] = (raw + values).to(dtype)
     return AdvantageOutput(tokens.put(zscores(raw) if whitened else raw, dtype), returns)
 
 

@@ -53,7 +53,7 @@ def check_args(args: Mapping[str, Any], cuda: bool) -> None:
             raise ConfigError(f"vllm.args.{name} cannot be set: {FIXED[name]}")
         if name == "enable_chunked_prefill" and not cuda:
             raise ConfigError("vllm.args.enable_chunked_prefill: vLLM's CPU build crashes with it if requests are seeded")
-    if not args or importlib.util.find_spec("vllm") is None:  # where a run is only planned, vLLM may be missing
+    if not args or importlib.util.find_spec("vllm") is None:  # if a run is only planned, vLLM may be missing
         return
     from vllm.engine.arg_utils import AsyncEngineArgs
 

@@ -58,7 +58,7 @@ class VllmMaker(EngineMaker):
         engine_options(vllm.model_copy(update=sizes), cuda=cuda, dtype=dtype, lora_rank=_adapter_rank(self.config))
 
     def processes(self) -> Processes:
-        """Host memory: a driver-side process and one a rank; on a CPU also each rank's KV cache, which a GPU has itself."""
+        """Host memory: a driver-side process and one per rank; on a CPU also each rank's KV cache, which a GPU has itself."""
         vllm, cuda = self.config.vllm, self.cuda()
         cache = 0 if cuda else cpu_mib(self.config, self.config.model.computes_in(cuda))
         return Processes(

@@ -83,14 +83,14 @@ def _identical(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equalit
     1 - Jaccard index is a metric and so is, over the arguments of a, the number of values that differ. Pairs
     (x, b), (a, y) can thus be exchanged for (a, b), (x, y) without loss.
     """
-    places: dict[Hashable, list[int]] = {}
+    rows_by_key: dict[Hashable, list[int]] = {}
     for i in range(len(made) - 1, -1, -1):
         arguments = made[i].arguments
         if arguments is not None:
-            places.setdefault(_key(made[i].name, arguments, rule), []).append(i)
+            rows_by_key.setdefault(_key(made[i].name, arguments, rule), []).append(i)
     pairs: assign.Pairs = []
     for j, wanted in enumerate(gold):
-        rows = places.get(_key(wanted.name, wanted.arguments, rule))
+        rows = rows_by_key.get(_key(wanted.name, wanted.arguments, rule))
         if rows:
             pairs.append((rows.pop(), j))
     return pairs

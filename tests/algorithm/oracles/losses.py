@@ -206,7 +206,7 @@ def k2(new: Array, reference: Array) -> Array:
 
 
 def k3(new: Array, reference: Array) -> Array:
-    """r - 1 - log r with r = ref / pi (Schulman), by its series where the difference would cancel."""
+    """r - 1 - log r with r = ref / pi (Schulman), by its series if the difference would cancel."""
     d = np.minimum(np.maximum(new - reference, -BOUND), BOUND)
     series = d**2 / 2 - d**3 / 6 + d**4 / 24 - d**5 / 120
     return np.where(np.abs(d) < 1e-3, series, np.exp(-d) - 1 + d)

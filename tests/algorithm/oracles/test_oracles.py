@@ -106,7 +106,7 @@ def check_advantages(name: str, seed: int) -> None:
     assert found.advantages.dtype == dtype
     close(found.advantages, joined(expected.advantages), tolerance)
     zero = found.advantages.numpy()[joined(expected.exact)]
-    assert not zero.any(), f"{zero} where a group has no difference"
+    assert not zero.any(), f"{zero} although a group has no difference"
     assert (found.returns is None) == (expected.returns is None)
     if expected.returns is not None and found.returns is not None:
         close(found.returns, joined(expected.returns), tolerance)
@@ -154,7 +154,7 @@ STEP = 1e-6
 
 def gradient(rows: Callable[[Array], Array], at: Array) -> tuple[Array, Array]:
     """Central differences [N, L] of independent rows, one column of all rows at a time; and how far a kink within the step
-    can put them off: the bend, which is next to 0 where there is none."""
+    can put them off: the bend, which is next to 0 if there is none."""
     slope, bend = np.zeros_like(at), np.zeros_like(at)
     here = rows(at)
     for column in range(at.shape[1]):

@@ -1,0 +1,92 @@
+"""What a run was started with: `provenance.json` in the run folder holds the working folder, and digests of the files
+that the config only names. A run is one experiment, so it does not continue with another reward spec or another model under
+the old path."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from agentrl.config import TrainConfig
+from agentrl.config.identity import Identity, differences
+from agentrl.errors import CatalogError, ConfigError, ModelError, RewardSpecError
+from agentrl.run.checks import check_train
+from agentrl.run.contents import contents_of
+from agentrl.run.folder import RunFolder, atomic_write
+from agentrl.train.checkpoint import Checkpoints
+from agentrl.train.learner import policy_updates
+from agentrl.train.optim import rate
+
+FILE = "provenance.json"
+_MAY_CHANGE = ("the files of env.id", "the files of tools.sets")
+"""What may change: a run that stopped at a bug in its environment must be able to continue with the bug fixed."""
+
+
+def write_provenance(config: TrainConfig, folder: RunFolder) -> None:
+    """Record what a new run is started with. Raises a UserError if a file that the config names is missing."""
+    provenance = {"folder": str(Path.cwd()), "contents": contents_of(config, "train")}
+    atomic_write(folder.path / FILE, json.dumps(provenance, indent=2) + "\n")
+
+
+def check_resumable(before: TrainConfig, config: TrainConfig, folder: RunFolder) -> tuple[str, ...]:
+    """All checks before a run that was started with `before` continues with `config`; returns what its user should know.
+
+    Raises a UserError if something that the run needs is missing (the message then says where it was started), and ConfigError if
+    a file has other content than at the start.
+    """
+    try:
+        check_train(config)
+    except (CatalogError, ConfigError, ModelError, RewardSpecError) as error:
+        raise type(error)(f"{error}{_origin_hint(folder)}") from None
+    now = contents_of(config, "train")
+    if (recorded := _recorded(folder)) is None:
+        write_provenance(config, folder)
+        note = f"{folder.path}: started by an older agentrl, which did not record the reward spec; it is now taken to be the same"
+        return (note, *_schedule_note(before, config, folder))
+    check_contents(config, folder)
+    changed = [key for key in _MAY_CHANGE if recorded["contents"].get(key) != now.get(key)]
+    return (*(f"{key} have changed since the run began" for key in changed), *_schedule_note(before, config, folder))
+
+
+def check_contents(config: TrainConfig, folder: RunFolder) -> None:
+    """Raises ConfigError if the reward spec or the model's files changed since the run in `folder` began."""
+    if (recorded := _recorded(folder)) is None:
+        return
+    then, now = (
+        {k: v for k, v in found.items() if k not in _MAY_CHANGE} for found in (recorded["contents"], contents_of(config, "train"))
+    )
+    if found := differences(then, now):
+        named = [value for value in (config.env.reward, config.model.path) if value is not None]
+        raise ConfigError(
+            f"{folder.path / FILE}: what the run has learned so far was learned with other files: {found}; restore "
+            f"{' or '.join(named) or 'the reward spec of the environment'}, or start another run"
+        )
+
+
+def _recorded(folder: RunFolder) -> dict[str, Identity] | None:
+    file = folder.path / FILE
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def _origin_hint(folder: RunFolder) -> str:
+    """From where to resume instead, if this is not the working folder in which the run was started."""
+    recorded = _recorded(folder)
+    if recorded is None or Path(str(recorded["folder"])) == Path.cwd():
+        return ""
+    path = os.pathsep.join(part for part in (str(recorded["folder"]), os.environ.get("AGENTRL_PATH", "")) if part)
+    return f"\nthe run began in {recorded['folder']}; if the cause is a file there, resume from there or with AGENTRL_PATH={path}"
+
+
+def _schedule_note(before: TrainConfig, config: TrainConfig, folder: RunFolder) -> tuple[str, ...]:
+    """A note if the schedule of a decaying learning rate changes, because it ends with the run's number of steps."""
+    optim, newest = config.optim, Checkpoints(folder.checkpoints, config.checkpoint.keep).newest()
+    if optim.schedule == "constant" or before.steps == config.steps:
+        return ()
+    done = 0 if newest is None else int(newest.name.rpartition("_")[2])
+    past = max(done - (config.critic.warmup if config.critic is not None else 0), 0)
+    was, now = (rate(past, optim.warmup, optim.schedule, policy_updates(each)) for each in (before, config))
+    return (
+        f'optim.schedule = "{optim.schedule}" ends with the run, which has {config.steps} steps now and had {before.steps}: '
+        f"after update {done} it is {now:.3g} of optim.lr; it would have been {was:.3g}",
+    )
