@@ -63,6 +63,7 @@ _ANYWHERE = {
     "vllm.max_respawns": _FAULT,
     "vllm.call_timeout": _FAULT,
     "vllm.startup_timeout": _FAULT,
+    "vllm.keep_weights": _FAULT,
     "weights.route": "brings the same weights another way",
     "weights.bucket_mib": "brings the same weights another way",
     "weights.folder": "brings the same weights another way",

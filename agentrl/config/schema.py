@@ -310,8 +310,10 @@ class ClusterConfig(Frozen):
 
 
 class VllmConfig(Frozen):
-    """The vLLM engine: one Ray actor per replica. `max_respawns`: how many dead replicas are replaced in a run, in total;
-    above 0 the newest weights stay in Ray's object store (spilled to disk if that is full) for them.
+    """The vLLM engine: one Ray actor per replica. `max_respawns`: how many dead replicas are replaced in a run, in total.
+    `keep_weights`: the newest weights stay in Ray's object store (spilled to disk if that is full), so that a replacement takes
+    requests at once; else it waits for the next publish. By default only for replicas on CPUs, since no route from GPU to GPU
+    brings weights to the driver, which keeps them.
     `call_timeout`: seconds after which a replica that does not answer a call (other than to sample) counts as dead;
     `startup_timeout`: seconds in which one must be up, with its model loaded and its CUDA graphs captured.
 
@@ -325,6 +327,7 @@ class VllmConfig(Frozen):
     max_respawns: Annotated[int, Field(ge=0)] = 3
     call_timeout: Positive = 300.0
     startup_timeout: Positive = 600.0
+    keep_weights: bool | None = None
     tensor_parallel: PositiveInt = 1
     kv_cache_mib: PositiveInt | None = None
     max_model_len: PositiveInt = 16384

@@ -111,6 +111,7 @@ def spawned(monkeypatch):
     monkeypatch.setattr(Replicas, "_spawn", spawn)
     monkeypatch.setattr(replicas.ray, "kill", lambda actor: setattr(actor, "dead", True))
     monkeypatch.setattr(replicas.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(replicas.ray, "nodes", list)
     monkeypatch.setattr(replicas.ray, "put", lambda data: data)
     monkeypatch.setattr("agentrl.backends.vllm.engine.importlib.util.find_spec", lambda name: True)
     return actors
@@ -252,6 +253,49 @@ async def test_a_replica_that_hangs_is_replaced_and_its_requests_move(model_fold
     assert (await asyncio.wait_for(stuck, 5)).versions == [1, 1]
     assert "no answer to pause within 0.1 s" in caplog.text
     await settle(engine, 2)
+    await engine.close()
+
+
+# -- no copies of the weights (vllm.keep_weights) -----------------------------------------------------
+
+
+async def test_without_a_copy_a_replacement_waits_for_the_next_publish(model_folder, model, spawned, caplog):
+    caplog.set_level(logging.WARNING, logger="agentrl.backends")
+    engine = await started(model_folder, replicas=2, max_respawns=1, keep_weights=False)
+    assert engine.members() == ("0.1000.0", "1.1001.0")  # and no driver, which could not map a GPU's memory
+    await publish(engine, 1, parameters(model))
+    spawned[0].dead = True
+    keys = [f"e{i}" for i in range(6)]
+    assert [one.versions for one in await asyncio.gather(*(engine.generate([5], SHORT, key) for key in keys))] == [[1, 1]] * 6
+    await settle(engine, 2)
+    assert set(engine.homes.values()) == {1} and "load" not in spawned[2].calls and "generate" not in spawned[2].calls
+    assert "waits for the next publish (vllm.keep_weights is off)" in caplog.text and "stall_timeout" not in caplog.text
+    await publish(engine, 2, parameters(model))
+    found = await asyncio.gather(*(engine.generate([5], SHORT, f"new{i}") for i in range(6)))
+    assert [one.versions for one in found] == [[2, 2]] * 6 and spawned[2].calls.count("generate") == 3
+    await engine.close()
+
+
+async def test_requests_wait_if_no_replica_has_the_weights(model_folder, model, spawned, caplog):
+    engine = await started(model_folder, max_respawns=1, keep_weights=False)
+    await publish(engine, 1, parameters(model))
+    spawned[0].dead = True
+    waiting = asyncio.create_task(engine.generate([5], SHORT, "a"))
+    await settle(engine, 1)
+    await asyncio.sleep(0.05)
+    assert not waiting.done() and "the run stops after rollout.stall_timeout" in caplog.text
+    await publish(engine, 2, parameters(model))
+    assert (await asyncio.wait_for(waiting, 2)).versions == [2, 2]
+    spawned[1].dead = True  # the last one that may be replaced: those who wait are told
+    with pytest.raises(EngineError, match="no replica of the vLLM engine is alive"):
+        await asyncio.wait_for(engine.generate([5], SHORT, "a"), 2)
+    await engine.close()
+
+
+async def test_before_the_first_publish_a_replacement_has_the_models_own_weights(model_folder, spawned):
+    engine = await started(model_folder, max_respawns=1, keep_weights=False)
+    spawned[0].dead = True
+    assert (await asyncio.wait_for(engine.generate([5], SHORT, "a"), 2)).versions == [0, 0]
     await engine.close()
 
 

@@ -221,6 +221,7 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
         "respawns": keeper._cfg.max_respawns,
         "call_timeout": keeper._cfg.call_timeout,
         "startup_timeout": keeper._cfg.startup_timeout,
+        "keep_weights": engine._routes._keep,
         "gpus": keeper._cfg.tensor_parallel,
     }
 

@@ -32,7 +32,14 @@ EVERY: dict[str, Any] = {  # every section is there, and every table holds somet
     "reward": {"python": {"f": "m:f"}, "judge": {"api_base": "b", "cache": "c", "usd": 1.0, "usd_per_million": [1.0, 2.0]}},
     "stop_at_success": 0.5,
     "engine_args": {"a": 1},
-    "vllm": {"args": {"a": 1}, "kv_cache_mib": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "enforce_eager": True},
+    "vllm": {
+        "args": {"a": 1},
+        "keep_weights": True,
+        "kv_cache_mib": 1,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 1,
+        "enforce_eager": True,
+    },
 }
 
 

@@ -70,7 +70,9 @@ class VllmEngine(Engine, WeightTarget):
         self._paused = False
         self._version = 0
         self._newest: list[Kept] = []
-        self._routes = VllmRoutes(self._replicas, cfg.tensor_parallel, keep=cfg.max_respawns > 0)
+        keeps = not cuda if cfg.keep_weights is None else cfg.keep_weights
+        self._routes = VllmRoutes(self._replicas, cfg.tensor_parallel, keep=keeps and cfg.max_respawns > 0)
+        self._published = False
         self._adapter: Adapter | None = None
 
     async def start(self) -> None:
@@ -195,10 +197,11 @@ class VllmEngine(Engine, WeightTarget):
             await self._replicas.all("end_update", version if complete else None)
             if not self._paused:
                 await self._replicas.all("resume")
-        self._unfit, self._version, self._newest = None, version, kept
+        self._unfit, self._version, self._newest, self._published = None, version, kept, True
+        self._replicas.fed()
 
     async def _catch_up(self, replica: Replica) -> None:
-        """Give a new replica the current weights, then let it take requests."""
+        """Give a new replica the current weights, then let it take requests; if they were not kept, after the next publish."""
         async with self._update_lock:
             await self._replicas.control(replica, "pause")
             if self._asleep:  # its weights come with the next publish, as those of the others
@@ -214,6 +217,7 @@ class VllmEngine(Engine, WeightTarget):
                 await self._replicas.control(replica, "adapt", self._version, self._adapter)
             if not self._paused:
                 await self._replicas.control(replica, "resume")
+            replica.current = not self._published or bool(self._newest)
             self._replicas.join(replica)
 
     async def abort(self, request_key: str) -> None:

@@ -29,13 +29,15 @@ _KEYS_REMEMBERED = 65536
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """One actor. `cause`: why it is dead, None while it is alive. `seen`: the last counters that it reported."""
+    """One actor. `cause`: why it is dead, None while it is alive. `current`: whether it has the engine's weights, or must
+    wait for the next publish. `seen`: the last counters that it reported."""
 
     number: int
     actor: Any
     pid: int = 0
     in_flight: int = 0
     cause: str | None = None
+    current: bool = True
     seen: EngineStats = field(default_factory=EngineStats)
     request_batcher: RequestBatcher = field(init=False)
 
@@ -69,6 +71,7 @@ class Replicas:
         self._coming: set[asyncio.Task[None]] = set()
         self._home: OrderedDict[str, Replica] = OrderedDict()
         self._past: list[EngineStats] = []
+        self._news = asyncio.Event()
 
     async def start(self) -> None:
         """Raises EngineError if one does not start; the others are then stopped too."""
@@ -113,21 +116,32 @@ class Replicas:
 
     async def route(self, key: str) -> Replica:
         """The replica that has the episode's cache; for a new episode, or one whose replica died, the replica with the
-        fewest requests in flight. Waits if none is alive but one is being started. Raises EngineError if none is alive
-        or being started."""
+        fewest requests in flight. Waits if none has the current weights, but one is being started or waits for them. Raises
+        EngineError if none is alive or being started."""
         replica = self._home.pop(key, None)
         if replica is None or replica.cause is not None:
-            while not (alive := self.alive()):
-                if not self._coming:
+            while not (able := [one for one in self.alive() if one.current]):
+                if not self._coming and not self.alive():
                     raise EngineError(f"no replica of the vLLM engine is alive: {self._deaths()}")
-                await asyncio.wait(self._coming, return_when=asyncio.FIRST_COMPLETED)
+                await self._news.wait()
             # By requests, not by episodes: an episode that waits for a tool loads nothing.
-            replica = min(alive, key=lambda item: item.in_flight)
+            replica = min(able, key=lambda item: item.in_flight)
         # Episodes never sign off; as an LRU map (popped above, re-added here) it forgets the ones that ended long ago.
         self._home[key] = replica
         if len(self._home) > _KEYS_REMEMBERED:
             self._home.popitem(last=False)
         return replica
+
+    def fed(self) -> None:
+        """Every live replica has the engine's weights."""
+        for replica in self.alive():
+            replica.current = True
+        self._tell()
+
+    def _tell(self) -> None:
+        """Wake what waits for a replica to look again."""
+        self._news.set()
+        self._news.clear()
 
     async def all(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every live replica. One that turns out to be dead is left out. Raises EngineError if one
@@ -200,7 +214,14 @@ class Replicas:
         """Put a replica that has the current weights in its predecessor's place."""
         self._past.append(_at_rest(self._replicas[replica.number].seen))
         self._replicas[replica.number] = replica
-        log.warning("%s has replaced the one that died and takes requests", replica.name)
+        self._tell()
+        if replica.current:
+            log.warning("%s has replaced the one that died and takes requests", replica.name)
+            return
+        log.warning("%s has replaced the one that died and waits for the next publish (vllm.keep_weights is off)", replica.name)
+        if not any(one.current for one in self.alive()):
+            log.error("no replica has the current weights, and a publish needs episodes unless rollout.max_staleness is above 0: "
+                      "the run stops after rollout.stall_timeout and can be resumed")  # fmt: skip
 
     def _spawn(self, number: int) -> Replica:
         anywhere = {"num_cpus": 0, "num_gpus": self._cfg.tensor_parallel if self._cuda else 0}
@@ -230,11 +251,16 @@ class Replicas:
                             replica.cause, replica.in_flight, self._respawns, self._cfg.max_respawns)  # fmt: skip
                 task = asyncio.create_task(self._respawn(replica), name=f"respawn {replica.name}")
                 self._coming.add(task)
-                task.add_done_callback(self._coming.discard)
+                task.add_done_callback(self._gone)
             elif self._started:
                 log.error("%s; %d of %d replicas are alive and no more are started (max_respawns = %d)", replica.cause,
                           len(self.alive()), self._cfg.replicas, self._cfg.max_respawns)  # fmt: skip
+            self._tell()
         return ReplicaDeadError(replica.cause)
+
+    def _gone(self, task: asyncio.Task[None]) -> None:
+        self._coming.discard(task)
+        self._tell()
 
     async def _respawn(self, dead: Replica) -> None:
         fresh = self._spawn(dead.number)
