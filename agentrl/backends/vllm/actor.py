@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from agentrl.backends.vllm.pace import Pace, Told
 from agentrl.backends.vllm.request_batcher import Answers, Request, answered
 from agentrl.backends.vllm.segments import SegmentedRequest, Segments
 from agentrl.backends.vllm.version import check_calls, tells_versions
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, ModelError
 from agentrl.rollout.engine import EngineStats, Finish, Generation, Sampling
 from agentrl.weights.bucket import PlainBucket
 from agentrl.weights.route import Offer
@@ -29,6 +30,15 @@ _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abor
 
 class ReplicaDeadError(EngineError):
     """The engine inside the replica is dead; another replica may serve the request."""
+
+
+def check_sees(model: str) -> None:
+    """Raise ModelError for an absolute path that is no folder here: vLLM would take it for the name of a model on a hub."""
+    if Path(model).is_absolute() and not Path(model).is_dir():
+        raise ModelError(
+            f"{model}: not a folder on {socket.gethostname()}. All nodes must see the model, and the run's folder if the model "
+            "is built in it, at the same path (model.path, out)"
+        )
 
 
 class VllmActor:
@@ -45,7 +55,9 @@ class VllmActor:
         self._lora_folder: tempfile.TemporaryDirectory[str] | None = None
 
     async def start(self) -> int:
-        """Load the model; returns the process id. Raises DependencyError for a vLLM that lacks a call that is made here."""
+        """Load the model; returns the process id. Raises DependencyError for a vLLM that lacks a call that is made here,
+        ModelError for a folder that this machine does not see."""
+        check_sees(str(self._options["model"]))
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
