@@ -25,6 +25,7 @@ from agentrl.train.pretrained import head_dim, model_context
 
 GIB = 1 << 30
 MODULE_OF: dict[str, Role] = {"actor": "policy", "reference": "policy", "critic": "value", "reward_model": "score"}
+PUBLISH = "publish"
 COLUMNS = ("weights", "optimizer", "gradients", "gathered", "activations", "working", "cache")
 
 
@@ -58,7 +59,7 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
     table = f"engine {engine_name(config)}; {table_of(placed)}"
     lines = []
     for peak in peaks(placed, total):
-        said = f"{peak.device}: {peak.size / GIB:.1f} of {peak.limit / GIB:.1f} GiB, in the turn of {peak.role}"
+        said = f"{peak.device}: {peak.size / GIB:.1f} of {peak.limit / GIB:.1f} GiB, in {'a publish' if peak.role == PUBLISH else f'the turn of {peak.role}'}"
         lines.append(said)
         if peak.size > peak.limit:
             raise ResourceError(f"{said}: it does not fit; {advice(config, placed, peak)}\n{table}")
@@ -129,7 +130,7 @@ def _device(config: TrainConfig, role: str, own: bool = False) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that a device must hold: `size` bytes of `limit`, in the turn of `role`."""
+    """The most that a device must hold: `size` bytes of `limit`, in the turn of `role`, or in a publish."""
 
     device: str
     role: str
@@ -140,7 +141,10 @@ class Peak:
 def peaks(placed: list[Placed], card: int | None) -> list[Peak]:
     """Each device's peak. Without cards there is one device, this machine's memory, for all ranks together."""
     devices = {name: [one for one in placed if one.device == name] for name in dict.fromkeys(one.device for one in placed)}
-    turns = {name: max((turn_of(one, beside), one.role) for one in beside) for name, beside in devices.items()}
+    turns = {
+        name: max([*((turn_of(one, beside), one.role) for one in beside), *publish_of(beside)])
+        for name, beside in devices.items()
+    }
     if card is not None:
         return [Peak(name, role, size, card) for name, (size, role) in turns.items()]
     ranks = {name: max(one.ranks for one in beside) for name, beside in devices.items()}
@@ -153,10 +157,20 @@ def turn_of(one: Placed, beside: list[Placed]) -> int:
     return one.memory.held + one.memory.turn + sum(o.memory.held for o in beside if o is not one and not o.rests)
 
 
+def publish_of(beside: list[Placed]) -> list[tuple[int, str]]:
+    """Bytes on a device while the actor sends new weights to a colocated engine, which has no cache yet."""
+    parts = {one.role: one for one in beside}
+    if "actor" not in parts or "rollout" not in parts or not parts["rollout"].rests:
+        return []
+    actor, engine = parts["actor"], parts["rollout"]
+    others = sum(one.memory.held for one in beside if one.role not in ("actor", "rollout") and not one.rests)
+    return [(actor.memory.held + actor.memory.gathered + engine.memory.weights + others, PUBLISH)]
+
+
 def advice(config: TrainConfig, placed: list[Placed], peak: Peak) -> str:
     """Which keys make a device's peak smaller, largest part first."""
     beside = [one for one in placed if one.device == peak.device or peak.device == "host memory"]
-    [one] = [one for one in beside if one.role == peak.role]
+    [one] = [one for one in beside if one.role == peak.role.replace(PUBLISH, "actor")]
     memory, ways = one.memory, []
     if memory.activations + memory.working:
         thin = "" if memory.checkpoints else "set model.activation_checkpointing = true, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,10 @@ def test_a_device_holds_what_its_largest_turn_needs_beside_those_that_keep_their
     assert found(False, True) == [Peak("a", "rollout", 30 + 27 + 33, 100)]
     assert found(True, False) == [Peak("a", "actor", 30 + 12 + 33, 100)]
     assert found(True, True) == [Peak("a", "actor", 30 + 12, 100)]
+    # In a publish a colocated engine has its weights beside the actor's, and no cache yet; layers are gathered one by one.
+    large = RoleMemory(weights=40, cache=1)
+    both = [Placed("actor", "a", 2, replace(actor, gathered=2), True), Placed("rollout", "a", 2, large, True)]
+    assert peaks(both, 100) == [Peak("a", "publish", 30 + 2 + 40, 100)]
     alone = [Placed("actor", "a", 2, actor, False), Placed("rollout", "b", 3, engine, False)]
     assert [peak.size for peak in peaks(alone, 100)] == [42, 33]
     idle = [Placed("actor", "a", 2, RoleMemory(weights=GIB), True), Placed("rollout", "a", 2, engine, True)]
