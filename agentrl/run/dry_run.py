@@ -59,7 +59,8 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
     table = f"engine {engine_name(config)}; {table_of(placed)}"
     lines = []
     for peak in peaks(placed, total):
-        said = f"{peak.device}: {peak.size / GIB:.1f} of {peak.limit / GIB:.1f} GiB, in {'a publish' if peak.role == PUBLISH else f'the turn of {peak.role}'}"
+        when = "a publish" if peak.role == PUBLISH else f"the turn of {peak.role}"
+        said = f"{peak.device}: {peak.size / GIB:.1f} of {peak.limit / GIB:.1f} GiB, in {when}"
         lines.append(said)
         if peak.size > peak.limit:
             raise ResourceError(f"{said}: it does not fit; {advice(config, placed, peak)}\n{table}")
