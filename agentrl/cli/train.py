@@ -17,7 +17,7 @@ EPILOG = """examples:
   agentrl train configs/quickstart.toml seed=3 name=seed3 rollout.group_size=16
   agentrl train configs/quickstart.toml engine=vllm cluster.actors=2
   agentrl train quickstart cluster.backend=inline      a packaged config; every role in this process
-  agentrl train configs/quickstart.toml --dry-run      all checks, and the memory of each role; starts nothing
+  agentrl train configs/quickstart.toml --dry-run      all checks, places and memory of each role; runs nothing
   agentrl train my.toml --dry-run --gpu-memory 80      ... planned for cards of 80 GiB on another machine
   agentrl train --resume runs/quickstart               continue from the newest checkpoint
   agentrl train --resume runs/quickstart steps=400     ... for more steps (a decaying optim.schedule is stretched)
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, "a TOML file or the name of a packaged config")
     parser.add_argument("--resume", metavar="RUN", help="continue the run in this folder")
     parser.add_argument("--overwrite", action="store_true", help="start over if a run of that name exists")
-    parser.add_argument("--dry-run", action="store_true", help="check the config, print the memory of every role, and end")
+    parser.add_argument("--dry-run", action="store_true", help="check the config, print place and memory of every role, and end")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each card, to plan a run for another machine")
     parser.set_defaults(run=run)
 
