@@ -22,6 +22,7 @@ from agentrl.config.load import config_from
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError
 from agentrl.run import engines
+from agentrl.run.checks.sizes import check_cache
 from agentrl.train.fsdp import compute_dtype
 
 installed = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
@@ -78,6 +79,32 @@ def test_the_table_of_memory_counts_the_cache_where_it_is(cuda: bool, qwen3_8b: 
     ):
         found = maker(qwen3_8b, *keys).memory(weights, 147_456, card)
         assert (found.weights, found.cache) == (weights, on_gpu if cuda else on_cpu), keys
+
+
+@pytest.mark.parametrize(
+    ("keys", "gib", "fits"),
+    [
+        ([], 20, True),  # 18.4 GiB less 14.9 GiB of weights leave 3.5, and a sequence of 16,384 takes 2.25
+        ([], 18, False),
+        (["vllm.max_model_len=8192"], 18, True),
+        (["vllm.tensor_parallel=2"], 18, True),
+        (["vllm.args={gpu_memory_utilization=0.5}"], 24, False),
+    ],
+)
+def test_a_gpu_too_small_for_one_sequence_beside_the_weights_is_refused(
+    monkeypatch: pytest.MonkeyPatch, qwen3_8b: str, keys: list[str], gib: int, fits: bool
+) -> None:
+    """In the check before a run, and in the table of memory alike."""
+    monkeypatch.setattr("agentrl.run.checks.sizes.has_gpus", lambda cluster, role: True)
+    monkeypatch.setattr("agentrl.run.checks.sizes.card_bytes", lambda cluster: gib << 30)
+    monkeypatch.setattr("agentrl.run.checks.sizes.count_parameters", lambda path: 8_000_000_000)
+    config = config_from({"env": {"id": "key_value"}, "model": {"path": qwen3_8b}}, keys)
+    if fits:
+        check_cache(config, "vllm")
+        return
+    said = rf"gpu_memory_utilization = 0.\d+ of a GPU of {gib}.0 GiB leaves, beside 14.9 GiB .* 16,384 tokens takes 2.2 GiB"
+    with pytest.raises(ConfigError, match=said):
+        check_cache(config, "vllm")
 
 
 def test_what_is_given_is_given_on_either_device(cuda: bool, qwen3_8b: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from agentrl.config import ModelConfig, TrainConfig
 from agentrl.errors import ConfigError
+from agentrl.rollout.engine_maker import EngineMemory
 
 CPU_MIB = 4096
 """The most that a replica on a CPU gets if `vllm.kv_cache_mib` does not say, unless one sequence needs more."""
@@ -93,4 +94,20 @@ def check_room(config: TrainConfig, dtype: str) -> None:
             f"vllm.kv_cache_mib = {vllm.kv_cache_mib} holds {held:,} tokens of this model ({each:,} bytes each on every device), "
             f"and a sequence may have {length:,} (vllm.max_model_len, or the model's own limit): set it to at least "
             f"{math.ceil(each * length / 2**20):,}, unset it, or lower vllm.max_model_len"
+        )
+
+
+def check_fraction(config: TrainConfig, fraction: float, device: int, taken: EngineMemory) -> None:
+    """Raise ConfigError if `fraction` of a GPU of `device` bytes holds no sequence beside the weights, as `taken` says."""
+    vllm, shape = config.vllm, CacheShape.of(config.model)
+    if shape is None:
+        return
+    length = min(vllm.max_model_len, shape.positions)
+    need = length * shape.token_bytes(vllm.tensor_parallel, itemsize(config.model.computes_in(True), vllm.args))
+    if taken.cache < need:
+        gib = [f"{size / (1 << 30):.1f} GiB" for size in (device, taken.weights, taken.cache, need)]
+        raise ConfigError(
+            f"vllm.args.gpu_memory_utilization = {fraction:g} of a GPU of {gib[0]} leaves, beside {gib[1]} of weights, {gib[2]} "
+            f"for the KV cache, and a sequence of {length:,} tokens takes {gib[3]}: raise it or vllm.tensor_parallel, or lower "
+            "vllm.max_model_len"
         )

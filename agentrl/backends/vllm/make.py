@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.backends.vllm.cache_size import CacheShape, check_room, cpu_mib
+from agentrl.backends.vllm.cache_size import CacheShape, check_fraction, check_room, cpu_mib
 from agentrl.backends.vllm.engine_args import check_args
 from agentrl.backends.vllm.options import engine_options
 from agentrl.backends.vllm.version import check_version, installed
@@ -78,7 +78,10 @@ class VllmMaker(EngineMaker):
             return EngineMemory(own, cpu_mib(self.config, self.config.model.computes_in(False)) << 20)
         if vllm.kv_cache_mib is not None:
             return EngineMemory(own, vllm.kv_cache_mib << 20)
-        return EngineMemory(own, max(int(vllm.args.get("gpu_memory_utilization", FRACTION) * device) - own, 0))
+        fraction = vllm.args.get("gpu_memory_utilization", FRACTION)
+        cache = max(int(fraction * device) - own, 0)
+        check_fraction(self.config, fraction, device, EngineMemory(own, cache))
+        return EngineMemory(own, cache)
 
     def context(self, positions: int) -> int:
         return min(positions, self.config.vllm.max_model_len)

@@ -13,7 +13,7 @@ from agentrl.run.checks.parts import check_assembly, check_engine, check_model
 from agentrl.run.checks.placement import check_placement
 from agentrl.run.checks.reward import check_decided, check_judge, check_success
 from agentrl.run.checks.rollout import check_trainable
-from agentrl.run.checks.sizes import check_heads, check_sizes
+from agentrl.run.checks.sizes import check_cache, check_heads, check_sizes
 from agentrl.run.checks.warm_start import check_warm_start
 from agentrl.run.engines import engine_name, resolve_engine
 from agentrl.run.trackers import check_trackers
@@ -41,6 +41,7 @@ def check_config(config: TrainConfig) -> None:
     check_weights(config)
     engine = resolve_engine(config)
     check_sizes(config, engine)
+    check_cache(config, engine)
     check_placement(config, engine)
     check_judge(config, scorer)
     check_success(config, env, scorer)

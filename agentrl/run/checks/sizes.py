@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from agentrl.algorithm import ADVANTAGES
+from agentrl.cluster.devices import card_bytes, has_gpus, joins
 from agentrl.config import Choice, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.rollout.engine_maker import ENGINES
 from agentrl.run.assembly import context_length
 from agentrl.run.engines import maker_of
+from agentrl.train.memory import width
 from agentrl.train.pretrained import count_parameters, head_dim
 
 LARGE = 100_000_000
@@ -74,6 +76,19 @@ def check_heads(config: TrainConfig, engine_name: str) -> None:
             f"{what}: on the nodes that run it, engine={engine_name} supports head sizes {', '.join(map(str, sizes))}, and dies "
             f"at the first request with others; use {others}, or a model with such heads"
         )
+
+
+def check_cache(config: TrainConfig, engine_name: str) -> None:
+    """Raise ConfigError if this machine's GPUs hold no sequence beside the engine's weights. A cluster's are not asked: they may
+    be in use until the run has them.
+
+    Reads: engine_args, vllm, model.path, model.dtype, cluster.
+    """
+    if config.model.path is None or joins(config.cluster) or not has_gpus(config.cluster, "rollout"):
+        return
+    if (card := card_bytes(config.cluster)) is not None:
+        weights = count_parameters(config.model.path) * width(config.model.computes_in(True))
+        maker_of(engine_name, config).memory(weights, 0, card)
 
 
 def advice(config: TrainConfig) -> list[str]:
