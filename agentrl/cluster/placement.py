@@ -13,7 +13,7 @@ from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.hosts import Hosts
 from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.pool import pools_of_roles
-from agentrl.cluster.reserve import Seat, reserve, seats_of
+from agentrl.cluster.reserve import Location, locations_of, reserve
 from agentrl.cluster.spread import Unpooled
 from agentrl.cluster.worker import Worker
 from agentrl.config.schema import ClusterConfig
@@ -86,14 +86,14 @@ class Pools:
             for number, seen in enumerate(visible)
         ]
 
-    def seats(self, role: str, gpus: int = 0) -> list[Seat]:
+    def locations(self, role: str, gpus: int = 0) -> list[Location]:
         """Where each process of a role will be, asked before they are started; `gpus` as in `ray_options`."""
         name = self._pool_of[role]
-        ranks = seats_of(self._held[name])
+        ranks = locations_of(self._held[name])
         if not self._uses_cards_of_others(role):
             return ranks
         parts = [ranks[first : first + gpus] for first in range(0, len(ranks), gpus)]
-        return [Seat(part[0].address, part[0].node, tuple(card for one in part for card in one.cards)) for part in parts]
+        return [Location(part[0].address, part[0].node, tuple(card for one in part for card in one.cards)) for part in parts]
 
     def _uses_cards_of_others(self, role: str) -> bool:
         """Whether a role's own processes are beside those of other roles, which hold the GPUs."""

@@ -121,7 +121,7 @@ def _hold(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled]) -> dict
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Location:
     """Where a process is, or will be: the address of its node, the node's id, and the GPUs that it uses there."""
 
     address: str
@@ -129,15 +129,15 @@ class Seat:
     cards: tuple[str, ...]
 
 
-def seats_of(held: Reserved) -> list[Seat]:
+def locations_of(held: Reserved) -> list[Location]:
     """Ask each reserved bundle, from within, where it is; one after the other on a node, so that few processes start.
 
     Raises ResourceError if a node cannot answer.
     """
     # Without the limit, Ray starts a process for every task that has a GPU.
-    remote = ray.remote(max_calls=0)(_seat)
+    remote = ray.remote(max_calls=0)(_location)
     options = held.options()
-    found: dict[int, Seat] = {}
+    found: dict[int, Location] = {}
     for slots in zip_longest(*held.by_node()):
         asked = [slot for slot in slots if slot is not None]
         try:
@@ -150,6 +150,6 @@ def seats_of(held: Reserved) -> list[Seat]:
     return [found[slot] for slot in range(held.slots)]
 
 
-def _seat() -> Seat:
+def _location() -> Location:
     cards = tuple(str(card) for card in ray.get_gpu_ids())
-    return Seat(ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), cards)
+    return Location(ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), cards)

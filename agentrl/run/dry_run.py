@@ -16,7 +16,7 @@ from agentrl.config.schema import InitModelConfig
 from agentrl.errors import ResourceError
 from agentrl.run.checks import check_config, check_train
 from agentrl.run.engines import engine_name, maker_of
-from agentrl.run.placement import places_table, roles_of, seats_of_roles
+from agentrl.run.placement import locations_of_roles, placement_table, roles_of
 from agentrl.train.attention import varlen_takes_groups
 from agentrl.train.fsdp import Role
 from agentrl.train.learner import rests
@@ -30,7 +30,7 @@ COLUMNS = ("weights", "optimizer", "gradients", "gathered", "activations", "work
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class RolePlacement:
     """A role on a device: its part of the memory there. `device`: the pool or the role whose processes it uses; `rests`: whether
     it gives its memory back between its turns."""
 
@@ -53,7 +53,7 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
             return dry_run(config, gpu_memory)
     here = gpu_memory is None or joins(config.cluster)
     (check_train if here else check_config)(checked(config))
-    seats = seats_of_roles(config, engine_name(config)) if here else {}
+    locations = locations_of_roles(config, engine_name(config)) if here else {}
     total = int(gpu_memory * GIB) if gpu_memory is not None else card_bytes(config.cluster)
     placed = memory_of(config, total)
     table = f"engine {engine_name(config)}; {table_of(placed)}"
@@ -64,10 +64,10 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
         lines.append(said)
         if peak.size > peak.limit:
             raise ResourceError(f"{said}: it does not fit; {advice(config, placed, peak)}\n{table}")
-    return "\n".join([*([places_table(seats), ""] if seats else []), table, *lines, *waiting(placed)])
+    return "\n".join([*([placement_table(locations), ""] if locations else []), table, *lines, *waiting(placed)])
 
 
-def waiting(placed: list[Placed]) -> list[str]:
+def waiting(placed: list[RolePlacement]) -> list[str]:
     """What roles keep in host memory between their turns, a line each."""
     return [
         f"{one.role}: {one.memory.held / GIB:.1f} GiB of pinned host memory a rank between its turns"
@@ -86,7 +86,7 @@ def checked(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"model": model})
 
 
-def memory_of(config: TrainConfig, card: int | None) -> list[Placed]:
+def memory_of(config: TrainConfig, card: int | None) -> list[RolePlacement]:
     """Every role of the run and what it takes on one of its devices: cards of `card` bytes, or host memory."""
     engine, dtype = engine_name(config), config.model.computes_in(card is not None)
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
@@ -101,11 +101,11 @@ def memory_of(config: TrainConfig, card: int | None) -> list[Placed]:
         ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)
         memory = RoleMemory(weights=taken.weights, cache=taken.cache)
         own = processes is not None and not config.rollout.colocate
-        found.append(Placed("rollout", _device(config, "rollout", own), ranks, memory, config.rollout.colocate))
+        found.append(RolePlacement("rollout", _device(config, "rollout", own), ranks, memory, config.rollout.colocate))
     return found
 
 
-def _trained(config: TrainConfig, role: str, grouped: bool) -> Placed:
+def _trained(config: TrainConfig, role: str, grouped: bool) -> RolePlacement:
     device = _device(config, role)
     pool = config.cluster.pools.get(device)
     ranks = config.cluster.actors if pool is None else pool.nodes * pool.per_node
@@ -118,7 +118,7 @@ def _trained(config: TrainConfig, role: str, grouped: bool) -> Placed:
     model = config.model.model_copy(update=plain)
     module = shell(model, MODULE_OF[role], paths.get(role), grouped=grouped)
     memory = count(module, model, ranks, config.optim.micro_tokens, trained=role in ("actor", "critic"))
-    return Placed(role, device, ranks, memory, rests(config, role))
+    return RolePlacement(role, device, ranks, memory, rests(config, role))
 
 
 def _device(config: TrainConfig, role: str, own: bool = False) -> str:
@@ -139,7 +139,7 @@ class Peak:
     limit: int
 
 
-def peaks(placed: list[Placed], card: int | None) -> list[Peak]:
+def peaks(placed: list[RolePlacement], card: int | None) -> list[Peak]:
     """Each device's peak. Without cards there is one device, this machine's memory, for all ranks together."""
     devices = {name: [one for one in placed if one.device == name] for name in dict.fromkeys(one.device for one in placed)}
     turns = {
@@ -153,12 +153,12 @@ def peaks(placed: list[Placed], card: int | None) -> list[Peak]:
     return [Peak("host memory", max(turns.values())[1], total, psutil.virtual_memory().available)]
 
 
-def turn_of(one: Placed, beside: list[Placed]) -> int:
+def turn_of(one: RolePlacement, beside: list[RolePlacement]) -> int:
     """Bytes on a device in the turn of one of its roles: its own, and what those hold that do not give their memory back."""
     return one.memory.held + one.memory.turn + sum(o.memory.held for o in beside if o is not one and not o.rests)
 
 
-def publish_of(beside: list[Placed]) -> list[tuple[int, str]]:
+def publish_of(beside: list[RolePlacement]) -> list[tuple[int, str]]:
     """Bytes on a device while the actor sends new weights to a colocated engine, which has no cache yet."""
     parts = {one.role: one for one in beside}
     if "actor" not in parts or "rollout" not in parts or not parts["rollout"].rests:
@@ -168,7 +168,7 @@ def publish_of(beside: list[Placed]) -> list[tuple[int, str]]:
     return [(actor.memory.held + actor.memory.gathered + engine.memory.weights + others, PUBLISH)]
 
 
-def advice(config: TrainConfig, placed: list[Placed], peak: Peak) -> str:
+def advice(config: TrainConfig, placed: list[RolePlacement], peak: Peak) -> str:
     """Which keys make a device's peak smaller, largest part first."""
     beside = [one for one in placed if one.device == peak.device or peak.device == "host memory"]
     [one] = [one for one in beside if one.role == peak.role.replace(PUBLISH, "actor")]
@@ -192,7 +192,7 @@ def advice(config: TrainConfig, placed: list[Placed], peak: Peak) -> str:
     return "; ".join(text for _, text in sorted(ways, reverse=True))
 
 
-def table_of(placed: list[Placed]) -> str:
+def table_of(placed: list[RolePlacement]) -> str:
     """The memory of every role on one of its devices, in GiB; `all`: in its turn, without other roles."""
     rows: list[tuple[str, ...]] = [("device", "role", "ranks", *COLUMNS, "all")]
     for one in placed:

@@ -20,7 +20,7 @@ from agentrl.train.learner import mesh_of, separate_reference
 
 if TYPE_CHECKING:
     from agentrl.cluster.placement import Pools
-    from agentrl.cluster.reserve import Seat
+    from agentrl.cluster.reserve import Location
 
 
 def roles_of(config: TrainConfig, engine_name: str) -> list[str]:
@@ -100,7 +100,7 @@ def start_actors(config: TrainConfig, pools: Pools | None) -> WorkerGroup[Actor]
         raise
 
 
-def seats_of_roles(config: TrainConfig, engine_name: str) -> dict[str, list[Seat]]:
+def locations_of_roles(config: TrainConfig, engine_name: str) -> dict[str, list[Location]]:
     """Where each process of each role would be: its node and its GPUs, by role and rank, as Ray reserves them now (and
     releases again). Empty if there is nothing to reserve: then Ray places the processes by CPU slots alone.
 
@@ -113,22 +113,22 @@ def seats_of_roles(config: TrainConfig, engine_name: str) -> dict[str, list[Seat
         pools = open_pools(config, engine_name)
         assert pools is not None
         try:
-            own = {role: pools.seats(role, engine.gpus if engine is not None else 0) for role in roles_of(config, engine_name)
+            own = {role: pools.locations(role, engine.gpus if engine is not None else 0) for role in roles_of(config, engine_name)
                    if role in pools}  # fmt: skip
         finally:
             pools.close()
-    # A role without a place of its own uses the actors' processes.
+    # A role without processes of its own uses the actors' processes.
     shared = own.get("actor", [])
     return {role: own.get(role, shared) for role in roles_of(config, engine_name) if role in own or role != "rollout"}
 
 
-def places_table(seats: Mapping[str, Sequence[Seat]]) -> str:
-    """The places of every role, one row for each node: ranks, node, and the GPUs of each rank."""
+def placement_table(locations: Mapping[str, Sequence[Location]]) -> str:
+    """The locations of every role, one row for each node: ranks, node, and the GPUs of each rank."""
     rows = [("role", "ranks", "node", "GPUs of each")]
-    for role, of_role in seats.items():
+    for role, of_role in locations.items():
         first = 0
-        for (node, address), part in groupby(of_role, key=lambda seat: (seat.node, seat.address)):
-            cards = [",".join(seat.cards) or "-" for seat in part]
+        for (node, address), part in groupby(of_role, key=lambda location: (location.node, location.address)):
+            cards = [",".join(location.cards) or "-" for location in part]
             last = first + len(cards) - 1
             rows.append((role, f"{first}-{last}" if last > first else str(first), f"{address} ({node[:8]})", " ".join(cards)))
             first = last + 1

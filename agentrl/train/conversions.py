@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
-class Recipe:
+class Conversion:
     """How a tensor is made, or several that come from the same ones. `name` is that of the (first) result; `sources` are the
     names of what goes in, in order, by the pattern that they match. Without a converter it is one tensor, renamed."""
 
@@ -41,8 +41,8 @@ class Recipe:
         made = converter.convert(self.name, model=model, config=model.config)
         return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
 
-    def rows(self, start: int, stop: int) -> Recipe | None:
-        """The recipe of rows [start, stop) alone, or None if those cannot be made from some of the sources alone.
+    def rows(self, start: int, stop: int) -> Conversion | None:
+        """The conversion of rows [start, stop) alone, or None if those cannot be made from some of the sources alone.
 
         Possible if the sources are stacked, one per row (experts), and nothing else is done along the rows.
         """
@@ -57,10 +57,10 @@ class Recipe:
         )
         if not (stacked and along_others):
             return None
-        return Recipe(self.name, self.converter, {pattern: group[start:stop] for pattern, group in self.sources.items()})
+        return Conversion(self.name, self.converter, {pattern: group[start:stop] for pattern, group in self.sources.items()})
 
 
-def loading_recipes(model: Any, wanted: dict[str, Any], stored: Iterable[str]) -> tuple[list[Recipe], list[str]]:
+def loading_conversions(model: Any, wanted: dict[str, Any], stored: Iterable[str]) -> tuple[list[Conversion], list[str]]:
     """How to make a model's tensors from stored ones; and names of stored ones that the model has no place for.
 
     `wanted`: the names of the model's tensors, as they are before adapters wrap its modules.
@@ -70,20 +70,20 @@ def loading_recipes(model: Any, wanted: dict[str, Any], stored: Iterable[str]) -
 
     renamings, converters = _parted(get_model_conversion_mapping(model))
     prefix = model.base_model_prefix
-    recipes: dict[str, Recipe] = {}
+    conversions: dict[str, Conversion] = {}
     unknown = []
     for key in _ordered(stored):
         name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
         if name not in wanted and key in wanted:  # a rule for an older name matched one that is right as it is
             name, pattern = rename_source_key(key, [], [], prefix, wanted)
         if name in wanted:
-            _add(recipes, name, key, pattern, converters)
+            _add(conversions, name, key, pattern, converters)
         else:
             unknown.append(key)
-    return list(recipes.values()), unknown
+    return list(conversions.values()), unknown
 
 
-def saving_recipes(model: Any, held: Iterable[str]) -> list[Recipe]:
+def saving_conversions(model: Any, held: Iterable[str]) -> list[Conversion]:
     """How to make the tensors of a checkpoint, as transformers saves them, from those that a model holds."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, rename_source_key
@@ -92,11 +92,11 @@ def saving_recipes(model: Any, held: Iterable[str]) -> list[Recipe]:
     # A prefix that a checkpoint may or may not have had is not put back.
     kept = [transform for transform in found if not isinstance(transform, PrefixChange)]
     renamings, converters = _parted([transform.reverse_transform() for transform in reversed(kept)])
-    recipes: dict[str, Recipe] = {}
+    conversions: dict[str, Conversion] = {}
     for key in _ordered(held):
         name, pattern = rename_source_key(key, renamings, converters, reverse=True)
-        _add(recipes, name, key, pattern, converters)
-    return list(recipes.values())
+        _add(conversions, name, key, pattern, converters)
+    return list(conversions.values())
 
 
 def _parted(transforms: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -113,10 +113,10 @@ def _ordered(names: Iterable[str]) -> list[str]:
     return sorted(names, key=dot_natural_key)
 
 
-def _add(recipes: dict[str, Recipe], name: str, key: str, pattern: str | None, converters: list[Any]) -> None:
+def _add(conversions: dict[str, Conversion], name: str, key: str, pattern: str | None, converters: list[Any]) -> None:
     converter = next((c for c in reversed(converters) if pattern in c.source_patterns), None)
-    recipe = recipes.setdefault(name, Recipe(name, converter))
-    if recipe.converter is None:
-        recipe.sources = {key: [key]}  # of two stored tensors with one name the last counts, as in transformers
+    conversion = conversions.setdefault(name, Conversion(name, converter))
+    if conversion.converter is None:
+        conversion.sources = {key: [key]}  # of two stored tensors with one name the last counts, as in transformers
     else:
-        recipe.sources.setdefault(pattern or key, []).append(key)
+        conversion.sources.setdefault(pattern or key, []).append(key)

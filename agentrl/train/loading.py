@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from agentrl.errors import ModelError
-from agentrl.train.conversions import Recipe, loading_recipes
+from agentrl.train.conversions import Conversion, loading_conversions
 from agentrl.train.weight_files import Region, WeightFiles
 
 log = logging.getLogger(__name__)
@@ -74,32 +74,32 @@ class Loader:
 
     def _read(self, held: set[int]) -> None:
         with WeightFiles(self._path, self._model.config) as files:
-            recipes, unknown = loading_recipes(self._model, self._places, files)
+            conversions, unknown = loading_conversions(self._model, self._places, files)
             if unknown:
                 log.info("%s: %d tensors have no place in the model, such as %s", self._path, len(unknown), unknown[0])
             filled: set[str] = set()
-            for recipe in recipes:
-                filled.update(self._fill_one(recipe, files, held))
+            for conversion in conversions:
+                filled.update(self._fill_one(conversion, files, held))
         self._check_complete(filled, held)
 
-    def _fill_one(self, recipe: Recipe, files: WeightFiles, held: set[int]) -> Iterable[str]:
-        """Read what a recipe makes into its places; their names."""
-        place = self._places[recipe.name]
+    def _fill_one(self, conversion: Conversion, files: WeightFiles, held: set[int]) -> Iterable[str]:
+        """Read a conversion's results into the model's tensors; their names."""
+        place = self._places[conversion.name]
         if id(place.module) not in held:
-            return [recipe.name]
+            return [conversion.name]
         target = place.tensor()
-        if recipe.converter is None:
-            [source] = recipe.names()
-            self._check_shape(recipe.name, files.shape(source), target)
-            self._put(recipe.name, files.read(source, region_of(target)))
-            return [recipe.name]
+        if conversion.converter is None:
+            [source] = conversion.names()
+            self._check_shape(conversion.name, files.shape(source), target)
+            self._put(conversion.name, files.read(source, region_of(target)))
+            return [conversion.name]
         region = region_of(target)
-        mine = None if region is None else recipe.rows(region[0].start, region[0].stop)
+        mine = None if region is None else conversion.rows(region[0].start, region[0].stop)
         if mine is not None and region is not None and _rows_only(region, target):
             if local_of(target).numel():
-                self._put(recipe.name, mine.make(files.read, self._model)[recipe.name])
-            return [recipe.name]
-        made = recipe.make(files.read, self._model)
+                self._put(conversion.name, mine.make(files.read, self._model)[conversion.name])
+            return [conversion.name]
+        made = conversion.make(files.read, self._model)
         for name, tensor in made.items():
             other = self._places[name].tensor()
             self._check_shape(name, tuple(tensor.shape), other)

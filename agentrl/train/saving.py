@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import ModelError
-from agentrl.train.conversions import Recipe, saving_recipes
+from agentrl.train.conversions import Conversion, saving_conversions
 from agentrl.train.pretrained import load_tokenizer
 from agentrl.train.weight_writer import MAX_FILE_BYTES, WeightWriter
 
@@ -36,13 +36,13 @@ def save_model(
         # A copy, because from_config writes its attention implementation into the config that it is given.
         shell = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa")
     held = {name: tensor for name, tensor in shell.state_dict().items() if name not in shell.all_tied_weights_keys}
-    recipes = saving_recipes(shell, held)
+    conversions = saving_conversions(shell, held)
     expected: dict[str, Tensor] = {}
-    for recipe in recipes:
-        expected.update(recipe.make(held.__getitem__, shell))
+    for conversion in conversions:
+        expected.update(conversion.make(held.__getitem__, shell))
     folder.mkdir(parents=True, exist_ok=True)
     with WeightWriter(folder, expected, max_bytes) as writer:
-        for name, tensor in _made(shell, recipes, held, tensors):
+        for name, tensor in _made(shell, conversions, held, tensors):
             writer.write(name, tensor)
     shell.config.dtype = str(dtype).removeprefix("torch.")
     shell.config.architectures = [type(shell).__name__]
@@ -53,15 +53,15 @@ def save_model(
 
 
 def _made(
-    shell: Any, recipes: list[Recipe], held: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]]
+    shell: Any, conversions: list[Conversion], held: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterable[tuple[str, Tensor]]:
-    """What the recipes make of the tensors, each as soon as its last source has come."""
-    of = {name: recipe for recipe in recipes for name in recipe.names()}
+    """What the conversions make of the tensors, each as soon as its last source has come."""
+    of = {name: conversion for conversion in conversions for name in conversion.names()}
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if name not in of:
             raise ModelError(f"export: no place for weights named {name}")
-        # A copy if a recipe waits for more, because the next tensor may come in the same memory.
+        # A copy if a conversion waits for more, because the next tensor may come in the same memory.
         alone = len(of[name].names()) == 1
         waiting[name] = tensor.to("cpu", held[name].dtype, copy=not alone)
         if all(source in waiting for source in of[name].names()):

@@ -13,7 +13,7 @@ from agentrl.tool import tool
 from agentrl.trajectory import Json
 
 from .problems import FAMILIES, Problem
-from .sandbox import Limits, Outcome, require_sandbox, run_code
+from .sandbox import Limits, SandboxResult, require_sandbox, run_code
 from .teacher import Teacher
 
 SYSTEM = (
@@ -120,7 +120,7 @@ class Python(ToolEnv):
         self.files = outcome.files
         return self._report(outcome)
 
-    def _report(self, outcome: Outcome) -> str:
+    def _report(self, outcome: SandboxResult) -> str:
         parts = [outcome.output.rstrip("\n")] if outcome.output.strip() else []
         if outcome.cut:
             parts.append(f"[{outcome.cut} more bytes of output]")

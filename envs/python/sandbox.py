@@ -45,7 +45,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SandboxResult:
     """The result of a run: its output (stdout and stderr interleaved), how it ended, the folder's files.
 
     `dropped` names files that were not kept: links, devices, or files beyond the limits.
@@ -77,7 +77,7 @@ def require_sandbox(isolate_files: bool) -> None:
         )
 
 
-async def run_code(code: str, files: Mapping[str, bytes], limits: Limits, *, isolate_files: bool = True) -> Outcome:
+async def run_code(code: str, files: Mapping[str, bytes], limits: Limits, *, isolate_files: bool = True) -> SandboxResult:
     """Run `code` in a fresh process in a fresh folder with `files`.
 
     In every case, also on cancellation, the process group is killed and the folder removed before this
@@ -103,7 +103,7 @@ async def run_code(code: str, files: Mapping[str, bytes], limits: Limits, *, iso
             raise EnvError(f"the Python sandbox did not start ({ended.end}): {reason or 'no reason given'}")
         kept, dropped = collect(work, limits)
         output = ended.output.decode("utf-8", "replace")
-        return Outcome(output, ended.end, ended.code, kept, dropped, ended.cut, ended.seconds)
+        return SandboxResult(output, ended.end, ended.code, kept, dropped, ended.cut, ended.seconds)
     finally:
         remove_tree(folder)
 

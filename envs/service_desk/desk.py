@@ -11,7 +11,7 @@ from typing import Any
 
 from agentrl.errors import ToolError
 
-from .policy import Policy, broken_rules, money
+from .policy import StorePolicy, broken_rules, money
 
 Json = Any
 _CONFIRMED = ("cancel", "return", "exchange", "address")
@@ -21,7 +21,7 @@ class Desk:
     """One conversation's database. `identified`: the customer looked up, `confirmed`: orders for which the
     customer has confirmed the next change, `violations`: rules that changes have broken."""
 
-    def __init__(self, data: Mapping[str, Json], policy: Policy) -> None:
+    def __init__(self, data: Mapping[str, Json], policy: StorePolicy) -> None:
         self.data: dict[str, Json] = copy.deepcopy(dict(data))
         self.policy = policy
         self.identified: str | None = None

@@ -20,7 +20,7 @@ from .customer import Customer
 from .desk import Desk
 from .goals import Goal, Shares, draw_goals
 from .gold import play_gold
-from .policy import Policy, draw_policy
+from .policy import StorePolicy, draw_policy
 from .shop import CATEGORIES, draw_shop
 from .teacher import Teacher
 
@@ -34,7 +34,7 @@ Rule = Literal["R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9"]
 class Scenario:
     """A shop, its policy, a customer and their goals."""
 
-    policy: Policy
+    policy: StorePolicy
     shop: dict[str, Json]
     customer: str
     by_email: bool
@@ -119,13 +119,13 @@ class ServiceDesk(ToolEnv):
         raise TaskDataError("service_desk: none of 100 shops has goals of the wanted kind")
 
     def prompt(self, task: Task) -> list[Message]:
-        policy = Policy.from_json(task.data["policy"])
+        policy = StorePolicy.from_json(task.data["policy"])
         return [Message("system", policy.text()), Message("user", Customer(task.data["script"]).open())]
 
     # -- the episode -------------------------------------------------------------------------------
 
     async def setup(self, task: Task) -> None:
-        self.desk = Desk(task.data["shop"], Policy.from_json(task.data["policy"]))
+        self.desk = Desk(task.data["shop"], StorePolicy.from_json(task.data["policy"]))
         self.customer = Customer(task.data["script"])
 
     def state(self) -> Json:

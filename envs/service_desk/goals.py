@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .policy import REASONS, Policy, broken_rules, money
+from .policy import REASONS, StorePolicy, broken_rules, money
 from .shop import draw_address
 
 Json = Any
@@ -55,7 +55,7 @@ class Shares:
 
 
 def draw_goals(
-    rng: random.Random, policy: Policy, data: Mapping[str, Json], customer: str, count: int, shares: Shares
+    rng: random.Random, policy: StorePolicy, data: Mapping[str, Json], customer: str, count: int, shares: Shares
 ) -> list[Goal] | None:
     """`count` goals on different orders, or None if none fit this shop."""
     goals: list[Goal] = []
@@ -74,7 +74,7 @@ def draw_goals(
 
 def _draw(
     rng: random.Random,
-    policy: Policy,
+    policy: StorePolicy,
     data: Mapping[str, Json],
     customer: str,
     used: set[str],
@@ -125,7 +125,7 @@ def _action(rng: random.Random, data: Mapping[str, Json], number: str, kind: str
 
 def _goal(
     rng: random.Random,
-    policy: Policy,
+    policy: StorePolicy,
     data: Mapping[str, Json],
     action: dict[str, Json],
     rule: str | None,
@@ -157,7 +157,7 @@ def _goal(
 
 def _words(
     rng: random.Random,
-    policy: Policy,
+    policy: StorePolicy,
     data: Mapping[str, Json],
     action: Mapping[str, Json],
     which: str,
@@ -207,7 +207,7 @@ def _words(
     )
 
 
-def _figure(policy: Policy, data: Mapping[str, Json], action: Mapping[str, Json]) -> str:
+def _figure(policy: StorePolicy, data: Mapping[str, Json], action: Mapping[str, Json]) -> str:
     order = data["orders"][action["order"]]
     if action["kind"] == "cancel":
         return money(sum(item["price"] for item in order["items"]))

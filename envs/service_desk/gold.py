@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from .customer import Customer
 from .desk import Desk
 from .goals import Goal
-from .policy import Policy
+from .policy import StorePolicy
 
 Json = Any
 _ASK = {
@@ -23,7 +23,7 @@ class Case(Protocol):
     """The part of a scenario that a gold policy needs."""
 
     @property
-    def policy(self) -> Policy: ...
+    def policy(self) -> StorePolicy: ...
     @property
     def shop(self) -> dict[str, Json]: ...
     @property

@@ -13,7 +13,7 @@ REASONS = ("changed my mind", "ordered by mistake", "found it cheaper")
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class StorePolicy:
     """The figures that differ from task to task. Times in whole days, amounts in cents."""
 
     today: str
@@ -29,7 +29,7 @@ class Policy:
         return asdict(self) | {"cancel": list(self.cancel), "final_sale": list(self.final_sale)}
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Policy:
+    def from_json(cls, row: Mapping[str, Any]) -> StorePolicy:
         """Inverse of `to_json`."""
         return cls(**{**row, "cancel": tuple(row["cancel"]), "final_sale": tuple(row["final_sale"])})
 
@@ -55,9 +55,9 @@ class Policy:
         )
 
 
-def draw_policy(rng: random.Random, categories: list[str]) -> Policy:
+def draw_policy(rng: random.Random, categories: list[str]) -> StorePolicy:
     """A random policy for a task, so that it has to be read."""
-    return Policy(
+    return StorePolicy(
         today=date(2031, rng.randint(2, 12), rng.randint(1, 28)).isoformat(),
         cancel=rng.choice([("pending",), ("pending", "packed")]),
         window=rng.choice([10, 14, 21, 30, 45]),
@@ -73,7 +73,7 @@ def money(cents: int) -> str:
     return f"{cents // 100}.{cents % 100:02d}"
 
 
-def broken_rules(policy: Policy, data: Mapping[str, Any], action: Mapping[str, Any]) -> list[str]:
+def broken_rules(policy: StorePolicy, data: Mapping[str, Any], action: Mapping[str, Any]) -> list[str]:
     """The rules among R3 to R9 that a change of an order breaks.
 
     `data` is the database, `action` an object with "kind", "order" and the arguments of the kind.
@@ -91,7 +91,7 @@ def broken_rules(policy: Policy, data: Mapping[str, Any], action: Mapping[str, A
     return found
 
 
-def _item_rules(policy: Policy, data: Mapping[str, Any], order: Mapping[str, Any], action: Mapping[str, Any]) -> list[str]:
+def _item_rules(policy: StorePolicy, data: Mapping[str, Any], order: Mapping[str, Any], action: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     if order["status"] != "delivered" or policy.days_since(order["delivered"]) > policy.window:
         found.append("R4")
@@ -108,7 +108,7 @@ def _item_rules(policy: Policy, data: Mapping[str, Any], order: Mapping[str, Any
     return found
 
 
-def _late_enough(policy: Policy, data: Mapping[str, Any], order: Mapping[str, Any]) -> bool:
+def _late_enough(policy: StorePolicy, data: Mapping[str, Any], order: Mapping[str, Any]) -> bool:
     if data["customers"][order["customer"]]["tier"] != "plus" or order["voucher"]:
         return False
     if order["status"] == "cancelled":

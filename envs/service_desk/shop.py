@@ -6,7 +6,7 @@ import random
 from datetime import date, timedelta
 from typing import Any
 
-from .policy import Policy
+from .policy import StorePolicy
 
 Json = Any
 
@@ -38,7 +38,7 @@ _TOWNS = ["Northam", "Easterly", "Westbrook", "Southsea", "Midvale"]
 _STATUS = {"pending": 3, "packed": 2, "shipped": 2, "delivered": 8, "cancelled": 1}
 
 
-def draw_shop(rng: random.Random, policy: Policy, customers: int) -> dict[str, Json]:
+def draw_shop(rng: random.Random, policy: StorePolicy, customers: int) -> dict[str, Json]:
     """A database with `customers` customers and three to five orders each."""
     products = {name: _product(rng, name, number) for number, name in enumerate(_CATALOGUE)}
     people: dict[str, Json] = {}
@@ -92,7 +92,7 @@ def _customer(rng: random.Random, emails: set[str]) -> Json:
     }
 
 
-def _order(rng: random.Random, policy: Policy, customer: str, person: Json, products: dict[str, Json]) -> Json:
+def _order(rng: random.Random, policy: StorePolicy, customer: str, person: Json, products: dict[str, Json]) -> Json:
     today = date.fromisoformat(policy.today)
     status = rng.choices(list(_STATUS), list(_STATUS.values()))[0]
     # Dates around the end of the return window are made likely, so that the date has to be computed.

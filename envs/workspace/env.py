@@ -17,7 +17,7 @@ from .contacts import Contacts
 from .files import Files
 from .gold import gold_script
 from .mail import Mail
-from .plan import MOST_PER_REQUEST, TOOLS, Plan, Request, Wish, draw_plan, is_write, private
+from .plan import MOST_PER_REQUEST, TOOLS, Request, TaskPlan, Wish, draw_plan, is_write, private
 from .teacher import Teacher
 from .user import User
 from .world import START, draw_world
@@ -100,7 +100,7 @@ class Workspace(Files, Mail, Calendar, Contacts, ToolEnv):
             },
         )
 
-    def _propose(self, rng: random.Random) -> Plan:
+    def _propose(self, rng: random.Random) -> TaskPlan:
         for _ in range(40):
             # A world costs more to make than a plan, so several plans are tried on each.
             target = rng.randint(*self.wish.calls)
@@ -158,7 +158,7 @@ def _range(name: str, value: int | Sequence[int], most: int) -> tuple[int, int]:
     return low, high
 
 
-def _fingerprint(plan: Plan) -> str:
+def _fingerprint(plan: TaskPlan) -> str:
     """The requests and their calls; the rest of the world does not count."""
     return json.dumps([[r.move.text, r.calls, r.asked, r.withheld, r.move.answer] for r in plan.requests])
 

@@ -57,7 +57,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TaskPlan:
     """The world before, the requests, and the world after them."""
 
     before: dict[str, Json]
@@ -93,7 +93,7 @@ def private(world: dict[str, Json]) -> dict[str, Json]:
     return copied
 
 
-def draw_plan(rng: random.Random, wish: Wish, before: dict[str, Json], target: int) -> Plan | None:
+def draw_plan(rng: random.Random, wish: Wish, before: dict[str, Json], target: int) -> TaskPlan | None:
     """One attempt at requests that take `target` calls in total; None if it fails."""
     count = min(rng.randint(*wish.requests), target)
     desk = Desk(private(before))
@@ -111,7 +111,7 @@ def draw_plan(rng: random.Random, wish: Wish, before: dict[str, Json], target: i
         if request.withheld and request.move.vital is not None:
             banned.add(request.move.vital)
     wrote = any(is_write(name) for request in requests for name, _ in request.calls)
-    return Plan(before, requests, export(desk.world)) if left == 0 and wrote else None
+    return TaskPlan(before, requests, export(desk.world)) if left == 0 and wrote else None
 
 
 def _next(

@@ -13,7 +13,7 @@ import ray
 
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
-from agentrl.run.dry_run import GIB, Peak, Placed, advice, memory_of, peaks, waiting
+from agentrl.run.dry_run import GIB, Peak, RolePlacement, advice, memory_of, peaks, waiting
 from agentrl.train import by_size
 from agentrl.train.memory import RoleMemory
 
@@ -34,7 +34,7 @@ def architecture(tmp_path: Path) -> Path:
     return tmp_path / "architecture"
 
 
-def placed(path: Path, *overrides: str) -> dict[str, Placed]:
+def placed(path: Path, *overrides: str) -> dict[str, RolePlacement]:
     base: dict[str, Any] = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"path": str(path)}}
     return {one.role: one for one in memory_of(config_from(base, list(overrides)), 80 * GIB)}
 
@@ -80,8 +80,8 @@ def test_a_device_holds_what_its_largest_turn_needs_beside_those_that_keep_their
     engine = RoleMemory(weights=3, cache=30)
 
     def found(rests: bool, engine_rests: bool) -> list[Peak]:
-        trained = [Placed("actor", "a", 2, actor, rests), Placed("critic", "a", 2, critic, rests)]
-        return peaks([*trained, Placed("rollout", "a", 2, engine, engine_rests)], 100)
+        trained = [RolePlacement("actor", "a", 2, actor, rests), RolePlacement("critic", "a", 2, critic, rests)]
+        return peaks([*trained, RolePlacement("rollout", "a", 2, engine, engine_rests)], 100)
 
     assert found(False, False) == [Peak("a", "critic", 30 + 27 + 33 + 13, 100)]
     assert found(False, True) == [Peak("a", "rollout", 30 + 27 + 33, 100)]
@@ -89,11 +89,11 @@ def test_a_device_holds_what_its_largest_turn_needs_beside_those_that_keep_their
     assert found(True, True) == [Peak("a", "actor", 30 + 12, 100)]
     # In a publish a colocated engine has its weights beside the actor's, and no cache yet; layers are gathered one by one.
     large = RoleMemory(weights=40, cache=1)
-    both = [Placed("actor", "a", 2, replace(actor, gathered=2), True), Placed("rollout", "a", 2, large, True)]
+    both = [RolePlacement("actor", "a", 2, replace(actor, gathered=2), True), RolePlacement("rollout", "a", 2, large, True)]
     assert peaks(both, 100) == [Peak("a", "publish", 30 + 2 + 40, 100)]
-    alone = [Placed("actor", "a", 2, actor, False), Placed("rollout", "b", 3, engine, False)]
+    alone = [RolePlacement("actor", "a", 2, actor, False), RolePlacement("rollout", "b", 3, engine, False)]
     assert [peak.size for peak in peaks(alone, 100)] == [42, 33]
-    idle = [Placed("actor", "a", 2, RoleMemory(weights=GIB), True), Placed("rollout", "a", 2, engine, True)]
+    idle = [RolePlacement("actor", "a", 2, RoleMemory(weights=GIB), True), RolePlacement("rollout", "a", 2, engine, True)]
     assert waiting(idle) == ["actor: 1.0 GiB of pinned host memory a rank between its turns"] and waiting(alone) == []
     [host] = peaks(alone, None)  # without cards all ranks of all roles are in one memory
     assert (host.device, host.size) == ("host memory", 2 * 42 + 3 * 33)

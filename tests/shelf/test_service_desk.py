@@ -238,7 +238,7 @@ def test_the_customer_loses_patience():
 
 
 def test_the_policy_by_hand():
-    policy = POLICY.Policy("2031-05-20", ("pending",), 14, ("garden", "tools"), 495, 3, 1000)
+    policy = POLICY.StorePolicy("2031-05-20", ("pending",), 14, ("garden", "tools"), 495, 3, 1000)
     data = {
         "customers": {"C1": {"tier": "plus"}, "C2": {"tier": "standard"}},
         "products": {
@@ -274,7 +274,7 @@ def test_the_policy_by_hand():
     assert broken(kind="voucher", order="W1") == ["R9"]  # 3 days late
     assert policy.refund([1000, 250], "standard") == 755 and policy.refund([1000], "plus") == 1000
     assert policy.refund([100], "standard") == 0
-    assert POLICY.Policy.from_json(policy.to_json()) == policy
+    assert POLICY.StorePolicy.from_json(policy.to_json()) == policy
 
 
 def test_gold_stays_hidden():
