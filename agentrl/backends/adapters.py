@@ -36,9 +36,8 @@ def apply_adapter(parameters: dict[str, nn.Parameter], base: dict[str, Tensor], 
         for layer in layers:
             target = parameters[f"{layer}.weight"]
             plain = base.setdefault(f"{layer}.weight", target.detach().clone())
-            down, up = adapter.tensors[layer + DOWN], adapter.tensors[layer + UP]
-            change = (adapter.alpha / adapter.rank) * (up.float() @ down.float())
-            target.copy_(plain.float() + change.to(plain.device))
+            down, up = (adapter.tensors[layer + part].to(plain.device, torch.float32) for part in (DOWN, UP))
+            target.copy_(plain.float() + (adapter.alpha / adapter.rank) * (up @ down))
 
 
 def write_adapter(folder: Path, adapter: Adapter) -> None:

@@ -157,9 +157,16 @@ def packed_attention(
 def _attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None) -> Tensor:
     """[T, H, D] -> [T, H, D]."""
     # The varlen kernel needs half precision on a GPU and does not support a prefix that several rows share.
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and packed.spans is None:
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    if q.is_cuda and half and packed.spans is None and varlen_takes(q.shape[2]):
         return _varlen(q, k, v, packed, scaling)
     return _blockwise(q, k, v, packed, scaling)
+
+
+def varlen_takes(width: int) -> bool:
+    """Whether the varlen kernel, FlashAttention's, takes heads of that dimension. It pads no others, as the kernels for blocks
+    do."""
+    return width % 8 == 0 and width <= 256
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None) -> Tensor:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from agentrl.errors import ModelError
-from agentrl.train.attention import PACKED, packed_attention, packed_rows, register_packed_attention
+from agentrl.train.attention import PACKED, packed_attention, packed_rows, register_packed_attention, varlen_takes
 from agentrl.train.modules import positions
 
 
@@ -97,3 +97,8 @@ def test_what_it_cannot_compute_is_an_error() -> None:
         packed_attention(torch.nn.Identity(), *inputs, None, packed=packed, dropout=0.1)
     with pytest.raises(ModelError, match="sliding window of 4"):
         packed_attention(torch.nn.Identity(), *inputs, None, packed=packed, sliding_window=4)
+
+
+def test_the_varlen_kernel_is_asked_for_what_it_takes() -> None:
+    """It would end the run ("must be a multiple of 8"; "at most 256"), where the blocks' kernels go on."""
+    assert [width for width in (8, 20, 64, 80, 128, 192, 256, 264, 576) if varlen_takes(width)] == [8, 64, 80, 128, 192, 256]

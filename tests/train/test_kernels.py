@@ -98,7 +98,7 @@ def test_the_compiled_head_gives_the_same_numbers_and_gradients(backend: str, dt
             found.append((logprobs, entropy, *torch.autograd.grad(total, [hidden, weight])))
         for one, other in zip(*found, strict=True):
             # bfloat16's gradients may round the other way where float32 differs in its last digit.
-            assert ((one - other).norm() / one.norm()).item() < (1e-6 if dtype == torch.float32 else 2e-3)
+            assert ((one - other).norm() / one.norm()).item() < (1e-5 if dtype == torch.float32 else 2e-3)
     assert counters["stats"]["unique_graphs"] <= 10
 
 
