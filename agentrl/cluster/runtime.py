@@ -68,7 +68,7 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
 
 def connected() -> bool:
     """Whether this process uses a Ray already."""
-    if "ray" not in sys.modules:  # it reads the environment when it is imported, which `start_ray` may have to set first
+    if sys.modules.get("ray") is None:  # it reads the environment when it is imported, which `start_ray` may have to set first
         return False
     import ray
 

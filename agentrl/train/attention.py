@@ -227,9 +227,11 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def register_packed_attention() -> None:
-    """Make `PACKED` known to transformers; idempotent."""
+    """Make `PACKED` known to transformers; idempotent. Turns off cuDNN's attention for this process."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
+    # torch prefers it on Hopper cards, and it prepares itself for each new shape: here every micro-batch has its own.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     AttentionInterface.register(PACKED, packed_attention)
     AttentionMaskInterface.register(PACKED, _no_mask)

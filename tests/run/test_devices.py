@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import sys
 from typing import Any
 
 import pytest
 import torch
 
+from agentrl.cluster import runtime
 from agentrl.config.load import config_from
 from agentrl.errors import ConfigError, ResourceError
 from agentrl.run import engines
@@ -151,3 +153,9 @@ def test_memory_of_processes_on_other_machines_is_not_asked_of_this_one(monkeypa
     joined(monkeypatch, (64, 0))
     monkeypatch.setattr(capacity.psutil, "virtual_memory", lambda: type("", (), {"available": 4 << 30})())
     capacity.check_capacity(run_of("cluster.actors=64", "engine=embedded"))
+
+
+def test_without_ray_nothing_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that must not be imported is None in `sys.modules`; on a card a plan asks for its memory, in one process too."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert runtime.connected() is False

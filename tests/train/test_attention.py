@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from agentrl.backends.embedded.attention import register_slot_attention
 from agentrl.errors import ModelError
 from agentrl.train.attention import PACKED, packed_attention, packed_rows, register_packed_attention, varlen_takes
 from agentrl.train.modules import positions
@@ -102,3 +105,11 @@ def test_what_it_cannot_compute_is_an_error() -> None:
 def test_the_varlen_kernel_is_asked_for_what_it_takes() -> None:
     """It would end the run ("must be a multiple of 8"; "at most 256"), where the blocks' kernels go on."""
     assert [width for width in (8, 20, 64, 80, 128, 192, 256, 264, 576) if varlen_takes(width)] == [8, 64, 80, 128, 192, 256]
+
+
+@pytest.mark.parametrize("register", [register_packed_attention, register_slot_attention])
+def test_no_kernel_that_prepares_itself_for_each_shape(register: Callable[[], None]) -> None:
+    """cuDNN's attention, which torch would prefer on Hopper cards (check_prefer_cudnn_attention, from cuDNN 9.15.1 on)."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    register()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

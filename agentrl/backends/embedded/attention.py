@@ -173,6 +173,8 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def register_slot_attention() -> None:
-    """Make `attend` known to transformers under `NAME`; idempotent."""
+    """Make `attend` known to transformers under `NAME`; idempotent. Turns off cuDNN's attention for this process."""
+    # torch prefers it on Hopper cards, and it prepares itself for each new shape: here every step has one, as caches grow.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, _no_mask)
