@@ -31,6 +31,7 @@ LONGEST = [
     "tests/train/test_prefix_training.py",
     "tests/cluster/test_guard.py",
     "tests/cluster/test_ray_group.py",
+    "tests/run/test_gpu_placement.py",
     "tests/train/test_world_size.py",
     "tests/env/test_env_check.py",
     "tests/test_contributing.py",

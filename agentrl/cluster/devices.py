@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from agentrl.cluster.machine import usable_cpus
+from agentrl.cluster.machine import usable_cpus, usable_gpus
 from agentrl.cluster.pool import ClusterNode
 from agentrl.cluster.runtime import connected, start_ray
 from agentrl.config.schema import ClusterConfig
@@ -63,9 +63,7 @@ def this_machine() -> ClusterNode:
     """The driver's machine, as a node."""
     if is_planned():
         return ClusterNode("another machine", math.inf, math.inf)
-    import torch
-
-    return ClusterNode("this machine", float(usable_cpus()), float(torch.cuda.device_count() if torch.cuda.is_available() else 0))
+    return ClusterNode("this machine", float(usable_cpus()), float(usable_gpus()))
 
 
 def has_gpus(cluster: ClusterConfig, role: str) -> bool:

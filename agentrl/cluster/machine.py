@@ -1,4 +1,5 @@
-"""Facts about this machine that Ray, NCCL and shared memory depend on. Imports neither ray nor torch."""
+"""Facts about this machine that Ray, NCCL and shared memory depend on. Imports no ray, and torch
+only to count GPUs."""
 
 from __future__ import annotations
 
@@ -29,6 +30,13 @@ LONGEST_RAY_FOLDER = 40
 def usable_cpus() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def usable_gpus() -> int:
+    """GPUs that torch can compute on here."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def file_system(path: Path) -> str:

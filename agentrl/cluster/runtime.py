@@ -13,7 +13,7 @@ from typing import Any
 
 from agentrl.cluster.guard import guard_network
 from agentrl.cluster.joining import check_join
-from agentrl.cluster.machine import ray_folder, usable_cpus
+from agentrl.cluster.machine import ray_folder, usable_cpus, usable_gpus
 from agentrl.cluster.shipping import shelf_roots, shipped_env
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import ResourceError
@@ -104,6 +104,8 @@ def _local(object_store_bytes: int | None) -> dict[str, Any]:
         "address": "local",
         # Ray would count the machine's cores, also those that this process must not use.
         "num_cpus": usable_cpus(),
+        # It would also count GPUs that the installed torch cannot use, and give them to ranks that then find none.
+        "num_gpus": usable_gpus(),
         "include_dashboard": False,
     }
     if object_store_bytes:

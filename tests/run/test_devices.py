@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.cluster import runtime
+from agentrl.cluster import devices, runtime
 from agentrl.config.load import config_from
 from agentrl.errors import ConfigError, ResourceError
 from agentrl.run import engines
@@ -146,6 +146,13 @@ def test_gpus_that_do_not_suit_their_roles_are_refused(
         return
     with pytest.raises(ConfigError, match=message):
         check_placement(config, "vllm")
+
+
+@pytest.mark.parametrize(("card", "count"), [(True, 1), (False, 0)])
+def test_a_local_ray_has_the_gpus_that_torch_can_use(monkeypatch: pytest.MonkeyPatch, card: bool, count: int) -> None:
+    """Ray counts those of the driver's library: with a torch without CUDA, ranks would be given cards that they cannot use."""
+    joined(monkeypatch, card=card)
+    assert runtime._local(None)["num_gpus"] == count == devices.this_machine().gpus
 
 
 def test_memory_of_processes_on_other_machines_is_not_asked_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
