@@ -1,6 +1,6 @@
 """Where a run's processes are on GPUs: Ray places them on fake ones, and the configs of configs/gpu are dry-run there.
 
-The head node has no GPU, as on many clusters; three nodes of eight follow.
+Three nodes of eight each; that the head node may have none is in test_devices.py.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ def address() -> Iterator[str]:
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
     stop_ray()
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 96 << 20, "include_dashboard": False}
-    )
-    for _ in range(3):
-        cluster.add_node(num_cpus=16, num_gpus=8, object_store_memory=96 << 20)
+    node = {"num_cpus": 16, "num_gpus": 8, "object_store_memory": 96 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(**node)
     yield cluster.address
     stop_ray()
     cluster.shutdown()
