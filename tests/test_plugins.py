@@ -268,7 +268,7 @@ def test_an_engine_says_which_processes_it_has(shelf: Path) -> None:
 
 
 def test_agentrls_own_engines_are_what_they_say() -> None:
-    """ "sleeps" is a promise of the maker; the class that it makes must keep it, and only an API is no target of weights."""
+    """ "sleeps" is a promise of the maker; the class that it makes must keep it, and only an API is not a target of weights."""
     found = {entry.name: entry.make.engine() for entry in ENGINES.own()}
     assert {name: issubclass(found[name], WeightTarget) for name in ("api", "embedded", "vllm")} == {
         "api": False,

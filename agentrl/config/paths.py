@@ -54,7 +54,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
 
 
 def _changed(table: Table, keys: tuple[tuple[str, ...], ...], change: Callable[[str, str], str]) -> Table:
-    """A copy of the table, with the texts at `keys` changed; what is no text is left for the validation to refuse."""
+    """A copy of the table, with the strings at `keys` changed; what is not a string is left for the validation to refuse."""
     table = deepcopy(table)
     for key in keys:
         inner: Any = table

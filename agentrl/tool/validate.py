@@ -66,7 +66,7 @@ def _fits(flat: Mapping[str, tuple[type, bool]], arguments: Json) -> bool:
     present = 0
     for name, (kind, required) in flat.items():
         if name in arguments:
-            if type(arguments[name]) is not kind:  # not isinstance: true is no integer in JSON Schema
+            if type(arguments[name]) is not kind:  # not isinstance: true is not an integer in JSON Schema
                 return False
             present += 1
         elif required:

@@ -56,7 +56,7 @@ class WeightFiles:
     def _tensors(self, file: str) -> dict[str, Any]:
         if file.endswith(".safetensors"):
             handle = self._open.enter_context(safe_open(file, framework="pt"))
-            return {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  # the handle is no mapping
+            return {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  # the handle is not a mapping
         held: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         return held
 

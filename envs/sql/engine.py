@@ -68,7 +68,7 @@ def query(image: bytes, sql: str, limits: QueryLimits) -> Table:
         except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as problem:
             raise ToolError(_explain(problem, clock, limits)) from problem
         if cursor.description is None:
-            raise ToolError("this is no query: write one SELECT statement")
+            raise ToolError("this is not a query: write one SELECT statement")
         columns = [str(column[0]) for column in cursor.description]
         return Table(columns, [list(map(_plain, row)) for row in found[: limits.rows]], len(found) > limits.rows)
     finally:

@@ -85,10 +85,10 @@ def _day(text: str) -> str:
     try:
         return date.fromisoformat(text).isoformat()
     except ValueError as problem:
-        raise ToolError(f"{text[:40]!r} is no day such as 2031-03-04: {str(problem)[:80]}") from None
+        raise ToolError(f"{text[:40]!r} is not a day such as 2031-03-04: {str(problem)[:80]}") from None
 
 
 def _clock(text: str) -> str:
     if not re.fullmatch(r"([01][0-9]|2[0-3]):[0-5][0-9]", text):
-        raise ToolError(f"{text[:40]!r} is no time such as 09:30")
+        raise ToolError(f"{text[:40]!r} is not a time such as 09:30")
     return text

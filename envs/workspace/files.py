@@ -109,5 +109,5 @@ def _parent(path: str) -> str:
 def _clean(path: str) -> str:
     parts = path.rstrip("/").split("/")
     if parts[0] != "" or len(parts) < 2 or any(part.strip() in ("", ".", "..") for part in parts[1:]):
-        raise ToolError(f"{path[:80]!r} is no path such as /notes/plan.txt")
+        raise ToolError(f"{path[:80]!r} is not a path such as /notes/plan.txt")
     return "/".join(parts)

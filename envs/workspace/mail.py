@@ -116,5 +116,5 @@ class Mail(Apps):
 def _address(text: str) -> str:
     text = text.strip()
     if text.count("@") != 1 or " " in text or text.startswith("@") or text.endswith("@"):
-        raise ToolError(f"{text[:80]!r} is no mail address")
+        raise ToolError(f"{text[:80]!r} is not a mail address")
     return text

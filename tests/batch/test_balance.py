@@ -57,7 +57,7 @@ def test_groups_stay_together_as_far_as_the_cap_allows(lengths, ranks, groups):
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(-1, 4)), min_size=1, max_size=50), st.integers(1, 5))
 def test_a_prefix_counts_once_a_micro_batch_and_the_cap_holds_for_what_is_computed(rows, ranks):
-    """Groups 0..4 share their first 40 tokens; number -1 is no group."""
+    """Groups 0..4 share their first 40 tokens; number -1 is not a group."""
     lengths = [40 + own for own, _ in rows]
     numbers = [number for _, number in rows]
     prefix = [40 if number >= 0 else 0 for number in numbers]

@@ -49,7 +49,7 @@ def test_turn_limit_truncates_and_scores() -> None:
     assert info["stop"] == "max_turns" and env.trajectory.truncated and env.unwrapped.log == ["setup", "teardown"]
     env.reset(seed=0)
     env.step(call("write", text="a"))
-    assert env.step("done")[2:4] == (True, False), "the task's own end is no truncation"
+    assert env.step("done")[2:4] == (True, False), "the task's own end is not a truncation"
 
 
 def test_token_limit_counts_both_sides() -> None:

@@ -312,7 +312,7 @@ def test_text_of_which_turns():
     assert value("text.contains", {"expect": "first"}, trajectory) == 0
     assert value("text.contains", {"expect": "first", "where": "replies"}, trajectory) == 1
     assert value("text.equals", {"expect": ["x", "last b"]}, trajectory) == 1
-    assert value("text.contains", {"expect": "last"}, episode([call("f")])) == 0  # a call is no answer
+    assert value("text.contains", {"expect": "last"}, episode([call("f")])) == 0  # a call is not an answer
     assert value("text.contains", {"expect": "last"}, episode()) == 0  # nor is nothing
 
 

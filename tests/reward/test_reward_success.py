@@ -110,7 +110,7 @@ def test_gold_succeeds_under_the_specs_of_papers() -> None:
 
 
 def test_the_spec_s_own_node_decides() -> None:
-    """0.9 x 1 + 0.1 x 0 is no full reward; the spec says that the calls alone are the task."""
+    """0.9 x 1 + 0.1 x 0 is not a full reward; the spec says that the calls alone are the task."""
     root = total({**CALLS, "weight": 0.9}, {**RIGHT, "weight": 0.1})
     trajectory = episode([call("f", x=1)], "8", task_gold={"calls": gold(call("f", x=1)), "answer": 7})
     assert compile_spec(spec(root)).score(trajectory).success is False

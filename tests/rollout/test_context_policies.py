@@ -139,7 +139,7 @@ def test_the_ledgers_are_the_engine_calls_and_every_sampled_token_is_trained_onc
     batch = collate([trajectory])
     assert int(batch["sampled"].values().sum()) == sum(len(ids) for _, ids in engine.calls)
     assert float(batch["rewards"].values().sum()) == pytest.approx(trajectory.reward)
-    # The record is the environment's: a summary is no turn of it, and no message is lost or changed.
+    # The record is the environment's: a summary is not a turn of it, and no message is lost or changed.
     assert [turn.index for turn in trajectory.turns] == list(range(len(trajectory.turns)))
     spoken = [message for message in trajectory.messages if message.role == "assistant"]
     assert spoken == [turn.message for turn in trajectory.turns]

@@ -1,4 +1,4 @@
-"""Oversampling: the slowest are cancelled, which is no failure, no reward, and never in a batch."""
+"""Oversampling: the slowest are cancelled, which is neither a failure nor a reward, and never in a batch."""
 
 from __future__ import annotations
 

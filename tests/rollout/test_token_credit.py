@@ -73,7 +73,7 @@ def test_rewards_lie_on_the_last_sampled_token_of_their_turn(renderer: Renderer,
     ends = {turn: int(np.flatnonzero(ledger.sampled & (ledger.turns == turn))[-1]) for turn in range(5)}
     for rewards in (token_rewards(trajectory, score), [collate([trajectory])["rewards"].values().numpy()]):
         [column] = rewards
-        there = np.flatnonzero(np.abs(column) > 1e-12)  # what sums of floats leave over is no reward
+        there = np.flatnonzero(np.abs(column) > 1e-12)  # what sums of floats leave over is not a reward
         assert {int(i): float(column[i]) for i in there} == pytest.approx({ends[turn]: amount for turn, amount in wanted.items()})
     assert all(ledger.token_ids[end] in renderer.stop_token_ids for end in ends.values())
 

@@ -1,4 +1,4 @@
-"""What is refused before a run: gold that is no success, a success that nobody can tell, judges that cannot be paid."""
+"""What is refused before a run: gold that is not a success, a success that nobody can tell, judges that cannot be paid."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_remax_takes_the_greedy_reward_of_each_task_off(tmp_path: Path) -> None:
     groups, batch, metrics, resumed = one_update(cfg)
     greedy = [group.baseline for group in groups]
     assert all(t is not None and t.reward is not None and t.sampled_tokens > 0 for t in greedy)
-    assert all(len(group.trajectories) == 3 for group in groups)  # it is no member
+    assert all(len(group.trajectories) == 3 for group in groups)  # it is not a member
     assert len(batch) == 6 and metrics["grad_norm"] > 0
     expected = [t.reward - group.baseline.reward for group in groups for t in group.trajectories]  # type: ignore[union-attr, operator]
     assert len(set(expected)) > 2

@@ -223,7 +223,7 @@ def test_a_proposal_that_guesses_a_detail_is_put_right_and_not_confirmed():
     observation, *_ = env.step(turns[at])
     assert "refund shall go to" in observation[0].content and not env.now.confirmed
     assert play(env, turns[at:])[0] == 1.0
-    # A question about something else that names the order is no proposal.
+    # A question about something else that names the order is not a proposal.
     env.reset(options={"task": env.task})
     order = turns[at + 1].tool_calls[0].arguments["order_id"]
     observation, *_ = env.step(say(f"To look at {order}: could you confirm your email address or your name?"))

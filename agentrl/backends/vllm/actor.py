@@ -33,7 +33,7 @@ class ReplicaDeadError(EngineError):
 
 
 def check_sees(model: str) -> None:
-    """Raise ModelError for an absolute path that is no folder here: vLLM would take it for the name of a model on a hub."""
+    """Raise ModelError for an absolute path that is not a folder here: vLLM would take it for the name of a model on a hub."""
     if Path(model).is_absolute() and not Path(model).is_dir():
         raise ModelError(
             f"{model}: not a folder on {socket.gethostname()}. All nodes must see the model, and the run's folder if the model "
