@@ -54,16 +54,16 @@ class DaemonThreads:
     def __init__(self, purpose: str, most: int) -> None:
         """`most`: calls that run at once (not counting abandoned ones), so that the event loop still gets its share of time."""
         self._purpose, self._most = purpose, most
-        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._abandoned: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def place(self) -> asyncio.Semaphore:
+    def slot(self) -> asyncio.Semaphore:
         """The semaphore to hold during `call`; a deadline of the call starts once it is acquired."""
         loop = asyncio.get_running_loop()
-        if loop not in self._places:
-            self._places[loop] = asyncio.Semaphore(self._most)
-        return self._places[loop]
+        if loop not in self._semaphores:
+            self._semaphores[loop] = asyncio.Semaphore(self._most)
+        return self._semaphores[loop]
 
     def abandoned(self, name: str) -> int:
         """Number of calls of that name that still run although nobody waits for them."""

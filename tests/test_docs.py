@@ -53,8 +53,8 @@ def paths_of(text: str) -> Iterator[str]:
 
 
 def exists(path: str, page: Path) -> bool:
-    places = [ROOT, ROOT / "agentrl", page.parent]
-    return any(any(place.glob(name)) for place in places for name in (path.rstrip("/"), f"{path}.py"))
+    folders = [ROOT, ROOT / "agentrl", page.parent]
+    return any(any(folder.glob(name)) for folder in folders for name in (path.rstrip("/"), f"{path}.py"))
 
 
 @EACH_PAGE

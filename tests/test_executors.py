@@ -51,8 +51,8 @@ def test_calls_beyond_the_abandoned_ones_are_refused_by_name(monkeypatch: pytest
     assert asyncio.run(asyncio.wait_for(run(), 60)) == "free"
 
 
-def test_no_more_threads_run_at_once_than_there_are_places_and_the_wait_is_not_the_tools_time() -> None:
-    """24 calls of 0.05 s on two places take 0.6 s, and none of them is late at 0.5 s."""
+def test_no_more_threads_run_at_once_than_there_are_slots_and_the_wait_is_not_the_tools_time() -> None:
+    """24 calls of 0.05 s on two slots take 0.6 s, and none of them is late at 0.5 s."""
     threads, running, most = DaemonThreads("test", 2), 0, 0
     lock = threading.Lock()
 
@@ -66,7 +66,7 @@ def test_no_more_threads_run_at_once_than_there_are_places_and_the_wait_is_not_t
             running -= 1
 
     async def one() -> None:
-        async with threads.place():
+        async with threads.slot():
             await within(0.5, threads.call("work", work), "work")
 
     async def run() -> float:

@@ -159,7 +159,7 @@ class Scorer:
         raise RuntimeError(f"reward spec {self.name!r}: a leaf makes a new request on every pass")
 
     async def _in_thread(self, work: Work[T], answers: Answers) -> tuple[T, Frame]:
-        async with SCORING.place():
+        async with SCORING.slot():
             # Inside the place: waiting for one is not the spec's time.
             return await within(self.timeout, SCORING.call(self.name, work, answers), f"reward spec {self.name}")
 

@@ -136,7 +136,7 @@ class Tool:
             if self.options.concurrency is not None:
                 await stack.enter_async_context(self._slot())
             if not self.is_async and not self.options.inline:
-                await stack.enter_async_context(TOOLS.place())
+                await stack.enter_async_context(TOOLS.slot())
             child = None
             if self.options.process:
                 child = await stack.enter_async_context(child_for(self.name, function_ref(self.function, self.name)))

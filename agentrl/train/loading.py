@@ -27,7 +27,7 @@ LOADED = "_is_hf_initialized"  # transformers' mark of a tensor or module that i
 
 
 @dataclass(frozen=True, slots=True)
-class WeightPlace:
+class ModuleTensor:
     """Where a tensor of a transformers model is. Modules stay the same objects when adapters or FSDP wrap them."""
 
     module: nn.Module
@@ -47,11 +47,11 @@ class Loader:
         if quantized is not None:
             raise ModelError(f"{path}: its weights are quantized; training needs plain ones (bfloat16, float16 or float32)")
         self._path, self._model = path, model
-        self._places: dict[str, WeightPlace] = {}
+        self._tensors: dict[str, ModuleTensor] = {}
         self._groups: dict[str, int] = {}  # names of tied tensors have the same number
         for name, tensor in model.state_dict(keep_vars=True).items():
             owner, _, leaf = name.rpartition(".")
-            self._places[name] = WeightPlace(model.get_submodule(owner), leaf)
+            self._tensors[name] = ModuleTensor(model.get_submodule(owner), leaf)
             self._groups[name] = id(tensor)
 
     @torch.no_grad()
@@ -74,7 +74,7 @@ class Loader:
 
     def _read(self, held: set[int]) -> None:
         with WeightFiles(self._path, self._model.config) as files:
-            conversions, unknown = loading_conversions(self._model, self._places, files)
+            conversions, unknown = loading_conversions(self._model, self._tensors, files)
             if unknown:
                 log.info("%s: %d tensors have no place in the model, such as %s", self._path, len(unknown), unknown[0])
             filled: set[str] = set()
@@ -84,10 +84,10 @@ class Loader:
 
     def _fill_one(self, conversion: Conversion, files: WeightFiles, held: set[int]) -> Iterable[str]:
         """Read a conversion's results into the model's tensors; their names."""
-        place = self._places[conversion.name]
-        if id(place.module) not in held:
+        entry = self._tensors[conversion.name]
+        if id(entry.module) not in held:
             return [conversion.name]
-        target = place.tensor()
+        target = entry.tensor()
         if conversion.converter is None:
             [source] = conversion.names()
             self._check_shape(conversion.name, files.shape(source), target)
@@ -101,14 +101,13 @@ class Loader:
             return [conversion.name]
         made = conversion.make(files.read, self._model)
         for name, tensor in made.items():
-            other = self._places[name].tensor()
+            other = self._tensors[name].tensor()
             self._check_shape(name, tuple(tensor.shape), other)
             self._put(name, tensor[region_of(other) or ...])
         return list(made)
 
     def _put(self, name: str, source: Tensor) -> None:
-        place = self._places[name]
-        tensor = place.tensor()
+        tensor = self._tensors[name].tensor()
         target = local_of(tensor)
         if source.shape != target.shape:
             raise ModelError(f"{self._path}: {name}: a part has shape {tuple(source.shape)}, expected {tuple(target.shape)}")
@@ -123,7 +122,7 @@ class Loader:
 
     def _check_complete(self, filled: set[str], held: set[int]) -> None:
         groups = {self._groups[name] for name in filled}
-        wanted = [name for name, place in self._places.items() if id(place.module) in held]
+        wanted = [name for name, entry in self._tensors.items() if id(entry.module) in held]
         missing = [name for name in wanted if self._groups[name] not in groups]
         if missing:
             raise ModelError(f"{self._path}: the checkpoint has no weights for {missing[0]} ({len(missing)} missing)")

@@ -29,7 +29,7 @@ _TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class FilePosition:
     """Where a tensor's bytes go: an open file, and the position in it."""
 
     file: BinaryIO
@@ -48,7 +48,7 @@ class WeightWriter:
         """`expected`: all tensors that will be written, in the order of files; meta tensors will do."""
         self._folder, self._expected = folder, dict(expected)
         self._missing = set(expected)
-        self._spots: dict[str, Spot] = {}
+        self._positions: dict[str, FilePosition] = {}
         self._files: list[BinaryIO] = []
         groups = _grouped(expected, max_bytes)
         count = len(groups)
@@ -78,9 +78,9 @@ class WeightWriter:
             raise ModelError(f"export: no place for weights named {name}")
         if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
             raise ModelError(f"export: {name} is {tensor.dtype} {tuple(tensor.shape)}, expected {tuple(expected.shape)}")
-        spot = self._spots[name]
-        spot.file.seek(spot.start)
-        spot.file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        position = self._positions[name]
+        position.file.seek(position.start)
+        position.file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self._missing.discard(name)
 
     def _aside(self, name: str) -> Path:
@@ -101,7 +101,7 @@ class WeightWriter:
         file = path.open("wb")
         self._files.append(file)
         file.write(len(text).to_bytes(8, "little") + text)
-        self._spots.update({name: Spot(file, 8 + len(text) + start) for name, start in starts.items()})
+        self._positions.update({name: FilePosition(file, 8 + len(text) + start) for name, start in starts.items()})
 
     def _publish(self) -> None:
         for old in self._folder.glob("model*.safetensors*"):

@@ -259,9 +259,9 @@ def _command() -> list[str]:
 def _readable() -> list[str]:
     """Folders of Python's standard library and of the shared libraries that its modules load."""
     paths = sysconfig.get_paths()
-    places = {paths["stdlib"], paths["platstdlib"], "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
-    places |= {str(Path(sys.base_prefix) / "lib"), "/usr/share/zoneinfo", "/etc/ld.so.cache"}
-    return sorted({str(Path(place).resolve()) for place in places if Path(place).exists()})
+    folders = {paths["stdlib"], paths["platstdlib"], "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
+    folders |= {str(Path(sys.base_prefix) / "lib"), "/usr/share/zoneinfo", "/etc/ld.so.cache"}
+    return sorted({str(Path(folder).resolve()) for folder in folders if Path(folder).exists()})
 
 
 def folder_size(folder: Path) -> int:

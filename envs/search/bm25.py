@@ -34,13 +34,13 @@ class Bm25:
         found: dict[str, tuple[list[int], list[int]]] = {}
         for number, count in enumerate(counts):
             for word, times in count.items():
-                places, frequencies = found.setdefault(word, ([], []))
-                places.append(number)
+                documents, frequencies = found.setdefault(word, ([], []))
+                documents.append(number)
                 frequencies.append(times)
         self._postings: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]] = {}
-        for word, (places, frequencies) in found.items():
-            where, often = np.array(places), np.array(frequencies, dtype=np.float64)
-            idf = math.log(1 + (self._size - len(places) + 0.5) / (len(places) + 0.5))
+        for word, (documents, frequencies) in found.items():
+            where, often = np.array(documents), np.array(frequencies, dtype=np.float64)
+            idf = math.log(1 + (self._size - len(documents) + 0.5) / (len(documents) + 0.5))
             self._postings[word] = where, idf * often * (k1 + 1) / (often + norm[where])
 
     def top(self, query: str, k: int) -> list[tuple[int, float]]:

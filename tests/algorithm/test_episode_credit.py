@@ -102,8 +102,8 @@ def test_a_reward_without_a_sampled_token_goes_to_the_nearest_one(name: str, whe
         {"member": 0, "reward": 1.0, "mask": [0, 0]},
         {"member": 0, "reward": 1.0, "mask": [0, 1, 0]},
     ]
-    places = {"no sampled token": (1, [0, 1.0]), "before the first": (0, [1.0, 0, 0]), "after the last": (2, [0, 0, 1.0])}
-    row, column = places[where]
+    cases = {"no sampled token": (1, [0, 1.0]), "before the first": (0, [1.0, 0, 0]), "after the last": (2, [0, 0, 1.0])}
+    row, column = cases[where]
     rows[row]["rewards"] = column
     args = {"gamma": 0.5} | ({"whitened": False, "lam": 1.0} if name == "gae" else {})
     out = advantages(name, args)(batch_of(rows))

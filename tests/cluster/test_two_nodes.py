@@ -77,10 +77,10 @@ def split(sampling):
     roles = {"actor": "train", "reference": "train", "critic": "value", "rollout": "sample"}
     return ClusterConfig(address=cluster.address, startup_timeout=90.0, pools=pools, roles=roles)
 
-async def replicas(places):
+async def replicas(ray_options):
     vllm_replicas.VllmActor = Replica
     cfg = VllmConfig(replicas=2, call_timeout=30.0, startup_timeout=90.0, max_respawns=0)
-    started = vllm_replicas.Replicas({}, cfg, cuda=False, catch_up=None, ray_options=places)
+    started = vllm_replicas.Replicas({}, cfg, cuda=False, catch_up=None, ray_options=ray_options)
     await started.start()
     return [await started.ask(one, "node") for one in started.alive()]
 
@@ -144,6 +144,6 @@ def test_two_ray_nodes_on_one_machine(tmp_path: Path):
     for (word, file), expected in zip(out["built"] + out["gone"], ["hi", "hi", "hello", "hello"], strict=True):
         assert word == expected and file.endswith("envs/hello/env.py") and not file.startswith(str(tmp_path))
     assert "pool sample" in out["too many replicas"] and "CPU slots" in out["too many replicas"]
-    pids, places = out["processes"], set(out["training"])
+    pids, nodes = out["processes"], set(out["training"])
     assert pids["actor"] == pids["reference"] != pids["critic"]
-    assert len(places) == 1 and len(set(out["sampling"])) == 1 and not places & set(out["sampling"])
+    assert len(nodes) == 1 and len(set(out["sampling"])) == 1 and not nodes & set(out["sampling"])

@@ -253,7 +253,7 @@ KEYS, STARTS, PARALLEL = "train/test_keys.py", "train/test_adapter_and_sft_keys.
 ACTOR = f"{KEYS}::test_a_key_moves_the_weights_as_the_plain_trainer_does"
 CRITIC = f"{KEYS}::test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does"
 JUDGE, API, BLAME, MCP = "reward/test_reward_judge.py", "run/test_api_eval.py", "rollout/test_blame.py", "env/test_mcp.py"
-PLACES, RANKS, SESSION = "run/test_placement.py", "train/test_meshes.py", "run/test_session_keys.py"
+PLACEMENT, RANKS, SESSION = "run/test_placement.py", "train/test_meshes.py", "run/test_session_keys.py"
 ELSEWHERE: dict[str, str] = {
     **{f"SftConfig.{key}": f"{STARTS}::test_a_key_of_sft_scales_the_first_step_of_its_weights" for key in ("lr", "matrix_lr")},
     "SftConfig.warmup": f"{STARTS}::test_sft_warmup_and_min_steps_are_where_the_rate_rises_and_where_it_ends",
@@ -313,13 +313,13 @@ ELSEWHERE: dict[str, str] = {
         for key in ("nodes", "per_node", "cpus", "gpus")
     },
     **{
-        f"ClusterConfig.{key}": f"{PLACES}::test_what_starts_a_role_gets_the_keys_of_the_cluster"
+        f"ClusterConfig.{key}": f"{PLACEMENT}::test_what_starts_a_role_gets_the_keys_of_the_cluster"
         for key in ("backend", "actors", "startup_timeout", "call_timeout")
     },
     "ClusterConfig.address": "cluster/test_two_nodes.py::test_two_ray_nodes_on_one_machine",
     "ClusterConfig.max_restarts": "run/test_restarts.py::test_the_limit_bounds_how_often_a_run_starts_again",
     "ClusterConfig.pools": "cluster/test_pool.py::test_roles_share_a_pool",
-    "ClusterConfig.roles": f"{PLACES}::test_vllm_replicas_run_where_the_role_rollout_is_placed",
+    "ClusterConfig.roles": f"{PLACEMENT}::test_vllm_replicas_run_where_the_role_rollout_is_placed",
     "WeightsConfig.route": "weights/test_publish_routes.py::test_each_route_brings_the_weights_and_only_it_does",
     **{
         f"WeightsConfig.{key}": "weights/test_publish_routes.py::test_bucket_mib_bounds_each_bucket_and_folder_is_where_it_lies"

@@ -37,8 +37,8 @@ def run(variant: str, seed: int, last: float, z: float = 0.0) -> dict[str, Any]:
 
 def twelve(up: int, z: float = 0.0) -> list[dict[str, Any]]:
     """Runs of four coins on three seeds; all wander up by 0.21, the first `up` end above their start."""
-    places = [(coin, seed) for coin in COINS for seed in range(3)]
-    return [run(f"random_reward_{c}", s, 0.3 if n < up else 0.25, z) for n, (c, s) in enumerate(places)]
+    runs = [(coin, seed) for coin in COINS for seed in range(3)]
+    return [run(f"random_reward_{c}", s, 0.3 if n < up else 0.25, z) for n, (c, s) in enumerate(runs)]
 
 
 def test_the_coin_is_not_read_off_what_was_said() -> None:

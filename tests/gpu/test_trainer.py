@@ -115,9 +115,9 @@ def trained(small: str, **model: Any) -> Any:
 def test_the_model_is_on_the_card(small: str, card: torch.device) -> None:
     group, _ = trained(small)
     engine = group.backend._workers[0]._engine
-    places = {p.to_local().device if isinstance(p, DTensor) else p.device for _, p in engine.named()}
+    devices = {p.to_local().device if isinstance(p, DTensor) else p.device for _, p in engine.named()}
     state = {tensor.device for name, tensor in engine.optimizers.state().items() if not name.endswith(".step")}
-    assert {place.type for place in places | state} == {"cuda"}
+    assert {device.type for device in devices | state} == {"cuda"}
     assert {p.dtype for _, p in engine.named()} == {torch.float32}  # the master weights
 
 

@@ -126,19 +126,19 @@ odd_values = st.sampled_from(
 )
 
 
-def places(value, path=()):
+def paths_of(value, path=()):
     """Every place in a JSON value."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
-        yield from places(item, (*path, key))
+        yield from paths_of(item, (*path, key))
 
 
 @st.composite
 def damaged(draw):
     """A valid spec with one place replaced, dropped or renamed."""
     broken = json.loads(json.dumps(spec(draw(nodes(depth=2)))))
-    path = draw(st.sampled_from(list(places(broken))))
+    path = draw(st.sampled_from(list(paths_of(broken))))
     if not path:
         return draw(odd_values)
     target = broken

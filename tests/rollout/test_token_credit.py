@@ -30,7 +30,7 @@ PER_TURN = {
 OUTCOME = {"use": "number.close", "id": "success", "args": {"expect": {"$": "/task/gold/answer"}}}
 
 # The episode: get, (add, a wrong get), get, add, answer. Four of the five calls are gold calls.
-PLACES = {
+CASES = {
     "call": ([PER_CALL], {0: 0.1, 1: 0.1, 2: 0.1, 3: 0.1}),
     "turn": ([PER_TURN], {0: 0.25, 1: 0.125, 2: 0.25, 3: 0.25}),
     "terminal": ([OUTCOME], {4: 1.0}),
@@ -63,9 +63,9 @@ def played(renderer: Renderer, root: dict[str, Any]) -> tuple[Trajectory, Any]:
     return trajectory, scorer.score(trajectory)
 
 
-@pytest.mark.parametrize("emission", list(PLACES))
+@pytest.mark.parametrize("emission", list(CASES))
 def test_rewards_lie_on_the_last_sampled_token_of_their_turn(renderer: Renderer, emission: str) -> None:
-    parts, wanted = PLACES[emission]
+    parts, wanted = CASES[emission]
     trajectory, score = played(renderer, {"op": "sum", "of": parts})
     assert trajectory.reward == score.value == pytest.approx(sum(wanted.values()))
     [ledger] = trajectory.ledgers

@@ -125,7 +125,7 @@ def test_a_colocated_replica_sees_the_cards_of_its_ranks(address: str, models: d
 
 
 EIGHT = "0 1 2 3 4 5 6 7"
-PLACES = {
+LOCATIONS = {
     "one_gpu": [],  # in the driver's process
     "lora_one_gpu": [],
     "split_4_4": [("actor", "0-3", 0, "0 1 2 3"), ("rollout", "0-3", 0, "4 5 6 7")],
@@ -137,15 +137,15 @@ PLACES = {
 
 
 def test_every_config_of_the_folder_is_placed_here() -> None:
-    assert {path.stem for path in GPU.glob("*.toml")} == {*PLACES, "base"}
+    assert {path.stem for path in GPU.glob("*.toml")} == {*LOCATIONS, "base"}
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", LOCATIONS)
 def test_a_config_is_placed_as_its_comment_says(
     name: str, address: str, models: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Role, ranks, which node (numbered as they come), and the cards of each rank; on cards of 80 GiB all fit."""
-    if PLACES[name]:
+    if LOCATIONS[name]:
         start_ray(load_config(GPU / f"{name}.toml", overrides(name, address, models)).cluster)
     code = main(["train", str(GPU / f"{name}.toml"), *overrides(name, address, models), "--dry-run", "--gpu-memory", "80"])
     out = capsys.readouterr()
@@ -153,4 +153,4 @@ def test_a_config_is_placed_as_its_comment_says(
     table = out.out.split("\n\n")[0].splitlines() if out.out.startswith("role") else []
     rows = [line.split(maxsplit=4) for line in table[1:]]
     order = list(dict.fromkeys(node for _, _, _, node, _ in rows))
-    assert [(role, ranks, order.index(node), cards) for role, ranks, _, node, cards in rows] == PLACES[name]
+    assert [(role, ranks, order.index(node), cards) for role, ranks, _, node, cards in rows] == LOCATIONS[name]

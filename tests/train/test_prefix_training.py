@@ -225,7 +225,7 @@ def test_the_key_groups_keeps_a_group_in_one_minibatch_and_on_one_rank(groups: s
         for number in range(3)
     ]
     assert sizes == [8, 8, 8] and int(planned["minibatch"].max()) == 2
-    assert {len(places) for places in homes.values()} == {1} if groups == "kept" else max(map(len, homes.values())) > 2
+    assert {len(ranks) for ranks in homes.values()} == {1} if groups == "kept" else max(map(len, homes.values())) > 2
 
 
 @pytest.mark.slow

@@ -166,11 +166,11 @@ def multi_reward(rows: list[Row], weights: list[float], eps: float = 1e-6, white
 
 def steps(rows: list[Row], numbers: list[int]) -> list[tuple[Place, float]]:
     """The sampled tokens of an episode over its ledgers, each with what it earned."""
-    places = [(n, t) for n in numbers for t in range(len(rows[n].mask))]
-    sampled = [place for place in places if rows[place[0]].mask[place[1]]]
+    positions = [(n, t) for n in numbers for t in range(len(rows[n].mask))]
+    sampled = [place for place in positions if rows[place[0]].mask[place[1]]]
     earned = dict.fromkeys(sampled, 0.0)
     latest = sampled[0] if sampled else None
-    for n, t in places:
+    for n, t in positions:
         if rows[n].mask[t]:
             latest = (n, t)
         if latest is not None:
@@ -226,7 +226,7 @@ class Turn:
     group: int
     number: int
     anchor: int
-    places: list[Place]
+    positions: list[Place]
     reward: float
     to_go: float = 0.0
 
@@ -239,7 +239,7 @@ def turns(rows: list[Row], gamma: float) -> list[Turn]:
             row = rows[n]
             if not mine or mine[-1].number != row.turns[t]:
                 mine.append(Turn(row.group, int(row.turns[t]), int(row.anchors[t]), [], 0.0))
-            mine[-1].places.append((n, t))
+            mine[-1].positions.append((n, t))
             mine[-1].reward += reward
         after = 0.0
         for turn in reversed(mine):
@@ -254,7 +254,7 @@ def compared(rows: list[Row], found: list[Turn], key: Callable[[Turn], int], div
         others = [other.to_go for other in found if (other.group, key(other)) == (turn.group, key(turn))]
         value = turn.to_go - float(np.mean(others))
         value = value / (std(others) + 1e-6) if divide else value
-        for n, t in turn.places:
+        for n, t in turn.positions:
             out[n][t], exact[n][t], returns[n][t] = value, flat_same(others), turn.to_go
     return Out(out, exact, returns)
 
