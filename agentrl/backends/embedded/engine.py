@@ -138,6 +138,8 @@ class EmbeddedEngine(Engine, WeightTarget):
             writing = model.begin_write()
             async for bucket in buckets:
                 writing.add(await in_thread("weights", self._receiver.receive, bucket))
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)  # the trainer fills the bucket again when the next one is asked for
             writing.arrivals.complete()
         except EngineError as problem:
             self._unfit = str(problem)

@@ -36,7 +36,7 @@ class Transfer(ABC):
             raise ConfigError(f"weights.route = {self._offer.route}: vLLM's engine for it does not start: {problem}") from problem
 
     def load(self, bucket: Bucket) -> None:
-        """Give the model the tensors of a bucket; they are on the device when this returns."""
+        """Give the model the tensors of a bucket."""
         own = [entry for entry in bucket.entries if entry.name == entry.source]  # no second names: on GPUs, tied weights are one
         update = {
             "names": [entry.name for entry in own],
@@ -46,8 +46,6 @@ class Transfer(ABC):
         }
         engine = self._engines[bucket.slot % len(self._engines)]
         engine.receive_weights(engine.parse_update_info(update))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the trainer fills the slot again once this is answered
 
     def close(self) -> None:
         """Free everything; idempotent."""
@@ -120,10 +118,18 @@ TRANSFERS: dict[type[Receiver], type[Transfer]] = {IpcReceiver: IpcTransfer, Ncc
 """What takes the place of a route's receiver in vLLM's processes."""
 
 
+def takes_buckets() -> bool:
+    """Whether the installed vLLM's engines keep a handle mapped from one packed chunk to the next; 0.26's do not, and are told
+    otherwise what is packed. Without them a process maps the trainer's memory itself, and joins no group of NCCL's."""
+    from vllm.distributed.weight_transfer import packed_tensor
+
+    return hasattr(packed_tensor, "PackedBufferImporter")
+
+
 def open_end(offer: Offer, index: int, vllm_config: Any, device: torch.device, model: Any) -> Receiver | Transfer:
     """This process's end of a route, attached. Raises ConfigError with the reason if it cannot attach."""
     receiver = ROUTES.entry(offer.route).make.receiver
-    transfer = TRANSFERS.get(receiver)
+    transfer = TRANSFERS[receiver] if receiver in TRANSFERS and takes_buckets() else None
     end = receiver(offer, index) if transfer is None else transfer(offer, index, vllm_config, device, model)
     end.open()
     return end

@@ -19,6 +19,15 @@ from agentrl.weights.bucket import Bucket, PlainBucket
 from agentrl.weights.route import Offer, Receiver
 
 
+def _keep_apart(model: Any) -> None:
+    """Copy what vLLM holds on to, the tensors of layers that are not complete yet: the bucket's memory is about to be reused."""
+    for layer in model.modules():
+        for _, bound in get_layerwise_info(layer).loaded_weights:
+            for name, value in bound.arguments.items():
+                if isinstance(value, torch.Tensor) and name != "param":
+                    bound.arguments[name] = value.clone()
+
+
 class WeightReceiver:
     """Mixed into vLLM's worker."""
 
@@ -68,15 +77,12 @@ class WeightReceiver:
         with set_current_vllm_config(self.vllm_config):
             if isinstance(self.agentrl_receiver, Transfer):
                 self.agentrl_receiver.load(bucket)
-                return
-            model = self.model_runner.get_model()
-            model.load_weights(self.agentrl_receiver.receive(bucket))
-        # vLLM holds on to the tensors of a layer that is not complete yet, and the bucket's memory is about to be reused.
-        for layer in model.modules():
-            for _, bound in get_layerwise_info(layer).loaded_weights:
-                for name, value in bound.arguments.items():
-                    if isinstance(value, torch.Tensor) and name != "param":
-                        bound.arguments[name] = value.clone()
+            else:
+                model = self.model_runner.get_model()
+                model.load_weights(self.agentrl_receiver.receive(bucket))
+                _keep_apart(model)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the trainer fills the bucket's memory again once this is answered
 
     def agentrl_end(self) -> None:
         """Finish the layers that wait for the end (attention scales, padded weights)."""
