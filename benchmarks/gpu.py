@@ -24,6 +24,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "cpu" in sys.argv else "8")
 
+# agentrl itself too: a machine with a card may have it as a checkout alone.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).parent / "parts"))
 
 import torch
