@@ -60,6 +60,7 @@ _ANYWHERE = {
     "vllm.kv_cache_mib": _CAPACITY,
     "vllm.max_num_seqs": _CAPACITY,
     "vllm.max_num_batched_tokens": _CAPACITY,
+    "vllm.max_replicas": _CAPACITY,
     "vllm.max_respawns": _FAULT,
     "vllm.call_timeout": _FAULT,
     "vllm.startup_timeout": _FAULT,

@@ -311,6 +311,8 @@ class ClusterConfig(Frozen):
 
 class VllmConfig(Frozen):
     """The vLLM engine: one Ray actor per replica. `max_respawns`: how many dead replicas are replaced in a run, in total.
+    `max_replicas`: up to so many run as the cluster has room, on machines that join in mid-run too; those that leave with a
+    machine do not count as respawns. By default always `replicas`.
     `keep_weights`: the newest weights stay in Ray's object store (spilled to disk if that is full), so that a replacement takes
     requests at once; else it waits for the next publish. By default only for replicas on CPUs, since no route from GPU to GPU
     brings weights to the driver, which keeps them.
@@ -324,6 +326,7 @@ class VllmConfig(Frozen):
     computes at most, by default vLLM's own limits. `args`: any other argument of vLLM's AsyncEngineArgs."""
 
     replicas: PositiveInt = 1
+    max_replicas: PositiveInt | None = None
     max_respawns: Annotated[int, Field(ge=0)] = 3
     call_timeout: Positive = 300.0
     startup_timeout: Positive = 600.0

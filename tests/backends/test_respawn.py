@@ -11,7 +11,7 @@ import torch
 from engine_models import parameters
 from ray.exceptions import RayActorError
 
-from agentrl.backends.vllm import replicas
+from agentrl.backends.vllm import elastic, replicas
 from agentrl.backends.vllm.engine import VllmEngine
 from agentrl.backends.vllm.replicas import Replica, Replicas
 from agentrl.cluster.launch import launch
@@ -29,8 +29,8 @@ SHORT = Sampling(max_tokens=2)
 class Actor:
     """One replica's process: a log of calls, the weights it has, and where it dies."""
 
-    def __init__(self, number, die_at=None):
-        self.number, self.die_at, self.hang_at = number, die_at, None
+    def __init__(self, number, die_at=None, machine="a"):
+        self.machine, self.number, self.die_at, self.hang_at = machine, number, die_at, None
         self.calls, self.version, self.loaded, self.dead = [], 0, [], False
         self.open = asyncio.Event()
         self.open.set()
@@ -58,6 +58,8 @@ class Actor:
             self.loaded += [entry.name for entry in Bucket.from_plain(args[-1]).entries]
         elif name == "attach":
             return ""
+        elif name == "node":
+            return 56 * self.machine  # as long as Ray's
         elif name == "end_update" and args[0] is not None:
             self.version = args[0]
         elif name == "generate":
@@ -102,8 +104,9 @@ def spawned(monkeypatch):
     actors = Spawned()
     actors.plan = {}
 
-    def spawn(self, number):
-        actor = Actor(len(actors), **actors.plan.get(len(actors), {}))
+    def spawn(self, number, placed=None):
+        machine = placed["scheduling_strategy"].node_id[0] if placed else "a"
+        actor = Actor(len(actors), **{"machine": machine, **actors.plan.get(len(actors), {})})
         actor.hold = actors.plan.get("hold")
         actors.append(actor)
         return Replica(number, actor)
@@ -387,3 +390,95 @@ async def test_an_engine_that_was_not_started_for_it_does_not_sleep(model_folder
     with pytest.raises(EngineError, match="memory that can be freed"):
         await engine.sleep()
     await engine.close()
+
+
+def room(engine, **nodes):
+    """From now on the cluster has these nodes, each with room for so many replicas."""
+    engine._elastic._look = lambda need: {56 * name: count for name, count in nodes.items()}
+
+
+async def test_a_machine_that_joins_gets_replicas_with_the_current_weights(model_folder, model, spawned, caplog):
+    caplog.set_level(logging.WARNING, logger="agentrl.backends")
+    engine = await started(model_folder, replicas=1, max_replicas=3, max_respawns=1)
+    await publish(engine, 7, parameters(model))
+    room(engine, a=0)
+    await engine._elastic.step()
+    assert len(spawned) == 1  # no room
+    room(engine, a=0, b=5)
+    await engine._elastic.step()
+    await engine._elastic.step()  # while they start: the room that they will take is not given away twice
+    await settle(engine, 3)
+    assert [(fresh.machine, fresh.version) for fresh in spawned[1:]] == [("b", 7), ("b", 7)]
+    for fresh in spawned[1:]:
+        assert fresh.calls.index("load") < fresh.calls.index("end_update") < fresh.calls.index("resume")
+    generations = await asyncio.gather(*(engine.generate([5], SHORT, f"n{i}") for i in range(6)))
+    assert all(generation.versions == [7, 7] for generation in generations) and set(engine.homes.values()) == {0, 1, 2}
+    await engine._elastic.step()
+    assert len(spawned) == 3 and (await engine.stats()).extra == {"replicas": 3, "respawns": 0}
+    assert caplog.text.count("is on a machine that has room and takes requests") == 2
+    await publish(engine, 8, parameters(model))  # the route reaches all of them
+    assert [actor.version for actor in spawned] == [8, 8, 8]
+    await engine.close()
+
+
+async def test_a_machine_that_leaves_loses_nothing_and_costs_no_respawn(model_folder, model, spawned):
+    engine = await started(model_folder, replicas=1, max_replicas=2, max_respawns=1)
+    await publish(engine, 1, parameters(model))
+    room(engine, a=0, b=1)
+    await engine._elastic.step()
+    await settle(engine, 2)
+    await asyncio.gather(*(engine.generate([5], SHORT, f"e{i}") for i in range(8)))
+    await engine.stats()
+    before = sum(actor.calls.count("generate") for actor in spawned)
+    going = [asyncio.create_task(engine.generate([5], SHORT, f"e{i}")) for i in range(8)]
+    await asyncio.sleep(0.005)
+    spawned[1].dead = True
+    assert all(generation.versions == [1, 1] for generation in await asyncio.gather(*going))
+    room(engine, a=0)
+    await engine._elastic.step()
+    stats = await engine.stats()
+    assert stats.extra == {"replicas": 1, "respawns": 0} and set(engine.homes.values()) == {0}
+    assert stats.sampled_tokens >= 2 * before  # what it had reported stays counted
+    room(engine, a=0, c=1)
+    await engine._elastic.step()
+    await settle(engine, 2)
+    assert spawned[2].machine == "c" and spawned[2].version == 1
+    await engine.close()
+
+
+async def test_a_death_on_a_machine_that_stays_is_a_respawn_and_starts_that_fail_end(model_folder, spawned):
+    spawned.plan[2] = spawned.plan[3] = {"die_at": "start"}
+    engine = await started(model_folder, replicas=1, max_replicas=2, max_respawns=2)
+    spawned[0].dead = True
+    with pytest.raises(EngineError):
+        await engine._replicas.control(engine._replicas.alive()[0], "stats")
+    room(engine, a=0)
+    await engine._elastic.step()
+    await settle(engine, 1)
+    assert (await engine.stats()).extra == {"replicas": 1, "respawns": 1} and spawned[1].machine == "a"
+    room(engine, a=0, b=1)
+    for _ in range(4):
+        await engine._elastic.step()
+        await asyncio.sleep(0.02)
+    assert len(spawned) == 3  # one failed start on b uses up what is left, and no more are tried
+    await engine.close()
+
+
+async def test_requests_wait_for_a_machine_if_the_last_one_left(model_folder, model, spawned):
+    engine = await started(model_folder, replicas=1, max_replicas=1, max_respawns=1)
+    await publish(engine, 3, parameters(model))
+    spawned[0].dead = True
+    waiting = asyncio.create_task(engine.generate([5], SHORT, "e"))
+    await asyncio.sleep(0.02)
+    room(engine)
+    await engine._elastic.step()
+    assert not waiting.done()
+    room(engine, b=1)
+    await engine._elastic.step()
+    assert (await asyncio.wait_for(waiting, 5)).versions == [3, 3]
+    await engine.close()
+
+
+async def test_room_is_counted_in_whole_replicas():
+    assert [elastic.fits(free, {"GPU": 2.0}) for free in ({"GPU": 5.0}, {"GPU": 1.0}, {"CPU": 9.0})] == [2, 0, 0]
+    assert elastic.fits({"GPU": 4.0, "CPU": 1.5}, {"GPU": 1.0, "CPU": 1.0}) == 1

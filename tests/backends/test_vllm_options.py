@@ -174,6 +174,31 @@ def test_steps_smaller_than_a_prompt_are_refused_on_a_cpu_only(cuda: bool, qwen3
     maker(qwen3_8b, "vllm.max_num_batched_tokens=16383", "vllm.max_model_len=16383").check()
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["vllm.replicas=3", "vllm.max_replicas=2"], "vllm.max_replicas = 2 is less than vllm.replicas = 3"),
+        (["vllm.max_replicas=2", "vllm.max_respawns=0"], "needs vllm.max_respawns above 0"),
+        (["vllm.max_replicas=2", "rollout.colocate=true"], "with rollout.colocate the replicas are where the trainer is"),
+        (
+            ["vllm.max_replicas=2", "weights.route='shared'"],
+            "weights.route = 'shared' does not reach machines that join; use 'auto'",
+        ),
+        (["vllm.replicas=2", "vllm.max_replicas=2", "weights.route='collective'"], None),
+    ],
+)
+def test_replicas_that_could_not_come_or_get_weights_are_refused(
+    monkeypatch: pytest.MonkeyPatch, qwen3_8b: str, keys: list[str], said: str | None
+) -> None:
+    monkeypatch.setattr("agentrl.run.engines.has_gpus", lambda cluster, role: True)
+    monkeypatch.setattr("agentrl.backends.vllm.make.check_args", lambda args, cuda: None)
+    if said is None:
+        maker(qwen3_8b, *keys).check()
+        return
+    with pytest.raises(ConfigError, match=said):
+        maker(qwen3_8b, *keys).check()
+
+
 def test_it_can_sleep_on_a_gpu_only(cuda: bool, qwen3_8b: str) -> None:
     made = maker(qwen3_8b, "rollout.colocate=true")
     if cuda:

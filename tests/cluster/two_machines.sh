@@ -2,7 +2,8 @@
 # Two machines on this one, each with its own network address, host name, processes, /tmp and /dev/shm, joined by one cable;
 # then a Ray cluster over both, behind a token; then the command. Run it as
 #   unshare --net --mount --uts --pid --fork --kill-child --mount-proc bash two_machines.sh FOLDER COMMAND...
-# FOLDER is /mnt on both machines. The command runs in /mnt/a of machine a, with RAY_ADDRESS set. All processes are in one
+# FOLDER is /mnt on both machines. While there is a file /mnt/late, machine b has not joined; with /mnt/lost it is gone.
+# The command runs in /mnt/a of machine a, with RAY_ADDRESS set. All processes are in one
 # process namespace, so nothing outlives the command.
 set -e
 mount --make-rprivate /
@@ -27,9 +28,10 @@ node_b() {
   ip link set eth-b up
   ip route add default via $IP_A
   cd /mnt/b
-  until (exec 3<> /dev/tcp/$IP_A/6379) 2> /dev/null; do sleep 0.2; done
-  exec "$PYTHON" -m ray.scripts.scripts start --address=$IP_A:6379 --node-ip-address=$IP_B --block --num-cpus="$CPUS_B" \
-    --object-store-memory=134217728 > /mnt/b/ray.log 2>&1
+  until [ ! -e /mnt/late ] && (exec 3<> /dev/tcp/$IP_A/6379) 2> /dev/null; do sleep 0.2; done
+  "$PYTHON" -m ray.scripts.scripts start --address=$IP_A:6379 --node-ip-address=$IP_B --block --num-cpus="$CPUS_B" \
+    --object-store-memory=134217728 > /mnt/b/ray.log 2>&1 &
+  until [ -e /mnt/lost ]; do sleep 0.2; done  # then all of machine b is gone at once, with its last process
 }
 export -f machine node_b
 mkdir -p /mnt/a /mnt/b

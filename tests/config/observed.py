@@ -219,6 +219,7 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
         **seen,
         "replicas": keeper._cfg.replicas,
         "respawns": keeper._cfg.max_respawns,
+        "most": None if engine._elastic is None else engine._elastic._most,
         "call_timeout": keeper._cfg.call_timeout,
         "startup_timeout": keeper._cfg.startup_timeout,
         "keep_weights": engine._routes._keep,
@@ -276,6 +277,7 @@ class Course:
             rest=self.waited("rest", None),
             learner=SimpleNamespace(step=self.waited("update", {})),
             publish=self.waited("publish", None),
+            publisher=SimpleNamespace(prove=self.waited("prove", None)),
             saver=SimpleNamespace(
                 check=self.waited("check", None),
                 wait=self.waited("wait", None),
@@ -283,7 +285,7 @@ class Course:
                 save=self.waited("save", None),
             ),
             folder=SimpleNamespace(warm_start=out / "warm"),
-            actors=SimpleNamespace(arun=self.worker),
+            actors=SimpleNamespace(arun=self.worker, in_processes=self.waited("in_processes", [])),
             policy=SimpleNamespace(at=lambda temperature: temperature, renderer=None),
         )
         self.run_log: Any = SimpleNamespace(

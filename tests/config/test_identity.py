@@ -35,6 +35,7 @@ EVERY: dict[str, Any] = {  # every section is there, and every table holds somet
     "vllm": {
         "args": {"a": 1},
         "keep_weights": True,
+        "max_replicas": 2,
         "kv_cache_mib": 1,
         "max_num_seqs": 1,
         "max_num_batched_tokens": 1,

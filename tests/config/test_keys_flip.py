@@ -142,6 +142,7 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
     ),
     "RolloutConfig.colocate": (see.at("rest"), LOOP, {"rollout.colocate=false": [], "rollout.colocate=true": [0, 1, 2, 3]}),
     "VllmConfig.replicas": (vllm("replicas"), "", {"vllm.replicas=1": 1, "vllm.replicas=3": 3}),
+    "VllmConfig.max_replicas": (vllm("most"), "", {"vllm.replicas=1": None, "vllm.max_replicas=4": 4}),
     "VllmConfig.max_respawns": (vllm("respawns"), "", {"vllm.max_respawns=0": 0, "vllm.max_respawns=2": 2}),
     "VllmConfig.call_timeout": (vllm("call_timeout"), "", {"vllm.call_timeout=1.5": 1.5, "vllm.call_timeout=2.0": 2.0}),
     "VllmConfig.keep_weights": (vllm("keep_weights"), "", {"vllm.keep_weights=true": True, "vllm.keep_weights=false": False}),

@@ -54,6 +54,12 @@ class VllmActor:
         self._lora: Any = None
         self._lora_folder: tempfile.TemporaryDirectory[str] | None = None
 
+    async def node(self) -> str:
+        """Ray's id of this machine."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
     async def start(self) -> int:
         """Load the model; returns the process id. Raises DependencyError for a vLLM that lacks a call that is made here,
         ModelError for a folder that this machine does not see."""

@@ -13,6 +13,7 @@ import torch
 
 from agentrl.backends.parameters import Arrivals, Expected, expected_parameters
 from agentrl.backends.vllm.actor import ReplicaDeadError
+from agentrl.backends.vllm.elastic import Elastic
 from agentrl.backends.vllm.options import engine_options
 from agentrl.backends.vllm.pace import Paces
 from agentrl.backends.vllm.replicas import Replica, Replicas
@@ -33,7 +34,8 @@ class VllmEngine(Engine, WeightTarget):
     """Routes each episode to one replica, so that its turns find their prefix cache there.
 
     If a replica dies, its episodes continue on another one (which computes their prefix again) and a new replica is
-    started in its place; it gets the newest weights and their version before it takes requests.
+    started in its place; it gets the newest weights and their version before it takes requests. With `cfg.max_replicas`
+    replicas also follow the cluster's machines (elastic.py).
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class VllmEngine(Engine, WeightTarget):
         dtype = dtype or ("bfloat16" if cuda else "float32")
         options = {"model": model_path, **engine_options(cfg, cuda=cuda, dtype=dtype, lora_rank=lora_rank, sleeps=sleeps)}
         self._replicas = Replicas(options, cfg, cuda=cuda, ray_options=ray_options, catch_up=self._catch_up)
+        need = {"GPU": float(cfg.tensor_parallel)} if cuda else {"CPU": 1.0}
+        self._elastic = None if cfg.max_replicas is None else Elastic(self._replicas, cfg.max_replicas, need)
         self._paces = Paces(self._replicas.progress)
         self._expected: Expected | None = None
         self._numbers = itertools.count()
@@ -83,6 +87,8 @@ class VllmEngine(Engine, WeightTarget):
         if not ray.is_initialized():
             ray.init(address="local", include_dashboard=False, log_to_driver=False)
         await self._replicas.start()
+        if self._elastic is not None:
+            self._elastic.start()
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
         """If the replica dies meanwhile, the turn is sampled again on another one, from the same ids. While weights arrive,
@@ -238,6 +244,8 @@ class VllmEngine(Engine, WeightTarget):
 
     async def close(self) -> None:
         self._paces.close()
+        if self._elastic is not None:  # before the replicas, which it would replace
+            await self._elastic.close()
         await self._replicas.close()
         self._routes.close()
         self._newest = []

@@ -19,6 +19,8 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that the CPU build of vLLM has kernels for; with any other it crashes at the first request."""
 FRACTION = 0.92
 """Of a card's memory that vLLM takes for weights and KV cache by default."""
+ONE_MACHINE = ("memory", "ipc", "shared")
+"""Weight routes within one machine."""
 
 
 @ENGINES.register("vllm", needs={"ray"}, traits={"sleeps", "keeps"})
@@ -52,6 +54,7 @@ class VllmMaker(EngineMaker):
                 "rollout.colocate: vLLM frees the memory of GPUs only, and its replicas run on CPUs; use engine = embedded"
             )
         check_args(vllm.args, cuda)
+        check_elastic(self.config)
         check_room(self.config, dtype)
         shape = CacheShape.of(self.config.model)
         sizes = {"max_model_len": self.context(shape.positions)} if shape is not None else {}
@@ -104,6 +107,26 @@ class VllmMaker(EngineMaker):
             lora_rank=_adapter_rank(self.config),
             sleeps=self.config.rollout.colocate,
             ray_options=ray_options,
+        )
+
+
+def check_elastic(config: TrainConfig) -> None:
+    """Raise ConfigError for a `vllm.max_replicas` that could not be reached, or whose replicas could get no weights."""
+    vllm, most = config.vllm, config.vllm.max_replicas
+    if most is None:
+        return
+    if most < vllm.replicas:
+        raise ConfigError(f"vllm.max_replicas = {most} is less than vllm.replicas = {vllm.replicas}, with which the run starts")
+    if vllm.max_respawns == 0:
+        raise ConfigError("vllm.max_replicas needs vllm.max_respawns above 0: that is how many starts may fail")
+    if config.rollout.colocate:
+        raise ConfigError(
+            "vllm.max_replicas: with rollout.colocate the replicas are where the trainer is, and no others are used"
+        )
+    if config.weights.route in ONE_MACHINE:
+        raise ConfigError(
+            f"vllm.max_replicas: weights.route = {config.weights.route!r} does not reach machines that join; use 'auto', which "
+            "changes the route when one does"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,8 @@ _KEYS_REMEMBERED = 65536
 @dataclass(eq=False, slots=True)
 class Replica:
     """One actor. `cause`: why it is dead, None while it is alive. `current`: whether it has the engine's weights, or must
-    wait for the next publish. `seen`: the last counters that it reported."""
+    wait for the next publish. `node`: Ray's id of its machine, if machines come and go. `seen`: the last counters that it
+    reported."""
 
     number: int
     actor: Any
@@ -38,6 +40,7 @@ class Replica:
     in_flight: int = 0
     cause: str | None = None
     current: bool = True
+    node: str = ""
     seen: EngineStats = field(default_factory=EngineStats)
     request_batcher: RequestBatcher = field(init=False)
 
@@ -71,7 +74,12 @@ class Replicas:
         self._coming: set[asyncio.Task[None]] = set()
         self._home: OrderedDict[str, Replica] = OrderedDict()
         self._past: list[EngineStats] = []
+        self._replaced: set[Replica] = set()
+        self._placed: dict[int, Mapping[str, Any]] = {}
         self._news = asyncio.Event()
+        self._numbers = itertools.count(cfg.replicas)
+        self._watched = cfg.max_replicas is not None
+        """Whether deaths are left to who watches the cluster's machines (elastic.py): only he knows whether one left."""
 
     async def start(self) -> None:
         """Raises EngineError if one does not start; the others are then stopped too."""
@@ -110,6 +118,15 @@ class Replicas:
     def alive(self) -> list[Replica]:
         return [replica for replica in self._replicas if replica.cause is None]
 
+    def dead(self) -> list[Replica]:
+        """Those that died, and that nothing is started for."""
+        return [replica for replica in self._replicas if replica.cause is not None and replica not in self._replaced]
+
+    @property
+    def coming(self) -> int:
+        """How many are being started."""
+        return len(self._coming)
+
     def homes(self) -> dict[str, int]:
         """The replica's number for each remembered episode."""
         return {key: replica.number for key, replica in self._home.items()}
@@ -121,7 +138,7 @@ class Replicas:
         replica = self._home.pop(key, None)
         if replica is None or replica.cause is not None:
             while not (able := [one for one in self.alive() if one.current]):
-                if not self._coming and not self.alive():
+                if self._hopeless():
                     raise EngineError(f"no replica of the vLLM engine is alive: {self._deaths()}")
                 await self._news.wait()
             # By requests, not by episodes: an episode that waits for a tool loads nothing.
@@ -154,7 +171,7 @@ class Replicas:
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, ReplicaDeadError):
                 raise answer
-        if not self.alive() and not self._coming:
+        if self._hopeless():
             raise EngineError(f"no replica of the vLLM engine is alive: {self._deaths()}")
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
@@ -210,22 +227,41 @@ class Replicas:
                 raise part
         return [*self._past, *(r.seen if r.cause is None else _at_rest(r.seen) for r in self._replicas)]
 
+    def _hopeless(self) -> bool:
+        """Whether none is alive, and none will be. Machines that come may bring one, as long as attempts are left."""
+        return not self.alive() and not self._coming and not (self._watched and self._started and self._may_fail())
+
+    def _may_fail(self) -> bool:
+        return self._respawns < self._cfg.max_respawns
+
+    def forget(self, replica: Replica) -> None:
+        """Drop one that left with its machine; its requests have moved on."""
+        self._past.append(_at_rest(replica.seen))
+        self._replicas.remove(replica)
+        log.warning("%s left with its machine; %d replicas are alive", replica.name, len(self.alive()))
+
     def join(self, replica: Replica) -> None:
-        """Put a replica that has the current weights in its predecessor's place."""
-        self._past.append(_at_rest(self._replicas[replica.number].seen))
-        self._replicas[replica.number] = replica
+        """Put a replica that has the current weights in its predecessor's place, if it has one."""
+        place = next((at for at, one in enumerate(self._replicas) if one.number == replica.number), None)
+        if place is None:
+            self._replicas.append(replica)
+        else:
+            self._past.append(_at_rest(self._replicas[place].seen))
+            self._replaced.discard(self._replicas[place])
+            self._replicas[place] = replica
         self._tell()
+        how = "is on a machine that has room" if place is None else "has replaced the one that died"
         if replica.current:
-            log.warning("%s has replaced the one that died and takes requests", replica.name)
+            log.warning("%s %s and takes requests", replica.name, how)
             return
-        log.warning("%s has replaced the one that died and waits for the next publish (vllm.keep_weights is off)", replica.name)
+        log.warning("%s %s and waits for the next publish (vllm.keep_weights is off)", replica.name, how)
         if not any(one.current for one in self.alive()):
             log.error("no replica has the current weights, and a publish needs episodes unless rollout.max_staleness is above 0: "
                       "the run stops after rollout.stall_timeout and can be resumed")  # fmt: skip
 
-    def _spawn(self, number: int) -> Replica:
+    def _spawn(self, number: int, placed: Mapping[str, Any] | None = None) -> Replica:
         anywhere = {"num_cpus": 0, "num_gpus": self._cfg.tensor_parallel if self._cuda else 0}
-        options = {**(self._ray_options[number] if self._ray_options else anywhere)}
+        options = {**(placed or (self._ray_options[number] if self._ray_options else anywhere))}
         given = options.pop("runtime_env", {}).get("env_vars", {})
         # An async actor runs at most `max_concurrency` calls, and control calls must get through beside all the requests.
         variables = {"env_vars": {**environment(self._cuda), **given}}
@@ -234,7 +270,10 @@ class Replicas:
 
     async def _boot(self, replica: Replica) -> None:
         try:
-            replica.pid = await asyncio.wait_for(self.ask(replica, "start"), self._cfg.startup_timeout)
+            async with asyncio.timeout(self._cfg.startup_timeout):
+                if self._watched:
+                    replica.node = await self.ask(replica, "node")
+                replica.pid = await self.ask(replica, "start")
         except TimeoutError:
             limit = f"{self._cfg.startup_timeout:g} s (vllm.startup_timeout)"
             raise EngineError(f"vLLM did not start within {limit}") from None
@@ -245,29 +284,55 @@ class Replicas:
             reason = " ".join(cause.split())  # Ray writes a paragraph
             replica.cause = f"{replica.name} died: {reason[:400]}"
             ray.kill(replica.actor)  # the process may outlive the engine inside it
-            if self._started and self._respawns < self._cfg.max_respawns:
-                self._respawns += 1
-                log.warning("%s; its %d requests move on, and it is started again (%d of max_respawns = %d)",
-                            replica.cause, replica.in_flight, self._respawns, self._cfg.max_respawns)  # fmt: skip
-                task = asyncio.create_task(self._respawn(replica), name=f"respawn {replica.name}")
-                self._coming.add(task)
-                task.add_done_callback(self._gone)
+            if self._started and self._watched:
+                log.warning("%s; its %d requests move on", replica.cause, replica.in_flight)
+            elif self._started and self._may_fail():
+                self.respawn(replica)
             elif self._started:
                 log.error("%s; %d of %d replicas are alive and no more are started (max_respawns = %d)", replica.cause,
                           len(self.alive()), self._cfg.replicas, self._cfg.max_respawns)  # fmt: skip
             self._tell()
         return ReplicaDeadError(replica.cause)
 
+    def respawn(self, dead: Replica) -> None:
+        """Start another in the place of one that died, if that is still allowed."""
+        if not self._may_fail():
+            return
+        self._respawns += 1
+        log.warning("%s; its %d requests move on, and it is started again (%d of max_respawns = %d)",
+                    dead.cause, dead.in_flight, self._respawns, self._cfg.max_respawns)  # fmt: skip
+        self._replaced.add(dead)
+        placed = self._placed.get(dead.number)
+        self._begin(self._spawn(dead.number, placed) if placed else self._spawn(dead.number))
+
+    def grow(self, node: str, options: Mapping[str, Any]) -> None:
+        """Start one more on a node, with Ray's `options`. A start that fails counts as a death."""
+        if self._started and self._may_fail():
+            number = next(self._numbers)
+            self._placed[number] = options
+            log.info("vLLM replica %d is started on node %s", number, node)
+            self._begin(self._spawn(number, options))
+
+    def _begin(self, fresh: Replica) -> None:
+        task = asyncio.create_task(self._bring(fresh), name=f"start {fresh.name}")
+        self._coming.add(task)
+        task.add_done_callback(self._gone)
+
     def _gone(self, task: asyncio.Task[None]) -> None:
         self._coming.discard(task)
         self._tell()
 
-    async def _respawn(self, dead: Replica) -> None:
-        fresh = self._spawn(dead.number)
+    async def _bring(self, fresh: Replica) -> None:
+        """Start a replica and give it the weights; if that fails, its predecessor may be replaced again."""
         try:
             await self._boot(fresh)
             await self._catch_up(fresh)
         except EngineError as problem:
+            before = next((one for one in self._replicas if one.number == fresh.number), None)
+            if before is None:
+                self._respawns += 1
+            elif self._watched:
+                self._replaced.discard(before)
             self._died(fresh, str(problem))
         except asyncio.CancelledError:
             ray.kill(fresh.actor)
