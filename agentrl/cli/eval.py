@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate; returns the exit code."""
     config, request = read_request(args, "eval")
-    check_request(config, request)
+    config = check_request(config, request)
     from agentrl.run.display import Display
     from agentrl.run.eval import run_eval
     from agentrl.run.report import print_report

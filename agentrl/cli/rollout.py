@@ -95,8 +95,9 @@ def _base(args: argparse.Namespace, purpose: str) -> tuple[dict[str, Any], dict[
     return table, manifest if args.model is None else {**manifest, "model": args.model}
 
 
-def check_request(config: TrainConfig, request: RolloutRequest) -> None:
-    """Raise a UserError for a request that cannot work, before a folder is created. A replay is checked call by call instead."""
+def check_request(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
+    """The config with its engine settled. Raises a UserError for a request that cannot work, before a folder is created. A
+    replay is checked call by call instead."""
     if request.replay is not None:
         for key, given in (("tools.sets", config.tools.sets), ("tools.mcp", config.tools.mcp)):
             if given:
@@ -105,14 +106,17 @@ def check_request(config: TrainConfig, request: RolloutRequest) -> None:
                 )
     else:
         from agentrl.run.checks import check_eval
+        from agentrl.run.engines import without_trainer
 
+        config = without_trainer(config)
         check_eval(config)
+    return config
 
 
 def run(args: argparse.Namespace) -> int:
     """Roll out; returns the exit code."""
     config, request = read_request(args, "rollout")
-    check_request(config, request)
+    config = check_request(config, request)
     from agentrl.run.display import Display
     from agentrl.run.rollout import run_rollout
 

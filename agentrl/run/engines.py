@@ -32,18 +32,36 @@ def resolve_engine(config: TrainConfig) -> str:
     ResourceError if the cluster's nodes do not answer.
     """
     if config.engine == AUTO:
-        gpus = engine_gpus(config)
-        return max(ENGINES.own(), key=lambda entry: entry.make.suits(gpus)).name
+        return _best_for(engine_gpus(config))
     maker = ENGINES.entry(config.engine).make
     if not is_planned():
         maker.check_installed()
     return config.engine
 
 
+def _best_for(gpus: float) -> str:
+    return max(ENGINES.own(), key=lambda entry: entry.make.suits(gpus)).name
+
+
+def without_trainer(config: TrainConfig) -> TrainConfig:
+    """The config of a command that trains nothing: for it `auto` is the engine that suits all GPUs that there are, as no trainer
+    takes any of them. Raises ResourceError if the nodes cannot be asked."""
+    if config.engine != AUTO or _claiming(config):
+        return config
+    gpus = sum(node.gpus for node in nodes_of(config.cluster, "actor"))
+    return config.model_copy(update={"engine": _best_for(gpus)})
+
+
+def _claiming(config: TrainConfig) -> list[str]:
+    """The engines that claim the config's model."""
+    return [entry.name for entry in ENGINES.own() if entry.make.claims(config.model.path)]
+
+
 def engine_gpus(config: TrainConfig) -> float:
     """The number of GPUs available to an engine's own processes: those of its pool, or those that the trainer leaves free.
 
-    With `rollout.colocate` engine and trainer use the same GPUs; with backend "inline", those of this machine.
+    With `rollout.colocate` engine and trainer use the same GPUs; else there are none with backend "inline", since Ray does
+    not know which one the driver uses.
     """
     cluster = config.cluster
     if cluster.backend == "ray" and (pool := cluster.pools.get(cluster.roles.get("rollout", ""))) is not None:
@@ -51,15 +69,17 @@ def engine_gpus(config: TrainConfig) -> float:
     available = sum(node.gpus for node in nodes_of(cluster, "actor"))
     if config.rollout.colocate:
         return available
-    placed = {pool for role, pool in cluster.roles.items() if cluster.backend == "ray" and pool in cluster.pools}
+    if cluster.backend == "inline":
+        return 0.0
+    placed = {pool for pool in cluster.roles.values() if pool in cluster.pools}
     taken = sum(need(cluster.pools[name])[1] * cluster.pools[name].nodes for name in placed)
-    unplaced = 0 if cluster.backend == "ray" and "actor" in cluster.roles else cluster.actors
+    unplaced = 0 if "actor" in cluster.roles else cluster.actors
     return available - taken - unplaced
 
 
 def engine_name(config: TrainConfig) -> str:
     """The engine of a run: the one that claims its model (`api:NAME`), else that of `engine`. Raises as `resolve_engine`."""
-    claiming = [entry.name for entry in ENGINES.own() if entry.make.claims(config.model.path)]
+    claiming = _claiming(config)
     return claiming[0] if claiming else resolve_engine(config)
 
 

@@ -64,6 +64,14 @@ def test_auto_asks_the_nodes_for_gpus_that_the_trainer_leaves(
     assert engines.engine_name(run_of(*overrides.split())) == engine
 
 
+def test_an_evaluation_may_use_the_gpu_that_a_trainer_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined(monkeypatch, (8, 1))
+    assert engines.engine_name(run_of()) == "embedded"
+    assert engines.engine_name(engines.without_trainer(run_of())) == "vllm"
+    for settled in (run_of("engine=embedded"), run_of("model={path='api:openai/x'}")):
+        assert engines.without_trainer(settled) == settled
+
+
 @pytest.mark.parametrize(("nodes", "card", "fits"), [([(8, 8)], False, True), ([(8, 0)], True, False)])
 def test_vllms_heads_are_those_of_the_build_on_the_nodes(
     monkeypatch: pytest.MonkeyPatch, nodes: list[tuple[float, float]], card: bool, fits: bool
@@ -146,6 +154,17 @@ def test_gpus_that_do_not_suit_their_roles_are_refused(
         return
     with pytest.raises(ConfigError, match=message):
         check_placement(config, "vllm")
+
+
+def test_the_drivers_own_gpu_is_not_given_to_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With backend "inline" the trainer computes on GPU 0 of this machine, which Ray would hand out first."""
+    joined(monkeypatch, (8, 2), card=True)
+    inline = ["cluster={backend='inline'}", "cluster.address="]
+    assert engines.engine_name(run_of(*inline)) == "embedded"
+    with pytest.raises(ConfigError, match="the driver trains on the first GPU, and a vLLM replica would get the same one"):
+        check_placement(run_of(*inline), "vllm")
+    check_placement(run_of(*inline), "embedded")
+    check_placement(run_of(*inline, "rollout.colocate=true"), "vllm")
 
 
 @pytest.mark.parametrize(("card", "count"), [(True, 1), (False, 0)])

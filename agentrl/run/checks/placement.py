@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.cluster.devices import has_gpus
+from agentrl.cluster.devices import has_gpus, joins
 from agentrl.cluster.pool import check_roles, pools_of_roles
 from agentrl.config import TrainConfig
 from agentrl.config.schema import PoolConfig
@@ -33,6 +33,7 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
                 f"cluster.actors = {cluster.actors}: the driver's process has room for one, because torch.distributed has one "
                 'rank per process: set cluster.actors = 1 or cluster.backend = "ray"'
             )
+        _check_inline(config, engine_name)
         return
     engine = maker_of(engine_name, config).processes()
     if "rollout" in cluster.roles and engine is None:
@@ -60,6 +61,17 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
         _check_colocated(config, engine)
     elif "rollout" in pools and engine is not None:
         _check_rollout(config, engine, pools["rollout"][0], [role for role in pools if role != "rollout"])
+
+
+def _check_inline(config: TrainConfig, engine_name: str) -> None:
+    """Ray gives an engine's process the first GPU, not knowing that the driver computes on it."""
+    engine = maker_of(engine_name, config).processes()
+    if engine is None or config.rollout.colocate or joins(config.cluster) or not has_gpus(config.cluster, "rollout"):
+        return
+    raise ConfigError(
+        f'cluster.backend = "inline": the driver trains on the first GPU, and {engine.what} would get the same one; set '
+        'cluster.backend = "ray" (each then has its own), rollout.colocate = true (they take turns), or engine = "embedded"'
+    )
 
 
 def _with_processes(config: TrainConfig) -> str:
