@@ -136,5 +136,5 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
         collector,
         engine_name,
         saver,
-        Publisher(actors, parts.policy.engine, config.weights, offload=rests(config, "actor")),
+        Publisher(actors, parts.policy.engine, config.weights, offload=rests(config, "actor"), colocated=config.rollout.colocate),
     )

@@ -40,8 +40,7 @@ class Offloaded:
             held.storage.resize_(0)
         self._held = {**self._held, **going} if self.away else going
         self.away = True
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # for other processes; this one's allocator would keep the memory
+        free_cached()
 
     def give_back(self) -> None:
         """Allocate the memory again and copy the bytes into it. Does nothing if they are there."""
@@ -65,6 +64,12 @@ class Offloaded:
             return view
         make: Callable[..., Tensor] = DTensor  # not `from_local`, which would copy it to the mesh's device
         return make(view, tensor._spec, requires_grad=False)
+
+
+def free_cached() -> None:
+    """Give the GPU what this process's allocator keeps without using it, for other processes."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def local(tensor: Tensor) -> Tensor:

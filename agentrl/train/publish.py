@@ -60,12 +60,21 @@ def check_takes_weights(engine: type[Engine], name: str) -> None:
 class Publisher:
     """Sends the actors' weights to an engine. `route` is the route in use, None before the first publish."""
 
-    def __init__(self, actors: WorkerGroup[Actor], engine: Engine, cfg: WeightsConfig, *, offload: bool = False) -> None:
-        """`offload`: the actors give their memory back after each publish. Raises ConfigError for an engine that cannot be
-        trained."""
+    def __init__(
+        self,
+        actors: WorkerGroup[Actor],
+        engine: Engine,
+        cfg: WeightsConfig,
+        *,
+        offload: bool = False,
+        colocated: bool = False,
+    ) -> None:
+        """`offload`: the actors give their memory back after each publish. `colocated`: the engine allocates its own on their
+        devices, which need what their allocators keep. Raises ConfigError for an engine that cannot be trained."""
         # Workers have other working directories than the driver, so a relative folder would be another one in each.
         folder = None if cfg.folder is None else str(Path(cfg.folder).absolute())
         self._actors, self._cfg, self._offload = actors, cfg.model_copy(update={"folder": folder}), offload
+        self._colocated = colocated
         check_takes_weights(type(engine), type(engine).__name__)
         assert isinstance(engine, WeightTarget)
         self._target: WeightTarget = engine
@@ -77,16 +86,23 @@ class Publisher:
         config names does not), EngineError if the engine refuses the weights."""
         await self._target.pause()
         try:
+            await self._yield_cached()
             await self._target.wake("weights")
             if self._offload:
                 await self._actors.arun(Actor.onload)
             await self._replace(version)
             if self._offload:  # before the engine allocates its cache in the same memory
                 await self._actors.arun(Actor.offload)
+            await self._yield_cached()
             await self._target.wake("cache")
         finally:
             # Also after a failure: an engine that runs refuses requests and says why, one that stays paused lets episodes wait.
             await self._target.resume()
+
+    async def _yield_cached(self) -> None:
+        """Before a colocated engine allocates: the memory of the update's activations is free, but only within its process."""
+        if self._colocated:
+            await self._actors.arun(Actor.free_cached)
 
     async def prove(self) -> None:
         """Open the route that `send` will use, so that one that cannot work is refused before anything is trained. Raises

@@ -14,6 +14,7 @@ from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.train.fsdp import FsdpEngine, Role, compute_dtype
+from agentrl.train.offload import free_cached
 from agentrl.train.optim import rate
 from agentrl.train.state import BackgroundSave, load_state, save_state
 
@@ -43,7 +44,7 @@ class ModelRole(Worker):
     Between its turns a role can be offloaded; whatever it is asked for next brings its model back first.
     """
 
-    dispatch_table: ClassVar[dict[str, Strategy]] = {"offload": Broadcast(), "onload": Broadcast()}
+    dispatch_table: ClassVar[dict[str, Strategy]] = {"offload": Broadcast(), "onload": Broadcast(), "free_cached": Broadcast()}
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -56,6 +57,10 @@ class ModelRole(Worker):
     def onload(self) -> None:
         """Take the memory again, before a turn rather than in it; idempotent."""
         self._made().onload()
+
+    def free_cached(self) -> None:
+        """Give the device what this process's allocator keeps of it without using it, for other processes."""
+        free_cached()
 
     def _ready(self) -> FsdpEngine:
         """The engine, on its device."""

@@ -28,7 +28,7 @@ from agentrl.config.schema import (
     WeightsConfig,
 )
 from agentrl.errors import AgentrlError, ConfigError
-from agentrl.train import fsdp
+from agentrl.train import fsdp, role
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
 from agentrl.train.learner import Learner, check_learner, rests
@@ -196,11 +196,14 @@ class Beside(VersionOnly):
             pass
 
 
-async def sent(learner: Learner, offload: bool) -> list[tuple[str, bool]]:
+async def sent(learner: Learner, offload: bool, colocated: bool = False) -> list[tuple[str, bool]]:
     engine = Beside()
     engine.actors = learner.actors
-    publisher = Publisher(learner.actors, engine, WeightsConfig(route="memory"), offload=offload)  # type: ignore[arg-type]
-    await publisher.send(1)
+    how = {"offload": offload, "colocated": colocated}
+    publisher = Publisher(learner.actors, engine, WeightsConfig(route="memory"), **how)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(role, "free_cached", lambda: engine.seen.append(("cached memory is freed", resident(engine.actors) > 0)))
+        await publisher.send(1)
     await publisher.close()
     return engine.seen
 
@@ -211,6 +214,12 @@ def test_a_publish_gives_the_memory_back_before_the_engine_allocates_its_cache(t
     assert asyncio.run(sent(learner, True)) == [("weights", False), ("receive", True), ("cache", False)]
     learner.actors.run(Actor.onload)
     assert asyncio.run(sent(learner, False)) == [("weights", True), ("receive", True), ("cache", True)]
+    # An engine on the same device needs also what the actors' allocator keeps, each time before it allocates.
+    freed = "cached memory is freed"
+    there = [(freed, True), ("weights", True), ("receive", True), (freed, True), ("cache", True)]
+    assert asyncio.run(sent(learner, False, colocated=True)) == there
+    gone = [(freed, True), ("weights", True), ("receive", True), (freed, False), ("cache", False)]
+    assert asyncio.run(sent(learner, True, colocated=True)) == gone
 
 
 def test_what_frees_nothing_is_refused(tiny: str) -> None:
