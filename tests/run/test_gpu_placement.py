@@ -124,6 +124,21 @@ def test_a_colocated_replica_sees_the_cards_of_its_ranks(address: str, models: d
     assert len({node for node, _ in training + sampling}) == 1
 
 
+def test_the_other_roles_are_with_the_actors_or_in_their_pool(address: str, models: dict[str, str]) -> None:
+    """A critic uses the actors' processes, and so their cards; the reference has a pool, whose cards are others."""
+    more = [
+        "cluster.actors=4", "vllm.replicas=1", "vllm.tensor_parallel=2", "cluster.pools={frozen={per_node=2,gpus=1.0}}",
+        "cluster.roles={reference='frozen'}", "algorithm.kl.coef=0.1", "algorithm.advantage={name='gae'}", "critic={}",
+    ]  # fmt: skip
+    config = load_config(GPU / "async_2x8.toml", [*overrides("async_2x8", address, models), *more])
+    start_ray(config.cluster)
+    found = placement.locations_of_roles(config, "vllm")
+    assert {role: len(of_role) for role, of_role in found.items()} == {"actor": 4, "rollout": 1, "reference": 2, "critic": 4}
+    assert found["critic"] == found["actor"]
+    own = [(one.node, card) for role in ("actor", "rollout", "reference") for one in found[role] for card in one.cards]
+    assert len(own) == len(set(own)) == 4 + 2 + 2
+
+
 EIGHT = "0 1 2 3 4 5 6 7"
 LOCATIONS = {
     "one_gpu": [],  # in the driver's process
