@@ -2,7 +2,7 @@
 
 The rows of a micro-batch follow one another in one sequence of T tokens. transformers passes the
 keyword argument `packed` of a model's forward on to the attention function, which is registered here
-under the name `PACKED`; the mask function of that name returns None, so no T x T mask is ever built.
+under the name `PACKED`; there is no mask function of that name, so no T x T mask is ever built.
 (With transformers' own attention functions, packed rows silently leak into each other as soon as a
 cache or a mask is in use; see tests/train/test_attention.py.)
 """
@@ -221,17 +221,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, scaling: float | None
     return out.transpose(1, 2).reshape(-1, heads, width)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """`packed` says where rows end; there is nothing to mask."""
-    return None
-
-
 def register_packed_attention() -> None:
     """Make `PACKED` known to transformers; idempotent. Turns off cuDNN's attention for this process."""
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
     # torch prefers it on Hopper cards, and it prepares itself for each new shape: here every micro-batch has its own.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    # No mask function under that name: transformers then makes no mask, and does not search the positions for packed rows.
     AttentionInterface.register(PACKED, packed_attention)
-    AttentionMaskInterface.register(PACKED, _no_mask)

@@ -172,3 +172,33 @@ def test_a_saved_run_goes_on_to_the_digit(small: str, tmp_path: Path, device: to
     # The sums of a GPU's attention backward have no fixed order.
     assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
     assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+
+
+def test_an_optimizer_step_waits_for_nothing_until_its_last_backward_pass(
+    small: str, card: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch raises where the host would wait for the card; the first update is not watched, since it sets up NCCL and cuBLAS."""
+    group, watched = started(small), []
+    group.run(Actor.update, make_batch(16, longest=200), AlgorithmConfig(), step=0)
+    logprobs, backward = FsdpEngine.logprobs, FsdpEngine.backward
+
+    def begun(self: FsdpEngine, *args: Any) -> tuple[Tensor, Tensor]:
+        torch.cuda.set_sync_debug_mode("error")
+        return logprobs(self, *args)
+
+    def ended(self: FsdpEngine, loss: Tensor, last: bool) -> None:
+        backward(self, loss, last)
+        watched.append(last)
+        if last:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(FsdpEngine, "logprobs", begun)
+    monkeypatch.setattr(FsdpEngine, "backward", ended)
+    try:
+        group.run(Actor.update, make_batch(32, seed=1, longest=400), AlgorithmConfig(), step=1)
+        assert len(watched) > 1 and watched[-1]
+        torch.cuda.set_sync_debug_mode("error")
+        with pytest.raises(RuntimeError, match="synchroniz"):  # control
+            torch.ones(1, device=card).item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 from train_batches import make_batch, toy_critic, toy_optim
+from transformers import masking_utils
 
+from agentrl.backends.embedded.attention import NAME
+from agentrl.backends.embedded.model import EmbeddedModel
 from agentrl.batch.device import on_device
 from agentrl.batch.rows import jagged
 from agentrl.cluster.launch import launch
@@ -114,3 +117,20 @@ def test_what_goes_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch: pytest.Mon
     assert asked == [{"non_blocking": True}]
     host = torch.ones(3)
     assert on_device(host, torch.device("cpu")) is host
+
+
+@pytest.mark.parametrize("engine", ["trainer", "embedded"])
+def test_a_forward_pass_does_not_search_for_packed_rows(tiny: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would look for them in the positions, and wait for the answer, before the first layer of each pass; where
+    rows end is known."""
+    searched: list[int] = []
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: searched.append(positions.shape[-1]))
+    if engine == "embedded":
+        model = EmbeddedModel(tiny, "float32", torch.device("cpu"))  # its check runs the model, once with its own attention
+        assert searched == [9]
+        assert model.module.config._attn_implementation == NAME
+    else:
+        group = launch(Actor, backend="inline")
+        group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(micro_tokens=200))
+        group.run(Actor.update, make_batch(12), AlgorithmConfig())
+        assert searched == []

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from agentrl.backends.embedded.kv_cache import Pool, Sequence
 from agentrl.errors import ModelError
@@ -168,13 +167,9 @@ def _by_key_head(query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tenso
     return out.reshape(rows, heads, width, dim)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """The plan carries the mask."""
-
-
 def register_slot_attention() -> None:
     """Make `attend` known to transformers under `NAME`; idempotent. Turns off cuDNN's attention for this process."""
     # torch prefers it on Hopper cards, and it prepares itself for each new shape: here every step has one, as caches grow.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    # No mask function under that name: transformers then makes no mask, and does not search the positions for packed rows.
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, _no_mask)
