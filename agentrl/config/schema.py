@@ -314,8 +314,8 @@ class VllmConfig(Frozen):
     `max_replicas`: up to so many run as the cluster has room, on machines that join in mid-run too; those that leave with a
     machine do not count as respawns. By default always `replicas`.
     `keep_weights`: the newest weights stay in Ray's object store (spilled to disk if that is full), so that a replacement takes
-    requests at once; else it waits for the next publish. By default only for replicas on CPUs, since no route from GPU to GPU
-    brings weights to the driver, which keeps them.
+    requests at once; else it waits for the actors to publish again, or, with `rollout.max_staleness`, for their next update. By
+    default only for replicas on CPUs, since no route from GPU to GPU brings weights to the driver, which keeps them.
     `call_timeout`: seconds after which a replica that does not answer a call (other than to sample) counts as dead;
     `startup_timeout`: seconds in which one must be up, with its model loaded and its CUDA graphs captured.
 

@@ -22,6 +22,7 @@ from agentrl.config import Choice
 from agentrl.executors import in_thread
 from agentrl.rollout.evaluate import Evaluation, evaluate, success_rate
 from agentrl.rollout.meter import EngineMeter
+from agentrl.run.feed import fed
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.run_log import RunLog
 from agentrl.run.session import Session
@@ -38,7 +39,7 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     done = collector.ledger.version >= config.steps or interrupt.requested
     while not done:
         clock = Clock()
-        groups = await collector.collect()
+        groups = await fed(session, collector.collect())
         clock.lap("rollout_s")
         batch = await in_thread("batch", make_batch, groups, config.algorithm.advantage)
         ages = await in_thread("batch", staleness, batch, collector.ledger.version)
@@ -74,7 +75,7 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
     began = time.monotonic()
     config = session.config
     policy = session.policy.at(temperature=config.eval.temperature)
-    result = await evaluate(
+    playing = evaluate(
         session.env,
         policy,
         session.scorer,
@@ -83,6 +84,7 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
         seed=config.seed,
         max_episodes=config.rollout.max_episodes,
     )
+    result = await fed(session, playing)
     if config.rollout.max_staleness == 0:
         # A resumed run does not repeat this evaluation, and its rollouts must not differ because of what one left in the cache.
         await session.engine.forget()

@@ -9,6 +9,7 @@ from agentrl.cluster.shared_folder import check_arrived
 from agentrl.errors import AgentrlError
 from agentrl.rollout.evaluate import evaluate
 from agentrl.run.assembly import longest_row
+from agentrl.run.feed import fed
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.run_log import RunLog
 from agentrl.run.session import Session
@@ -61,7 +62,7 @@ async def _gate(session: Session) -> float:
     assert config is not None
     await session.publish()
     env = replace(session.env, params={**session.env.params, **config.gate_params})
-    result = await evaluate(
+    playing = evaluate(
         env,
         session.policy.at(temperature=0.0),
         session.scorer,
@@ -71,6 +72,7 @@ async def _gate(session: Session) -> float:
         max_episodes=session.config.rollout.max_episodes,
         split="train",
     )
+    result = await fed(session, playing)
     if session.config.rollout.colocate:
         await session.rest()
     return result.success or 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -52,6 +53,10 @@ class WeightTarget(ABC):
         """Allocate memory again, in two stages: "weights" before new weights come, "cache" after them, when the trainer has
         freed the memory that it needed to send them. Does nothing if the engine is awake."""
         return None
+
+    async def starved(self) -> None:
+        """Return once a process lacks the current weights because it replaced another one. Never, by default."""
+        await asyncio.get_running_loop().create_future()
 
     @abstractmethod
     def members(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ The real thing, a kill -9 of real vLLM in a whole run, is in test_vllm_replicas.
 
 import asyncio
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from agentrl.cluster.launch import launch
 from agentrl.config.schema import VllmConfig, WeightsConfig
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import EngineStats, Generation, Sampling
+from agentrl.run.feed import fed
 from agentrl.train.publish import Publisher
 from agentrl.weights.bucket import Bucket
 from tests.publishing import Held, Holder, publish
@@ -272,26 +274,66 @@ async def test_without_a_copy_a_replacement_waits_for_the_next_publish(model_fol
     assert [one.versions for one in await asyncio.gather(*(engine.generate([5], SHORT, key) for key in keys))] == [[1, 1]] * 6
     await settle(engine, 2)
     assert set(engine.homes.values()) == {1} and "load" not in spawned[2].calls and "generate" not in spawned[2].calls
-    assert "waits for the next publish (vllm.keep_weights is off)" in caplog.text and "stall_timeout" not in caplog.text
+    assert "waits for a publish (vllm.keep_weights is off)" in caplog.text
     await publish(engine, 2, parameters(model))
     found = await asyncio.gather(*(engine.generate([5], SHORT, f"new{i}") for i in range(6)))
     assert [one.versions for one in found] == [[2, 2]] * 6 and spawned[2].calls.count("generate") == 3
     await engine.close()
 
 
-async def test_requests_wait_if_no_replica_has_the_weights(model_folder, model, spawned, caplog):
+async def test_requests_wait_if_no_replica_has_the_weights(model_folder, model, spawned):
     engine = await started(model_folder, max_respawns=1, keep_weights=False)
     await publish(engine, 1, parameters(model))
     spawned[0].dead = True
     waiting = asyncio.create_task(engine.generate([5], SHORT, "a"))
     await settle(engine, 1)
     await asyncio.sleep(0.05)
-    assert not waiting.done() and "the run stops after rollout.stall_timeout" in caplog.text
+    assert not waiting.done()
     await publish(engine, 2, parameters(model))
     assert (await asyncio.wait_for(waiting, 2)).versions == [2, 2]
     spawned[1].dead = True  # the last one that may be replaced: those who wait are told
     with pytest.raises(EngineError, match="no replica of the vLLM engine is alive"):
         await asyncio.wait_for(engine.generate([5], SHORT, "a"), 2)
+    await engine.close()
+
+
+async def test_a_rollout_that_the_actors_wait_for_gets_the_same_weights_again(model_folder, model, spawned):
+    """Under the same version, as often as it takes; and what the rollout raises is raised."""
+    engine = await started(model_folder, max_respawns=2, keep_weights=False)
+    await publish(engine, 7, parameters(model))
+    sent = []
+
+    async def send(version):
+        sent.append(version)
+        await publish(engine, version, parameters(model))
+
+    ledger, publisher = SimpleNamespace(version=7), SimpleNamespace(send=send)
+    rollout = SimpleNamespace(max_staleness=0)
+    session = SimpleNamespace(
+        engine=engine, publisher=publisher, collector=SimpleNamespace(ledger=ledger), config=SimpleNamespace(rollout=rollout)
+    )
+
+    async def play():
+        found = []
+        for turn in range(3):
+            if turn:
+                spawned[-1].dead = True
+            found.append((await engine.generate([5], SHORT, "a")).versions)
+        return found
+
+    assert await asyncio.wait_for(fed(session, play()), 5) == [[7, 7]] * 3 and sent == [7, 7]
+
+    async def fail():
+        await engine.generate([5], SHORT, "a")
+        raise EngineError("from the rollout")
+
+    with pytest.raises(EngineError, match="from the rollout"):
+        await asyncio.wait_for(fed(session, fail()), 5)
+    publisher.send = None  # with staleness the next publish comes by itself
+    rollout.max_staleness = 1
+    playing = asyncio.create_task(fed(session, engine.generate([5], SHORT, "a")))
+    await publish(engine, 8, parameters(model))
+    assert len((await asyncio.wait_for(playing, 5)).versions) == 2
     await engine.close()
 
 

@@ -151,6 +151,9 @@ class VllmEngine(Engine, WeightTarget):
             elif stage == "weights":
                 self._unfit = "the engine woke up and has no weights yet"
 
+    async def starved(self) -> None:
+        await self._replicas.starved()
+
     @property
     def _level(self) -> int:
         return 2 if self._lora_rank is None else 1

@@ -155,6 +155,11 @@ class Replicas:
             replica.current = True
         self._tell()
 
+    async def starved(self) -> None:
+        """Return once a live replica lacks the engine's weights."""
+        while all(replica.current for replica in self.alive()):
+            await self._news.wait()
+
     def _tell(self) -> None:
         """Wake what waits for a replica to look again."""
         self._news.set()
@@ -254,10 +259,7 @@ class Replicas:
         if replica.current:
             log.warning("%s %s and takes requests", replica.name, how)
             return
-        log.warning("%s %s and waits for the next publish (vllm.keep_weights is off)", replica.name, how)
-        if not any(one.current for one in self.alive()):
-            log.error("no replica has the current weights, and a publish needs episodes unless rollout.max_staleness is above 0: "
-                      "the run stops after rollout.stall_timeout and can be resumed")  # fmt: skip
+        log.warning("%s %s and waits for a publish (vllm.keep_weights is off)", replica.name, how)
 
     def _spawn(self, number: int, placed: Mapping[str, Any] | None = None) -> Replica:
         anywhere = {"num_cpus": 0, "num_gpus": self._cfg.tensor_parallel if self._cuda else 0}
