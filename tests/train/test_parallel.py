@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.train import by_size
 from agentrl.train.actor import Actor
 from agentrl.train.by_size import LARGE
+from agentrl.train.fsdp import FsdpEngine
 from tests.conftest import proof
 from tests.publishing import weights_of as weights
 
@@ -46,7 +48,6 @@ def test_activation_checkpointing_changes_nothing(tiny: str) -> None:
 def test_activation_checkpointing_keeps_less(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Count what autograd saves during a forward pass."""
     from agentrl.batch.rows import Ragged
-    from agentrl.train.fsdp import FsdpEngine
     from agentrl.train.update import Pack
 
     batch = make_batch(8)
@@ -66,6 +67,24 @@ def test_activation_checkpointing_keeps_less(tiny: str, monkeypatch: pytest.Monk
         kept.append(sum(sizes))
     assert kept[1] < 0.5 * kept[0]
     assert kept[2:] == [kept[0], kept[1], kept[0]]
+
+
+def test_what_a_size_decides(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpointing by all of a model's parameters, sharded gradients by those that are trained; a key decides if it is set."""
+
+    def found(**keys: Any) -> tuple[bool, bool]:
+        engine = FsdpEngine(tiny, ModelConfig(**keys), 1.0)
+        return engine.checkpoints, engine.shards_gradients
+
+    size = sum(p.numel() for p in FsdpEngine(tiny, ModelConfig(), 1.0).module.parameters())
+    assert LARGE == 1_000_000_000
+    monkeypatch.setattr(by_size, "LARGE", size + 1)
+    assert found() == (False, False)
+    assert found(activation_checkpointing=True, shard_gradients=True) == (True, True)
+    monkeypatch.setattr(by_size, "LARGE", size)
+    assert found() == (True, True)
+    assert found(activation_checkpointing=False, shard_gradients=False) == (False, False)
+    assert found(lora=LoraSection(rank=2)) == (True, False)
 
 
 LORA = ModelConfig(lora=LoraSection(rank=4, alpha=8.0))
