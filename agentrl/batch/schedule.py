@@ -182,7 +182,7 @@ def _spread(
     Units are balanced: rows that stay together, with their prefix counted once.
     """
     if keep is None and not bool((together >= 0).any()):
-        # Sorted, so that neighbours in the batch are copied as one span.
+        # Sorted, so that adjacent rows of the batch are copied as one span.
         parts = [np.sort(np.asarray(part, dtype=np.int64)) for part in partition(tokens, ranks)]
         return parts, max((float(tokens[part].sum()) for part in parts), default=0.0)
     unit = group_units(tokens, together, np.inf, prefix)
