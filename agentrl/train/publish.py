@@ -10,7 +10,7 @@ from pathlib import Path
 from agentrl.cluster.devices import has_gpus
 from agentrl.cluster.group import WorkerGroup
 from agentrl.config.schema import TrainConfig, WeightsConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, EngineError, WorkerDiedError, WorkerError
 from agentrl.rollout.engine import Engine
 from agentrl.train.actor import Actor
 from agentrl.weights.bucket import Bucket
@@ -124,9 +124,15 @@ class Publisher:
                 await self._connect()
                 await self._target.receive(version, self._buckets())
                 return
-            except MembersChangedError:  # a process of the engine was replaced, and the new one has no receiver yet
-                if attempt == ATTEMPTS - 1:
+            except WorkerDiedError:
+                raise
+            except (EngineError, WorkerError) as problem:
+                # A process of the engine died on the way, and took a broadcast with it; or it was replaced, and the new one has
+                # no receiver yet. The others get the weights again; any other error is the weights' or the route's own.
+                changed = isinstance(problem, MembersChangedError) or self._target.members() != self._members
+                if not changed or attempt == ATTEMPTS - 1:
                     raise
+                log.warning("the engine's processes changed during a publish, which is sent again: %s", problem)
 
     async def close(self) -> None:
         """Free the route; the actors must still be running."""

@@ -5,6 +5,7 @@ The real thing, a kill -9 of real vLLM in a whole run, is in test_vllm_replicas.
 
 import asyncio
 import logging
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -524,3 +525,18 @@ async def test_requests_wait_for_a_machine_if_the_last_one_left(model_folder, mo
 async def test_room_is_counted_in_whole_replicas():
     assert [elastic.fits(free, {"GPU": 2.0}) for free in ({"GPU": 5.0}, {"GPU": 1.0}, {"CPU": 9.0})] == [2, 0, 0]
     assert elastic.fits({"GPU": 4.0, "CPU": 1.5}, {"GPU": 1.0, "CPU": 1.0}) == 1
+
+
+async def test_a_machine_that_does_not_answer_is_no_machine_whatever_ray_says(monkeypatch):
+    with socket.socket() as listening, socket.socket() as silent:
+        for each in (listening, silent):
+            each.bind(("127.0.0.1", 0))
+        listening.listen()
+        ports = {"there": listening.getsockname()[1], "lost": silent.getsockname()[1], "known": listening.getsockname()[1]}
+        nodes = [
+            {"NodeID": name, "Alive": name != "known", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+            for name, port in ports.items()
+        ]
+        monkeypatch.setattr(elastic.ray, "nodes", lambda: nodes)
+        monkeypatch.setattr(elastic, "available_resources_per_node", lambda: {name: {"CPU": 2.0} for name in ports})
+        assert elastic.rooms({"CPU": 1.0}) == {"there": 2}

@@ -31,7 +31,8 @@ node_b() {
   until [ ! -e /mnt/late ] && (exec 3<> /dev/tcp/$IP_A/6379) 2> /dev/null; do sleep 0.2; done
   "$PYTHON" -m ray.scripts.scripts start --address=$IP_A:6379 --node-ip-address=$IP_B --block --num-cpus="$CPUS_B" \
     --object-store-memory=134217728 > /mnt/b/ray.log 2>&1 &
-  until [ -e /mnt/lost ]; do sleep 0.2; done  # then all of machine b is gone at once, with its last process
+  until [ -e /mnt/lost ]; do sleep 0.2; done
+  ip link set eth-b down  # gone without a word, and then all of machine b with this shell
 }
 export -f machine node_b
 mkdir -p /mnt/a /mnt/b
@@ -40,6 +41,7 @@ B=$!
 machine machine-a
 ip link add eth-a type veth peer name eth-b
 until [ "$(readlink /proc/$B/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.05; done
+nsenter --net=/proc/$B/ns/net sleep infinity &  # without its other end, the cable of machine a would be gone too
 ip link set eth-b netns $B
 ip addr add $IP_A/24 dev eth-a
 ip link set eth-a up

@@ -230,6 +230,34 @@ def test_a_replaced_process_is_attached_again(tiny: str) -> None:
     asyncio.run(run())
 
 
+class Losing(Replaceable):
+    """One of its processes dies in the middle of the first publish, and the broadcast with it."""
+
+    fails = True
+
+    async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
+        if self.fails:
+            self.fails, self.name = False, "c" if version == 1 else self.name
+            await anext(aiter(buckets))
+            raise EngineError("the broadcast failed")
+        await super().receive(version, buckets)
+
+
+def test_a_publish_that_a_dying_process_took_with_it_is_sent_again_to_the_others(tiny: str) -> None:
+    async def run() -> None:
+        actors, engine = trained(tiny), Losing(tiny)
+        await engine.start()
+        publisher = Publisher(actors, engine, SMALL_BUCKETS)
+        await publisher.send(1)
+        assert gap(actors, await ledger_of(engine, 1)) < 1e-5 and engine.attached == "c"
+        engine.fails = True
+        with pytest.raises(EngineError, match="the broadcast failed"):  # and nobody died
+            await publisher.send(2)
+        await engine.close()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("engine", "why"), [(LiteLlmEngine, "an API model"), (ReplayEngine, "a replay"), (RecordingEngine, "a recorded engine")]
 )

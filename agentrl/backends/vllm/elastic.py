@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from agentrl.executors import in_thread
 log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
+REACH_S = 2.0
 
 Rooms = Mapping[str, int]
 """Ids of the live nodes -> how many replicas fit on what each has free."""
@@ -30,7 +32,18 @@ Rooms = Mapping[str, int]
 def rooms(need: Mapping[str, float]) -> Rooms:
     """The room on the connected cluster, for replicas that each need `need` (CPU and GPU slots)."""
     free = available_resources_per_node()
-    return {node["NodeID"]: fits(free.get(node["NodeID"], {}), need) for node in ray.nodes() if node["Alive"]}
+    there = [node for node in ray.nodes() if node["Alive"] and answers(node["NodeManagerAddress"], node["NodeManagerPort"])]
+    return {node["NodeID"]: fits(free.get(node["NodeID"], {}), need) for node in there}
+
+
+def answers(host: str, port: int) -> bool:
+    """Whether a node's Ray process can be reached. Ray itself calls a machine that is gone without a word alive for tens of
+    seconds, in which its replicas would be started again on it."""
+    try:
+        socket.create_connection((host, port), timeout=REACH_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def fits(free: Mapping[str, float], need: Mapping[str, float]) -> int:
