@@ -115,6 +115,7 @@ class Turn:
     usd: float | None = None
 
 
+# Narrow types: the driver holds the ledgers of all episodes that run or wait for their update, and sends them on.
 _COLUMNS: dict[str, type[np.generic]] = {
     "token_ids": np.int32,
     "sampled": np.bool_,
@@ -155,10 +156,12 @@ class TokenLedger:
         )
 
     def __getstate__(self) -> dict[str, npt.NDArray[Any]]:
+        # Without the room to grow, and without `oldest` and the count: they follow from the columns.
         return {name: self._column(name).copy() for name in _COLUMNS}
 
     def __setstate__(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         self.__init__()  # type: ignore[misc]
+        # Through `_append`, which counts again: what is sent to another process cannot disagree with its columns.
         self._append(len(state["token_ids"]), state)
 
     def append_context(self, token_ids: Sequence[int], turn: int) -> None:
@@ -177,6 +180,7 @@ class TokenLedger:
         a log probability is not finite (a token of probability 0 is never sampled, so the engine is at fault), or
         `turn` is negative or above `MAX_TURN`.
         """
+        # All checks before `_append`: a turn that is refused leaves the ledger as it was.
         n = len(token_ids)
         if len(logprobs) != n or len(versions) != n:
             raise ValueError(f"columns differ in length: {n} ids, {len(logprobs)} logprobs, {len(versions)} versions")
@@ -200,7 +204,9 @@ class TokenLedger:
             self._grow(max(end, _ROOM, end + end // 4 if begin else end))
         for name, values in given.items():
             self._room[name][begin:end] = values
+        # Last of all: if a column does not fit, none of its tokens has been added.
         self._length = end
+        # By version and not by `sampled`: the two agree, which `from_json` checks.
         fresh = self._room["versions"][begin:end]
         fresh = fresh[fresh >= 0]
         self.sampled_tokens += len(fresh)
@@ -216,6 +222,7 @@ class TokenLedger:
             self._room[name] = fresh
 
     def _column(self, name: str) -> npt.NDArray[Any]:
+        # No copy is needed: an append writes behind the view, or into new arrays.
         view = self._room[name][: self._length]
         view.flags.writeable = False  # a caller must not be able to change what the trainer learns from
         return view
@@ -280,6 +287,7 @@ class TokenLedger:
         """
         versions, turns = self.versions, self.turns
         cuts = np.flatnonzero((versions[1:] != versions[:-1]) | (turns[1:] != turns[:-1])) + 1
+        # An empty ledger has no run: position 0 is outside of its columns.
         starts = np.concatenate(([0], cuts)) if self._length else cuts
         counts = np.diff(np.append(starts, self._length))
         return {
@@ -345,6 +353,7 @@ def _versions(values: Sequence[int]) -> npt.NDArray[np.int32]:
 
 
 def _encoded(column: npt.NDArray[Any]) -> str:
+    # The order of bytes is fixed here, because a file may be read on a machine of the other order.
     return base64.b64encode(column.astype(column.dtype.newbyteorder("<"), copy=False).data).decode("ascii")
 
 
@@ -354,6 +363,7 @@ def _decoded(text: str, kind: str) -> npt.NDArray[Any]:
 
 def _unpacked(row: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
     """The columns of a `packed` ledger. Raises ValueError if its parts differ in length."""
+    # The shape is said, because an empty list would become a table without columns.
     spans = np.asarray(row["spans"], dtype=np.int64).reshape(-1, 3)
     turns, versions = (np.repeat(spans[:, at], spans[:, 0]) for at in (1, 2))
     sampled = versions >= 0

@@ -23,6 +23,7 @@ def take_cards() -> list[str]:
     import ray
 
     _given[:] = [str(card) for card in ray.get_gpu_ids()]
+    # Also if Ray gave none: an empty value hides every card, an absent one hides none.
     os.environ[VISIBLE] = ",".join(_given)
     return list(_given)
 
@@ -35,6 +36,7 @@ def own_device() -> torch.device:
     import torch
 
     if torch.cuda.is_available():
+        # Numbers count visible cards only, so 0 is this process's own. NCCL uses the current device, which must be the same one.
         torch.cuda.set_device(0)
         return torch.device("cuda", 0)
     if _given:

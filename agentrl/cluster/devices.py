@@ -31,6 +31,7 @@ def nodes_of(cluster: ClusterConfig, role: str) -> list[ClusterNode]:
         if not joins(cluster):
             return [this_machine()]
         start_ray(cluster)
+    # Here, because it imports ray, which a run on one machine may do without.
     from agentrl.cluster.reserve import cluster_nodes
 
     return cluster_nodes()
@@ -41,6 +42,7 @@ def joins(cluster: ClusterConfig) -> bool:
     return bool(cluster.address or os.environ.get("RAY_ADDRESS"))
 
 
+# Not an argument: `this_machine` is asked deep inside checks that have nothing else to do with a plan.
 _planned: ContextVar[bool] = ContextVar("a run elsewhere is planned", default=False)
 
 
@@ -85,6 +87,7 @@ def card_bytes(cluster: ClusterConfig, timeout: float = 60.0) -> int | None:
     import ray
 
     try:
+        # Of a process that Ray gave a GPU: the driver's machine may have other ones. Without a CPU slot: they may all be taken.
         found: int | None = ray.get(ray.remote(num_gpus=1, num_cpus=0)(_smallest_card).remote(), timeout=timeout)
     except ray.exceptions.GetTimeoutError:
         found = None
@@ -97,4 +100,5 @@ def _smallest_card() -> int | None:
     import torch
 
     cards = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
+    # What fits the smallest fits them all.
     return min(cards, default=None)

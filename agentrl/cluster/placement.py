@@ -42,6 +42,7 @@ class Pools:
         self._timeout, self._call_timeout = cluster.startup_timeout, call_timeout
         found, loose = pools_of_roles(cluster, roles), unpooled or {}
         self._pool_of = {role: name for role, (name, _) in found.items()} | {role: one.key for role, one in loose.items()}
+        # Last, because a role beside another is in that one's pool, whatever it is.
         self._pool_of |= {role: self._pool_of[other] for role, other in (beside or {}).items()}
         self._beside = frozenset(beside or {})
         self._held = reserve(dict(found.values()), list(loose.values()), cluster.startup_timeout)
@@ -61,6 +62,7 @@ class Pools:
         """
         name = self._pool_of[role]
         held = self._held[name]
+        # Without handles they have ended with their last role; the reservation stays, so others can start in it.
         if name not in self._hosts or not self._hosts[name].handles:
             self._hosts[name] = Hosts(name, held.options(), self._timeout)
         grid = Mesh.of(mesh, held.slots)
@@ -73,6 +75,7 @@ class Pools:
         `beside` another role's: it uses the cards of the next so many ranks, which must have been started."""
         name = self._pool_of[role]
         held = self._held[name]
+        # Alone in its pool it takes the slots. Else the pool's processes hold them, and asking for them again would wait forever.
         if sum(other == name for other in self._pool_of.values()) == 1:
             return held.options()
         nothing = {"num_cpus": 0.0, "num_gpus": 0.0}
@@ -82,6 +85,7 @@ class Pools:
         cards = self._hosts[name].cards()
         visible = [[card for rank in cards[first : first + gpus] for card in rank] for first in range(0, held.slots, gpus)]
         return [
+            # In the bundle of the first of its ranks: blocks of ranks never span two nodes, so all of their cards are there.
             {**nothing, **held.at(number * gpus), "runtime_env": {"env_vars": {VISIBLE: ",".join(seen)}}}
             for number, seen in enumerate(visible)
         ]
@@ -108,7 +112,9 @@ class Pools:
     def close(self) -> None:
         """End what still runs in the pools and release their resources; idempotent."""
         for hosts in self._hosts.values():
+            # Before the release, with which Ray kills what still runs there: a killed process runs no exit handlers.
             hosts.end()
+        # After a shutdown nothing is held any more, and asking would fail.
         if ray.is_initialized():
             for held in self._held.values():
                 held.release()

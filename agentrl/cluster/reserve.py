@@ -67,6 +67,7 @@ def _nodes(left: Mapping[str, Mapping[str, float]]) -> dict[ClusterNode, str]:
     for node in ray.nodes():
         if node["Alive"]:
             has = left.get(node["NodeID"], node["Resources"])
+            # With a part of the id: the search knows nodes by name, and several Ray nodes on one machine share its address.
             name = f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
             nodes[ClusterNode(name, float(has.get("CPU", 0.0)), float(has.get("GPU", 0.0)))] = node["NodeID"]
     return nodes
@@ -80,6 +81,7 @@ def reserve(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], timeo
     supply: at once if no placement exists, after `timeout` seconds if others use the resources.
     """
     nodes = cluster_nodes()
+    # Only for its error: what does not fit the empty cluster either must not wait for the deadline.
     assign(pools, unpooled, nodes)
     deadline = time.monotonic() + timeout
     while True:
@@ -113,8 +115,10 @@ def _hold(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled]) -> dict
     held: dict[str, Reserved] = {}
     for name, share in shares.items():
         cpus, gpus = sizes[name]
+        # Without zeros: Ray refuses a bundle that has nothing else.
         bundle = {key: value for key, value in (("CPU", cpus), ("GPU", gpus)) if value}
         pins = [{NODE_LABEL: ids[node]} for node, count in share for _ in range(count)]
+        # PACK is only a wish, so it cannot contradict the pins, which decide alone.
         group = placement_group([bundle] * len(pins), strategy="PACK", bundle_label_selector=pins)
         held[name] = Reserved(cpus, gpus, tuple(count for _, count in share), group)
     return held

@@ -49,6 +49,7 @@ class TokenAnswer:
 def this_place() -> str:
     """Host name of this machine, and its address in the cluster if it is part of one."""
     name = socket.gethostname()
+    # Not imported: if nobody else has, this process is no part of a cluster.
     ray = sys.modules.get("ray")
     return f"{name} ({ray.util.get_node_ip_address()})" if ray is not None and ray.is_initialized() else name
 
@@ -60,6 +61,7 @@ async def check_shared(group: WorkerGroup[Any], folder: Path, key: str) -> None:
     """
     token = _PREFIX + secrets.token_hex(8)
     try:
+        # Both ways: two machines may each have a folder of that path, or one may mount it read-only.
         (folder / token).write_text(token)
         answers: list[TokenAnswer] = await group.in_processes(answer_token, str(folder), token, PATIENCE)
         for rank, found in enumerate(answers):
@@ -70,12 +72,14 @@ async def check_shared(group: WorkerGroup[Any], folder: Path, key: str) -> None:
                     f"not share the folder {folder}: {fault}. Set {key} to a folder that all nodes mount at the same path"
                 )
     finally:
+        # By the token, so that all answers go too, and no other run's files.
         for left in folder.glob(f"{token}*"):
             left.unlink(missing_ok=True)
 
 
 def answer_token(folder: str, token: str, patience: float) -> TokenAnswer:
     """In a process of the group: look for the driver's token, and write a file of its own beside it."""
+    # A random name: with one name for all ranks, a single one that shares the folder would answer for the others.
     place, own = this_place(), f"{token}-{secrets.token_hex(8)}"
     if not seen_in_time(lambda: token in _names(Path(folder)), patience):
         return TokenAnswer(place, own, "the group's process does not see the file that this one wrote")
@@ -124,6 +128,7 @@ def _not_arrived(folder: Path, files: dict[str, int]) -> list[str]:
 
     def missing() -> list[str]:
         here = _sizes(folder)
+        # Sizes too: a name may be there before all of its bytes are.
         return sorted(name for name, size in files.items() if here.get(name) != size)
 
     return [] if seen_in_time(lambda: not missing(), PATIENCE) else missing()

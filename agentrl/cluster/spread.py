@@ -33,6 +33,7 @@ class Unpooled:
 
     def fit(self, room: Sequence[float]) -> int:
         """How many fit into (CPU slots, GPUs)."""
+        # What it does not ask for sets no limit; a process that asks for nothing fits anywhere.
         each = [int(has // asks) for has, asks in zip(room, (self.cpus, self.gpus), strict=True) if asks]
         return min(each, default=self.count)
 
@@ -55,6 +56,7 @@ def assign(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], nodes:
         for node in chosen[name]:
             left[node] = [left[node][0] - cpus, left[node][1] - gpus]
     units = [one.blocks() for one in unpooled]
+    # Few nodes are faster to train on. Any nodes will do before a run is refused that has room.
     found = _on_few_nodes(units, left)
     if found is None:
         found = _on_any_nodes(units, left)
@@ -80,6 +82,7 @@ def _on_few_nodes(wanted: Sequence[Unpooled], left: Mapping[str, list[float]]) -
     if not wanted:
         return {}
     first, rest = wanted[0], wanted[1:]
+    # Those with most room first: then the first few are the fewest that can hold all.
     order = sorted(left, key=lambda node: -first.fit(left[node]))
     for used in range(1, len(order) + 1):
         counts = _counts(first.count, [first.fit(left[node]) for node in order[:used]])
@@ -110,6 +113,7 @@ def _on_any_nodes(wanted: Sequence[Unpooled], left: Mapping[str, list[float]]) -
     which one takes one GPU, this finds a place whenever there is one."""
     if not wanted:
         return {}
+    # Large ones first: small ones fit into the gaps that these leave, but not the other way round.
     order = sorted(wanted, key=lambda one: -one.gpus)
     smallest, room = order[-1], {node: list(has) for node, has in left.items()}
     found: dict[str, dict[str, int]] = {one.key: {} for one in wanted}

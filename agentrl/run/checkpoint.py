@@ -55,6 +55,7 @@ class Saver:
         aside = self._checkpoints.begin(step)
         try:
             await self._learner.begin_save(aside)
+            # No await between these two: a group that ended in between would be in neither of them, or in both.
             state = {"step": step, "ledger": self._collector.to_json(contents=False)}
             groups = self._collector.complete_groups()
             await in_thread("files", _write_driver, aside, state, groups)
@@ -76,6 +77,7 @@ class Saver:
     async def wait(self) -> None:
         """Wait until nothing is being written. Raises the error if writing failed."""
         if self._writing is not None:
+            # Forgotten before it is awaited, so that its error is raised once and not again by the next save.
             writing, self._writing = self._writing, None
             await writing
 
@@ -104,6 +106,7 @@ class Saver:
 
     async def load(self) -> bool:
         """Load the newest complete checkpoint; False if there is none. Metrics after it are removed."""
+        # Before `newest`: it may move back a checkpoint, which is then the newest one.
         lost = self._checkpoints.lost()
         newest = self._checkpoints.newest()
         if lost:
@@ -129,6 +132,7 @@ class Saver:
                         await asyncio.sleep(POLL)
             except TimeoutError:
                 raise CheckpointError(f"checkpoint {step} was not written within {limit:g} s (cluster.call_timeout)") from None
+            # Before the commit, which seals what the driver sees: files on a rank's own disk would be missing from it unnoticed.
             await self._learner.check_saved(aside)
             await in_thread("files", self._checkpoints.commit, step, score)
         except Exception as error:

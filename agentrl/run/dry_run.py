@@ -90,6 +90,7 @@ def memory_of(config: TrainConfig, card: int | None) -> list[RolePlacement]:
     """Every role of the run and what it takes on one of its devices: cards of `card` bytes, or host memory."""
     engine, dtype = engine_name(config), config.model.computes_in(card is not None)
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    # As the run will choose: the kernel that reads key heads by groups needs a card and half precision.
     grouped = card is not None and dtype != "float32" and varlen_takes_groups()
     found = [_trained(config, role, grouped) for role in roles_of(config, engine) if role != "rollout"]
     maker = maker_of(engine, config)
@@ -149,7 +150,9 @@ def peaks(placed: list[RolePlacement], card: int | None) -> list[Peak]:
     if card is not None:
         return [Peak(name, role, size, card) for name, (size, role) in turns.items()]
     ranks = {name: max(one.ranks for one in beside) for name, beside in devices.items()}
+    # The peaks of different roles' processes may fall together, and all ranks are on this machine.
     total = sum(size * ranks[name] for name, (size, _) in turns.items())
+    # `available` and not `total`: what other programs hold will not be there.
     return [Peak("host memory", max(turns.values())[1], total, psutil.virtual_memory().available)]
 
 
@@ -171,6 +174,7 @@ def publish_of(beside: list[RolePlacement]) -> list[tuple[int, str]]:
 def advice(config: TrainConfig, placed: list[RolePlacement], peak: Peak) -> str:
     """Which keys make a device's peak smaller, largest part first."""
     beside = [one for one in placed if one.device == peak.device or peak.device == "host memory"]
+    # A publish is the actor's: what it gathers there, its keys make smaller.
     [one] = [one for one in beside if one.role == peak.role.replace(PUBLISH, "actor")]
     memory, ways = one.memory, []
     if memory.activations + memory.working:

@@ -49,6 +49,7 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         update = await session.learner.step(batch, collector.ledger.version) | ages
         del batch  # also frees its part in the object store, which the next episodes need
         clock.lap("update_s")
+        # Counted first: `publish` sends the weights under the ledger's version.
         collector.trained(groups)
         await session.publish()
         clock.lap("publish_s")
@@ -59,6 +60,7 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         if config.eval.every and step % config.eval.every == 0 and step < config.steps and not interrupt.requested:
             found = await evaluate_now(session, run_log, "eval")
             reached = config.stop_at_success is not None and (found.success or 0.0) >= config.stop_at_success
+        # Each step: what cannot be written must end the run at once, not after all its steps.
         await session.saver.check()
         await run_log.writes.check()
         # Read once per step, for both the save and the end: Ctrl-C in between would end the loop without a checkpoint.

@@ -43,6 +43,7 @@ def pooled_roles(config: TrainConfig, engine_name: str) -> list[str]:
 def unpooled_roles(config: TrainConfig, engine_name: str) -> dict[str, Unpooled]:
     """The run's roles without a pool whose processes have GPUs of their own: every actor takes one GPU, a process of the
     engine as many as it computes on. Empty on nodes without GPUs: there Ray places the processes, by CPU slots alone."""
+    # The actors come first: the search gives the fewest nodes to the first role, and they are the ones that exchange gradients.
     cluster, found = config.cluster, {}
     if cluster.backend != "ray":
         return {}

@@ -84,6 +84,7 @@ def _schedule_note(before: TrainConfig, config: TrainConfig, folder: RunFolder) 
     if optim.schedule == "constant" or before.steps == config.steps:
         return ()
     done = 0 if newest is None else int(newest.name.rpartition("_")[2])
+    # Updates in which only the critic learns do not count for the policy's schedule.
     past = max(done - (config.critic.warmup if config.critic is not None else 0), 0)
     was, now = (rate(past, optim.warmup, optim.schedule, policy_updates(each)) for each in (before, config))
     return (

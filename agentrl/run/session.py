@@ -76,6 +76,7 @@ class Session:
 
 def model_folder(config: TrainConfig, folder: RunFolder) -> str:
     """The folder or hub name of a session's initial model: the warm start's result, `model.path`, or a newly built one."""
+    # First, because a warm start begins with one of the models below and is what the run goes on from.
     if (folder.warm_start / "config.json").is_file():
         return str(folder.warm_start)
     if config.model.path is not None:
@@ -94,6 +95,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
     if needs_ray(config):
         start_ray(config.cluster)
     inputs = read_inputs(config, path)  # before any process is started, so that a missing file fails fast
+    # All roles at once, before any process: a run that got only some of its places would wait and keep others from starting.
     pools = open_pools(config, engine_name)
     actors = start_actors(config, pools)
     parts: Assembly | None = None
@@ -101,6 +103,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display)
         await check_shared(actors, folder.path, "out")
         parts = assemble(config, inputs, model=path, pools=pools)
         await actors.arun(Actor.init_model, path, config.model, config.optim, policy_updates(config))
+        # Before the engine starts, which takes its part of the GPU's memory from what it finds free.
         if rests(config, "actor"):
             await actors.arun(Actor.offload)
         await parts.start()

@@ -53,6 +53,7 @@ class Activations:
 def count_activations(module: nn.Module, tokens: int, dtype: torch.dtype) -> Activations:
     """Of a forward pass over `tokens` tokens, all of whose logprobs or values are wanted. `module` is on the meta device and
     its attention is `COUNTED`. Raises what the model raises if it cannot run there."""
+    # Before `_Kept` looks: this gives the parameters other storages.
     module = module.to(dtype)
     layers, marks = layers_of(module), [0]
     kept = _Kept(module.parameters())
@@ -84,6 +85,7 @@ class _Kept:
 
     def pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
+        # By storage, since a view that is kept keeps all of it.
         if storage._cdata not in self._seen:
             self._seen[storage._cdata] = storage  # held, so that no other takes its place in memory
             self.total += storage.nbytes()

@@ -33,6 +33,7 @@ class Conversion:
         if self.converter is None:
             [[source]] = self.sources.values()
             return {self.name: read(source)}
+        # `add_tensor` collects in the converter itself, which the conversions of all layers share.
         converter = deepcopy(self.converter)
         for pattern, group in self.sources.items():
             for source in group:
@@ -91,6 +92,7 @@ def saving_conversions(model: Any, held: Iterable[str]) -> list[Conversion]:
     found = get_model_conversion_mapping(model, add_legacy=False)
     # A prefix that a checkpoint may or may not have had is not put back.
     kept = [transform for transform in found if not isinstance(transform, PrefixChange)]
+    # Undone from the last to the first, as they build on each other.
     renamings, converters = _parted([transform.reverse_transform() for transform in reversed(kept)])
     conversions: dict[str, Conversion] = {}
     for key in _ordered(held):
@@ -114,6 +116,7 @@ def _ordered(names: Iterable[str]) -> list[str]:
 
 
 def _add(conversions: dict[str, Conversion], name: str, key: str, pattern: str | None, converters: list[Any]) -> None:
+    # Of several the last counts, as in transformers.
     converter = next((c for c in reversed(converters) if pattern in c.source_patterns), None)
     conversion = conversions.setdefault(name, Conversion(name, converter))
     if conversion.converter is None:

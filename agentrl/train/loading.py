@@ -62,9 +62,11 @@ class Loader:
         checkpoint lacks a tensor, or has one of another shape.
         """
         _materialize(module, parameters or device)
+        # That gave each name a tensor of its own, so tied ones have come apart.
         if hasattr(self._model, "tie_weights"):
             self._model.tie_weights()
         self._read({id(part) for part in module.modules()})
+        # Also those that nothing was read into, such as shards without rows: else they would be drawn at random.
         for tensor in self._model.parameters():
             setattr(tensor, LOADED, True)
         self._model.initialize_weights()  # what no file holds: buffers that a config determines, such as rotary frequencies
@@ -96,6 +98,7 @@ class Loader:
         region = region_of(target)
         mine = None if region is None else conversion.rows(region[0].start, region[0].stop)
         if mine is not None and region is not None and _rows_only(region, target):
+            # Ranks beyond the last row hold nothing, and a converter cannot run without a source.
             if local_of(target).numel():
                 self._put(conversion.name, mine.make(files.read, self._model)[conversion.name])
             return [conversion.name]
@@ -111,6 +114,7 @@ class Loader:
         target = local_of(tensor)
         if source.shape != target.shape:
             raise ModelError(f"{self._path}: {name}: a part has shape {tuple(source.shape)}, expected {tuple(target.shape)}")
+        # Filled already, by another name: tied names are one tensor here and may be two in the files.
         if getattr(tensor, LOADED, False) and not torch.equal(target, source.to(target)):
             raise ModelError(f"{self._path}: the config ties {name} to another tensor, and the checkpoint has two that differ")
         target.copy_(source)

@@ -75,11 +75,13 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, *, train
     shards = ranks // cfg.replicas
     parameters = list(module.parameters())
     learning = [p for p in parameters if p.requires_grad] if trained else []
+    # As FsdpEngine decides: checkpointing by the model without adapters, sharded gradients by what is trained.
     size = numbers(p for name, p in module.named_parameters() if ".lora_" not in name)
     checkpoints, shards_gradients = by_size(cfg.activation_checkpointing, size), by_size(cfg.shard_gradients, numbers(learning))
     own = {"weights": MASTER * _local(parameters, shards), "optimizer": ADAMW * _local(learning, shards)}
     sharded = MASTER * _local(learning, shards)
     if cfg.cpu_offload:
+        # All of this is then in host memory; on the device are only gathered layers.
         own, sharded = {}, 0
     try:
         found = count_activations(module, math.ceil(tokens / cfg.sequence_parallel), getattr(torch, cfg.dtype or "float32"))

@@ -38,6 +38,7 @@ class Offloaded:
         _wait()
         for held in going.values():
             held.storage.resize_(0)
+        # Those of last time only if they are still away: the copy of a tensor that is gone would stay forever.
         self._held = {**self._held, **going} if self.away else going
         self.away = True
         free_cached()
@@ -78,6 +79,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _room(storage: torch.UntypedStorage) -> _HostCopy:
+    # Pinned, because only such copies run without the CPU's waiting for each.
     host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
     return _HostCopy(storage, host)
 

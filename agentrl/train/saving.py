@@ -35,6 +35,7 @@ def save_model(
     with torch.device("meta"):
         # A copy, because from_config writes its attention implementation into the config that it is given.
         shell = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa")
+    # A tied tensor is written once, under the name that the others are tied to.
     held = {name: tensor for name, tensor in shell.state_dict().items() if name not in shell.all_tied_weights_keys}
     conversions = saving_conversions(shell, held)
     expected: dict[str, Tensor] = {}
@@ -65,4 +66,5 @@ def _made(
         alone = len(of[name].names()) == 1
         waiting[name] = tensor.to("cpu", held[name].dtype, copy=not alone)
         if all(source in waiting for source in of[name].names()):
+            # `pop`, so that nothing is held after its conversion.
             yield from of[name].make(waiting.pop, shell).items()

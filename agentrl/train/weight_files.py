@@ -38,6 +38,7 @@ class WeightFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Before the files are closed that they point into.
         self._held.clear()
         self._open.close()
 
@@ -57,6 +58,7 @@ class WeightFiles:
         if file.endswith(".safetensors"):
             handle = self._open.enter_context(safe_open(file, framework="pt"))
             return {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  # the handle is not a mapping
+        # weights_only: a pickle from elsewhere could run code.
         held: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         return held
 
@@ -64,6 +66,7 @@ class WeightFiles:
 def weight_files(path: str, named: str | None = None) -> list[str]:
     """The files that hold a model's weights, downloaded if `path` is a hub name. `named`: the file that the model's config
     names, if it names one. Raises OSError if there is none."""
+    # As transformers prefers them: a folder may have both kinds, and must be the same model here and there.
     names = [named] if named else [SINGLE, INDEX, OLD_SINGLE, OLD_INDEX]
     for name in names:
         found = _local(path, name)

@@ -80,6 +80,7 @@ class WeightWriter:
             raise ModelError(f"export: {name} is {tensor.dtype} {tuple(tensor.shape)}, expected {tuple(expected.shape)}")
         position = self._positions[name]
         position.file.seek(position.start)
+        # As bytes, since numpy has no bfloat16; flat, since a scalar cannot be viewed as bytes.
         position.file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self._missing.discard(name)
 
@@ -97,6 +98,7 @@ class WeightWriter:
             entry = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [starts[name], end]}
             header[name] = entry
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        # Spaces up to a multiple of 8, so that the tensors begin aligned in a mapped file; the format allows them.
         text += b" " * (-len(text) % 8)
         file = path.open("wb")
         self._files.append(file)
@@ -115,6 +117,7 @@ class WeightWriter:
             "total_parameters": sum(tensor.numel() for tensor in self._expected.values()),
             "total_size": sum(_bytes(tensor) for tensor in self._expected.values()),
         }
+        # The index last: files that it does not name yet are not a model to any reader.
         index = {"metadata": total, "weight_map": dict(sorted(self._of.items()))}
         (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -56,6 +56,7 @@ class CacheShape:
 
     def token_bytes(self, ranks: int, itemsize: int) -> int:
         """Bytes per token on each of `ranks` tensor-parallel ranks."""
+        # Rounded up: with fewer heads than ranks, each rank keeps a whole one.
         return 2 * self.layers * math.ceil(self.heads / ranks) * self.size * itemsize
 
 
@@ -77,6 +78,7 @@ def cpu_mib(config: TrainConfig, dtype: str) -> int:
     running = min(vllm.max_num_seqs or CPU_SEQUENCES, config.rollout.max_episodes)
     length = min(vllm.max_model_len, shape.positions) + BLOCK
     one = math.ceil(length * shape.token_bytes(vllm.tensor_parallel, itemsize(dtype, vllm.args)) / 2**20)
+    # The lower bound wins over CPU_MIB: an engine that holds no sequence does not start.
     return max(one, min(CPU_MIB, running * one))
 
 
@@ -84,6 +86,7 @@ def check_room(config: TrainConfig, dtype: str) -> None:
     """Raise ConfigError if `vllm.kv_cache_mib` holds no sequence of `vllm.max_model_len` tokens, which vLLM needs to start."""
     vllm = config.vllm
     shape = CacheShape.of(config.model) if vllm.kv_cache_mib is not None else None
+    # Without such layers a token takes nothing, and any size will do.
     if vllm.kv_cache_mib is None or shape is None or shape.layers == 0:
         return
     length = min(vllm.max_model_len, shape.positions)

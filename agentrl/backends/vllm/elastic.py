@@ -23,6 +23,7 @@ from agentrl.executors import in_thread
 log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
+# Enough for a busy machine to accept a connection, and little beside EVERY_S: nodes are asked one after the other.
 REACH_S = 2.0
 
 Rooms = Mapping[str, int]
@@ -53,6 +54,7 @@ def fits(free: Mapping[str, float], need: Mapping[str, float]) -> int:
 
 def on_node(node: str, need: Mapping[str, float]) -> dict[str, Any]:
     """Ray's actor options of a replica on that node."""
+    # Not soft: elsewhere it would take the room that was counted for another replica.
     pinned = NodeAffinitySchedulingStrategy(node, soft=False)
     return {"num_cpus": need.get("CPU", 0.0), "num_gpus": need.get("GPU", 0.0), "scheduling_strategy": pinned}
 
@@ -82,6 +84,7 @@ class Elastic:
         """One look at the cluster, and what follows from it."""
         room = dict(await in_thread("weights", self._look, self._need))
         for replica in self._replicas.dead():
+            # Only a death on a live node is a fault that may repeat; machines may leave as often as they like.
             if replica.node in room:
                 self._replicas.respawn(replica)
             else:
@@ -89,6 +92,7 @@ class Elastic:
         # One batch at a time: what is starting may not have taken its resources yet, and would be counted as room.
         if self._replicas.coming:
             return
+        # May be negative, and would then cut the list below from the other end.
         wanted = self._most - len(self._replicas.alive())
         for node in [node for node, count in room.items() for _ in range(count)][: max(wanted, 0)]:
             self._replicas.grow(node, on_node(node, self._need))

@@ -34,7 +34,9 @@ class SegmentedRequest:
         """The sampling of its next segment. The seed is another one in each: drawn with the same numbers as the first, its tokens
         would depend on the earlier ones in a way that the policy does not have."""
         seed = sampling.seed
+        # The first segment keeps the caller's seed: without an update in between, the tokens are those of an uncut request.
         if seed is not None and self.segments:
+            # SeedSequence takes no negative numbers, and what comes out has to fit a signed 64-bit integer.
             seed = int(np.random.SeedSequence((seed % 2**63, self.segments)).generate_state(1, np.uint64)[0] >> np.uint64(1))
         return replace(sampling, max_tokens=sampling.max_tokens - len(self.token_ids), seed=seed)
 
@@ -62,6 +64,7 @@ class Segments:
 
     async def enter(self, request_id: str, request: SegmentedRequest) -> bool:
         """Wait until the gate is open; False if the request was stopped meanwhile. `leave` must follow."""
+        # A loop: before this task gets its turn, the gate that opened may have closed again for the next weights.
         while not self._open.is_set() and not request.stopped.is_set():
             waits = [asyncio.ensure_future(event.wait()) for event in (self._open, request.stopped)]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -81,10 +84,13 @@ class Segments:
 
     async def close(self) -> None:
         """Let nothing in, and end all that is inside; returns when all of it has left."""
+        # First, so that nobody enters while the loop waits, which then ends.
         self._open.clear()
         while self._inside:
+            # Before the abort: an answer may come while it is awaited, and would pass for the request's own end.
             self._cut |= self._inside
             await self._abort(sorted(self._inside))
+            # Again, because vLLM ignores an abort of what has entered here and not yet reached it.
             await asyncio.sleep(RETRY_S)
 
     def open(self) -> None:

