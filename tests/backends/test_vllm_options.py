@@ -219,7 +219,7 @@ def test_it_can_sleep_on_a_gpu_only(cuda: bool, qwen3_8b: str) -> None:
             r"vllm.args.gpu_memory_utilisation: vLLM [\d.]+\S* has no .*mean 'gpu_memory_utilization'\?",
         ),
         ("{gpu_memory_utilization='half'}", r"vllm.args.gpu_memory_utilization = 'half': vLLM expects float: .*valid number"),
-        ("{max_num_active_seqs=1.5}", "vLLM expects int | None: .*valid integer"),
+        ("{num_gpu_blocks_override=1.5}", "vLLM expects int | None: .*valid integer"),
         ("{scheduling_policy='lifo'}", r"vLLM expects Literal\['fcfs', 'priority'\]: .*'fcfs' or 'priority'"),
         ("{enable_expert_parallel=1}", "vLLM expects bool: .*valid boolean"),
         ("{tensor_parallel_size=2}", "vllm.args.tensor_parallel_size: set vllm.tensor_parallel instead"),

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentrl.backends.vllm.engine import VllmEngine
+from agentrl.backends.vllm.version import tells_versions
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config.schema import ClusterConfig, InitModelConfig, LoraSection, ModelConfig, VllmConfig, WeightsConfig
@@ -97,7 +98,8 @@ async def test_fsdp_ranks_into_tensor_parallel_workers(ray_up: None, tiny: str, 
         assert engine._expected is not None
         tied, engine._expected = engine._expected, replace(engine._expected, tied={})
         await publish(actors, engine, WeightsConfig(), 10)
-        assert gap(actors, await ledger_of(engine, 10)) > 5e-3
+        # a vLLM that does not tell versions (0.26) does not leave the head behind either
+        assert (gap(actors, await ledger_of(engine, 10)) > 5e-3) is tells_versions()
         engine._expected = tied
         # with its name again it is as new as the rest
         await publish(actors, engine, WeightsConfig(), 11)
