@@ -28,6 +28,7 @@ class _ChangesTools(ToolWrapper):
     ) -> tuple[Observation, dict[str, Any]]:
         observation, info = await self.env.areset(seed=seed, options=options)
         self._change_tools()
+        # The record was made with the environment's own tools, and a spec checks calls against what it says.
         self.trajectory.tools = self.toolbox.schemas()
         return observation, info
 
@@ -101,6 +102,7 @@ class _Flaky(Tool):
 
     async def invoke(self, owner: Any, values: Mapping[str, Any], child: Child | None = None) -> Any:
         record = owner.trajectory
+        # Not `hash`, which differs from process to process for text.
         place = f"{self.seed}/{record.task.seed}/{len(record.turns)}/{self.name}/{dict(values)!r}"
         chance = int.from_bytes(blake2b(place.encode(errors="replace"), digest_size=4).digest(), "big") / 2**32
         if chance < self.rate:
@@ -121,6 +123,7 @@ class ObservationLimit(ToolWrapper):
         observation, *rest = await self.env.astep(action)
         cut = [replace(m, content=fit(m.content, self.tokens, self.count)) for m in observation]
         record = self.trajectory
+        # For no messages the slice would be [-0:], the whole record.
         if cut:
             record.messages[-len(cut) :] = cut
         turn = record.turns[-1]
@@ -151,6 +154,7 @@ class ToolSchedule(ToolWrapper):
                 self.toolbox.remove(name)
             notice = _notice(added, removed)
             record.messages.append(notice)
+            # Removed ones stay: the calls that were made of them are checked against their schemas.
             record.tools += [item.schema for item in added]
             observation = [*observation, notice]
         return observation, reward, terminated, truncated, info

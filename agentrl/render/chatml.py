@@ -122,6 +122,7 @@ class ChatML(Renderer):
         return self._codec.encode(close, *_turns(messages), _OPEN_TURN)
 
     def parse(self, token_ids: Sequence[int], finish: str) -> Message:
+        # A cut turn may end in any token, which is then part of its text.
         ids = token_ids[:-1] if finish == "stop" and token_ids and token_ids[-1] == self._end else token_ids
         reasoning, text = split_reasoning(self._codec.decode(ids))
         content, calls = parse_tool_calls(text)
@@ -130,6 +131,7 @@ class ChatML(Renderer):
     def assistant(self, message: Message) -> list[int]:
         if message.role != "assistant":
             raise RenderError(f"expected an assistant's message, got one of role {message.role!r}")
+        # Without the newline after END, as a policy samples it: `extend` adds that one.
         return self._codec.encode(*_body(message), Markup(END), after=Place.TEXT)
 
 
@@ -155,6 +157,7 @@ def _turns(messages: Sequence[Message]) -> list[str]:
     parts: list[str] = []
     for index, message in enumerate(messages):
         if message.role != "tool":
+            # Only the frame is markup; content stays ordinary text, whatever control tokens its author spelled out.
             parts += [Markup(f"{START}{message.role}\n"), *_body(message), _CLOSE_TURN]
             continue
         if index == 0 or messages[index - 1].role != "tool":

@@ -27,6 +27,7 @@ def plain_tokenizers(full: Tokenizer, control: frozenset[str]) -> dict[Place, To
     """For each place, the tokenizer without its control tokens, which it therefore reads as ordinary text."""
     spec = json.loads(full.to_str())
     spec["added_tokens"] = [entry for entry in spec["added_tokens"] if entry["content"] not in control]
+    # They are made for whole texts: each piece would get a begin token, or be cut.
     spec["post_processor"] = spec["truncation"] = spec["padding"] = None
     spec["model"]["vocab"] = _unspellable(spec["model"], control)
     made: dict[str, Tokenizer] = {}  # a large vocabulary takes a second to build, so equal places share one

@@ -77,6 +77,7 @@ def parse_llama_json(text: str) -> Parsed:
         try:
             value, end = strict_json(body, position)
         except ValueError as problem:
+            # Where the broken one ends is not known, so the rest of the turn goes with it.
             calls.append(malformed(call_id, body[position:], f"not valid JSON: {problem}"))
             break
         key = "arguments" if isinstance(value, dict) and "arguments" in value else "parameters"
@@ -128,6 +129,7 @@ PARSERS: dict[str, Parser | ForTools] = {
 
 def parser_for(rendered_call: str) -> str | None:
     """The tool-call syntax of a template, recognized from a call that it rendered; None if it is none of these."""
+    # First, because this syntax has <tool_call> around it, too.
     if "<function=" in rendered_call:
         return "qwen_xml"
     if _MISTRAL in rendered_call:
@@ -138,6 +140,7 @@ def parser_for(rendered_call: str) -> str | None:
 
 
 def _mistral_item(item: Json, call_id: str, raw: str) -> ToolCall:
+    # The id is part of what was sampled, and the template repeats it with the tool's answer.
     sampled_id = item.get("id") if isinstance(item, dict) else None
     return call_from_json(item, sampled_id if isinstance(sampled_id, str) and sampled_id else call_id, raw)
 

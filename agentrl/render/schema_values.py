@@ -90,6 +90,7 @@ def _finite(value: Json) -> bool:
     return all(_finite(item) for item in items)
 
 
+# In the order in which they are tried. "string" fits everything, so it comes last.
 _READERS: dict[str, Callable[[str], Json]] = {
     "null": _null, "integer": int, "number": _number, "boolean": _boolean, "object": _json, "array": _json, "string": str,
 }  # fmt: skip

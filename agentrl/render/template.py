@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # Private-use characters, which templates copy like letters; a _HIDE in the text itself is escaped like a control token.
 _HIDE, _SHOW = "\ue000", "\ue001"
 _HIDDEN = re.compile(f"{_HIDE}([0-9]+){_SHOW}")
+# A word that no template is likely to contain, and with nothing in it that JSON or a filter would escape.
 _MARK = "Qmarkq"
 _CALL = ToolCall("probe_tool", {"key": _MARK}, id="probecall")
 _QUESTION = Message("user", "Question")
@@ -51,10 +52,12 @@ class TemplateRenderer(Renderer):
         does not append, its turns have no end token, or the parser cannot read the calls that it writes."""
         self._tokenizer = tokenizer
         self._codec = Codec(tokenizer)
+        # The longest first: of two tokens with the same beginning, the pattern must find the one that the tokenizer would.
         self._control = sorted(self._codec.control, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, [*self._control, _HIDE])))
         self._stop = self._find_stop()
         self._opening = self._text([_QUESTION], (), True)
+        # Such a template opens the reasoning itself: what is sampled begins within it, without the tag.
         self._in_reasoning = self._opening.rstrip().endswith("<think>")
         self._kept: dict[tuple[str, ...], bool] = {}
         self._verify([Message("assistant", "Answer one"), Message("user", "More")])
@@ -71,6 +74,7 @@ class TemplateRenderer(Renderer):
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateRenderer:
         if not isinstance(self._parser, ForTools):
             return self
+        # A copy, as this one serves episodes with other tools at the same time.
         bound = copy(self)
         bound._parse_calls = self._bound(tools)
         return bound
@@ -109,6 +113,7 @@ class TemplateRenderer(Renderer):
             raise RenderError("the chat template does not write an assistant turn after its own opening")
         turn, stop, _ = whole[len(self._opening) :].partition(self._stop)
         after = self._codec.place_after(self._opening)
+        # A template may end a turn only before the next one; a policy samples the end in any case.
         return self._encode(turn + stop, after) if stop else [*self._encode(turn, after), *self.stop_token_ids]
 
     def keeps(self, message: Message, following: Sequence[Message]) -> bool:
@@ -243,6 +248,7 @@ class TemplateRenderer(Renderer):
                 f"{whole[max(0, at - 30) : at]!r} it writes {whole[at : at + 30]!r}, "
                 f"appending gives {replayed[at : at + 30]!r}"
             )
+        # Equal text is not enough: a renderer's tokens must be the ones that the model was trained on.
         direct = self._tokenizer(whole, add_special_tokens=False)["input_ids"]
         if self._encode(whole, Place.START) != list(direct):
             raise ModelError("the tokenizer splits text in the middle of a conversation differently than on its own")

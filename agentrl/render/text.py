@@ -47,6 +47,7 @@ class Codec:
         )
         self._strip_after = {entry.content for entry in entries.values() if entry.rstrip}
         self._strip_before = {entry.content for entry in entries.values() if entry.lstrip}
+        # The unknown token is what ordinary text may become, and it ends no turn.
         unknown = tokenizer.unk_token_id
         self._forbidden = {self.added[content] for content in self.control} - {unknown}
         longest_first = sorted(self.added, key=len, reverse=True)
@@ -86,6 +87,7 @@ class Codec:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, with control tokens by name; ids that the tokenizer does not have are left out."""
+        # Ids are u32 there: others raise an OverflowError, and what was sampled must always be readable.
         return str(self._full.decode([i for i in ids if 0 <= i < 2**32], skip_special_tokens=False))
 
     def _pieces(self, markup: Markup) -> list[str]:

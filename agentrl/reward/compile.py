@@ -69,6 +69,7 @@ class _Builder:
                 self._reachable(node[key], join(pointer, key), own)
         if "use" in node:
             return self._leaf(node, mods, pointer, own)
+        # The outer reason first: who mends the inner one would only meet the outer one next.
         below = mute or self._mute(node, mods, pointer)
         if node["op"] == "gate":
             return self._gate(node, mods, pointer, own, below)
@@ -95,6 +96,7 @@ class _Builder:
             self.fail(join(pointer, "emit"), "only a node with a scope (round, turn or call) has steps to emit at")
         if mods.emit == "step" and mute is not None:
             self.fail(join(pointer, "emit"), f"cannot emit at steps: {mute}")
+        # The group is what the node is compared with: its own child still sees the whole episode.
         return scope if own == "group" else own
 
     def _mute(self, node: Mapping[str, Any], mods: Mods, pointer: str) -> str | None:
@@ -191,6 +193,7 @@ def _has_ref(value: Json) -> bool:
 def _resolver(args: Mapping[str, Any]) -> Callable[[View], Mapping[str, Any]] | None:
     """A function that follows the references of `args`; None if there are none."""
     readers = {key: _reader(value) for key, value in args.items() if _has_ref(value)}
+    # Most leaves have none: their arguments then need no copy for each part of an episode.
     if not readers:
         return None
     fixed = {key: value for key, value in args.items() if key not in readers}

@@ -87,9 +87,11 @@ class GroupZscore(GroupNode):
 
     def compare(self, own: float, others: Sequence[float]) -> float:
         values = [own, *others]
+        # fsum, because members see the values in different orders: a plain sum would give each a slightly different mean.
         mean = math.fsum(values) / len(values)
         deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
         bound = float(self.args.get("bound", 3.0))
+        # Not > 0: the mean of equal values may be off by a rounding error, which the division would blow up.
         z = (own - mean) / deviation if deviation > 1e-12 else 0.0
         return (max(-bound, min(bound, z)) + bound) / (2 * bound)
 

@@ -128,6 +128,7 @@ class Scorer:
 
     def _scoring(self, trajectory: Trajectory, group: GroupValues | None, member: int) -> Work[Score]:
         def work(answers: Answers) -> tuple[Score, Frame]:
+            # A new one for each pass: the readings of the last one still say that a judge's answer is missing.
             frame = Frame(group=group, member=member)
             return self._pass(trajectory, frame, answers), frame
 
@@ -168,6 +169,7 @@ class Scorer:
         return self._judge
 
     def _pass(self, trajectory: Trajectory, frame: Frame, answers: Answers) -> Score:
+        # Also for an unscored episode: its metrics are unknown (None), not absent.
         names = {node.mods.id: None for node in self.metrics if node.mods.id is not None}
         if trajectory.stop.infrastructure:
             why = f"infrastructure: {trajectory.stop.value}"

@@ -18,6 +18,7 @@ from agentrl.reward.ops import AGGREGATES
 from agentrl.reward.pointer import is_ref, join, parse_pointer
 from agentrl.reward.view import FIELDS
 
+# Far more than a readable spec has, and far from Python's own limit, which compiling and scoring recurse towards as well.
 _DEEPEST = 40
 
 
@@ -84,6 +85,7 @@ class _Check:
     def spec(self, spec: Any) -> None:
         if not isinstance(spec, Mapping):
             self.fail("", f"a reward spec must be a JSON object, not {_kind(spec)}")
+        # Before the schemas: NaN passes each of their bounds, as no comparison with it is true.
         self._finite(spec, "")
         self._against("spec", spec, "")
         self.node(spec["root"], "/root", 0)
@@ -139,6 +141,7 @@ class _Check:
     def _refs(self, value: Any, pointer: str) -> None:
         """Check that references name something that an episode can have."""
         if isinstance(value, Mapping):
+            # In a `when`, comparisons stand beside the "$", so that `is_ref` does not take it for a reference.
             if "$" in value and (is_ref(value) or pointer.find("/when") >= 0):
                 self._ref(value["$"], join(pointer, "$"))
             for key, item in value.items():
@@ -191,6 +194,7 @@ def _children(node: Mapping[str, Any], pointer: str) -> Iterator[tuple[Any, str]
         return
     yield node["if"], join(pointer, "if")
     for key in ("then", "else"):
+        # true and false are numbers to Python; as a branch they are nodes here, which are then refused.
         if key in node and (isinstance(node[key], bool) or not isinstance(node[key], (int, float))):
             yield node[key], join(pointer, key)
 

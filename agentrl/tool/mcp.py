@@ -78,6 +78,7 @@ class McpSession:
         """End the session, and the server's process if this session started it."""
         if self._holder is None:
             return
+        # Asked first, since the client ends the server's process as it closes; cancelled is only one that does not get there.
         self._stop.set()
         done, _ = await asyncio.wait([self._holder], timeout=_CLOSE_SECONDS)
         if not done:
@@ -121,6 +122,7 @@ class McpSession:
             try:
                 result = await client.call_tool(item.name, arguments)
             except MCPError as problem:
+                # The policy's own error, of which it is told; the others are the server's and leave the episode unscored.
                 if problem.code == _INVALID_PARAMS:
                     raise ToolError(str(problem)) from problem
                 raise

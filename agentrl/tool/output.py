@@ -28,6 +28,7 @@ def to_json(name: str, value: Any) -> Json:
 
     Raises EnvError if a tool returned something that has no JSON form, which is an error in the tool.
     """
+    # Not float, which may be NaN or infinite: JSON has neither.
     if value is None or type(value) in (str, int, bool):
         return value
     try:

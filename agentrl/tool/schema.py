@@ -38,6 +38,8 @@ class Signature:
 
 
 _PREFIX = "p_"
+# int and float are not among them: JSON Schema takes 1.0 for an integer and 1 for a number, and pydantic
+# turns these into 1 and 1.0.
 _AS_JSON = frozenset({str, bool, Any, dict, list})
 
 
@@ -109,6 +111,7 @@ def _converter(model: type[BaseModel], fields: Mapping[str, Any]) -> Callable[[M
             return dict(arguments)
         # JSON text on purpose: pydantic then accepts enums, dates and tuples in their JSON form only.
         value = model.model_validate_json(json.dumps(arguments))
+        # Only those that were given: for the others the function has its own defaults.
         return {name.removeprefix(_PREFIX): getattr(value, name) for name in value.model_fields_set}
 
     return convert

@@ -133,6 +133,7 @@ class Tool:
         """Wait for a slot under the tool's own concurrency limit, and for a thread or a child process if it needs
         one."""
         async with AsyncExitStack() as stack:
+            # The tool's own limit first: calls that wait for it must not hold threads that other tools could use.
             if self.options.concurrency is not None:
                 await stack.enter_async_context(self._slot())
             if not self.is_async and not self.options.inline:
@@ -195,6 +196,7 @@ def tool(
         first = next(iter(inspect.signature(target).parameters), None)
         made = Tool(target, name or target.__name__, Options(**options), method=first == "self")
         if made.options.process:
+            # For its error: where the tool is written, not at the first call in an episode.
             function_ref(target, made.name)
         return made
 

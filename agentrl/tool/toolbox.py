@@ -159,6 +159,7 @@ class Toolbox:
             if item is None or item.options.parallel:
                 batch.append(call)
                 continue
+            # All before it must have ended, so that it overlaps nothing.
             results += await self._together(batch)
             results.append(await self.call(call))
             batch = []
@@ -185,6 +186,7 @@ class Toolbox:
         values = item.check(call.arguments) or item.convert(call.arguments)
         if isinstance(values, Problem):
             return values
+        # After the check, which refuses arguments that the schema does not have: a policy cannot set these.
         for name in item.signature.hidden:
             if name not in self.hidden:
                 raise EnvError(f"tool {item.name}: no value for its hidden parameter {name!r} (ToolEnv.hidden)")

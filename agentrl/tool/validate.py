@@ -71,6 +71,7 @@ def _fits(flat: Mapping[str, tuple[type, bool]], arguments: Json) -> bool:
             present += 1
         elif required:
             return False
+    # If there are others, the general validator decides, since the schema may allow them.
     return present == len(arguments)
 
 

@@ -39,6 +39,7 @@ class CallsSchema(Leaf):
             empty = args.get("empty", 0)
             return Reading(None if empty is None else float(empty), {"calls": 0})
         schemas = _parameters(view) if args.get("check", "schema") == "schema" else None
+        # By name within the episode: the key of the common cache takes a dump of the whole schema.
         validators: dict[str, jsonschema.Draft202012Validator] = {}
         errors: list[Json] = []
         for index, made in enumerate(view.calls):

@@ -72,6 +72,7 @@ class CallsMatch(Leaf):
         total = sum(credit(i, j) for i, j in pairs)
         value = _ratio(total, len(made), len(gold), self.compare)
         if self.credit == "all":
+            # A sum of quotients may end just below 1.
             value = 1.0 if value >= 1.0 - 1e-9 else 0.0
         return Reading(value, _evidence(made, gold, pairs, credit))
 

@@ -8,6 +8,7 @@ from agentrl.reward.leaf import Args, Context, Leaf, Reading, object_schema
 from agentrl.reward.view import View
 from agentrl.trajectory import StopReason
 
+# The others are unscored before any leaf is read, so that a spec that names one would wait for it in vain.
 POLICY_STOPS = tuple(reason.value for reason in StopReason if not reason.infrastructure)
 
 

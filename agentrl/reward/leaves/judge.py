@@ -14,6 +14,7 @@ from agentrl.reward.values import brief
 from agentrl.reward.view import View
 from agentrl.trajectory import Json
 
+# Names only, so that the braces of JSON in a prompt stay what they are.
 _PLACE = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
 _BUILT_IN = ("transcript", "answer")
 _SYSTEM = (
@@ -99,6 +100,7 @@ class JudgeLeaf(Leaf):
         """The request for this part of an episode."""
         values: dict[str, Json] = {**args.get("inputs", {}), "answer": view.answer() or ""}
         values["transcript"] = turns_as_lines(view, int(args.get("transcript_chars", 20_000)))
+        # All in one pass: a {placeholder} that the policy wrote must not be filled.
         filled = _PLACE.sub(lambda found: _as_text(values[found.group(1)]), args["prompt"])
         messages = (
             {"role": "system", "content": _SYSTEM % (_number(self.low), _number(self.high))},

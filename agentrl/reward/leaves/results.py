@@ -57,6 +57,7 @@ class ResultsContains(Leaf):
         fold = NORMALIZERS[args.get("strings", "exact")]
         wanted = Counter(fold(text) for text in replay_answers(self.context, view, args["replay"]))
         upto = view.turns[-1].index if view.turns else -1
+        # An agent may have asked in an earlier round already, and has the answer in its context.
         turns = view.trajectory.turns if view.scope == "round" else view.turns
         got = Counter(fold(r.content) for turn in turns if turn.index <= upto for r in turn.results)
         missing = wanted - got

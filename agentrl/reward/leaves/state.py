@@ -34,6 +34,7 @@ def state_hash(state: Json) -> str:
 
 
 def _canonical(value: Json) -> Json:
+    # 1 and 1.0 are the same JSON number, but not the same text, which is what is hashed.
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
@@ -99,6 +100,7 @@ class StateMatch(Leaf):
             found, wanted = view.trajectory.state, args["expect"]
         if found is None:
             raise UnscorableError("the environment gave no final state")
+        # `expect` says what is at `path`; a replay ends in a whole state, of which the same part is taken.
         found, wanted = self._part(found), wanted if "expect" in args else self._part(wanted)
         if isinstance(found, Absent) or isinstance(wanted, Absent):
             raise UnscorableError(f"path {args.get('path')!r} resolves to nothing in the state")

@@ -95,6 +95,7 @@ def _occurs(item: str, text: str, word: bool) -> bool:
     if not word:
         return start >= 0
     while start >= 0:
+        # Beyond either end a slice is empty, which is not wordlike.
         before, after = text[start - 1 : start], text[start + len(item) : start + len(item) + 1]
         if not (_wordlike(before) or _wordlike(after)):
             return True
@@ -177,6 +178,7 @@ class FormatRegex(Leaf):
     def __init__(self, args: Args, context: Context) -> None:
         super().__init__(args, context)
         try:
+            # `regex` and not `re`, which cannot be stopped: a pattern may take exponential time on what a policy wrote.
             self.pattern = regex.compile(args["pattern"], regex.VERSION1)
         except regex.error as error:
             raise ValueError(f"pattern is not a regular expression: {error}") from error

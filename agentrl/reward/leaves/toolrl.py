@@ -63,6 +63,7 @@ def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRu
     pairs: assign.Pairs = []
     for j, wanted in enumerate(gold):
         rows = free.get(wanted.name, [])
+        # `most` is the weight of an equal call, which no other can exceed: the search may end there.
         best, taken, most = 0.0, -1, 1.0 + len(wanted.arguments)
         for i in rows:
             here = _weight(made[i], wanted, rule)
@@ -84,6 +85,7 @@ def _identical(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equalit
     (x, b), (a, y) can thus be exchanged for (a, b), (x, y) without loss.
     """
     rows_by_key: dict[Hashable, list[int]] = {}
+    # Backwards, so that `pop` gives the earliest of equal calls.
     for i in range(len(made) - 1, -1, -1):
         arguments = made[i].arguments
         if arguments is not None:
