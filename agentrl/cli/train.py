@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from agentrl.cli.configs import add_config, open_folder, read_config
@@ -39,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
     config, before = _configs(args)
+    if args.gpu_memory is not None and not 0 < args.gpu_memory < math.inf:
+        raise ConfigError(f"--gpu-memory = {args.gpu_memory:g}: GiB of a card are needed, for example 80")
     if args.dry_run:
         from agentrl.run.dry_run import dry_run
 

@@ -33,8 +33,10 @@ process, and because Ray writes its log lines past Python."""
 def check_join(address: str) -> None:
     """Raise ResourceError if the cluster at `address` (host:port) cannot be reached, or does not take this process's token.
 
-    Other forms of an address ("auto", "ray://...") are left to Ray.
+    "auto" is the cluster that this machine belongs to; other forms of an address ("ray://...") are left to Ray.
     """
+    if address == "auto":
+        address = _here()
     host, colon, port = address.rpartition(":")
     if not colon or "/" in host or not port.isdigit():
         return
@@ -57,6 +59,22 @@ def check_join(address: str) -> None:
         raise ResourceError(_refused(address))
     # Not refused by name: Ray itself will say what is wrong, or that all is well.
     log.warning("asking the head at %s whether it can be joined failed: %s", address, asked.stderr.strip()[-500:])
+
+
+def _here() -> str:
+    """The address that Ray takes "auto" for: RAY_ADDRESS, or the cluster whose processes run on this machine."""
+    try:
+        from ray._private.services import canonicalize_bootstrap_address
+    except ImportError:
+        return "auto"  # another Ray: it is asked when it joins
+    try:
+        return str(canonicalize_bootstrap_address("auto"))
+    except ConnectionError:
+        raise ResourceError(
+            "cluster.address = 'auto': no Ray runs on this machine. Start one here (ray start --head, or ray start "
+            '--address=HEAD:6379), give the head\'s address, or set cluster.address = "" for this machine alone; a run for '
+            'another machine is planned with cluster.address="" --dry-run --gpu-memory GIB'
+        ) from None
 
 
 def _refused(address: str) -> str:

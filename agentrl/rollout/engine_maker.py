@@ -46,10 +46,11 @@ class Processes:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes that an engine takes on each of its devices."""
+    """Bytes that an engine takes on each of its devices; `lower`: the config key that makes the cache smaller, with its value."""
 
     weights: int
     cache: int
+    lower: str = ""
 
 
 class EngineMaker(ABC):

@@ -26,19 +26,21 @@ from agentrl.train.pretrained import head_dim, model_context
 GIB = 1 << 30
 MODULE_OF: dict[str, Role] = {"actor": "policy", "reference": "policy", "critic": "value", "reward_model": "score"}
 PUBLISH = "publish"
+HOST = "host memory"
 COLUMNS = ("weights", "optimizer", "gradients", "gathered", "activations", "working", "cache")
 
 
 @dataclass(frozen=True, slots=True)
 class RolePlacement:
     """A role on a device: its part of the memory there. `device`: the pool or the role whose processes it uses; `rests`: whether
-    it gives its memory back between its turns."""
+    it gives its memory back between its turns; `lower`: the config key that makes an engine's cache smaller."""
 
     role: str
     device: str
     ranks: int
     memory: RoleMemory
     rests: bool
+    lower: str = ""
 
 
 def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
@@ -53,6 +55,7 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
             return dry_run(config, gpu_memory)
     here = gpu_memory is None or joins(config.cluster)
     (check_train if here else check_config)(checked(config))
+    maker_of(engine_name(config), config).check()  # `checked` may have put a model with a smaller cache in its place
     locations = locations_of_roles(config, engine_name(config)) if here else {}
     total = int(gpu_memory * GIB) if gpu_memory is not None else card_bytes(config.cluster)
     placed = memory_of(config, total)
@@ -68,12 +71,16 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
 
 
 def waiting(placed: list[RolePlacement]) -> list[str]:
-    """What roles keep in host memory between their turns, a line each."""
-    return [
+    """What roles keep in host memory, between their turns or always, a line each."""
+    between = [
         f"{one.role}: {one.memory.held / GIB:.1f} GiB of pinned host memory a rank between its turns"
         for one in placed
         if one.rests and one.role != "rollout"
     ]
+    always = [
+        f"{one.role}: {one.memory.host / GIB:.1f} GiB of host memory a rank (model.cpu_offload)" for one in placed if one.memory.host
+    ]
+    return between + always
 
 
 def checked(config: TrainConfig) -> TrainConfig:
@@ -102,7 +109,7 @@ def memory_of(config: TrainConfig, card: int | None) -> list[RolePlacement]:
         ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)
         memory = RoleMemory(weights=taken.weights, cache=taken.cache)
         own = processes is not None and not config.rollout.colocate
-        found.append(RolePlacement("rollout", _device(config, "rollout", own), ranks, memory, config.rollout.colocate))
+        found.append(RolePlacement("rollout", _device(config, "rollout", own), ranks, memory, config.rollout.colocate, taken.lower))
     return found
 
 
@@ -153,7 +160,7 @@ def peaks(placed: list[RolePlacement], card: int | None) -> list[Peak]:
     # The peaks of different roles' processes may fall together, and all ranks are on this machine.
     total = sum(size * ranks[name] for name, (size, _) in turns.items())
     # `available` and not `total`: what other programs hold will not be there.
-    return [Peak("host memory", max(turns.values())[1], total, psutil.virtual_memory().available)]
+    return [Peak(HOST, max(turns.values())[1], total, psutil.virtual_memory().available)]
 
 
 def turn_of(one: RolePlacement, beside: list[RolePlacement]) -> int:
@@ -173,27 +180,39 @@ def publish_of(beside: list[RolePlacement]) -> list[tuple[int, str]]:
 
 def advice(config: TrainConfig, placed: list[RolePlacement], peak: Peak) -> str:
     """Which keys make a device's peak smaller, largest part first."""
-    beside = [one for one in placed if one.device == peak.device or peak.device == "host memory"]
+    beside = [one for one in placed if one.device == peak.device or peak.device == HOST]
     # A publish is the actor's: what it gathers there, its keys make smaller.
     [one] = [one for one in beside if one.role == peak.role.replace(PUBLISH, "actor")]
     memory, ways = one.memory, []
-    if memory.activations + memory.working:
+    if memory.activations + memory.working and peak.role != PUBLISH:
         thin = "" if memory.checkpoints else "set model.activation_checkpointing = true, "
         ways.append((memory.activations + memory.working, f"{thin}lower optim.micro_tokens = {config.optim.micro_tokens}"))
-    if memory.gradients and not memory.shards_gradients and one.ranks > 1:
+    if memory.gradients and not memory.shards_gradients and one.ranks > 1 and peak.role != PUBLISH:
         ways.append((memory.gradients, "set model.shard_gradients = true"))
     if memory.optimizer:
-        replicas = f"lower model.replicas = {config.model.replicas}, " if config.model.replicas > 1 else ""
-        more = f"{replicas}raise cluster.actors = {one.ranks}, train adapters ([model.lora]), or set model.cpu_offload = true"
-        ways.append((memory.weights + memory.optimizer, more))
+        ways.append((memory.weights + memory.optimizer, _smaller(config, one, peak)))
     if memory.cache:
-        keys = maker_of(engine_name(config), config).processes()
-        ways.append((memory.cache, f"lower {' or '.join(keys.lower) if keys else 'rollout.max_episodes'}"))
+        ways.append((memory.cache, f"lower {one.lower}"))
     waiting = sum(o.memory.held for o in beside if o is not one and not o.rests)
     if waiting:
         engine = "rollout.colocate = true, " if any(o.role == "rollout" and not o.rests for o in beside) else ""
         ways.append((waiting, f'set {engine}model.offload = "idle", or give roles pools of their own (cluster.roles)'))
-    return "; ".join(text for _, text in sorted(ways, reverse=True))
+    if peak.device == HOST:
+        ways.append((0, "this machine has no GPU: for a run on cards of another one add --gpu-memory GIB"))
+    return "; ".join(text for _, text in sorted(ways, reverse=True) if text)
+
+
+def _smaller(config: TrainConfig, one: RolePlacement, peak: Peak) -> str:
+    """The ways to less weights and optimizer on a rank that this run has not taken; in host memory more ranks save nothing."""
+    cards = peak.device != HOST
+    ways = (
+        (config.model.replicas > 1, f"lower model.replicas = {config.model.replicas}"),
+        (cards and config.cluster.backend != "inline", f"raise cluster.actors = {one.ranks}"),
+        (config.model.lora is None, "train adapters ([model.lora])"),
+        (cards and not config.model.cpu_offload and config.model.offload == "never", "set model.cpu_offload = true"),
+        (peak.role == PUBLISH and config.model.offload == "idle", 'set model.cpu_offload = true instead of model.offload = "idle"'),
+    )
+    return ", or ".join(text for fits, text in ways if fits)
 
 
 def table_of(placed: list[RolePlacement]) -> str:

@@ -34,7 +34,7 @@ class RoleMemory:
     """Bytes on one rank. `weights`, `optimizer` and an engine's `cache` stay between the role's turns; the others exist during
     a turn: `gathered` are unsharded layers and the buffers of their gradients' reduction, `activations` what a micro-batch
     keeps for its backward pass, and `working` the most of what comes and goes in it (logits of a chunk, a layer that is
-    computed again). `checkpoints`: whether layers are."""
+    computed again). `host`: of host memory, with `model.cpu_offload`. `checkpoints`: whether layers are."""
 
     weights: int = 0
     optimizer: int = 0
@@ -43,6 +43,7 @@ class RoleMemory:
     activations: int = 0
     working: int = 0
     cache: int = 0
+    host: int = 0
     checkpoints: bool = False
     shards_gradients: bool = False
 
@@ -82,7 +83,7 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, *, train
     sharded = MASTER * _local(learning, shards)
     if cfg.cpu_offload:
         # All of this is then in host memory; on the device are only gathered layers.
-        own, sharded = {}, 0
+        own, sharded = {"host": sum(own.values()) + sharded}, 0
     try:
         found = count_activations(module, math.ceil(tokens / cfg.sequence_parallel), getattr(torch, cfg.dtype or "float32"))
     except RuntimeError as error:

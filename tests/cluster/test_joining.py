@@ -57,6 +57,20 @@ def test_a_refused_token_says_where_it_came_from(
     assert said in str(caught.value) and "x" not in str(caught.value).split("RAY_AUTH_TOKEN is set")[0].split()
 
 
-@pytest.mark.parametrize("address", ["auto", "ray://head:10001", "head"])
+def test_auto_is_asked_at_the_address_that_ray_finds(port: tuple[socket.socket, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", port[1])  # which Ray prefers to a search for its processes
+    with pytest.raises(ResourceError, match=rf"cluster.address = '[0-9.]+:{port[1].split(':')[1]}': nothing answers there"):
+        joining.check_join("auto")
+
+
+def test_auto_without_a_cluster_says_how_to_plan_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
+    monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: None)
+    with pytest.raises(ResourceError, match=r"'auto': no Ray runs on this machine.*--address=HEAD:6379.*cluster.address=\"\" --dry-run"):
+        joining.check_join("auto")
+
+
+@pytest.mark.parametrize("address", ["ray://head:10001", "head"])
 def test_other_forms_of_an_address_are_left_to_ray(address: str) -> None:
     joining.check_join(address)

@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from agentrl.cli.main import main
+from agentrl.cluster.devices import planned_elsewhere
 from agentrl.config.load import config_from
 from agentrl.run.dry_run import GIB, Peak, RolePlacement, advice, memory_of, peaks, waiting
 from agentrl.train import by_size
@@ -95,17 +96,18 @@ def test_a_device_holds_what_its_largest_turn_needs_beside_those_that_keep_their
     assert [peak.size for peak in peaks(alone, 100)] == [42, 33]
     idle = [RolePlacement("actor", "a", 2, RoleMemory(weights=GIB), True), RolePlacement("rollout", "a", 2, engine, True)]
     assert waiting(idle) == ["actor: 1.0 GiB of pinned host memory a rank between its turns"] and waiting(alone) == []
+    away = [RolePlacement("actor", "a", 2, RoleMemory(host=3 * GIB), False)]
+    assert waiting(away) == ["actor: 3.0 GiB of host memory a rank (model.cpu_offload)"]
     [host] = peaks(alone, None)  # without cards all ranks of all roles are in one memory
     assert (host.device, host.size) == ("host memory", 2 * 42 + 3 * 33)
 
 
 def test_what_does_not_fit_is_told_with_the_keys_that_help(architecture: Path) -> None:
-    base: dict[str, Any] = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"path": str(architecture)}}
-
-    def told(*overrides: str) -> str:
+    def told(*overrides: str, card: int | None = GIB, place: int = 0) -> str:
+        base: dict[str, Any] = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"path": str(architecture)}}
         config = config_from(base, list(overrides))
-        placed = memory_of(config, GIB)
-        return advice(config, placed, peaks(placed, GIB)[0])
+        placed = memory_of(config, card)
+        return advice(config, placed, peaks(placed, card)[place])
 
     first, *rest = told("cluster.actors=2", "critic.lr=1e-3", "rollout.max_episodes=1").split("; ")
     assert first == "set model.activation_checkpointing = true, lower optim.micro_tokens = 16384"
@@ -114,6 +116,15 @@ def test_what_does_not_fit_is_told_with_the_keys_that_help(architecture: Path) -
     assert any('rollout.colocate = true, model.offload = "idle"' in way for way in rest)
     thin = told("model.activation_checkpointing=true", "model.shard_gradients=true", 'model.offload="idle"', "critic.lr=1e-3")
     assert "checkpointing" not in thin and "shard_gradients" not in thin
+    # A way that the run has taken already, or that its backend does not have, is none.
+    one = told("cluster.backend=inline", "model.lora.rank=8", "model.cpu_offload=true")
+    assert not any(way in one for way in ("cluster.actors", "model.lora", "cpu_offload"))
+    host = told("cluster.actors=2", card=None)
+    assert "cpu_offload" not in host and "cluster.actors" not in host and host.endswith("--gpu-memory GIB")
+    engine = ("engine=vllm", "vllm.replicas=2")
+    with planned_elsewhere():
+        assert told(*engine, place=1) == "lower vllm.args.gpu_memory_utilization = 0.92"
+        assert told(*engine, "vllm.kv_cache_mib=900", place=1) == "lower vllm.kv_cache_mib = 900"
 
 
 def test_the_command_needs_no_weights_and_refuses_what_does_not_fit(
@@ -134,11 +145,16 @@ def test_the_command_needs_no_weights_and_refuses_what_does_not_fit(
     assert main([*there, "--gpu-memory", "1"]) == 0
     said = capsys.readouterr().out
     assert "engine vllm" in said and "rollout: 0.5 of 1.0 GiB" in said
+    assert main([*there, "vllm.kv_cache_mib=1", "--gpu-memory", "1"]) == 2  # of this model, and not of the one that stands in for it
+    assert "vllm.kv_cache_mib = 1 holds" in capsys.readouterr().err
     assert not ray.is_initialized()
     assert main(there) == 2
     assert "vLLM is not installed" in capsys.readouterr().err
     assert main([*asked, "optim.micro_tokens=7"]) == 2  # the checks of a run
     assert "optim.micro_tokens = 7" in capsys.readouterr().err
+    for none in ("0", "-3", "nan"):
+        assert main([*asked, "--gpu-memory", none]) == 2
+        assert f"--gpu-memory = {none}: GiB of a card are needed" in capsys.readouterr().err
     assert main(["train", "quickstart", "--gpu-memory", "80"]) == 2
     assert "--dry-run" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["architecture"]  # nothing was started

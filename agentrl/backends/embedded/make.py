@@ -28,7 +28,8 @@ class EmbeddedMaker(EngineMaker):
 
     def memory(self, weights: int, token: int, device: int | None) -> EngineMemory:
         rollout = self.config.rollout
-        return EngineMemory(weights, min(KV_CACHE_MIB << 20, rollout.max_episodes * rollout.max_episode_tokens * token))
+        cache = min(KV_CACHE_MIB << 20, rollout.max_episodes * rollout.max_episode_tokens * token)
+        return EngineMemory(weights, cache, f"rollout.max_episodes = {rollout.max_episodes}")
 
     def make(self, model: str, positions: int, ray_options: Sequence[Mapping[str, Any]] = ()) -> Engine:
         from agentrl.backends.embedded.engine import EmbeddedEngine

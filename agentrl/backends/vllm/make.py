@@ -77,14 +77,13 @@ class VllmMaker(EngineMaker):
     def memory(self, weights: int, token: int, device: int | None) -> EngineMemory:
         vllm = self.config.vllm
         own = weights // vllm.tensor_parallel
-        if device is None:
-            return EngineMemory(own, cpu_mib(self.config, self.config.model.computes_in(False)) << 20)
-        if vllm.kv_cache_mib is not None:
-            return EngineMemory(own, vllm.kv_cache_mib << 20)
+        mib = vllm.kv_cache_mib if device is not None else cpu_mib(self.config, self.config.model.computes_in(False))
+        if device is None or mib is not None:
+            return EngineMemory(own, (mib or 0) << 20, f"vllm.kv_cache_mib = {mib}")
         fraction = vllm.args.get("gpu_memory_utilization", FRACTION)
         cache = max(int(fraction * device) - own, 0)
         check_fraction(self.config, fraction, device, EngineMemory(own, cache))
-        return EngineMemory(own, cache)
+        return EngineMemory(own, cache, f"vllm.args.gpu_memory_utilization = {fraction:g}")
 
     def context(self, positions: int) -> int:
         return min(positions, self.config.vllm.max_model_len)
