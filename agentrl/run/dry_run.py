@@ -78,7 +78,9 @@ def waiting(placed: list[RolePlacement]) -> list[str]:
         if one.rests and one.role != "rollout"
     ]
     always = [
-        f"{one.role}: {one.memory.host / GIB:.1f} GiB of host memory a rank (model.cpu_offload)" for one in placed if one.memory.host
+        f"{one.role}: {one.memory.host / GIB:.1f} GiB of host memory a rank (model.cpu_offload)"
+        for one in placed
+        if one.memory.host
     ]
     return between + always
 
@@ -109,7 +111,9 @@ def memory_of(config: TrainConfig, card: int | None) -> list[RolePlacement]:
         ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)
         memory = RoleMemory(weights=taken.weights, cache=taken.cache)
         own = processes is not None and not config.rollout.colocate
-        found.append(RolePlacement("rollout", _device(config, "rollout", own), ranks, memory, config.rollout.colocate, taken.lower))
+        found.append(
+            RolePlacement("rollout", _device(config, "rollout", own), ranks, memory, config.rollout.colocate, taken.lower)
+        )
     return found
 
 
@@ -210,7 +214,10 @@ def _smaller(config: TrainConfig, one: RolePlacement, peak: Peak) -> str:
         (cards and config.cluster.backend != "inline", f"raise cluster.actors = {one.ranks}"),
         (config.model.lora is None, "train adapters ([model.lora])"),
         (cards and not config.model.cpu_offload and config.model.offload == "never", "set model.cpu_offload = true"),
-        (peak.role == PUBLISH and config.model.offload == "idle", 'set model.cpu_offload = true instead of model.offload = "idle"'),
+        (
+            peak.role == PUBLISH and config.model.offload == "idle",
+            'set model.cpu_offload = true instead of model.offload = "idle"',
+        ),
     )
     return ", or ".join(text for fits, text in ways if fits)
 

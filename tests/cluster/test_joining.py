@@ -67,7 +67,9 @@ def test_auto_without_a_cluster_says_how_to_plan_one(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
     monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: None)
-    with pytest.raises(ResourceError, match=r"'auto': no Ray runs on this machine.*--address=HEAD:6379.*cluster.address=\"\" --dry-run"):
+    with pytest.raises(
+        ResourceError, match=r"'auto': no Ray runs on this machine.*--address=HEAD:6379.*cluster.address=\"\" --dry-run"
+    ):
         joining.check_join("auto")
 
 

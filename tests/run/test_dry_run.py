@@ -145,7 +145,9 @@ def test_the_command_needs_no_weights_and_refuses_what_does_not_fit(
     assert main([*there, "--gpu-memory", "1"]) == 0
     said = capsys.readouterr().out
     assert "engine vllm" in said and "rollout: 0.5 of 1.0 GiB" in said
-    assert main([*there, "vllm.kv_cache_mib=1", "--gpu-memory", "1"]) == 2  # of this model, and not of the one that stands in for it
+    assert (
+        main([*there, "vllm.kv_cache_mib=1", "--gpu-memory", "1"]) == 2
+    )  # of this model, and not of the one that stands in for it
     assert "vllm.kv_cache_mib = 1 holds" in capsys.readouterr().err
     assert not ray.is_initialized()
     assert main(there) == 2
