@@ -41,6 +41,7 @@ def place(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode]) -> dict
     """
     shares = [(name, share) for name, pool in pools.items() for share in range(pool.nodes)]
     # Largest first, onto the fullest node that has room: the search then rarely has to go back.
+    # By GPUs before CPU slots: they are what runs short.
     shares.sort(key=lambda item: (-need(pools[item[0]])[1], -need(pools[item[0]])[0], item))
     left = {node.name: [node.cpus, node.gpus] for node in nodes}
     chosen: dict[str, list[str]] = {name: [] for name in pools}

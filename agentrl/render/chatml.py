@@ -140,6 +140,7 @@ def split_reasoning(text: str) -> tuple[str | None, str]:
     head = text.lstrip()
     if not head.startswith("<think>"):
         return None, text
+    # Without the closing tag nothing is left for calls: one that the policy only thought of was not made.
     reasoning, _, rest = head.removeprefix("<think>").partition("</think>")
     return reasoning.strip("\n"), rest
 

@@ -99,6 +99,7 @@ def parse_mistral(text: str) -> Parsed:
     calls: list[ToolCall] = []
     for piece in body.split(_MISTRAL):
         raw = _MISTRAL + piece
+        # Each mark begins a call of its own, so that a broken one does not take the others with it.
         name, args, arguments = piece.partition("[ARGS]")
         call_id = f"call_{len(calls)}"
         try:
@@ -157,6 +158,7 @@ def _xml_call(body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[s
     arguments: dict[str, Json] = {}
     position = 0
     for parameter in _PARAMETER.finditer(inner):
+        # What stands between two parameters would be dropped without a word.
         if inner[position : parameter.start()].strip():
             break
         key = parameter.group(1).strip()
@@ -174,4 +176,5 @@ def _xml_value(text: str, key: str, schema: Mapping[str, Any] | None) -> Json:
         value, end = strict_json(text)
     except ValueError:
         return text
+    # A quoted string stays as it was written: the quotes may be meant.
     return text if text[end:].strip() or isinstance(value, str) else value

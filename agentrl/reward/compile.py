@@ -76,6 +76,7 @@ class _Builder:
         children = [self.node(child, join(pointer, "of", i), own, below) for i, child in enumerate(node["of"])]
         if node["op"] == "mean":
             weights = [child.mods.weight for child in children]
+            # With a negative weight a mean can leave the range of its children, which is the range that it promises.
             if min(weights) < 0 or sum(weights) <= 0:
                 self.fail(join(pointer, "of"), f"the weights of a mean must be >= 0 and not all 0, not {weights}")
         return OpNode(pointer, mods, read_ref, node["op"], children)
@@ -128,6 +129,7 @@ class _Builder:
             if scope != "episode":
                 self.fail(pointer, f"{kind} compares whole episodes; it cannot be inside of scope {scope!r}")
             place = join(pointer, "args", "of")
+            # Its children are mute: a rank is of the whole value, so no step has a share of it.
             of = self.node(args["of"], place, scope, f"{kind} compares totals")
             if any(isinstance(below, tuple(GROUP_LEAVES.values())) for below in walk(of)):
                 self.fail(place, "a group leaf cannot contain another group leaf")
@@ -139,6 +141,7 @@ class _Builder:
             leaf: Leaf = cls(args, self.context)
         except ValueError as error:
             self.fail(join(pointer, "args"), str(error))
+        # One such leaf sends the whole spec to a thread: a pass over the tree is not divided.
         self.blocking = self.blocking or leaf.blocks()
         return LeafNode(pointer, mods, read_ref, leaf, _resolver(args))
 
@@ -207,6 +210,7 @@ def _resolver(args: Mapping[str, Any]) -> Callable[[View], Mapping[str, Any]] | 
 def _reader(value: Json) -> Callable[[View], Json]:
     """A function that gives the value with its references followed; it raises UnscorableError for a dangling one."""
     if is_ref(value):
+        # Parsed here, once: the function below runs for every part of every episode.
         tokens, at = parse_pointer(str(value["$"])), value.get("at")
 
         def follow_ref(view: View) -> Json:

@@ -62,6 +62,7 @@ def _parse(path: Path) -> Any:
 
 def _no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
+    # json itself takes the last one, so that half of what its author wrote would be ignored.
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
         raise ValueError(f"key {twice!r} is given twice in one object")
@@ -109,6 +110,7 @@ class _Check:
                 self.node(child, place, depth + 1)
             return
         args = node.get("args", {})
+        # Their argument is a node and not a value, and is checked as one.
         if str(node["use"]).startswith("group."):
             self.node(args["of"], join(pointer, "args", "of"), depth + 1)
         else:

@@ -127,6 +127,7 @@ class Saver:
         limit = self._config.cluster.call_timeout
         try:
             try:
+                # Around the waiting alone: a TimeoutError of the commit has another cause.
                 async with asyncio.timeout(limit):
                     while not await self._learner.saved():
                         await asyncio.sleep(POLL)

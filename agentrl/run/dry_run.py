@@ -51,6 +51,7 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
     Raises a UserError as the run would, and ResourceError, with the table, if a device cannot hold what is on it.
     """
     if gpu_memory is not None and not joins(config.cluster) and not is_planned():
+        # Again from the beginning, because each of the checks asks where the run will be.
         with planned_elsewhere():
             return dry_run(config, gpu_memory)
     here = gpu_memory is None or joins(config.cluster)

@@ -42,6 +42,7 @@ def check_resumable(before: TrainConfig, config: TrainConfig, folder: RunFolder)
     now = contents_of(config, "train")
     if (recorded := _recorded(folder)) is None:
         write_provenance(config, folder)
+        # Recorded from here on, so that the next resume can compare.
         note = f"{folder.path}: started by an older agentrl, which did not record the reward spec; it is now taken to be the same"
         return (note, *_schedule_note(before, config, folder))
     check_contents(config, folder)

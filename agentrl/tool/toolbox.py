@@ -205,6 +205,7 @@ class Toolbox:
                 return await within(item.options.timeout, answer, f"tool {item.name}")
         except ToolError as refusal:
             return Problem("tool_error", str(refusal))
+        # As they are: the last clause would hide what they say about who is to blame.
         except (EnvError, PolicyTimeoutError):
             raise
         except LateError:

@@ -92,6 +92,7 @@ def _validator(schema: Json) -> jsonschema.Draft202012Validator:
     """The validator of a schema, cached because building one costs more than most validations."""
     key = json.dumps(schema, sort_keys=True, default=repr)
     if key not in _VALIDATORS:
+        # An environment may make up tools for each task; without a bound they would all stay.
         if len(_VALIDATORS) >= _MOST_VALIDATORS:
             _VALIDATORS.clear()
         try:

@@ -91,6 +91,7 @@ class CallsMatch(Leaf):
         calls = [item.call for item in made]
         full, known = self.rule.full, dict[tuple[int, int], float]()
 
+        # Remembered, because the prefix, the assignment and the evidence ask for the same pairs.
         def match(i: int, j: int) -> float:
             if (i, j) not in known:
                 known[i, j] = 1.0 if full(calls[i], gold[j]) else 0.0

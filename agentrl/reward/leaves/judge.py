@@ -91,6 +91,7 @@ class JudgeLeaf(Leaf):
             "score": score,
             "reason": brief(verdict.value["reason"], 500),
             "model": args["model"],
+            # Not the prompt, which would be in the record of every episode, and is in the spec.
             "prompt_sha256": hashlib.sha256(args["prompt"].encode()).hexdigest()[:16],
             "cached": verdict.cached,
         }
@@ -121,6 +122,7 @@ def turns_as_lines(view: View, most: int) -> str:
         lines.extend(json.dumps({"tool": r.name, "answer": r.content}, ensure_ascii=False) for r in turn.results)
     text = "\n".join(lines)
     if len(text) > most:
+        # Both ends stay: the request is at one and the outcome at the other.
         text = f"{text[: most // 2]}\n... ({len(text) - most} characters left out) ...\n{text[-(most // 2) :]}"
     return f"<<<\n{text}\n>>>"
 

@@ -50,6 +50,7 @@ class ResultsContains(Leaf):
     def read(self, view: View, args: Args) -> Reading:
         if "replay" in args:
             return self._replayed(view, args)
+        # Without errors, in which a tool may repeat the arguments: to ask with the expected text is not to find it.
         answers = [m.result.content for m in view.calls if m.result is not None and m.result.error is None]
         return texts_found(answers, wanted_texts(args["expect"]), args)
 

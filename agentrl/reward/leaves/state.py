@@ -30,6 +30,7 @@ _POINTER = {"type": "string", "pattern": "^(/|$)"}
 def state_hash(state: Json) -> str:
     """SHA-256 of a state's canonical JSON: sorted keys, integral floats as integers. Raises ValueError for NaN."""
     text = json.dumps(_canonical(state), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # A JSON text may hold half of a surrogate pair, which plain UTF-8 refuses.
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -138,6 +139,7 @@ def _without(value: Json, ignore: list[tuple[str, ...]]) -> Json:
     deeper = {tokens[0]: [rest[1:] for rest in ignore if len(rest) > 1 and rest[0] == tokens[0]] for tokens in ignore if tokens}
     if isinstance(value, Mapping):
         return {key: _without(item, deeper.get(key, [])) for key, item in value.items() if key not in here}
+    # The same places are left out of both states, so the items after them still face each other.
     return [_without(item, deeper.get(str(i), [])) for i, item in enumerate(value) if str(i) not in here]
 
 

@@ -34,6 +34,7 @@ def spoken(view: View, where: str) -> str | None:
 def wanted_texts(value: Json) -> list[str]:
     """One string or number, or a list of them, as strings. Raises UnscorableError for another shape."""
     items = value if isinstance(value, (list, tuple)) else [value]
+    # Not true and false: they would be looked for as "True" and "False", Python's words.
     if not all(isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in items):
         raise UnscorableError(f"expected text must be a string or a list of strings, not {brief(value, 80)!r}")
     return [str(item) for item in items]
@@ -77,6 +78,7 @@ def texts_found(texts: Sequence[str], wanted: Sequence[str], args: Args) -> Read
     """
     fold = NORMALIZERS[args.get("strings", "exact")]
     heard = [fold(text) for text in texts]
+    # In each text for itself: in all of them joined, one could begin what the next one ends.
     found = [any(_occurs(fold(item), text, bool(args.get("word"))) for text in heard) for item in wanted]
     missing = [brief(item) for item, hit in zip(wanted, found, strict=True) if not hit]
     if args.get("mode", "all") == "any":
@@ -155,6 +157,7 @@ class NumberClose(Leaf):
         looked_at = said[-1:] if which == "last" else said
         tolerance = float(args.get("abs", 0.0)), float(args.get("rel", 0.0))
         hits = [(x := as_decimal(token)) is not None and decimals_close(x, wanted, *tolerance) for token in looked_at]
+        # `all` alone would be true for a text without any number.
         right = any(hits) if which == "any" else bool(hits) and all(hits)
         return Reading(float(right), {"expected": str(wanted), "said": brief(said[-5:]), "numbers": len(said)})
 
