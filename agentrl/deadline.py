@@ -56,6 +56,7 @@ class LoopClock:
 
     def _tick(self) -> None:
         self.now()
+        # Ends without users: an idle loop is not woken twenty times a second for a clock that nobody reads.
         self._next = self._loop.call_later(TICK, self._tick) if self._users else None
 
 
@@ -165,6 +166,7 @@ class _Countdown:
         try:
             left = self._report()
         except Exception as fault:
+            # Raised where it is waited for: out of a timer's callback it would only be logged.
             self._woken.set_exception(fault)
             return
         if left <= 0:

@@ -17,6 +17,7 @@ class Snapshot:
 
     def thaw(self, target: object) -> dict[str, Any]:
         """A fresh copy of the attributes for `target`."""
+        # A copy each time: one snapshot may begin several episodes.
         return copy.deepcopy(self.parts, {id(_OWNER): target})
 
 

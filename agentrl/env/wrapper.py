@@ -158,6 +158,7 @@ class ToolWrapper(ToolEnv):
         self.__dict__.update(copy.deepcopy(snapshot.parts["own"]))
 
     def fork(self) -> ToolEnv:
+        # Not by calling the class: a subclass's arguments are not known here, and its copy gets them as attributes.
         forked = type(self).__new__(type(self))
         kept = {name: value for name, value in self.__dict__.items() if name in _THROUGH - {"env"} - _SPACES}
         forked.__dict__.update(kept)
