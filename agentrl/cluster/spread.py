@@ -99,7 +99,6 @@ def _on_few_nodes(wanted: Sequence[Unpooled], left: Mapping[str, list[float]]) -
 def _counts(count: int, room: Sequence[int]) -> list[int] | None:
     """`count` over nodes with `room`, equally if that fits, else filling one after the other; None if there is too little."""
     even = [count // len(room) + (number < count % len(room)) for number in range(len(room))]
-    # Equally if that fits: all ranks wait for the node with the most of them, whose network they share.
     if all(wanted <= has for wanted, has in zip(even, room, strict=True)):
         return even
     counts = []

@@ -127,7 +127,6 @@ class Child:
 
 def serve(pipe: Connection, path: list[str]) -> None:
     """The child: answer calls until the other side is gone."""
-    # The parent's, which may have been extended after its start: the tool's module must be found here, too.
     sys.path[:] = path
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the run still finishes its step
     while True:
