@@ -186,7 +186,7 @@ def publish_of(beside: list[RolePlacement]) -> list[tuple[int, str]]:
 def advice(config: TrainConfig, placed: list[RolePlacement], peak: Peak) -> str:
     """Which keys make a device's peak smaller, largest part first."""
     beside = [one for one in placed if one.device == peak.device or peak.device == HOST]
-    # A publish is the actor's: what it gathers there, its keys make smaller.
+    # In a publish the weights and gathered layers are the actor's.
     [one] = [one for one in beside if one.role == peak.role.replace(PUBLISH, "actor")]
     memory, ways = one.memory, []
     if memory.activations + memory.working and peak.role != PUBLISH:

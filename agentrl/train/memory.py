@@ -82,7 +82,7 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, *, train
     own = {"weights": MASTER * _local(parameters, shards), "optimizer": ADAMW * _local(learning, shards)}
     sharded = MASTER * _local(learning, shards)
     if cfg.cpu_offload:
-        # All of this is then in host memory; on the device are only gathered layers.
+        # In host memory then; gathered layers, and gradients that are not sharded, are still on the device.
         own, sharded = {"host": sum(own.values()) + sharded}, 0
     try:
         found = count_activations(module, math.ceil(tokens / cfg.sequence_parallel), getattr(torch, cfg.dtype or "float32"))
