@@ -14,6 +14,7 @@ log = logging.getLogger(__name__)
 
 REACH_S = 5.0
 """For a plain connection to the head."""
+CLIENT = "ray://"
 ANSWER_S = 20.0
 """For the head's answer, with the time to import Ray."""
 PROBE = """
@@ -33,13 +34,15 @@ process, and because Ray writes its log lines past Python."""
 def check_join(address: str) -> None:
     """Raise ResourceError if the cluster at `address` (host:port) cannot be reached, or does not take this process's token.
 
-    "auto" is the cluster that this machine belongs to; other forms of an address ("ray://...") are left to Ray.
+    "auto" is the cluster that this machine belongs to; a Ray client's server ("ray://host:port") is only asked whether it is there.
     """
     if address == "auto":
         address = _here()
-    host, colon, port = address.rpartition(":")
-    if not colon or "/" in host or not port.isdigit():
-        return
+    host, _, port = address.removeprefix(CLIENT).rpartition(":")
+    if not host or not port.isdigit():
+        if address in ("auto", "local"):
+            return
+        raise ResourceError(f'cluster.address = {address!r}: expected the head as "HOST:PORT" (6379 unless it was set), or "auto"')
     try:
         socket.create_connection((host, int(port)), timeout=REACH_S).close()
     except OSError as problem:
@@ -47,6 +50,8 @@ def check_join(address: str) -> None:
             f"cluster.address = {address!r}: nothing answers there ({problem}). On the head: ray start --head --port={port}; its "
             "address must be one that this machine reaches, and no firewall may be in between"
         ) from None
+    if address.startswith(CLIENT):
+        return
     try:
         asked = subprocess.run([sys.executable, "-c", PROBE, address], capture_output=True, text=True, timeout=ANSWER_S)
     except subprocess.TimeoutExpired:

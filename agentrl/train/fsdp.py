@@ -291,6 +291,13 @@ class FsdpEngine(BaseEngine):
         return tensor.detach().to(dtype)
 
 
+def check_on_host(cfg: ModelConfig) -> None:
+    """Raise ConfigError for keys that free a GPU's memory, of a role that has no GPU."""
+    if cfg.cpu_offload or cfg.offload != "never":
+        key = "model.cpu_offload = true" if cfg.cpu_offload else f'model.offload = "{cfg.offload}"'
+        raise ConfigError(f"{key}: there is no GPU, so everything is in host memory already; unset it")
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How the ranks are used: the mesh that parameters are sharded over (its last axis; if there are two, the first
@@ -306,9 +313,8 @@ class Layout:
         for key, parts in (("replicas", cfg.replicas), ("sequence_parallel", cfg.sequence_parallel)):
             if world % parts:
                 raise ConfigError(f"model.{key} = {parts} does not divide cluster.actors = {world}")
-        if device.type in HOST and (cfg.cpu_offload or cfg.offload != "never"):
-            key = "model.cpu_offload = true" if cfg.cpu_offload else f'model.offload = "{cfg.offload}"'
-            raise ConfigError(f"{key}: there is no GPU, so everything is in host memory already")
+        if device.type in HOST:
+            check_on_host(cfg)
         if not dist.is_initialized():
             return cls()
         # Parameters are sharded over ranks that share tokens too: these have the same weights and only compute other tokens.

@@ -53,19 +53,20 @@ def mesh_of(config: TrainConfig, ranks: int | None = None) -> dict[str, int]:
     """The ranks of a role as a mesh: the ranks along "sp" get the same rows and share their tokens.
 
     `ranks`: their number, for a role with its own pool; by default `cluster.actors`. Raises ConfigError if
-    `model.sequence_parallel` does not divide it.
+    `model.sequence_parallel` or `model.replicas` does not divide it.
     """
     share = config.model.sequence_parallel
     name, ranks = ("cluster.actors", config.cluster.actors) if ranks is None else ("a pool of processes", ranks)
-    if ranks % share:
-        raise ConfigError(f"model.sequence_parallel = {share} does not divide {name} = {ranks}")
+    for key, parts in (("sequence_parallel", share), ("replicas", config.model.replicas)):
+        if ranks % parts:
+            raise ConfigError(f"model.{key} = {parts} does not divide {name} = {ranks}")
     return {"dp": ranks // share, "sp": share}
 
 
 def check_learner(config: TrainConfig) -> None:
     """Raise ConfigError for a combination of algorithm and roles that would not do what its settings say.
 
-    Reads: algorithm, critic, reward_model, steps, model.sequence_parallel, cluster.actors, rollout.max_turns,
+    Reads: algorithm, critic, reward_model, steps, model.sequence_parallel, model.replicas, cluster.actors, rollout.max_turns,
     rollout.max_turn_tokens, rollout.max_episode_tokens; and as `check_offload`.
     """
     check_algorithm(fill_length_norm(config))

@@ -27,7 +27,7 @@ AUTO = "auto"
 def check_weights(config: TrainConfig) -> None:
     """Raise ConfigError if `[weights]` does not fit the rest of the config.
 
-    Reads: weights.route, weights.lora, model.lora, sft, cluster.
+    Reads: weights.route, weights.lora, model.lora, sft, cluster, rollout.colocate.
     """
     if config.weights.route != AUTO:
         _check_route(config)
@@ -49,6 +49,10 @@ def _check_route(config: TrainConfig) -> None:
             f'weights.route = "{name}" goes from GPU to GPU, and actors and engine do not both have some; use one of '
             f'{ROUTES.that_are("cuda", False)}, or "auto"'
         )
+    if name == "ipc" and not config.rollout.colocate:
+        raise ConfigError('weights.route = "ipc" needs rollout.colocate: the engine has other GPUs than the actors; use "nccl" or "auto"')
+    if name == "nccl" and config.rollout.colocate:
+        raise ConfigError('weights.route = "nccl" does not work with rollout.colocate: it needs two GPUs, not one; use "ipc" or "auto"')
 
 
 def check_takes_weights(engine: type[Engine], name: str) -> None:

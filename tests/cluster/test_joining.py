@@ -73,6 +73,12 @@ def test_auto_without_a_cluster_says_how_to_plan_one(monkeypatch: pytest.MonkeyP
         joining.check_join("auto")
 
 
-@pytest.mark.parametrize("address", ["ray://head:10001", "head"])
-def test_other_forms_of_an_address_are_left_to_ray(address: str) -> None:
-    joining.check_join(address)
+@pytest.mark.parametrize("address", ["head", "10.0.0.1", "head:", "http://head:port"])
+def test_what_is_no_address_is_told_what_one_is(address: str) -> None:
+    with pytest.raises(ResourceError, match=f"cluster.address = '{address}': expected the head as .HOST:PORT.*or .auto"):
+        joining.check_join(address)
+
+
+def test_a_client_server_that_is_not_there_is_refused_at_once(port: tuple[socket.socket, str]) -> None:
+    with pytest.raises(ResourceError, match="nothing answers there"):  # Ray itself takes half a minute
+        joining.check_join(f"ray://{port[1]}")

@@ -160,3 +160,6 @@ def test_pools_are_left_aside_inline_and_must_divide_for_sequence_parallel():
     config = run_of({"p": PoolConfig(per_node=3)}, {"critic": "p"}, critic=CriticConfig(), model=shared)
     with pytest.raises(ConfigError, match="sequence_parallel = 2 does not divide a pool of processes = 3"):
         check_placement(config, "embedded")
+    copied = config.model_copy(update={"model": ModelConfig(replicas=2)})
+    with pytest.raises(ConfigError, match="replicas = 2 does not divide a pool of processes = 3"):
+        check_placement(copied, "embedded")

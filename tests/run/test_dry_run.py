@@ -154,6 +154,8 @@ def test_the_command_needs_no_weights_and_refuses_what_does_not_fit(
     assert "vLLM is not installed" in capsys.readouterr().err
     assert main([*asked, "optim.micro_tokens=7"]) == 2  # the checks of a run
     assert "optim.micro_tokens = 7" in capsys.readouterr().err
+    assert main([*asked, "model.cpu_offload=true"]) == 2
+    assert "model.cpu_offload = true: there is no GPU" in capsys.readouterr().err
     for none in ("0", "-3", "nan"):
         assert main([*asked, "--gpu-memory", none]) == 2
         assert f"--gpu-memory = {none}: GiB of a card are needed" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from agentrl.backends.vllm.transfer import TRANSFERS, IpcTransfer, open_end
 from agentrl.config.load import config_from
-from agentrl.config.schema import WeightsConfig
+from agentrl.config.schema import RolloutConfig, WeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.train import publish, source
 from agentrl.train.source import WeightSource
@@ -94,7 +94,11 @@ def test_without_gpus_the_route_is_refused_by_name(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ConfigError, match=f'weights.route = "{route}" goes from GPU to GPU.* "collective", "disk", "memory"'):
             publish.check_weights(config)
     on |= {"actor": True, "rollout": True}
-    publish.check_weights(config)
+    apart, beside = (config.model_copy(update={"rollout": RolloutConfig(colocate=colocate)}) for colocate in (False, True))
+    fits, fails = (beside, apart) if route == "ipc" else (apart, beside)
+    publish.check_weights(fits)
+    with pytest.raises(ConfigError, match=f'weights.route = "{route}" .* rollout.colocate: .*; use "(ipc|nccl)" or "auto"'):
+        publish.check_weights(fails)
     with pytest.raises(ConfigError, match=f"weights.route = {route}: the trainer has no GPU"):
         routes.make_sender(route, WeightsConfig(), 1, 1, "127.0.0.1").open()
 

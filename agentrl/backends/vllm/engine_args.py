@@ -64,6 +64,8 @@ def check_args(args: Mapping[str, Any], cuda: bool) -> None:
         if name not in declared:
             raise ConfigError(f"vllm.args.{name}: vLLM {_version()} has no such argument{hinted(name, declared)}")
         _check_type(name, value, declared[name])
+        if name == "gpu_memory_utilization" and not 0 < value <= 1:
+            raise ConfigError(f"vllm.args.{name} = {value:g}: a fraction of a GPU's memory is expected, above 0 and at most 1")
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:

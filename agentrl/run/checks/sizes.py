@@ -9,6 +9,7 @@ from agentrl.errors import ConfigError
 from agentrl.rollout.engine_maker import ENGINES
 from agentrl.run.assembly import context_length
 from agentrl.run.engines import maker_of
+from agentrl.train.fsdp import check_on_host
 from agentrl.train.memory import width
 from agentrl.train.pretrained import count_parameters, head_dim
 
@@ -25,12 +26,14 @@ FAR = 30.0
 
 def check_sizes(config: TrainConfig, engine_name: str) -> None:
     """Raise ConfigError for groups that are too small to compare, for rows longer than a micro-batch, and for attention heads
-    that the engine cannot compute.
+    that the engine cannot compute; and for keys that free GPUs where there are none.
 
-    Reads: rollout.group_size, rollout.max_episode_tokens, optim.micro_tokens, algorithm.advantage, model.path, model.init, vllm;
-    and as `check_heads`.
+    Reads: rollout.group_size, rollout.max_episode_tokens, optim.micro_tokens, algorithm.advantage, model.path, model.init, vllm,
+    model.cpu_offload, model.offload, cluster; and as `check_heads`.
     """
     check_heads(config, engine_name)
+    if not has_gpus(config.cluster, "actor"):
+        check_on_host(config.model)
     rollout = config.rollout
     _check_groups(rollout.group_size, config.algorithm.advantage)
     context = context_length(config, engine_name)
