@@ -92,7 +92,9 @@ def card_bytes(cluster: ClusterConfig, timeout: float = 60.0) -> int | None:
     except ray.exceptions.GetTimeoutError:
         found = None
     if found is None:
-        raise ResourceError("the GPUs of the cluster do not say how much memory they have, or are all in use: set --gpu-memory GIB")
+        raise ResourceError(
+            "the GPUs of the cluster do not say how much memory they have, or are all in use: set --gpu-memory GIB"
+        )
     return found
 
 

@@ -42,7 +42,9 @@ def check_join(address: str) -> None:
     if not host or not port.isdigit():
         if address in ("auto", "local"):
             return
-        raise ResourceError(f'cluster.address = {address!r}: expected the head as "HOST:PORT" (6379 unless it was set), or "auto"')
+        raise ResourceError(
+            f'cluster.address = {address!r}: expected the head as "HOST:PORT" (6379 unless it was set), or "auto"'
+        )
     try:
         socket.create_connection((host, int(port)), timeout=REACH_S).close()
     except OSError as problem:

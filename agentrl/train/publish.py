@@ -50,9 +50,13 @@ def _check_route(config: TrainConfig) -> None:
             f'{ROUTES.that_are("cuda", False)}, or "auto"'
         )
     if name == "ipc" and not config.rollout.colocate:
-        raise ConfigError('weights.route = "ipc" needs rollout.colocate: the engine has other GPUs than the actors; use "nccl" or "auto"')
+        raise ConfigError(
+            'weights.route = "ipc" needs rollout.colocate: the engine has other GPUs than the actors; use "nccl" or "auto"'
+        )
     if name == "nccl" and config.rollout.colocate:
-        raise ConfigError('weights.route = "nccl" does not work with rollout.colocate: it needs two GPUs, not one; use "ipc" or "auto"')
+        raise ConfigError(
+            'weights.route = "nccl" does not work with rollout.colocate: it needs two GPUs, not one; use "ipc" or "auto"'
+        )
 
 
 def check_takes_weights(engine: type[Engine], name: str) -> None:
