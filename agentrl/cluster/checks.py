@@ -133,7 +133,7 @@ def check_gpus() -> Iterator[MachineFinding]:
     import torch
 
     if not torch.cuda.is_available():
-        yield MachineFinding("gpus", "ok", f"none (torch {torch.__version__}); runs use the CPU")
+        yield MachineFinding("gpus", "ok", f"none (torch {torch.__version__}); runs on this machine use the CPU")
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)

@@ -252,7 +252,7 @@ def test_every_argument_of_the_installed_vllm_can_be_reached(qwen3_8b: str) -> N
     engine_args.check_args(free, cuda=True)
     assert len(free) > 60
     for fraction in (0.0, 1.5):
-        with pytest.raises(ConfigError, match="gpu_memory_utilization = .*above 0 and at most 1"):
+        with pytest.raises(ConfigError, match=r"gpu_memory_utilization = .*above 0 and at most 1"):
             engine_args.check_args({"gpu_memory_utilization": fraction}, cuda=True)
     engine_args.check_args({"compilation_config": {"level": 3}, "speculative_config": {"method": "ngram"}}, cuda=True)
 
