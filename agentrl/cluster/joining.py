@@ -34,7 +34,7 @@ process, and because Ray writes its log lines past Python."""
 def check_join(address: str) -> None:
     """Raise ResourceError if the cluster at `address` (host:port) cannot be reached, or does not take this process's token.
 
-    "auto" is the cluster that this machine belongs to; a Ray client's server ("ray://host:port") is only asked whether it is there.
+    "auto" is the cluster that this machine belongs to; a Ray client's server ("ray://host:port") must only answer.
     """
     if address == "auto":
         address = _here()
