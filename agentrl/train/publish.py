@@ -49,14 +49,16 @@ def _check_route(config: TrainConfig) -> None:
             f'weights.route = "{name}" goes from GPU to GPU, and actors and engine do not both have some; use one of '
             f'{ROUTES.that_are("cuda", False)}, or "auto"'
         )
-    if name == "ipc" and not config.rollout.colocate:
+    colocated, traits = config.rollout.colocate, ROUTES.entry(name).traits
+    if "own_gpus" in traits and not colocated:
         raise ConfigError(
-            'weights.route = "ipc" needs rollout.colocate: the engine has other GPUs than the actors; use "nccl" or "auto"'
+            f'weights.route = "{name}" needs rollout.colocate: without it the engine has other GPUs than the actors; use "auto"'
         )
-    if name == "nccl" and config.rollout.colocate:
+    if "other_gpus" in traits and colocated:
         raise ConfigError(
-            'weights.route = "nccl" does not work with rollout.colocate: it needs two GPUs, not one; use "ipc" or "auto"'
+            f'weights.route = "{name}" does not work with rollout.colocate: the engine has the GPUs of the actors; use "auto"'
         )
+
 
 
 def check_takes_weights(engine: type[Engine], name: str) -> None:

@@ -147,7 +147,7 @@ def _gathered(mine: tuple[str | None, str]) -> list[tuple[str | None, str]]:
     return found
 
 
-@ROUTES.register("ipc", traits={"cuda"})
+@ROUTES.register("ipc", traits={"cuda", "own_gpus"})
 class IpcRoute(Route):
     """See the module."""
 

@@ -108,7 +108,7 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-@ROUTES.register("nccl", traits={"cuda"})
+@ROUTES.register("nccl", traits={"cuda", "other_gpus"})
 class NcclRoute(Route):
     """See the module."""
 

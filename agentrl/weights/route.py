@@ -137,5 +137,12 @@ class Route(ABC):
 
 
 ROUTES: Registry[type[Route]] = Registry(
-    "weights.route", "ROUTES", "agentrl.weights", traits={"cuda": "goes from GPU to GPU, and needs one at both ends"}
+    "weights.route",
+    "ROUTES",
+    "agentrl.weights",
+    traits={
+        "cuda": "goes from GPU to GPU, and needs one at both ends",
+        "own_gpus": "the engine must be on the trainer's GPUs (rollout.colocate)",
+        "other_gpus": "the engine must be on other GPUs than the trainer's",
+    },
 )
