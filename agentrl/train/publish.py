@@ -60,7 +60,6 @@ def _check_route(config: TrainConfig) -> None:
         )
 
 
-
 def check_takes_weights(engine: type[Engine], name: str) -> None:
     """Raise ConfigError if engines of this class cannot be trained. `name`: the engine as the user named it, or the class."""
     if not issubclass(engine, WeightTarget):
