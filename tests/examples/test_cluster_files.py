@@ -13,7 +13,8 @@ import pytest
 
 CLUSTER = Path(__file__).resolve().parents[2] / "examples" / "cluster"
 STAND_IN = """#!/bin/bash
-printf '%s' "$(basename "$0")" >> "$LOG"; printf ' %q' "$@" >> "$LOG"; echo >> "$LOG"
+line="$(basename "$0")$(printf ' %q' "$@")"
+printf '%s\n' "$line" >> "$LOG"  # in one write: the two ends of a pipe run at the same time
 """
 STAND_INS = {
     "srun": "",
