@@ -139,6 +139,7 @@ def test_a_cpu_gets_what_its_sequences_take(qwen3_8b: str) -> None:
         (["vllm.kv_cache_mib=2304", "model.dtype=float32"], "8,192", "4,608"),
         (["vllm.kv_cache_mib=1152", "vllm.args={kv_cache_dtype='fp8'}"], None, None),
         (["vllm.kv_cache_mib=256", "vllm.max_model_len=1820"], None, None),
+        (["vllm.tensor_parallel=8"], None, None),
     ],
 )
 def test_a_cache_too_small_for_one_sequence_is_refused_with_the_numbers(
@@ -172,6 +173,12 @@ def test_steps_smaller_than_a_prompt_are_refused_on_a_cpu_only(cuda: bool, qwen3
     with pytest.raises(ConfigError, match=r"vllm.max_num_batched_tokens = 16383.* vllm.max_model_len = 16384"):
         made.check()
     maker(qwen3_8b, "vllm.max_num_batched_tokens=16383", "vllm.max_model_len=16383").check()
+
+
+def test_a_tensor_parallel_size_that_does_not_divide_the_heads_is_refused(monkeypatch: pytest.MonkeyPatch, qwen3_8b: str) -> None:
+    monkeypatch.setattr("agentrl.run.engines.has_gpus", lambda cluster, role: True)
+    with pytest.raises(ConfigError, match="vllm.tensor_parallel = 3 does not divide the model's 32 attention heads"):
+        maker(qwen3_8b, "vllm.tensor_parallel=3").check()
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,14 @@ BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a model keeps of a token: `layers` x `heads` x `size` keys, and as many values. `positions`: the longest sequence."""
+    """What a model keeps of a token: `layers` x `heads` x `size` keys, and as many values. `positions`: the longest sequence;
+    `queries`: attention heads."""
 
     layers: int
     heads: int
     size: int
     positions: int
+    queries: int
 
     @classmethod
     def of(cls, model: ModelConfig) -> CacheShape | None:
@@ -35,7 +37,7 @@ class CacheShape:
         never too much; latent attention, whose cache has another form, is not known.
         """
         if model.init is not None:
-            return cls(model.init.layers, model.init.kv_heads, model.init.head_dim, model.init.context)
+            return cls(model.init.layers, model.init.kv_heads, model.init.head_dim, model.init.context, model.init.heads)
         if model.path is None:
             return None  # `check_model` refuses it; the hub must not be asked for a model called "None"
         from transformers import AutoConfig
@@ -50,6 +52,7 @@ class CacheShape:
             getattr(text, "num_key_value_heads", None) or heads,
             getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None),
             getattr(text, "max_position_embeddings", None),
+            heads,
         )
         known = all(isinstance(value, int) for value in found) and getattr(text, "kv_lora_rank", None) is None
         return cls(*found) if known else None

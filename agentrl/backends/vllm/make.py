@@ -57,6 +57,10 @@ class VllmMaker(EngineMaker):
         check_elastic(self.config)
         check_room(self.config, dtype)
         shape = CacheShape.of(self.config.model)
+        if shape is not None and shape.queries % vllm.tensor_parallel:
+            raise ConfigError(
+                f"vllm.tensor_parallel = {vllm.tensor_parallel} does not divide the model's {shape.queries} attention heads"
+            )
         sizes = {"max_model_len": self.context(shape.positions)} if shape is not None else {}
         engine_options(vllm.model_copy(update=sizes), cuda=cuda, dtype=dtype, lora_rank=_adapter_rank(self.config))
 
