@@ -177,7 +177,7 @@ def test_steps_smaller_than_a_prompt_are_refused_on_a_cpu_only(cuda: bool, qwen3
 
 def test_a_tensor_parallel_size_that_does_not_divide_the_heads_is_refused(monkeypatch: pytest.MonkeyPatch, qwen3_8b: str) -> None:
     monkeypatch.setattr("agentrl.run.engines.has_gpus", lambda cluster, role: True)
-    with pytest.raises(ConfigError, match="vllm.tensor_parallel = 3 does not divide the model's 32 attention heads"):
+    with pytest.raises(ConfigError, match=r"vllm.tensor_parallel = 3 does not divide the model's 32 attention heads"):
         maker(qwen3_8b, "vllm.tensor_parallel=3").check()
 
 
