@@ -57,7 +57,7 @@ class VllmMaker(EngineMaker):
         check_elastic(self.config)
         check_room(self.config, dtype)
         shape = CacheShape.of(self.config.model)
-        if shape is not None and shape.queries % vllm.tensor_parallel:
+        if shape is not None and self.config.model.init is None and shape.queries % vllm.tensor_parallel:
             raise ConfigError(
                 f"vllm.tensor_parallel = {vllm.tensor_parallel} does not divide the model's {shape.queries} attention heads"
             )
