@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.cluster import guard
+from tests.conftest import proof
 
 NAMESPACE = """
 set -e
@@ -77,6 +78,7 @@ def test_a_namespace_that_does_not_is_pinned_and_logged():
     assert "pinned to loopback" in done.stderr and "GLOO_SOCKET_IFNAME=lo" in done.stderr
 
 
+@proof
 @pytest.mark.slow
 def test_a_run_works_in_that_namespace():
     done = in_namespace(RUN, broken=True, timeout=200)
