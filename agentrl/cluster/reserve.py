@@ -22,6 +22,8 @@ from agentrl.errors import ResourceError
 NODE_LABEL = "ray.io/node-id"
 PATIENCE = 5.0
 """Seconds that Ray gets to reserve resources that are free, before the search starts again."""
+ANSWER_S = 60.0
+"""Seconds for a node to start a process that says where it is; a cold one imports Ray from a network disk first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,8 @@ def locations_of(held: Reserved) -> list[Location]:
     for slots in zip_longest(*held.by_node()):
         asked = [slot for slot in slots if slot is not None]
         try:
-            found |= zip(asked, ray.get([remote.options(**options[slot]).remote() for slot in asked]), strict=True)
+            answers = ray.get([remote.options(**options[slot]).remote() for slot in asked], timeout=ANSWER_S)
+            found |= zip(asked, answers, strict=True)
         except RayError as error:
             cause = str(error).strip().splitlines()[-1]
             raise ResourceError(

@@ -114,8 +114,8 @@ def locations_of_roles(config: TrainConfig, engine_name: str) -> dict[str, list[
         pools = open_pools(config, engine_name)
         assert pools is not None
         try:
-            own = {role: pools.locations(role, engine.gpus if engine is not None else 0) for role in roles_of(config, engine_name)
-                   if role in pools}  # fmt: skip
+            gpus = engine.gpus if engine is not None else 0
+            own = {role: pools.locations(role, gpus) for role in roles_of(config, engine_name) if role in pools}
         finally:
             pools.close()
     # A role without processes of its own uses the actors' processes.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from cluster_workers import Plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ray.exceptions import GetTimeoutError
 
 from agentrl.cluster import reserve
 from agentrl.cluster.pool import ClusterNode, need, place, pools_of_roles
@@ -163,3 +165,18 @@ def test_pools_are_left_aside_inline_and_must_divide_for_sequence_parallel():
     copied = config.model_copy(update={"model": ModelConfig(replicas=2)})
     with pytest.raises(ConfigError, match="replicas = 2 does not divide a pool of processes = 3"):
         check_placement(copied, "embedded")
+
+
+def test_a_node_that_does_not_say_where_it_is_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def late(asked: list[str], timeout: float) -> None:
+        limits.append((asked, timeout))
+        raise GetTimeoutError("Get timed out: some object(s) not ready.")
+
+    task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: "ref"))
+    monkeypatch.setattr(reserve, "ray", SimpleNamespace(remote=lambda **_: lambda function: task, get=late))
+    held = SimpleNamespace(options=lambda: [{}, {}], by_node=lambda: [range(2)], slots=2)
+    with pytest.raises(ResourceError, match="a node does not say where it is.*Get timed out"):
+        reserve.locations_of(held)
+    assert limits == [(["ref"], 60.0)]  # the first slot of the node, and no further one after it
