@@ -1,5 +1,5 @@
-"""One file brings an estimator, a loss, a sampler, a context policy, a wrapper, a route, a tracker or an engine, by name;
-what it needs and what it is are honoured by the checks before a run, and by the run."""
+"""One file brings an estimator, a loss, a sampler, a context policy, a wrapper, a route, a tracker, an engine or a training
+engine, by name; what it needs and what it is are honoured by the checks before a run, and by the run."""
 
 from __future__ import annotations
 
@@ -134,6 +134,21 @@ class Lines(Tracker):
     def look(self):
         return "cat the lines"
 """,
+    "trainers": """
+from agentrl.train.engine import TRAIN_ENGINES
+from agentrl.train.fsdp import FsdpEngine
+
+@TRAIN_ENGINES.register("lifted", traits={"alone", "compile"})
+class Lifted(FsdpEngine):
+    def step(self, sound=True):
+        return 1000.0 + super().step(sound)
+
+    @classmethod
+    def check(cls, cfg, ranks):
+        if cfg.compile:
+            from agentrl.errors import ConfigError
+            raise ConfigError(f"{ranks} rank cannot compile")
+""",
     "engines": """
 from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.rollout.engine import Engine
@@ -200,7 +215,7 @@ def test_a_run_of_plugins_alone(shelf: Path) -> None:
         f"rollout.context={{name='noted',args={{into='{shelf}/context.txt'}}}}", 
         f"env.wrappers=[{{name='one_turn',args={{note='{shelf}/wrapper.txt'}}}}]",
         f"weights={{route='told',folder='{shelf}'}}", "trackers=[{name='lines',args={file='lines.txt'}}]",
-        "rollout.max_turn_tokens=12", "rollout.max_turns=9", "cluster.backend=ray",
+        "rollout.max_turn_tokens=12", "rollout.max_turns=9", "cluster.backend=ray", "model.engine=lifted",
     )  # fmt: skip
     check_capacity(config)
     check_config(config)
@@ -224,6 +239,7 @@ def test_a_run_of_plugins_alone(shelf: Path) -> None:
     [update] = [row for row in rows if row["phase"] == "train"]
     assert {episode.reward for episode in episodes} == {0.0}
     assert update["share"] == pytest.approx(0.25) and update["advantage_seen"] == pytest.approx(2.0)
+    assert 1000 < update["grad_norm"] < 1100  # by the training engine's own step
 
 
 @pytest.mark.parametrize(
@@ -246,6 +262,11 @@ def test_a_run_of_plugins_alone(shelf: Path) -> None:
         (["engine=mine", "rollout.colocate=true"], 'only engine = "embedded", "vllm" can free'),
         (["engine=mine", "engine_args={slot=1}"], "did you mean 'slots'"),
         (["engine=mine", "optim.micro_tokens=299"], "optim.micro_tokens = 299: an episode may have 300 tokens"),
+        (["model.engine=lift"], "model.engine: unknown name 'lift'; did you mean 'lifted'"),
+        (["model.engine=lifted", "model.lora={}"], r'\[model.lora\]: model.engine = "lifted" does not .*do: "fsdp2"'),
+        (["model.engine=lifted", "model.sequence_parallel=2"], 'sequence_parallel > 1: model.engine = "lifted" does not'),
+        (["model.engine=lifted", "optim.prefix_sharing=on"], 'optim.prefix_sharing = "on": model.engine = "lifted" does not'),
+        (["model.engine=lifted", "model.compile=true"], "1 rank cannot compile"),
         (["engine=embeded"], "did you mean 'embedded'"),
         (["engine=embedded", "engine_args={x=1}"], "unknown argument 'x'; known: none"),
         (["model={path='api:openai/x'}"], "api:openai/x cannot be trained: .*can be evaluated"),

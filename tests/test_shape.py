@@ -201,7 +201,7 @@ def registries() -> list[Registry[Any]]:
     """Every registry of agentrl, loaded."""
     homes = ["agentrl.algorithm", "agentrl.algorithm.correction", "agentrl.algorithm.kl", "agentrl.env.wrapper",
              "agentrl.rollout.context.base", "agentrl.rollout.engine_maker", "agentrl.rollout.sampler.base",
-             "agentrl.run.trackers", "agentrl.weights.route"]  # fmt: skip
+             "agentrl.run.trackers", "agentrl.train.engine", "agentrl.weights.route"]  # fmt: skip
     found = {id(v): v for home in homes for v in vars(importlib.import_module(home)).values() if isinstance(v, Registry)}
     declared = sum(
         text.count("] = Registry(") for text in (f.read_text() for f in PACKAGE.rglob("*.py") if f.name != "registry.py")

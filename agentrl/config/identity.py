@@ -85,6 +85,7 @@ _EPISODES = {
     "reward_model": _TRAINING,
     "model.init": "builds a model for training; the one that plays is at model.path",
     "model.lora": _TRAINING,
+    "model.engine": _TRAINING,
     "weights.lora": _TRAINING,
     "rollout.groups": _UPDATE,
     "rollout.group_size": _UPDATE,

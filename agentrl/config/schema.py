@@ -53,8 +53,9 @@ class LoraSection(Frozen):
 class ModelConfig(Frozen):
     """`path`: a folder or hub name of a causal language model; or `init`: build a tiny one.
 
-    How it is trained: `dtype` of the computation, of trainer and engine (the trainer's weights and optimizer stay float32),
-    by default bfloat16 on GPUs and float32 on CPUs;
+    How it is trained: `engine` is the library that shards and computes it ("fsdp2", or a plug-in's; docs/training_engines.md);
+    `dtype` of the computation, of trainer and engine (the trainer's weights and optimizer stay float32), by default bfloat16 on
+    GPUs and float32 on CPUs;
     `activation_checkpointing` computes activations again in the backward pass, by default from 1B parameters on;
     `shard_gradients` adds gradients up over the ranks after every micro-batch, so that each keeps its shard, instead of
     keeping them whole until the optimizer step: by default from 1B trained parameters on; `replicas` shards within
@@ -73,6 +74,7 @@ class ModelConfig(Frozen):
     path: str | None = None
     init: InitModelConfig | None = None
     tool_parser: str = "auto"
+    engine: str = "fsdp2"
     dtype: Literal["float32", "bfloat16"] | None = None
     activation_checkpointing: bool | None = None
     shard_gradients: bool | None = None

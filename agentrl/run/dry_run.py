@@ -18,9 +18,10 @@ from agentrl.run.checks import check_config, check_train
 from agentrl.run.engines import engine_name, maker_of
 from agentrl.run.placement import locations_of_roles, placement_table, roles_of
 from agentrl.train.attention import varlen_takes_groups
-from agentrl.train.fsdp import Role
+from agentrl.train.engine import TRAIN_ENGINES
 from agentrl.train.learner import rests
-from agentrl.train.memory import RoleMemory, count, numbers, shell, token_bytes, width
+from agentrl.train.memory import RoleMemory, numbers, shell, token_bytes, width
+from agentrl.train.modules import Role
 from agentrl.train.pretrained import head_dim, model_context
 
 GIB = 1 << 30
@@ -130,7 +131,8 @@ def _trained(config: TrainConfig, role: str, grouped: bool) -> RolePlacement:
     plain = {"lora": None, "sequence_parallel": 1} if role == "reward_model" else {}
     model = config.model.model_copy(update=plain)
     module = shell(model, MODULE_OF[role], paths.get(role), grouped=grouped)
-    memory = count(module, model, ranks, config.optim.micro_tokens, trained=role in ("actor", "critic"))
+    engine = TRAIN_ENGINES.entry(model.engine).make
+    memory = engine.memory(module, model, ranks, config.optim.micro_tokens, trained=role in ("actor", "critic"))
     return RolePlacement(role, device, ranks, memory, rests(config, role))
 
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.train.attention import PackedSequences
-from agentrl.train.fsdp import layers_of
 from agentrl.train.logprobs import CHUNK
-from agentrl.train.modules import Micro, PolicyModule
+from agentrl.train.modules import Micro, PolicyModule, layers_of
 
 COUNTED = "agentrl_counted"
 

@@ -14,9 +14,8 @@ from agentrl.cluster.worker import WorkerContext
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, SftConfig, WeightsConfig
 from agentrl.errors import AgentrlError, ConfigError
 from agentrl.train.forward import compute_logprobs
-from agentrl.train.lora import without_adapters
 from agentrl.train.minibatch import RowsShard, StepsShard, UpdateShard
-from agentrl.train.optim import adamw, muon, rate
+from agentrl.train.optim import rate
 from agentrl.train.role import TrainedRole, open_engine
 from agentrl.train.sft import sft_steps
 from agentrl.train.source import WeightSource
@@ -59,7 +58,7 @@ class Actor(TrainedRole):
         rate(optim.warmup, optim.warmup, optim.schedule, total_steps)  # raises now rather than at the end of the warm-up
         self._optim, self._total_steps = optim, total_steps
         self._engine = open_engine(self, path, model, optim.max_grad_norm)
-        self._engine.optimizers = adamw(self._engine.named(), optim)
+        self._engine.use_adamw(optim)
 
     def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
         """Ragged `logprobs` and `entropy` of the sampled tokens under the current weights."""
@@ -70,7 +69,7 @@ class Actor(TrainedRole):
         engine = self._ready()
         if engine.cfg.lora is None:
             raise ConfigError("compute_reference: all weights are trained, so there is no frozen base (model.lora)")
-        with without_adapters(engine.module):
+        with engine.frozen_base():
             return compute_logprobs(engine, Ragged.of(batch), temperature, self._optim.micro_tokens)
 
     def update(
@@ -102,7 +101,7 @@ class Actor(TrainedRole):
         """Start a supervised phase with its own optimizers."""
         engine = self._ready()
         self._sft, self._sft_done = cfg, 0
-        engine.optimizers = muon(engine.named(), cfg)
+        engine.use_muon(cfg)
 
     def sft_steps(self, batch: TensorDict, count: int) -> dict[str, float]:
         """`count` supervised optimizer steps over equal parts of the rows, in order."""
@@ -117,7 +116,7 @@ class Actor(TrainedRole):
         engine = self._ready()
         engine.export(Path(folder))
         self._sft = None
-        engine.optimizers = adamw(engine.named(), self._optim)
+        engine.use_adamw(self._optim)
 
     def open_route(self, route: str, cfg: WeightsConfig, receivers: int) -> Offer:
         """Create a channel for weights to `receivers` processes. Raises ConfigError if this machine cannot serve the route."""

@@ -17,7 +17,7 @@ from agentrl.config.schema import AlgorithmConfig, CriticConfig, ModelConfig, Op
 from agentrl.train.engine import BaseEngine
 from agentrl.train.forward import compute_values
 from agentrl.train.minibatch import RowsShard, UpdateShard, counts_of, minibatches
-from agentrl.train.optim import adamw, rate
+from agentrl.train.optim import rate
 from agentrl.train.role import TrainedRole, open_engine
 from agentrl.train.update import Meter, Pack, Steps, UpdateSettings, visit_order
 
@@ -42,7 +42,7 @@ class Critic(TrainedRole):
         rate(optim.warmup, optim.warmup, optim.schedule, total_steps)
         self._optim, self._total_steps = optim, total_steps
         engine = open_engine(self, path, model, optim.max_grad_norm, "value")
-        engine.optimizers = adamw(engine.named(), optim.model_copy(update={"lr": critic.lr}))
+        engine.use_adamw(optim.model_copy(update={"lr": critic.lr}))
         self._engine, self._critic, self._cap = engine, critic, optim.micro_tokens
 
     def compute_values(self, batch: TensorDict) -> TensorDict:

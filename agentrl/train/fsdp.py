@@ -8,7 +8,8 @@ on how rows are distributed over ranks and micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,13 +25,14 @@ from agentrl.config.schema import ModelConfig
 from agentrl.errors import AgentrlError, ConfigError, ModelError
 from agentrl.train.attention import PACKED, register_packed_attention
 from agentrl.train.by_size import by_size
-from agentrl.train.engine import BaseEngine, flat_state
+from agentrl.train.engine import TRAIN_ENGINES, BaseEngine, compute_dtype, flat_state
+from agentrl.train.engines import check_on_host
 from agentrl.train.kernels import compile_layers, compiled_head, use_liger
 from agentrl.train.loading import Loader
-from agentrl.train.lora import inject, merged
-from agentrl.train.modules import Micro, PolicyModule, ScoreModule, ValueModule, shared
+from agentrl.train.lora import inject, merged, without_adapters
+from agentrl.train.memory import RoleMemory, count
+from agentrl.train.modules import MODULES, Micro, PolicyModule, Role, layers_of, shared
 from agentrl.train.offload import Offloaded
-from agentrl.train.optim import Optimizers
 from agentrl.train.pretrained import empty_causal_lm, empty_classifier
 from agentrl.train.saving import save_model
 from agentrl.train.ulysses import Ulysses
@@ -38,21 +40,29 @@ from agentrl.train.ulysses import Ulysses
 PREFIX = "hf."
 HOST = ("cpu",)
 """Devices whose memory is the host's."""
-Role = Literal["policy", "value", "score"]
-MODULES: dict[Role, Callable[[Any], nn.Module]] = {
-    "policy": PolicyModule,
-    "value": ValueModule,
-    "score": ScoreModule,
-}
 
 
-def compute_dtype(cfg: ModelConfig, device: torch.device) -> torch.dtype:
-    """What a model computes in on that device: `model.dtype`, or by default bfloat16 on a GPU and float32 on a CPU."""
-    return torch.float32 if cfg.computes_in(device.type == "cuda") == "float32" else torch.bfloat16
-
-
+@TRAIN_ENGINES.register(
+    "fsdp2",
+    traits={
+        "lora",
+        "critic",
+        "reward_model",
+        "sft",
+        "replicas",
+        "sequence_parallel",
+        "cpu_offload",
+        "offload",
+        "compile",
+        "liger",
+        "shard_gradients",
+        "activation_checkpointing",
+        "prefix_sharing",
+        "alone",
+    },
+)
 class FsdpEngine(BaseEngine):
-    """One rank's part of the model. Build it on all ranks, then give it `optimizers`."""
+    """One rank's part of the model."""
 
     def __init__(
         self,
@@ -99,7 +109,7 @@ class FsdpEngine(BaseEngine):
             self._shard()
         loader.fill(self.module, self.device, torch.device("cpu") if cfg.cpu_offload and self.sharded else None)
         self.module.train()
-        self.optimizers: Optimizers | None = None
+        self.optimizers = None
         self._offloaded = Offloaded()
 
         self.shards_gradients = by_size(cfg.shard_gradients, sum(p.numel() for _, p in self.named()))
@@ -142,7 +152,6 @@ class FsdpEngine(BaseEngine):
         return out
 
     def scores(self, micro: Micro) -> Tensor:
-        """The score of each row, float32 [N]; only for a reward model's engine."""
         out: Tensor = self.module(micro)
         return out
 
@@ -178,10 +187,6 @@ class FsdpEngine(BaseEngine):
             dist.all_reduce(broken, dist.ReduceOp.MAX)
         return not bool(broken)
 
-    def set_rate(self, factor: float) -> None:
-        assert self.optimizers is not None
-        self.optimizers.set_rate(factor)
-
     def reduce(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:
         # Over the data axis alone: ranks that share tokens hold the same values, which would count once per rank.
         if not self.sharded or dist.get_world_size(self.layout.data) == 1:
@@ -196,8 +201,14 @@ class FsdpEngine(BaseEngine):
         for name, full in self._adapted() if self.cfg.lora is not None else self._plain():
             yield name.removeprefix(PREFIX), self._cast(full)
 
+    def frozen_base(self) -> AbstractContextManager[None]:
+        return without_adapters(self.module)
+
+    @classmethod
+    def memory(cls, module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, *, trained: bool) -> RoleMemory:
+        return count(module, cfg, ranks, tokens, trained=trained)
+
     def adapter(self) -> dict[str, Tensor]:
-        """Only the adapter's tensors, gathered, float32 on the host, as `Adapter.tensors`; a collective."""
         held = self.module.state_dict()
         return {
             name.removeprefix(PREFIX).replace(".default.", "."): unsharded(tensor).detach().to("cpu", copy=True)
@@ -291,13 +302,6 @@ class FsdpEngine(BaseEngine):
         return tensor.detach().to(dtype)
 
 
-def check_on_host(cfg: ModelConfig) -> None:
-    """Raise ConfigError for keys that free a GPU's memory, of a role that has no GPU."""
-    if cfg.cpu_offload or cfg.offload != "never":
-        key = "model.cpu_offload = true" if cfg.cpu_offload else f'model.offload = "{cfg.offload}"'
-        raise ConfigError(f"{key}: there is no GPU, so everything is in host memory already; unset it")
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How the ranks are used: the mesh that parameters are sharded over (its last axis; if there are two, the first
@@ -332,11 +336,3 @@ class Layout:
 def unsharded(tensor: Tensor) -> Tensor:
     """The full tensor of one that may be sharded: a collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def layers_of(backbone: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a transformer: its longest ModuleList. Raises ModelError if there is none."""
-    lists = [module for module in backbone.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        raise ModelError(f"{type(backbone).__name__} has no list of layers to shard")
-    return list(max(lists, key=lambda found: len(list(found))))

@@ -30,6 +30,7 @@ from agentrl.errors import ConfigError, NonFiniteError
 from agentrl.executors import in_thread
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
+from agentrl.train.engines import shares_prefixes
 from agentrl.train.finite import broken_rows, described
 from agentrl.train.kl import adapted_kl_coef, episode_sums, reward_penalty
 from agentrl.train.pretrained import named_anywhere
@@ -168,7 +169,8 @@ class Learner:
         self.reward_models: WorkerGroup[RewardModel] | None = None
         self.algorithm = fill_length_norm(config)
         self.kl_coef = config.algorithm.kl.coef
-        self._sharing = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, "actor"))
+        mode = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, "actor"))
+        self._sharing = mode if shares_prefixes(config.model) else "off"
         self._skipped = 0
 
     async def open(self, path: str, folder: Path | None = None) -> None:

@@ -18,8 +18,8 @@ from agentrl.config.schema import ModelConfig
 from agentrl.errors import ModelError
 from agentrl.train.activations import count_activations, counted_attention
 from agentrl.train.by_size import by_size
-from agentrl.train.fsdp import MODULES, Role, layers_of
 from agentrl.train.lora import inject
+from agentrl.train.modules import MODULES, Role, layers_of
 from agentrl.train.pretrained import meta_model
 
 MASTER = 4

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -148,3 +149,15 @@ def positions(offsets: Tensor) -> Tensor:
     total = int(offsets[-1])
     starts = torch.repeat_interleave(offsets[:-1], offsets.diff())
     return torch.arange(total, device=offsets.device) - starts
+
+
+Role = Literal["policy", "value", "score"]
+MODULES: dict[Role, Callable[[Any], nn.Module]] = {"policy": PolicyModule, "value": ValueModule, "score": ScoreModule}
+
+
+def layers_of(backbone: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a transformer: its longest ModuleList. Raises ModelError if there is none."""
+    lists = [module for module in backbone.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ModelError(f"{type(backbone).__name__} has no list of layers to shard")
+    return list(max(lists, key=lambda found: len(list(found))))

@@ -25,7 +25,7 @@ class Reference(ModelRole):
     def init_model(self, path: str, model: ModelConfig, optim: OptimConfig) -> None:
         """Load the model from a folder or hub name. Raises ModelError."""
         self._engine = open_engine(self, path, model)
-        self._engine.module.requires_grad_(False)
+        self._engine.freeze()
         self._cap = optim.micro_tokens
 
     def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:

@@ -13,7 +13,7 @@ from agentrl.batch.rows import Ragged
 from agentrl.batch.schedule import plan_micro_batches
 from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.config.schema import ModelConfig, OptimConfig
-from agentrl.train.fsdp import FsdpEngine
+from agentrl.train.engine import BaseEngine
 from agentrl.train.minibatch import RowsShard
 from agentrl.train.role import ModelRole, open_engine
 from agentrl.train.update import Pack
@@ -32,7 +32,7 @@ class RewardModel(ModelRole):
         # Frozen, so without an adapter. Reading scores at the rows' last tokens is not implemented for tokens split over ranks.
         plain = model.model_copy(update={"lora": None, "sequence_parallel": 1})
         self._engine = open_engine(self, path, plain, role="score")
-        self._engine.module.requires_grad_(False)
+        self._engine.freeze()
         self._cap = optim.micro_tokens
 
     def compute_scores(self, batch: TensorDict) -> TensorDict:
@@ -41,7 +41,7 @@ class RewardModel(ModelRole):
 
 
 @torch.no_grad()
-def compute_scores(engine: FsdpEngine, view: Ragged, cap: int) -> TensorDict:
+def compute_scores(engine: BaseEngine, view: Ragged, cap: int) -> TensorDict:
     """The scores of a worker's rows; every rank calls it with its own rows."""
     out = torch.zeros(len(view))
     [micros] = plan_micro_batches(view, [np.arange(len(view))], cap, engine)

@@ -13,7 +13,8 @@ from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.errors import ConfigError
-from agentrl.train.fsdp import FsdpEngine, Role, compute_dtype
+from agentrl.train.engine import TRAIN_ENGINES, BaseEngine, compute_dtype
+from agentrl.train.modules import Role
 from agentrl.train.offload import free_cached
 from agentrl.train.optim import rate
 from agentrl.train.state import BackgroundSave, load_state, save_state
@@ -25,17 +26,19 @@ def open_engine(
     model: ModelConfig,
     max_grad_norm: float = 1.0,
     role: Role = "policy",
-) -> FsdpEngine:
+) -> BaseEngine:
     """The engine of one rank. A single rank in float32 needs no process group and gets none.
 
-    Raises ModelError for a model that cannot be loaded, ResourceError if Ray gave this rank a GPU that torch does not find.
+    Raises ConfigError for an unknown `model.engine`, ModelError for a model that cannot be loaded, ResourceError if Ray gave this
+    rank a GPU that torch does not find.
     """
     device = own_device()
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
-    if worker.world_size > 1 or compute_dtype(model, device) != torch.float32:
+    entry = TRAIN_ENGINES.entry(model.engine)
+    if worker.world_size > 1 or compute_dtype(model, device) != torch.float32 or "alone" not in entry.traits:
         worker.init_process_group()
-    return FsdpEngine(path, model, max_grad_norm, role, device)
+    return entry.make(path, model, max_grad_norm, role, device)
 
 
 class ModelRole(Worker):
@@ -48,7 +51,7 @@ class ModelRole(Worker):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        self._engine: FsdpEngine | None = None
+        self._engine: BaseEngine | None = None
 
     def offload(self) -> None:
         """Give the device's memory back until the next turn: parameters and optimizer state move to the host."""
@@ -62,13 +65,13 @@ class ModelRole(Worker):
         """Give the device what this process's allocator keeps of it without using it, for other processes."""
         free_cached()
 
-    def _ready(self) -> FsdpEngine:
+    def _ready(self) -> BaseEngine:
         """The engine, on its device."""
         engine = self._made()
         engine.onload()
         return engine
 
-    def _made(self) -> FsdpEngine:
+    def _made(self) -> BaseEngine:
         """The engine, wherever its memory is."""
         if self._engine is None:
             raise ConfigError("this worker has no model yet: call init_model first")

@@ -23,7 +23,7 @@ from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError
 from agentrl.run import engines
 from agentrl.run.checks.sizes import check_cache
-from agentrl.train.fsdp import compute_dtype
+from agentrl.train.engine import compute_dtype
 
 installed = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
 

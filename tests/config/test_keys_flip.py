@@ -265,6 +265,7 @@ ELSEWHERE: dict[str, str] = {
     "TrainConfig.seed": ACTOR,
     "TrainConfig.engine_args": "test_plugins.py::test_a_run_of_plugins_alone",
     "TrainConfig.trackers": "test_plugins.py::test_a_run_of_plugins_alone",
+    "ModelConfig.engine": "test_plugins.py::test_a_run_of_plugins_alone",
     **{f"OptimConfig.{key}": ACTOR for key in ("lr", "weight_decay", "betas", "max_grad_norm", "warmup", "schedule")},
     "OptimConfig.micro_tokens": f"{KEYS}::test_micro_tokens_bounds_every_micro_batch_and_changes_no_weight",
     "OptimConfig.prefix_sharing": "train/test_prefix_training.py::test_prefix_sharing_by_the_config_gives_the_same_step",

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 from agentrl.config.schema import InitModelConfig, LoraSection, ModelConfig
 from agentrl.train.activations import count_activations
 from agentrl.train.attention import packed_rows
-from agentrl.train.fsdp import FsdpEngine, Role
+from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.init_model import init_model
 from agentrl.train.memory import count, shell
-from agentrl.train.modules import Micro
+from agentrl.train.modules import Micro, Role
 from tests.conftest import proof
 
 TOKENS = 512

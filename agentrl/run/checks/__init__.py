@@ -17,6 +17,7 @@ from agentrl.run.checks.sizes import check_cache, check_heads, check_sizes
 from agentrl.run.checks.warm_start import check_warm_start
 from agentrl.run.engines import engine_name, resolve_engine
 from agentrl.run.trackers import check_trackers
+from agentrl.train.engines import check_train_engine
 from agentrl.train.estimator_inputs import check_estimator_inputs
 from agentrl.train.learner import check_learner
 from agentrl.train.publish import check_weights
@@ -36,6 +37,7 @@ def check_config(config: TrainConfig) -> None:
     check_model(config)
     env, scorer = check_assembly(config)
     check_trainable(config)
+    check_train_engine(config)
     check_learner(config)
     check_estimator_inputs(config.algorithm.advantage, scorer)
     check_weights(config)

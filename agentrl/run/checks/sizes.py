@@ -9,7 +9,7 @@ from agentrl.errors import ConfigError
 from agentrl.rollout.engine_maker import ENGINES
 from agentrl.run.assembly import context_length
 from agentrl.run.engines import maker_of
-from agentrl.train.fsdp import check_on_host
+from agentrl.train.engines import check_on_host
 from agentrl.train.memory import width
 from agentrl.train.pretrained import count_parameters, head_dim
 
