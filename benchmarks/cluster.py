@@ -244,13 +244,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("dispatch", "fan_out", "scale", "prefix"), action="append")
     parser.add_argument("--mib", type=int, default=1024, help="size of the dispatched batch")
+    parser.add_argument("--rows", type=int, default=100_000, help="rows of the batch of `scale`")
     parser.add_argument("--workers", type=int, default=8, help="largest number of workers of the fan-out, up to 64")
     args = parser.parse_args()
     torch.set_num_threads(1)
     parts = args.only or ["scale", "prefix", "dispatch", "fan_out"]
     results: dict[str, dict[str, float]] = {}
     if "scale" in parts:
-        results["scale"] = scale(100_000)
+        results["scale"] = scale(args.rows)
         print("scale", results["scale"], flush=True)
     if "prefix" in parts:
         for prompt in (1024, 256):

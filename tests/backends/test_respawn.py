@@ -1,6 +1,6 @@
 """Death and respawn of vLLM replicas, with stand-ins for the actors so that each can die at a chosen call.
 
-The real thing, a kill -9 of real vLLM in a whole run, is in test_vllm_replicas.py.
+The real thing, a kill -9 of real vLLM in a whole run, is in test_vllm.py.
 """
 
 import asyncio

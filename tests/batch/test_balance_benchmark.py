@@ -28,5 +28,5 @@ def test_balance():
 
 @pytest.mark.slow
 def test_the_controllers_share_is_measured():
-    out = last_object(str(BENCHMARKS / "cluster.py"), "--only", "scale")
+    out = last_object(str(BENCHMARKS / "cluster.py"), "--only", "scale", "--rows", "4000")
     assert out["benchmark"] == "cluster" and out["ratios"]["scale.growth_8_to_1024"] > 0

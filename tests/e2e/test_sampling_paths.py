@@ -82,12 +82,14 @@ class Case:
 
 
 KL = ("algorithm.kl.coef=0.1",)
+# Adapters alone go to the engine, after updates that are large: those of before would show.
+ADAPTERS = ("model.lora.rank=4", "model.lora.alpha=8.0", 'weights.lora="adapter"', "optim.lr=2e-2")
 CASES = [
     Case("truncated", top_p=0.8, eval_temperature=0.0),
     Case("cool", temperature=0.7, eval_temperature=0.3, more=KL),
     Case("both", temperature=0.7, top_p=0.8, top_k=20, more=(*KL, "algorithm.kl.where=reward")),
     Case("recomputed", temperature=1.4, top_p=0.8, eval_temperature=0.0, more=(*KL, "algorithm.proximal=recompute")),
-    Case("vllm", temperature=0.7, top_p=0.8, eval_temperature=0.3, engine="vllm", more=KL, tolerance=2e-3),
+    Case("vllm", temperature=0.7, top_p=0.8, eval_temperature=0.3, engine="vllm", more=(*KL, *ADAPTERS), tolerance=2e-3),
 ]
 
 
@@ -212,6 +214,21 @@ def test_an_evaluation_samples_at_its_own_temperature(done: Done, start: Any) ->
     if wanted == 0:  # the control: rollouts are not greedy
         sampled = [look(start, episode, 1.0) for episode in done.episodes("step_000001")]
         assert max((seen.table.max(axis=1) - seen.own).max() for seen in sampled) > 1
+
+
+def test_an_engine_samples_from_the_newest_weights(done: Done, start: Any) -> None:
+    """The evaluation after the last update, in the exported model and as controls in those of an update and of two before."""
+    from transformers import AutoModelForCausalLM
+
+    case, temperature = done.case, done.case.eval_temperature or 1.0
+    final = AutoModelForCausalLM.from_pretrained(done.folder / "final", dtype=torch.float64).eval()
+
+    def furthest(model: Any, name: str) -> float:
+        seen = [look(model, episode, temperature) for episode in done.episodes(name)]
+        return float(max(np.abs(each.own - each.logprobs).max() for each in seen))
+
+    assert furthest(final, "after_000002") < case.tolerance
+    assert furthest(start, "after_000002") > 2 * case.tolerance and furthest(final, "eval_000001") > 2 * case.tolerance
 
 
 def test_training_draws_training_tasks_and_evaluation_held_out_ones(done: Done) -> None:

@@ -1,4 +1,6 @@
-"""Two FSDP ranks publish into a live vLLM of two tensor-parallel workers, over every route between processes."""
+"""Two FSDP ranks publish into a live vLLM of two tensor-parallel workers, over every route between processes.
+
+Adapters alone are in tests/e2e/test_sampling_paths.py."""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from agentrl.backends.vllm.engine import VllmEngine
 from agentrl.backends.vllm.version import tells_versions
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.runtime import start_ray, stop_ray
-from agentrl.config.schema import ClusterConfig, InitModelConfig, LoraSection, ModelConfig, VllmConfig, WeightsConfig
+from agentrl.config.schema import ClusterConfig, InitModelConfig, VllmConfig, WeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.train.actor import Actor
 from agentrl.train.init_model import init_model
@@ -107,18 +109,3 @@ async def test_fsdp_ranks_into_tensor_parallel_workers(ray_up: None, tiny: str, 
     finally:
         await engine.close()
         actors.close()
-
-
-async def test_adapters_alone_into_vllm(ray_up: None, tiny: str) -> None:
-    actors = trained(tiny, model=ModelConfig(lora=LoraSection(rank=4, alpha=8.0)))
-    engine = VllmEngine(tiny, VllmConfig(kv_cache_mib=32, max_model_len=512, max_respawns=0), lora_rank=4)
-    await engine.start()
-    try:
-        assert gap(actors, await ledger_of(engine, 0)) > 5e-3  # control: no adapter
-        for version in (1, 2):
-            await publish(actors, engine, WeightsConfig(lora="adapter"), version)
-            assert gap(actors, await ledger_of(engine, version)) < 1e-3
-            trained(tiny, actors, steps=1)
-            assert gap(actors, await ledger_of(engine, version)) > 2e-3  # control: the adapter of before
-    finally:
-        await engine.close()

