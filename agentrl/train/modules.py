@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from agentrl.errors import ModelError
 from agentrl.train.attention import PackedSequences, padded
-from agentrl.train.logprobs import PLAIN, token_logprobs
+from agentrl.train.head import backbone, head_rule
+from agentrl.train.logprobs import PLAIN
 from agentrl.train.ulysses import Ulysses
 
 
@@ -43,23 +44,18 @@ class PolicyModule(nn.Module):
         super().__init__()
         self.hf = model
         self.kernels = PLAIN
-        head = model.get_output_embeddings()
-        if head is None or getattr(head, "bias", None) is not None:
-            raise ModelError("the model needs an output embedding without a bias")
-        text = model.config.get_text_config()
-        if getattr(text, "final_logit_softcapping", None):
-            raise ModelError("models that cap their logits (final_logit_softcapping) are not supported")
+        self.rule = head_rule(model)
 
     def forward(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
         """log pi and entropies of the tokens `micro.targets`: two float32 [M]."""
         indices, targets, group = micro.before, micro.targets, micro.packed.ulysses
-        hidden, first = backbone_states(self.hf.base_model, micro)
+        hidden, first = backbone_states(backbone(self.hf), micro)
         if group is not None:
             local, counts, back = shares(indices, len(hidden), group)
             indices, targets = indices[local], targets[local]
         before = hidden.index_select(0, indices - first)
-        weight = self.hf.get_output_embeddings().weight.to(before.dtype)
-        own = token_logprobs(before, weight, targets, temperature, entropy=entropy, kernels=self.kernels)
+        head = self.hf.get_output_embeddings()
+        own = self.rule.logprobs(before, head, targets, temperature, entropy=entropy, kernels=self.kernels)
         if group is None:
             return own
         return group.gather(own[0], counts)[back], group.gather(own[1], counts)[back]
@@ -70,7 +66,7 @@ class ValueModule(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.hf = model.base_model
+        self.hf = backbone(model)
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
         # Zeros, so that a new critic starts from value 0 instead of noise in the first advantages.
         nn.init.zeros_(self.head.weight)
@@ -100,12 +96,12 @@ class ScoreModule(nn.Module):
 
     def forward(self, micro: Micro) -> Tensor:
         """Scores float32 [N]."""
-        hidden, _ = backbone_states(self.hf.base_model, micro)
+        hidden, _ = backbone_states(backbone(self.hf), micro)
         last: Tensor = self.hf.score(hidden.index_select(0, micro.last))
         return last.squeeze(1).float()
 
 
-def backbone_states(backbone: Any, micro: Micro) -> tuple[Tensor, int]:
+def backbone_states(model: Any, micro: Micro) -> tuple[Tensor, int]:
     """Last hidden states of packed rows [T, E], and 0; or with sequence parallelism those of this rank's share of the tokens,
     including the padding on the last rank, and the position of its first token."""
     ids, position_ids, first = micro.input_ids, micro.position_ids, 0
@@ -113,7 +109,7 @@ def backbone_states(backbone: Any, micro: Micro) -> tuple[Tensor, int]:
         local = micro.packed.ulysses.slice_of(len(ids))
         ids, position_ids, first = ids[local], position_ids[local], local.start
     # Without a mask and a cache, transformers builds no mask of its own and leaves all masking to `packed`.
-    out = backbone(
+    out = model(
         input_ids=ids[None],
         position_ids=position_ids[None],
         attention_mask=None,

@@ -79,8 +79,10 @@ def test_compiled_layers_of_a_sharded_model(tiny: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=proof)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_head_gives_the_same_numbers_and_gradients(backend: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "cap"), [(torch.float32, None), (torch.bfloat16, None), pytest.param(torch.float32, 2.0, marks=proof)]
+)
+def test_the_compiled_head_gives_the_same_numbers_and_gradients(backend: str, dtype: torch.dtype, cap: float | None) -> None:
     """Chunks of 8, and last ones of 3, 5 and 1 tokens, with and without a gradient of the entropy: two graphs of each
     function for any number of tokens, one more for a single one."""
     torch._dynamo.reset()
@@ -88,12 +90,13 @@ def test_the_compiled_head_gives_the_same_numbers_and_gradients(backend: str, dt
     fast = kernels.compiled_head(backend)
     torch.manual_seed(0)
     weight = torch.randn(50, 16).to(dtype).requires_grad_()
+    bias = None if cap is None else torch.randn(50)
     for tokens, bonus in ((11, 0.0), (13, 0.0), (21, 0.0), (17, 0.0), (11, 0.3), (13, 0.3)):
         hidden = torch.randn(tokens, 16).to(dtype).requires_grad_()
         targets = torch.randint(50, (tokens,))
         found = []
         for way in (PLAIN, fast):
-            logprobs, entropy = token_logprobs(hidden, weight, targets, 0.7, chunk=8, kernels=way)
+            logprobs, entropy = token_logprobs(hidden, weight, targets, 0.7, chunk=8, kernels=way, bias=bias, cap=cap)
             total = (logprobs * torch.arange(tokens)).sum() + (bonus * entropy.sum() if bonus else 0.0)
             found.append((logprobs, entropy, *torch.autograd.grad(total, [hidden, weight])))
         for one, other in zip(*found, strict=True):

@@ -1,0 +1,94 @@
+"""Tiny random models of families whose attention or head differs from Llama's, and what their own eager forward says of a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB = 64
+_PLAIN = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+}
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 4,
+    "num_key_value_heads": 4,
+}
+SLIDING = ["sliding_attention", "full_attention"]
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # model type, and what is not as in _PLAIN
+    "gemma2": (
+        "gemma2",
+        {
+            "final_logit_softcapping": 2.0,
+            "attn_logit_softcapping": 1.5,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 7,
+            "layer_types": SLIDING,
+        },
+    ),
+    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 8, "sliding_window": 7, "layer_types": SLIDING}),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7, "layer_types": SLIDING}),
+    "granite": ("granite", {"logits_scaling": 0.4, "attention_multiplier": 0.2, "embedding_multiplier": 3.0}),
+    "cohere2": ("cohere2", {"logit_scale": 2.5, "sliding_window": 7, "layer_types": SLIDING}),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {
+            **_LATENT,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "mistral": ("mistral", {"sliding_window": 6}),
+    "llama4": (
+        "llama4_text",
+        {
+            "attention_chunk_size": 6,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "attn_temperature_tuning": False,
+        },
+    ),
+    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "phi": ("phi", {}),
+    "minicpm3": ("minicpm3", {**_LATENT, "dim_model_base": 80}),
+}
+
+
+def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A model of that family in evaluation mode, all its parameters random: sinks, biases and norms start at 0 or 1, which
+    would hide what is done with them."""
+    kind, settings = FAMILIES[family]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **{**_PLAIN, **settings, **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            wide = 1.0 if parameter.dim() == 1 else 2.0 / parameter.shape[-1] ** 0.5
+            noise = wide * torch.randn(parameter.shape)
+            parameter.copy_(parameter + noise if "norm" in name else noise)
+    return model
+
+
+def row_logprobs(model: Any, ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """log p of each token of a row but its first, by the model's own attention and logits for that row alone: float32 [n - 1]."""
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+    return torch.log_softmax(logits / temperature, -1).gather(1, ids[1:, None]).squeeze(1)
