@@ -2,9 +2,9 @@
 
 Families scale the hidden states (a) or the logits (s), or cap them (c), each under a config key of its own, by which some
 multiply and others divide. So the rule is not read from configs but measured: the model's own forward runs on made-up hidden
-states, with a stand-in for the backbone and one for the output embedding. That costs a few additions, needs no weights, and fails for
-whatever this form cannot express. It says nothing about the backbone: that it returns what the head sees is for a pass of
-the whole model to show (some families call a part of the backbone, `model.get_decoder()`, in its place).
+states, with a stand-in for the backbone and one for the output embedding. That costs a few additions, needs no weights, and
+fails for whatever this form cannot express. It says nothing about the backbone: that it returns what the head sees is for a
+pass of the whole model to show (some families call a part of the backbone, `model.get_decoder()`, in its place).
 """
 
 from __future__ import annotations
