@@ -40,10 +40,6 @@ SMALL = [
 ]
 
 
-def command(*args: str) -> list[str]:
-    return [sys.executable, "-m", "agentrl.cli.main", *args]
-
-
 def forked(target: Callable[..., None], *args: Any) -> ForkServerProcess:
     """A process, not begun, forked from a server that has the libraries imported: they are most of a short run's time."""
     context = multiprocessing.get_context("forkserver")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from pathlib import Path
 
 import psutil
@@ -12,18 +11,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from agentrl.trajectory import Trajectory
-from tests.e2e.runs import Command, command, finish, numbers, rows, small, start, train, wait_for_step
+from tests.e2e.runs import Command, finish, numbers, rows, small, start, train, wait_for_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An unbroken run on Ray, in a process that begins cold."""
+    """An unbroken run on Ray. (That a cold process does the same, tests/test_packaging.py says.)"""
     out = tmp_path_factory.mktemp("runs")
-    cold = subprocess.run(command("train", *small(out, "whole")), cwd=out, capture_output=True, text=True, timeout=300)
-    assert cold.returncode == 0, cold.stdout + cold.stderr
-    text = cold.stdout
+    text = train(out, *small(out, "whole"))
     assert "success on held-out tasks" in text and "ETA" in text and "tokens/s" in text
     return out / "whole"
 

@@ -17,6 +17,7 @@ from agentrl.env.check import CHECKS, Subject, check_all
 from agentrl.errors import EnvError
 from agentrl.reward import compile_spec, load_spec
 from agentrl.tool import tool
+from tests.conftest import PROOFS
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -300,7 +301,8 @@ def test_every_environment_of_the_shelf_passes(entry: Any) -> None:
     path = entry.reward_path()
     assert path is not None, "every environment of the shelf names its reward spec"
     ref = EnvRef(entry.id)
-    checked = Subject(ref.build, compile_spec(load_spec(path)), tasks=6, fuzz=60, portable=pickle.dumps(ref))
+    tasks, fuzz = (12, 200) if PROOFS else (3, 24)
+    checked = Subject(ref.build, compile_spec(load_spec(path)), tasks=tasks, fuzz=fuzz, portable=pickle.dumps(ref))
     assert {f.check: f.evidence for f in check_all(checked) if f.ok is False} == {}
 
 
