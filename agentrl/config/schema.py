@@ -53,7 +53,8 @@ class LoraSection(Frozen):
 class ModelConfig(Frozen):
     """`path`: a folder or hub name of a causal language model; or `init`: build a tiny one.
 
-    How it is trained: `engine` is the library that shards and computes it ("fsdp2", or a plug-in's; docs/training_engines.md);
+    How it is trained: `engine` is the library that shards and computes it ("fsdp2", "titan", or a plug-in's;
+    docs/training_engines.md);
     `dtype` of the computation, of trainer and engine (the trainer's weights and optimizer stay float32), by default bfloat16 on
     GPUs and float32 on CPUs;
     `activation_checkpointing` computes activations again in the backward pass, by default from 1B parameters on;

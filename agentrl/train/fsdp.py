@@ -137,7 +137,11 @@ class FsdpEngine(BaseEngine):
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Trained parameters by Hugging Face name; a tied output embedding appears once, under the input's name."""
-        return [(n.removeprefix(PREFIX), p) for n, p in self.module.named_parameters() if p.requires_grad]
+        return [(self.hf_name(n), p) for n, p in self.module.named_parameters() if p.requires_grad]
+
+    def hf_name(self, name: str) -> str:
+        """The Hugging Face name of a tensor that the module calls `name`."""
+        return name.removeprefix(PREFIX)
 
     def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
         if self.layout.ulysses is not None:
@@ -199,7 +203,7 @@ class FsdpEngine(BaseEngine):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         self.onload()
         for name, full in self._adapted() if self.cfg.lora is not None else self._plain():
-            yield name.removeprefix(PREFIX), self._cast(full)
+            yield self.hf_name(name), self._cast(full)
 
     def frozen_base(self) -> AbstractContextManager[None]:
         return without_adapters(self.module)
@@ -270,7 +274,7 @@ class FsdpEngine(BaseEngine):
 
     def state(self) -> dict[str, Tensor]:
         held = self.module.state_dict()
-        model = {name.removeprefix(PREFIX): held[name] for name in held if not self._left_out(name)}
+        model = {self.hf_name(name): held[name] for name in held if not self._left_out(name)}
         optimizer = {} if self.optimizers is None else self.optimizers.state()
         if self._offloaded.away:  # what did not exist was created just now, on the device
             self._offloaded.take(optimizer.values())
@@ -295,7 +299,7 @@ class FsdpEngine(BaseEngine):
             held = self.module.state_dict()
             found = ((name, unsharded(self._cast(held[name]))) for name in held if not self._left_out(name))
         for name, full in found:
-            yield name.removeprefix(PREFIX), self._cast(full)
+            yield self.hf_name(name), self._cast(full)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         dtype = self.compute_dtype if tensor.is_floating_point() else tensor.dtype

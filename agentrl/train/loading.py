@@ -61,7 +61,7 @@ class Loader:
         `parameters`: the device for parameters if it is another one (host memory, for offloading). Raises ModelError if the
         checkpoint lacks a tensor, or has one of another shape.
         """
-        _materialize(module, parameters or device)
+        materialize(module, parameters or device)
         # That gave each name a tensor of its own, so tied ones have come apart.
         if hasattr(self._model, "tie_weights"):
             self._model.tie_weights()
@@ -73,6 +73,15 @@ class Loader:
         for part in module.modules():
             for name, buffer in part.named_buffers(recurse=False):
                 setattr(part, name, buffer.to(device))
+
+    @torch.no_grad()
+    def read_into(self, tensors: dict[str, ModuleTensor]) -> None:
+        """Read the values of the model's tensors into those of another one, given by the names that they have in this model.
+
+        Raises ModelError as `fill` does.
+        """
+        self._tensors = tensors
+        self._read({id(entry.module) for entry in tensors.values()})
 
     def _read(self, held: set[int]) -> None:
         with WeightFiles(self._path, self._model.config) as files:
@@ -149,7 +158,7 @@ def _rows_only(region: Region, tensor: Tensor) -> bool:
     return all(part == slice(0, size) for part, size in zip(region[1:], tensor.shape[1:], strict=True))
 
 
-def _materialize(module: nn.Module, device: torch.device) -> None:
+def materialize(module: nn.Module, device: torch.device) -> None:
     """Memory for every meta parameter, on `device`, and every meta buffer, on the host. The others stay as they are."""
 
     def real(tensor: Tensor) -> Tensor:

@@ -1,0 +1,121 @@
+"""torchtitan's models in one process, against plain transformers; its ranks are in the contract suite."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from train_batches import make_batch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.batch.rows import Ragged
+from agentrl.config.schema import ModelConfig
+from agentrl.errors import ConfigError, DependencyError, ModelError
+from agentrl.train.modules import Micro
+from agentrl.train.titan.engine import TitanEngine
+from agentrl.train.update import Pack
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed: python .ci/install.py test titan"
+)
+CPU = torch.device("cpu")
+SIZES = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.1}  # fmt: skip
+# As Llama 3.1 has it, with a context that the rows exceed, so that the scaling counts.
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+
+
+def written(folder: Path, kind: str) -> str:
+    torch.manual_seed(0)
+    model: Any = {
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False)),
+        "qwen3, tied, yarn": lambda: Qwen3ForCausalLM(
+            Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True, rope_parameters=YARN)
+        ),
+        "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA3)),
+    }[kind]()
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def row_by_row(model: Any, micro: Micro, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log pi and entropies of the chosen tokens by plain transformers, each row in a pass of its own."""
+    ends = micro.packed.cu_seqlens.tolist()
+    rows = [model(micro.input_ids[None, a:b]).logits[0] for a, b in zip(ends, ends[1:], strict=False)]
+    log_p = torch.log_softmax(torch.cat(rows)[micro.before] / temperature, -1)
+    return log_p.gather(1, micro.targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3, tied, yarn", "llama3"])
+def test_packed_rows_are_rows_alone_in_transformers(alone: None, tmp_path: Path, kind: str) -> None:
+    """Logprobs and entropies at temperature 0.7 to 1e-5, and the gradients of all weights by their Hugging Face names."""
+    path = written(tmp_path / "m", kind)
+    engine, plain = TitanEngine(path, ModelConfig(engine="titan"), 1.0, device=CPU), AutoModelForCausalLM.from_pretrained(path)
+    micro = Pack(Ragged.of(make_batch(6)), list(range(6)), CPU).micro
+    assert micro.packed.longest > 16  # beyond the context that is scaled
+    found, wanted = engine.logprobs(micro, 0.7, True), row_by_row(plain, micro, 0.7)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert (mine - theirs).abs().max() < 1e-5
+    weights = torch.linspace(-1, 1, len(micro.targets))
+    engine.backward((found[0] * weights).sum() + 0.1 * found[1].sum(), last=True)
+    ((wanted[0] * weights).sum() + 0.1 * wanted[1].sum()).backward()
+    theirs = dict(plain.named_parameters())
+    mine = dict(engine.named())
+    assert mine.keys() == theirs.keys()
+    for name, parameter in mine.items():
+        gradient = theirs[name].grad
+        assert (parameter.grad.full_tensor() - gradient).abs().max() < 1e-5 * max(gradient.abs().max(), 1), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "qwen2"}, "has models for qwen3, llama, not for qwen2"),
+        ({"attention_bias": True}, r"attention_bias = True .* supports \(False,\)"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type = 'dynamic'"),
+        ({"use_sliding_window": True}, "use_sliding_window = True"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    ],
+)
+def test_what_its_models_lack_is_refused_before_a_run(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "m"
+    Qwen3Config(**SIZES).save_pretrained(path)
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ModelError, match=message):
+        TitanEngine.check(ModelConfig(engine="titan", path=str(path)), 1)
+
+
+def test_roles_and_packages_that_are_missing(alone: None, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match='no role "value"'):
+        TitanEngine(tiny, ModelConfig(engine="titan"), 1.0, "value", CPU)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DependencyError, match=r"pip install 'agentrl\[titan\]'"):
+        TitanEngine.check(ModelConfig(engine="titan"), 1)
+
+
+def test_a_checkpoint_without_a_weight_is_refused(alone: None, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = written(tmp_path / "m", "llama3")
+    file = tmp_path / "m" / "model.safetensors"
+    held = load_file(file)
+    del held["model.layers.1.mlp.up_proj.weight"]
+    save_file(held, file, {"format": "pt"})
+    with pytest.raises(ModelError, match="no weights for model.layers.1.mlp.up_proj.weight"):
+        TitanEngine(path, ModelConfig(engine="titan"), 1.0, device=CPU)
