@@ -117,5 +117,5 @@ def test_a_checkpoint_without_a_weight_is_refused(alone: None, tmp_path: Path) -
     held = load_file(file)
     del held["model.layers.1.mlp.up_proj.weight"]
     save_file(held, file, {"format": "pt"})
-    with pytest.raises(ModelError, match="no weights for model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(ModelError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
         TitanEngine(path, ModelConfig(engine="titan"), 1.0, device=CPU)
