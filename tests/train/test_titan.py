@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def written(folder: Path, kind: str) -> str:
 def row_by_row(model: Any, micro: Micro, temperature: float) -> tuple[Tensor, Tensor]:
     """Log pi and entropies of the chosen tokens by plain transformers, each row in a pass of its own."""
     ends = micro.packed.cu_seqlens.tolist()
-    rows = [model(micro.input_ids[None, a:b]).logits[0] for a, b in zip(ends, ends[1:], strict=False)]
+    rows = [model(micro.input_ids[None, a:b]).logits[0] for a, b in pairwise(ends)]
     log_p = torch.log_softmax(torch.cat(rows)[micro.before] / temperature, -1)
     return log_p.gather(1, micro.targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
