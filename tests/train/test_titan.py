@@ -13,15 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from train_batches import make_batch
+from train_batches import make_batch, toy_optim
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.batch.rows import Ragged
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError, DependencyError, ModelError
+from agentrl.train.export import export_run
+from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.modules import Micro
+from agentrl.train.state import load_state
 from agentrl.train.titan.engine import TitanEngine
 from agentrl.train.update import Pack
+from tests.e2e.inside import config_of, execute, updates
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed: python .ci/install.py test titan"
@@ -81,6 +85,51 @@ def test_packed_rows_are_rows_alone_in_transformers(alone: None, tmp_path: Path,
     for name, parameter in mine.items():
         gradient = theirs[name].grad
         assert (parameter.grad.full_tensor() - gradient).abs().max() < 1e-5 * max(gradient.abs().max(), 1), name
+
+
+def test_bfloat16_is_fsdp2s(alone: None, tmp_path: Path) -> None:
+    """Master weights stay float32; the logprobs differ from float32's by bfloat16's rounding, and from FSDP2's by less."""
+    path = written(tmp_path / "m", "qwen3")
+    micro = Pack(Ragged.of(make_batch(6)), list(range(6)), CPU).micro
+    found = {}
+    for name, kind, dtype in (
+        ("mine", TitanEngine, "bfloat16"),
+        ("fsdp2", FsdpEngine, "bfloat16"),
+        ("exact", FsdpEngine, "float32"),
+    ):
+        engine = kind(path, ModelConfig(dtype=dtype), 1.0, device=CPU)
+        assert {parameter.dtype for _, parameter in engine.named()} == {torch.float32}
+        found[name] = engine.logprobs(micro, 1.0, False)[0].detach()
+        assert {tensor.dtype for _, tensor in engine.tensors()} == {getattr(torch, dtype)}
+    rounding = (found["fsdp2"] - found["exact"]).abs().max()
+    assert 1e-3 < rounding < 0.1
+    assert (found["mine"] - found["exact"]).abs().max() < 2 * rounding
+
+
+def test_a_config_with_the_one_engine_trains_as_with_the_other(tmp_path: Path) -> None:
+    """Two updates from a config, the second on tokens that the embedded engine sampled with published weights; then the
+    checkpoint is exported without torchtitan, and FSDP2 goes on with it."""
+    both = {}
+    for name in ("titan", "fsdp2"):
+        out = execute(config_of(tmp_path, name, f"model.engine={name}", "steps=2", "checkpoint.every=2", "eval.tasks=1"))
+        both[name] = updates(out)
+        export_run(out, tmp_path / f"{name}-exported")
+    for mine, theirs in zip(both["titan"], both["fsdp2"], strict=True):
+        assert mine.keys() == theirs.keys()
+        for key in mine.keys() - {"phase", "engine/tokens_per_s"}:
+            if not key.startswith("time/"):
+                assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-4), key
+        assert mine["grad_norm"] > 0.1 and mine["mismatch_max"] < 1e-5
+    mine, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-exported").state_dict() for name in both)
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "titan" / "model").state_dict()
+    assert max((mine[name] - theirs[name]).abs().max() for name in theirs) < 1e-5
+    assert max((mine[name] - start[name]).abs().max() for name in theirs) > 1e-3
+    resumed = FsdpEngine(str(tmp_path / "titan" / "model"), ModelConfig(), 1.0, device=CPU)
+    resumed.use_adamw(toy_optim())
+    load_state(resumed, tmp_path / "titan" / "checkpoints" / "step_000002" / "actor")
+    found = {name: (tensor - mine[name]).abs().max().item() for name, tensor in resumed.tensors()}
+    assert found == dict.fromkeys(found, 0.0)
+    assert {float(value) for name, value in resumed.state().items() if name.endswith(".step")} == {2.0}
 
 
 @pytest.mark.parametrize(

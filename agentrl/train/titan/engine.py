@@ -11,6 +11,7 @@ from torch import Tensor
 
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError
+from agentrl.train.attention import register_packed_attention
 from agentrl.train.by_size import by_size
 from agentrl.train.engine import TRAIN_ENGINES, compute_dtype
 from agentrl.train.engines import check_on_host
@@ -41,6 +42,7 @@ class TitanEngine(FsdpEngine):
         from agentrl.train.titan.families import family_of, hf_names, titan_config
         from agentrl.train.titan.sharding import Sharding, dims_of, sharded_decoder
 
+        register_packed_attention()  # also for what it sets for this process
         self.path, self.cfg, self.max_grad_norm = path, cfg, max_grad_norm
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type in HOST:
