@@ -21,6 +21,7 @@ from torch import Tensor
 from agentrl.batch.device import on_device
 from agentrl.batch.prefix_attention import SuffixBlock, attend_into, suffix_blocks
 from agentrl.errors import ModelError
+from agentrl.train.families.layout import layout
 from agentrl.train.ulysses import Ulysses
 
 PACKED = "agentrl_packed"
@@ -88,10 +89,10 @@ def padded(packed: PackedSequences, missing: int) -> PackedSequences:
 def _blocks(starts: Tensor, stops: Tensor, device: torch.device) -> tuple[Block, ...]:
     # On the host, because block sizes become shapes: reading them from a GPU would synchronize with it for each block.
     starts, stops = starts.cpu(), stops.cpu()
-    return tuple(_block(starts[rows], stops[rows], device) for rows in _similar((stops - starts).tolist()))
+    return tuple(_block(starts[rows], stops[rows], device) for rows in similar((stops - starts).tolist()))
 
 
-def _similar(lengths: list[int]) -> list[list[int]]:
+def similar(lengths: list[int]) -> list[list[int]]:
     """Rows grouped, in order of length, into blocks with little padding."""
     # Longest first: a block is then as wide as its first row, so each further row's padding is known when it is considered.
     order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i))
@@ -125,7 +126,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed: PackedSequences,
+    packed: PackedSequences | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -136,6 +137,9 @@ def packed_attention(
     Raises ModelError for what is not supported here: attention dropout, and a sliding window shorter
     than the longest row.
     """
+    packed = packed or layout()
+    if packed is None:
+        raise ModelError("packed attention: the layout of the rows is not known")
     if dropout:
         raise ModelError("packed attention does not support dropout; set attention_dropout to 0 in the model's config")
     # A window that no row exceeds hides nothing, so plain causal attention is exact.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import ModelError
 from agentrl.train.attention import PackedSequences, padded
+from agentrl.train.families.layout import laid_out, taken
 from agentrl.train.head import backbone, head_rule
 from agentrl.train.logprobs import PLAIN
 from agentrl.train.ulysses import Ulysses
@@ -109,13 +110,8 @@ def backbone_states(model: Any, micro: Micro) -> tuple[Tensor, int]:
         local = micro.packed.ulysses.slice_of(len(ids))
         ids, position_ids, first = ids[local], position_ids[local], local.start
     # Without a mask and a cache, transformers builds no mask of its own and leaves all masking to `packed`.
-    out = model(
-        input_ids=ids[None],
-        position_ids=position_ids[None],
-        attention_mask=None,
-        use_cache=False,
-        packed=micro.packed,
-    )
+    with laid_out(micro.packed):
+        out = model(input_ids=ids[None], use_cache=False, **taken(model, position_ids[None], micro.packed))
     return out.last_hidden_state[0], first
 
 
