@@ -222,7 +222,10 @@ def token_ratio(view: Ragged) -> float:
 
 
 class AllRanks(Protocol):
-    """An object that can reduce over all data-parallel ranks (an engine)."""
+    """An object that can reduce over all data-parallel ranks (an engine), and knows whether rows may share a pass."""
+
+    @property
+    def packs(self) -> bool: ...
 
     def reduce(self, values: torch.Tensor, how: Literal["sum", "max"]) -> torch.Tensor: ...
 
@@ -231,7 +234,8 @@ def plan_micro_batches(view: Ragged, parts: Sequence[np.ndarray], cap: int, rank
     """On a worker: micro-batches of each part of its rows: `[part][micro]` -> row numbers; equally many on all ranks.
 
     An empty list is a dummy: a rank with fewer micro-batches than another must still take part in each of the collectives.
-    The cap counts the tokens that are computed: a shared prefix once. Raises ConfigError, on all ranks, if a row
+    The cap counts the tokens that are computed: a shared prefix once. If the engine does not pack, each row is a
+    micro-batch of its own, longest first. Raises ConfigError, on all ranks, if a row
     of any rank is longer than `cap` tokens.
     """
     # Reduced before it is checked: if only one rank raised, the others would hang in their next collective.
@@ -239,6 +243,9 @@ def plan_micro_batches(view: Ragged, parts: Sequence[np.ndarray], cap: int, rank
     check_cap(longest.numpy(), cap)
     bins: list[list[list[int]]] = []
     for part in parts:
+        if not ranks.packs:
+            bins.append([[int(row)] for row in part[np.argsort(-view.lengths[part], kind="stable")]])
+            continue
         together = prefix = None
         if "together" in view:
             together, prefix = view.numbers("together")[part], view.numbers("prefix")[part]

@@ -41,6 +41,7 @@ _ANYWHERE = {
     "model.shard_gradients": "computes the same numbers in less memory",
     "model.replicas": "spreads the same computation over ranks",
     "model.sequence_parallel": "spreads the same computation over ranks",
+    "model.packing": "computes the same numbers, more or fewer rows at once",
     "model.cpu_offload": "computes the same numbers in less memory",
     "model.offload": "computes the same numbers in less memory",
     "rollout.max_episodes": _CAPACITY,

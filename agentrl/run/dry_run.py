@@ -19,6 +19,7 @@ from agentrl.run.engines import engine_name, maker_of
 from agentrl.run.placement import locations_of_roles, placement_table, roles_of
 from agentrl.train.attention import varlen_takes_groups
 from agentrl.train.engine import TRAIN_ENGINES
+from agentrl.train.families.choice import packing_of, with_packing
 from agentrl.train.learner import rests
 from agentrl.train.memory import RoleMemory, numbers, shell, token_bytes, width
 from agentrl.train.modules import Role
@@ -57,6 +58,8 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
             return dry_run(config, gpu_memory)
     here = gpu_memory is None or joins(config.cluster)
     (check_train if here else check_config)(checked(config))
+    packing = packing_of(config)  # of the real model: `checked` may have put another in its place
+    config = with_packing(config)
     maker_of(engine_name(config), config).check()  # `checked` may have put a model with a smaller cache in its place
     locations = locations_of_roles(config, engine_name(config)) if here else {}
     total = int(gpu_memory * GIB) if gpu_memory is not None else card_bytes(config.cluster)
@@ -69,7 +72,15 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
         lines.append(said)
         if peak.size > peak.limit:
             raise ResourceError(f"{said}: it does not fit; {advice(config, placed, peak)}\n{table}")
-    return "\n".join([*([placement_table(locations), ""] if locations else []), table, *lines, *waiting(placed)])
+    return "\n".join(
+        [
+            *([placement_table(locations), ""] if locations else []),
+            table,
+            *lines,
+            *waiting(placed),
+            f"model.packing: {packing.reason}",
+        ]
+    )
 
 
 def waiting(placed: list[RolePlacement]) -> list[str]:
@@ -132,8 +143,16 @@ def _trained(config: TrainConfig, role: str, grouped: bool) -> RolePlacement:
     model = config.model.model_copy(update=plain)
     module = shell(model, MODULE_OF[role], paths.get(role), grouped=grouped)
     engine = TRAIN_ENGINES.entry(model.engine).make
-    memory = engine.memory(module, model, ranks, config.optim.micro_tokens, trained=role in ("actor", "critic"))
+    memory = engine.memory(module, model, ranks, _tokens(config), trained=role in ("actor", "critic"))
     return RolePlacement(role, device, ranks, memory, rests(config, role))
+
+
+def _tokens(config: TrainConfig) -> int:
+    """The most tokens of a micro-batch: its cap, or with one row a pass the longest row."""
+    # A warm start's transcripts may be as long as a micro-batch.
+    if config.model.packing != "one_row" or config.sft is not None:
+        return config.optim.micro_tokens
+    return min(config.optim.micro_tokens, config.rollout.max_episode_tokens)
 
 
 def _device(config: TrainConfig, role: str, own: bool = False) -> str:

@@ -27,6 +27,7 @@ from agentrl.run.run_log import RunLog
 from agentrl.run.session import Session, model_folder, open_session
 from agentrl.run.sft import warm_start
 from agentrl.train.actor import Actor
+from agentrl.train.families.choice import Packing, packing_of, with_packing
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,10 @@ def execute(
     outcome = RunOutcome(only_warm_start=only_warm_start)
     with Display() as display, RunLog(folder, display, config.trackers) as run_log:
         display.say(f"agentrl train: {folder.path} ({'resumed' if resumed else 'new'})")
-        for line in (*notes, *advice(config)):
+        packing = packing_of(config)
+        log.info("packing: %s", packing.reason)
+        config = with_packing(config)  # one decision for all roles and ranks, before any of them is started
+        for line in (*notes, *_packing_notes(packing), *advice(config)):
             log.warning(line)
             display.say(f"warning: {line}")
         try:
@@ -82,6 +86,11 @@ def execute(
             _finish(config, folder, outcome)
         _say_end(config, display, folder, outcome, [look for t in run_log.trackers if (look := t.look())])
     return {"done": 0, "interrupted": 130}.get(outcome.status, 1)
+
+
+def _packing_notes(packing: Packing) -> list[str]:
+    """What is slower than it could be because of the model's family."""
+    return [f"model.packing: {packing.reason}"] if packing.one_row or not packing.shares else []
 
 
 async def _train(config: TrainConfig, folder: RunFolder, display: Display, run_log: RunLog, outcome: RunOutcome) -> None:

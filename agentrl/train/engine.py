@@ -63,6 +63,11 @@ class BaseEngine(ABC):
         does not say, ModelError if the model cannot be counted."""
         raise ConfigError(f'model.engine = "{cfg.engine}" does not count its memory, so --dry-run cannot')
 
+    @property
+    def packs(self) -> bool:
+        """Whether a micro-batch may hold several rows (`model.packing`)."""
+        return self.cfg.packing != "one_row"
+
     # -- forward and backward --------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -188,6 +193,7 @@ TRAIN_ENGINES: Registry[type[BaseEngine]] = Registry(
         "offload": 'model.offload = "idle"',
         "compile": "model.compile",
         "liger": 'model.kernels = "liger"',
+        "families": "computes transformers' own models, for all of which it holds what train/families finds right",
         "shard_gradients": "model.shard_gradients = true",
         "activation_checkpointing": "model.activation_checkpointing = true",
     },

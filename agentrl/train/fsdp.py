@@ -27,6 +27,9 @@ from agentrl.train.attention import PACKED, register_packed_attention
 from agentrl.train.by_size import by_size
 from agentrl.train.engine import TRAIN_ENGINES, BaseEngine, compute_dtype, flat_state
 from agentrl.train.engines import check_on_host
+from agentrl.train.families.layout import same_when_recomputed
+from agentrl.train.families.mixers import keep_rows_apart
+from agentrl.train.head import backbone
 from agentrl.train.kernels import compile_layers, compiled_head, use_liger
 from agentrl.train.loading import Loader
 from agentrl.train.lora import inject, merged, without_adapters
@@ -55,6 +58,7 @@ HOST = ("cpu",)
         "offload",
         "compile",
         "liger",
+        "families",
         "shard_gradients",
         "activation_checkpointing",
         "prefix_sharing",
@@ -86,7 +90,8 @@ class FsdpEngine(BaseEngine):
         if not self.sharded and self.compute_dtype != torch.float32:
             raise ModelError('model.dtype = "bfloat16" needs a process group: cluster.backend = "ray"')
         build = empty_classifier if role == "score" else empty_causal_lm
-        model = build(path, attn_implementation=PACKED)
+        # One row a pass needs no row boundaries: it is computed as transformers alone would.
+        model = build(path, **({"attn_implementation": PACKED} if self.packs else {}))
         loader = Loader(path, model)  # before the names change
         self.config = model.config
         self.tied = bool(model.config.get_text_config().tie_word_embeddings)
@@ -96,10 +101,12 @@ class FsdpEngine(BaseEngine):
         if self.checkpoints:
             # The reentrant kind computes no gradient if no input of a layer needs one, which is so with adapters on frozen
             # weights.
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": same_when_recomputed})
         if cfg.lora is not None:
             # Before sharding: FSDP2 takes over the parameters that a layer has at that moment.
             inject(model, cfg.lora)
+        if self.packs:
+            keep_rows_apart(backbone(model))
         self.module: nn.Module = MODULES[role](model)
         if cfg.compile:
             compile_layers(layers_of(self.module))

@@ -19,7 +19,7 @@ from agentrl.train.attention import PACKED, PackedSequences, packed_attention
 from agentrl.train.logprobs import HeadKernels, slope, summary
 
 BACKEND = "inductor"
-_layout: ContextVar[PackedSequences] = ContextVar("layout of the packed rows")
+_layout: ContextVar[PackedSequences | None] = ContextVar("layout of the packed rows")
 
 
 def compile_layers(layers: list[nn.Module], backend: str = BACKEND) -> None:
@@ -52,7 +52,7 @@ class _Compiled:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    def __call__(self, *args: Any, packed: PackedSequences, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, packed: PackedSequences | None = None, **kwargs: Any) -> Any:
         # Set for each call, because checkpointing calls again in the backward pass, and there from another thread.
         token = _layout.set(packed)
         try:

@@ -38,6 +38,8 @@ def view_of(lengths: list[int], group: list[int] | None = None, member: list[int
 class Ranks:
     """Ranks of which the others answer what they are told to."""
 
+    packs = True
+
     def __init__(self, *others: list[int]) -> None:
         self.others, self.asked = others, 0
 

@@ -292,6 +292,7 @@ ELSEWHERE: dict[str, str] = {
     "ModelConfig.sequence_parallel": f"{RANKS}::test_the_meshes_of_replicas_and_sequence_parallel",
     "ModelConfig.offload": "train/test_offload.py::test_each_role_has_the_device_to_itself_in_its_turn_and_all_learn_the_same",
     "ModelConfig.cpu_offload": f"{PARALLEL}::test_what_cannot_be",
+    "ModelConfig.packing": "train/families/test_packing.py::test_one_row_a_pass_gives_the_update_of_packed_rows",
     "ModelConfig.compile": "train/test_kernels.py::test_compiled_layers_give_the_same_update",
     "ModelConfig.kernels": "train/test_kernels.py::test_liger_is_refused_by_name",
     **{

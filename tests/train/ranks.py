@@ -23,7 +23,8 @@ os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
 
 import torch
 import torch.distributed as dist
-from train_batches import make_batch, toy_critic, toy_optim, trajectories
+from family_models import build
+from train_batches import make_batch, sharing, toy_critic, toy_optim, trajectories
 
 from agentrl.batch import collate, select
 from agentrl.batch.rows import jagged, offsets_of
@@ -65,6 +66,20 @@ LAYOUTS: dict[str, tuple[dict[str, int], ModelConfig, int]] = {  # mesh, model, 
 }
 
 
+ONE_ROW = ModelConfig(packing="one_row")
+FAMILIES: dict[str, tuple[str, dict[str, int], ModelConfig]] = {  # the model, the mesh, how it is computed
+    "lfm2": ("lfm2", {"dp": 1}, ModelConfig()),
+    "lfm2, two": ("lfm2", {"dp": 2}, ModelConfig(activation_checkpointing=True)),
+    "lfm2, shared tokens": ("lfm2", {"dp": 1, "sp": 2}, ULYSSES),
+    "lfm2, one row a pass on two": ("lfm2", {"dp": 2}, ONE_ROW),
+    "qwen3_next": ("qwen3_next", {"dp": 1}, ModelConfig()),
+    "qwen3_next, shared tokens": (
+        "qwen3_next",
+        {"dp": 1, "sp": 2},
+        ULYSSES.model_copy(update={"activation_checkpointing": True}),
+    ),
+    "qwen3_next, one row a pass on two": ("qwen3_next", {"dp": 2}, ONE_ROW),
+}
 KILLED = [(2, 1), *([(1, 0), (2, 2), (4, 3)] if os.environ.get("AGENTRL_PROOFS") else [])]  # ranks, seed of the moment
 
 
@@ -169,6 +184,28 @@ def measured(tiny: str, out: Path, layout: str) -> Body:
     return body
 
 
+def of_families(out: Path, mesh: dict[str, int]) -> Body:
+    """Metrics and gradients of an update, and the critic's values, of every entry of FAMILIES on that mesh."""
+
+    def body(context: WorkerContext) -> None:
+        for name, (family, wanted, model) in FAMILIES.items():
+            if wanted != mesh:
+                continue
+            actor, critic, algorithm = Actor(context), Critic(context), AlgorithmConfig(minibatch=7)
+            actor.init_model(str(out / family), model, toy_optim(micro_tokens=400, max_grad_norm=1e9))
+            engine = actor._made()
+            engine.optimizers = update_log = UpdateLog(engine.named())
+            batch = mine(Actor, "update", sharing(noisy(120), "on"), algorithm, context)
+            metrics = actor.update(batch, algorithm, step=1, temperature=0.7)
+            critic.init_model(str(out / family), model, toy_optim(micro_tokens=400), toy_critic())
+            torch.nn.init.constant_(critic._engine.module.head.weight, 0.05)
+            values = critic.compute_values(batch)["values"].values()
+            if context.rank == 0:
+                torch.save((metrics, update_log.seen, batch["token_ids"].values(), values), out / f"{name}.pt")
+
+    return body
+
+
 SHARDED = {"plain": ModelConfig(), "replicas": ModelConfig(replicas=2), "adapters": ModelConfig(lora=LoraSection(rank=2))}
 
 
@@ -260,9 +297,9 @@ def weights_on(actor: Actor) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu().clone() for name, tensor in actor._ready().tensors()}
 
 
-def noisy() -> Any:
+def noisy(longest: int = 40) -> Any:
     """13 rows (ragged for every rank count) whose old logprobs lie around those of an untrained model."""
-    batch = make_batch(13, seed=3)
+    batch = make_batch(13, seed=3, longest=longest)
     sampled = batch["sampled"].values()
     generator = torch.Generator().manual_seed(5)
     noise = -6.0 + 0.3 * torch.randn(len(sampled), generator=generator)
@@ -376,6 +413,10 @@ def main(out: Path, tiny: str) -> None:
     warm_up(tiny)
     for layout, (mesh, _, _) in LAYOUTS.items():
         join(forked(mesh, out, measured(tiny, out, layout)))
+    for family in ("lfm2", "qwen3_next"):
+        build(family, out / family)
+    for mesh in ({"dp": 1}, {"dp": 2}, {"dp": 1, "sp": 2}):
+        join(forked(mesh, out, of_families(out, mesh)))
     join(forked({"dp": 2}, out, reduced(tiny, out)))
     for world, seed in KILLED:
         killed(tiny, out / f"killed_{world}_{seed}", world, seed)

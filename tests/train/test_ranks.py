@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import KILLED, LAYOUTS, LOSSES, SHARDED
+from ranks import FAMILIES, KILLED, LAYOUTS, LOSSES, SHARDED
 from train_batches import toy_optim
 
 from agentrl.cluster.launch import launch
@@ -61,6 +61,23 @@ def test_loss_and_gradient_are_those_of_one_rank(out: Path, layout: str, what: s
         assert size > 1e-3
         for name, grad in mine.items():
             assert (grad - theirs[name]).abs().max().item() < 1e-5 * max(size, 1.0), name
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "," in name])
+def test_a_family_with_mixers_has_on_two_ranks_the_gradient_of_one(out: Path, name: str) -> None:
+    """Rows over ranks, tokens over ranks, and one row a pass; prefixes are shared but in the last."""
+    metrics, steps, ids, values = torch.load(out / f"{name.partition(',')[0]}.pt")
+    other, others, own, theirs = torch.load(out / f"{name}.pt")
+    assert len(steps) == len(others) == 2 and metrics["prefix_ratio"] > 1
+    assert (other["prefix_ratio"] > 1) == ("one row" not in name)
+    for key in ("loss", "grad_norm", "entropy", "tokens_trained"):
+        assert other[key] == pytest.approx(metrics[key], rel=2e-5, abs=1e-5), key
+    for mine, yours in zip(steps, others, strict=True):
+        top = max(grad.abs().max().item() for grad in mine.values())
+        assert top > 1e-3 and mine.keys() == yours.keys()
+        assert max((grad - yours[key]).abs().max().item() for key, grad in mine.items()) < 5e-5 * max(top, 1.0)
+    if "shared tokens" in name:
+        assert torch.equal(ids, own) and (values - theirs).abs().max() < 1e-5 and values.abs().max() > 0.01
 
 
 @pytest.mark.parametrize("model", SHARDED)

@@ -19,6 +19,7 @@ from agentrl.run.engines import engine_name, resolve_engine
 from agentrl.run.trackers import check_trackers
 from agentrl.train.engines import check_train_engine
 from agentrl.train.estimator_inputs import check_estimator_inputs
+from agentrl.train.families.choice import packing_of
 from agentrl.train.learner import check_learner
 from agentrl.train.publish import check_weights
 
@@ -41,6 +42,7 @@ def check_config(config: TrainConfig) -> None:
     check_learner(config)
     check_estimator_inputs(config.algorithm.advantage, scorer)
     check_weights(config)
+    packing_of(config)
     engine = resolve_engine(config)
     check_sizes(config, engine)
     check_cache(config, engine)

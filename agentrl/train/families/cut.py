@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from agentrl.errors import ModelError
-
 VOCABULARY = 96
 POSITIONS = 256
 WIDTH = 32
@@ -36,7 +34,14 @@ _INNER = (
 )  # fmt: skip
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
-_WINDOWS = ("sliding_window", "attention_window_size", "sliding_window_size", "local_attention", "attention_chunk_size", "window_size")
+_WINDOWS = (
+    "sliding_window",
+    "attention_window_size",
+    "sliding_window_size",
+    "local_attention",
+    "attention_chunk_size",
+    "window_size",
+)
 _CHUNKS = ("chunk_size", "mamba_chunk_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_source_positions", "context_length")
 _VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "unpadded_vocab_size")
@@ -82,8 +87,8 @@ def without_dropout(config: Any) -> Any:
 
 
 def _shrink(part: Any) -> None:
-    _set(part, _VOCABULARIES, lambda _: VOCABULARY)
-    _set(part, _POSITIONS, lambda _: POSITIONS)
+    _fix(part, _VOCABULARIES, VOCABULARY)
+    _fix(part, _POSITIONS, POSITIONS)
     _set(part, _WINDOWS, lambda old: min(old, WINDOW))
     _set(part, _CHUNKS, lambda old: min(old, WINDOW))
     _set(part, ("index_topk",), lambda old: min(old, WINDOW))
@@ -101,8 +106,8 @@ def _shrink_experts(part: Any) -> None:
     chosen = next((getattr(part, name) for name in _CHOSEN if isinstance(getattr(part, name, None), int)), 1)
     groups = getattr(part, "n_group", None) or getattr(part, "num_expert_group", None) or 1
     if groups > 1:
-        _set(part, ("n_group", "num_expert_group"), lambda _: 2)
-        _set(part, ("topk_group",), lambda _: 1)
+        _fix(part, ("n_group", "num_expert_group"), 2)
+        _fix(part, ("topk_group",), 1)
     _set(part, _CHOSEN, lambda old: min(old, 2))
     _set(part, _EXPERTS, lambda old: min(old, EXPERTS if chosen > 1 else EXPERTS // 2))
 
@@ -123,15 +128,15 @@ def _shrink_heads(part: Any) -> None:
     now = (heads or 0) // scale
     for name, old in keys.items():
         if old and heads:
-            _set(part, (name,), lambda _, old=old: now if old == heads else 1 if old == 1 else max(now // 2, 1))
+            _fix(part, (name,), now if old == heads else 1 if old == 1 else max(now // 2, 1))
     _shrink_mixers(part, scale)
 
 
 def _shrink_mixers(part: Any, scale: int) -> None:
     keys, values = _number(part, "linear_num_key_heads"), _number(part, "linear_num_value_heads")
     if keys and values and values % keys == 0 and keys > 2:
-        _set(part, ("linear_num_key_heads",), lambda _: 2)
-        _set(part, ("linear_num_value_heads",), lambda _: 2 * (values // keys))
+        _fix(part, ("linear_num_key_heads",), 2)
+        _fix(part, ("linear_num_value_heads",), 2 * (values // keys))
     hidden = _number(part, "hidden_size") or 0
     for names in (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim")):
         heads, width = (_number(part, name) for name in names)
@@ -139,10 +144,10 @@ def _shrink_mixers(part: Any, scale: int) -> None:
         if heads and width and expand:
             inner = expand * hidden
             count = next((n for n in (4, 2, 8, 1) if inner % n == 0), 1)
-            _set(part, names[:1], lambda _, count=count: count)
-            _set(part, names[1:], lambda _, size=inner // count: size)
+            _fix(part, names[:1], count)
+            _fix(part, names[1:], inner // count)
     _set(part, ("mamba_n_groups", "n_groups", "mamba_ngroups"), lambda old: min(old, 2))
-    _set(part, ("mamba_d_ssm",), lambda _: (_number(part, "mamba_n_heads") or 0) * (_number(part, "mamba_d_head") or 0))
+    _fix(part, ("mamba_d_ssm",), (_number(part, "mamba_n_heads") or 0) * (_number(part, "mamba_d_head") or 0))
     _set(part, ("time_step_rank", "mamba_dt_rank"), lambda old: min(old, 4))
 
 
@@ -184,6 +189,11 @@ def _kind(layer: nn.Module) -> str:
 def _number(part: Any, name: str) -> int | None:
     value = getattr(part, name, None)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _fix(part: Any, names: tuple[str, ...], value: int) -> None:
+    """Set the numbers of those names that the config has to a value."""
+    _set(part, names, lambda _: value)
 
 
 def _set(part: Any, names: tuple[str, ...], change: Callable[[int], int]) -> None:

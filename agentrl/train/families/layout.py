@@ -41,7 +41,7 @@ def same_when_recomputed() -> tuple[AbstractContextManager[None], AbstractContex
 
 def taken(backbone: Any, position_ids: Any, packed: Any) -> dict[str, Any]:
     """Of the arguments that tell a model where its rows are, those that its forward takes; others learn it from `layout`."""
-    takes, rest = _parameters(type(backbone))
+    takes, rest = _parameters(backbone.__class__)
     found = {"position_ids": position_ids, "attention_mask": None, "packed": packed}
     # A family's own attention function is not told: it computes one row, and some hand on to it all they are given.
     if not str(backbone.config._attn_implementation).startswith(OURS):
@@ -50,7 +50,7 @@ def taken(backbone: Any, position_ids: Any, packed: Any) -> dict[str, Any]:
 
 
 @cache
-def _parameters(kind: type) -> tuple[frozenset[str], bool]:
+def _parameters(kind: Any) -> tuple[frozenset[str], bool]:
     """The names of a forward's parameters, and whether it takes others too."""
-    found = inspect.signature(kind.forward).parameters  # type: ignore[attr-defined]
+    found = inspect.signature(kind.forward).parameters
     return frozenset(found), any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values())

@@ -42,7 +42,9 @@ def mixers_of(backbone: nn.Module) -> dict[str, nn.Module]:
         if above <= outer:
             break
         outer |= above
-    return {name: parts[name] for name in parts if name in mixing - outer}
+    # A block around a mixer in one layer and around an MLP in another mixes nothing itself.
+    around = {type(parts[name]) for name in outer}
+    return {name: parts[name] for name in parts if name in mixing - outer and type(parts[name]) not in around}
 
 
 def keep_rows_apart(backbone: nn.Module) -> list[str]:
@@ -66,6 +68,7 @@ def _names(module: nn.Module) -> tuple[str, ...]:
     return () if code is None else tuple(code.co_names)
 
 
+@torch.compiler.disable  # blocks differ from one micro-batch to the next
 def _by_rows(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The module's results on the tokens of the layout, each row by itself."""
     packed = layout()
@@ -83,6 +86,7 @@ def _by_rows(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _blockwise(forward: Callable[..., Any], args: Any, kwargs: Any, tokens: int, blocks: list[Block]) -> Any:
     results: list[Any] = []
     for block in blocks:
+
         def padded(tensor: Tensor, block: Block = block) -> Tensor:
             return tensor[0].index_select(0, block.gather).view(block.rows, block.width, *tensor.shape[2:])
 
@@ -99,7 +103,9 @@ def _joined(results: list[Any], blocks: list[Block], tokens: int) -> Any:
     if not isinstance(first, Tensor) or first.shape[:2] != (blocks[0].rows, blocks[0].width):
         return None
     out = first.new_zeros(tokens, *first.shape[2:])
-    cells = [r.flatten(0, 1) if b.exact else r.flatten(0, 1).index_select(0, b.cells) for r, b in zip(results, blocks, strict=True)]
+    cells = [
+        r.flatten(0, 1) if b.exact else r.flatten(0, 1).index_select(0, b.cells) for r, b in zip(results, blocks, strict=True)
+    ]
     return out.index_copy(0, torch.cat([block.tokens for block in blocks]), torch.cat(cells))[None]
 
 
@@ -147,15 +153,16 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: Ulysses) -> Tensor:
         ctx.group = group
-        out = own.new_empty(group.size * own.shape[1], *own.shape[2:])
-        dist.all_gather_into_tensor(out, own[0].contiguous(), group=group.group)
-        return out[None]
+        given = own[0].contiguous()
+        parts = [torch.empty_like(given) for _ in range(group.size)]
+        dist.all_gather(parts, given, group=group.group)
+        return torch.cat(parts)[None]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        whole = grads[0][0].contiguous()
-        out = whole.new_empty(len(whole) // ctx.group.size, *whole.shape[1:])
-        dist.reduce_scatter_tensor(out, whole, group=ctx.group.group)
+        parts = [part.contiguous() for part in grads[0][0].chunk(ctx.group.size)]
+        out = torch.empty_like(parts[0])
+        dist.reduce_scatter(out, parts, group=ctx.group.group)
         return out[None], None
 
 

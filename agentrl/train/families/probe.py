@@ -22,8 +22,8 @@ from agentrl.errors import AgentrlError, ModelError
 from agentrl.train.attention import PACKED, packed_rows, packed_trees, register_packed_attention
 from agentrl.train.families.cut import cut, keep_layers, kinds_needed
 from agentrl.train.families.mixers import keep_rows_apart
-from agentrl.train.fsdp import layers_of
-from agentrl.train.modules import Micro, PolicyModule, ScoreModule, ValueModule, positions
+from agentrl.train.head import backbone
+from agentrl.train.modules import Micro, PolicyModule, ScoreModule, ValueModule, layers_of, positions
 
 Kind = Literal["policy", "value", "score"]
 TOLERANCE = 1e-3
@@ -47,7 +47,7 @@ class Measured:
         return self.error <= TOLERANCE  # NaN is not
 
     def __str__(self) -> str:
-        return self.why or f"{self.error:.1e}"
+        return f"cannot be computed ({self.why})" if self.why else f"is off by {self.error:.1e}"
 
 
 class Sample:
@@ -71,8 +71,9 @@ class Sample:
     def _alone(self, row: Tensor) -> Tensor:
         """By transformers alone: the logprobs of a row's tokens after the first, its values, or its score."""
         if self.kind == "value":
-            hidden = self.model.base_model(input_ids=row[None], use_cache=False).last_hidden_state[0]
-            return (hidden @ self.head.T)[:-1, 0].float()
+            hidden = backbone(self.model)(input_ids=row[None], use_cache=False).last_hidden_state[0]
+            values: Tensor = (hidden @ self.head.T)[:-1, 0].float()
+            return values
         logits: Tensor = self.model(input_ids=row[None], use_cache=False).logits[0].float()
         if self.kind == "score":
             return logits.reshape(-1)
@@ -114,7 +115,7 @@ class Sample:
         model = _built(self.config, self.kind, attention)
         model.load_state_dict(self.state, assign=True)
         if attention == PACKED:
-            keep_rows_apart(model.base_model)
+            keep_rows_apart(backbone(model))
         module: nn.Module = {"policy": PolicyModule, "value": ValueModule, "score": ScoreModule}[self.kind](model)
         if isinstance(module, ValueModule):
             module.head.weight.data.copy_(self.head)
@@ -143,7 +144,7 @@ def rows_of(vocabulary: int) -> tuple[list[Tensor], Ragged]:
     """The probe's rows, and as a batch."""
     draw = torch.Generator().manual_seed(2)
     ids = torch.randint(3, vocabulary, (PREFIX + sum(ENDS) + ALONE,), generator=draw)
-    begin, *parts = ids.split([PREFIX, *ENDS, ALONE])
+    begin, *parts = torch.split(ids, [PREFIX, *ENDS, ALONE])
     rows = [torch.cat([begin, parts[0]]), torch.cat([begin, parts[1]]), parts[3], torch.cat([begin, parts[2]])]
     offsets = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()])
     group = torch.zeros(len(rows), dtype=torch.int64)
@@ -154,7 +155,7 @@ def small(config: Any, kind: Kind) -> Any:
     """The config of a model that is small enough to try. Raises ModelError if there is none."""
     shrunk = guarded(lambda: cut(config))
     with torch.device("meta"):
-        layers = layers_of(guarded(lambda: _built(shrunk, kind, "eager")).base_model)
+        layers = layers_of(backbone(guarded(lambda: _built(shrunk, kind, "eager"))))
         few = keep_layers(shrunk, kinds_needed(layers), len(layers))
         size = sum(p.numel() for p in guarded(lambda: _built(few, kind, "eager")).parameters())
     if size > LARGEST:
