@@ -113,6 +113,12 @@ def _measured(model: Any, head: nn.Linear, name: str) -> tuple[Tensor, Tensor, T
         def __getattr__(self, name: str) -> None:  # router logits, states of recurrent layers and the like: there are none
             return None
 
+    # Numbers are needed, also if the caller makes everything else on the meta device (train/memory.py).
+    with torch.device("cpu"):
+        return _seen(model, head, name, States)
+
+
+def _seen(model: Any, head: nn.Linear, name: str, states_of: type) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grid = torch.tensor([sign * 2.0**power for power in _EXPONENTS for sign in (1, -1)], dtype=torch.float64)
     vocab, width = head.weight.shape
     tokens = -(-len(grid) // vocab) + 1
@@ -127,7 +133,7 @@ def _measured(model: Any, head: nn.Linear, name: str) -> tuple[Tensor, Tensor, T
 
     with ExitStack() as stack, torch.no_grad():
         for part in {id(part): part for part in (backbone(model), _decoder(model)) if part is not None}.values():
-            stack.enter_context(_instead(part, lambda *_, **__: States(last_hidden_state=hidden)))
+            stack.enter_context(_instead(part, lambda *_, **__: states_of(last_hidden_state=hidden)))
         stack.enter_context(_instead(head, embedding))
         try:
             found = model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False).logits

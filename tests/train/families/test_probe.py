@@ -95,7 +95,7 @@ def test_what_is_wrong_in_every_way_is_refused(tmp_path: Path, monkeypatch: pyte
     """A head that computes at another temperature than it is asked for: every logprob is off, also of one row a pass."""
     kept = logprobs.summary
     other = logprobs.HeadKernels(
-        lambda logits, targets, temperature, entropy: kept(logits, targets, 1.0, entropy), logprobs.slope
+        lambda logits, targets, temperature, *rest: kept(logits, targets, 1.0, *rest), logprobs.slope
     )
     make = probe.PolicyModule
 
