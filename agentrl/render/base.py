@@ -22,9 +22,12 @@ class Renderer(ABC):
         """Ids of the opening messages, up to and including the opening of the assistant's turn."""
 
     @abstractmethod
-    def extend(self, finish: str, messages: Sequence[Message]) -> list[int]:
+    def extend(self, finish: str, messages: Sequence[Message], last: int | None = None) -> list[int]:
         """The suffix after a sampled assistant turn: closes that turn (in full if `finish` is not
         "stop", so that no stop token was sampled), adds `messages` and opens the next assistant turn.
+
+        `last` is the id that was sampled last. Where several tokens end a turn, each also says what follows it (GLM ends a turn
+        of calls with the token that opens their answers); None stands for the one that `messages` follow.
 
         Raises RenderError if the template would rewrite what came before.
         """
@@ -42,11 +45,12 @@ class Renderer(ABC):
         Raises RenderError if the message is not an assistant's.
         """
 
-    def keeps(self, message: Message, following: Sequence[Message]) -> bool:
-        """Whether a sampled assistant turn stays as it was sampled once `following` is appended.
+    def keeps(self, message: Message, following: Sequence[Message], earlier: Sequence[Message] = (), begun: int = 0) -> bool:
+        """Whether a ledger stays as it is once `following` is appended to the sampled turn `message`.
 
-        False if the chat template drops the reasoning of old turns: the ledger then forks, and the new
-        one begins with `start` of all messages.
+        False if the chat template then drops the reasoning of turns in it, say: the ledger forks, and the new
+        one begins with `start` of all messages. `earlier` is what came before `message`, and the ledger began with the first
+        `begun` of it; without them only this turn is looked at.
         """
         return True
 

@@ -113,7 +113,7 @@ class ChatML(Renderer):
                 messages = [Message("system", listing), *messages]
         return self._codec.encode(*_turns(messages), _OPEN_TURN, after=Place.START)
 
-    def extend(self, finish: str, messages: Sequence[Message]) -> list[int]:
+    def extend(self, finish: str, messages: Sequence[Message], last: int | None = None) -> list[int]:
         for message in messages:
             if message.role == "assistant":
                 raise RenderError("an assistant turn is sampled, never appended as a message")

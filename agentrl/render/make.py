@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from agentrl.errors import ModelError
 from agentrl.render.base import Renderer
 from agentrl.render.chatml import CHATML_TEMPLATE, ChatML
-from agentrl.render.parsers import ForTools, Parser
+from agentrl.render.parsers import ForTools, Parser, Syntax
 from agentrl.render.template import TemplateRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def make_renderer(tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools | None = None) -> Renderer:
+def make_renderer(tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools | Syntax | None = None) -> Renderer:
     """The renderer for a tokenizer. Raises ModelError if none fits.
 
     `parser` replaces the tool-call parser that is inferred from the chat template's syntax.

@@ -14,6 +14,19 @@ from agentrl.render.toolcalls import strict_json
 from agentrl.trajectory import Json
 
 
+def argument_value(text: str, key: str, schema: Mapping[str, Any] | None) -> Json:
+    """The argument `key` of a call, by the schema of the tool's parameters; without one (None), as JSON if it is valid
+    JSON but no string, and else as text."""
+    if schema is not None:
+        return typed_value(text, (schema.get("properties") or {}).get(key), schema)
+    try:
+        value, end = strict_json(text)
+    except ValueError:
+        return text
+    # A quoted string stays as it was written: the quotes may be meant.
+    return text if text[end:].strip() or isinstance(value, str) else value
+
+
 def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
     """`text` as the first declared type that fits, in the order null, integer, number, boolean, object, array, string.
 

@@ -2,246 +2,170 @@
 
 The suffix comes from the template itself: a short conversation with the new messages is rendered, and the text
 after the assistant's end-of-turn token is the suffix. When a renderer is created, a probe conversation rendered
-this way must give exactly the text that the template gives for the whole conversation.
+this way must give exactly the text that the template gives for the whole conversation, or differ from it only in a
+turn that the template rewrites once more messages follow: `keeps` then says so, and the ledger forks.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-from jinja2 import TemplateError
 
 from agentrl.errors import ModelError, RenderError
 from agentrl.render.base import Renderer
-from agentrl.render.chatml import split_reasoning
 from agentrl.render.fragments import Place
-from agentrl.render.parsers import PARSERS, ForTools, Parser, parser_for
-from agentrl.render.text import Codec, Markup
-from agentrl.trajectory import Json, Message, ToolCall
+from agentrl.render.parsers import SYNTAXES, ForTools, Parser, Syntax, syntax_asked, syntax_of
+from agentrl.render.parsers.harmony import HARMONY, harmony_parts
+from agentrl.render.skeleton import ANSWER, CALL, MARK, QUESTION, TOOL, Skeleton, skeleton
+from agentrl.render.template_text import TemplateText
+from agentrl.render.turns import TurnText
+from agentrl.trajectory import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Private-use characters, which templates copy like letters; a _HIDE in the text itself is escaped like a control token.
-_HIDE, _SHOW = "\ue000", "\ue001"
-_HIDDEN = re.compile(f"{_HIDE}([0-9]+){_SHOW}")
-# A word that no template is likely to contain, and with nothing in it that JSON or a filter would escape.
-_MARK = "Qmarkq"
-_CALL = ToolCall("probe_tool", {"key": _MARK}, id="probecall")
-_QUESTION = Message("user", "Question")
-_ANSWER = Message("tool", "result", tool_call_id="probecall", name="probe_tool")
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "probe_tool",
-        "description": "A probe.",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
-    },
-}
+_SAID = Skeleton((QUESTION,), ((Message("assistant", "Answer one"), (Message("user", "More"),)),))
+_CALLED = Skeleton((QUESTION,), ((Message("assistant", "", (CALL,)), (ANSWER,)),))
+WHAT_TO_DO = (
+    "name the parser of the model's calls if it has one ('model.tool_parser', docs/templates.md), or save a chat template for "
+    "tools with the tokenizer"
+)
 
 
 class TemplateRenderer(Renderer):
     """Renders through the tokenizer's own chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools | Syntax | None = None) -> None:
         """`parser` replaces the one chosen by the template's syntax. Raises ModelError if the template
-        does not append, its turns have no end token, or the parser cannot read the calls that it writes."""
-        self._tokenizer = tokenizer
-        self._codec = Codec(tokenizer)
-        # The longest first: of two tokens with the same beginning, the pattern must find the one that the tokenizer would.
-        self._control = sorted(self._codec.control, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, [*self._control, _HIDE])))
-        self._stop = self._find_stop()
-        self._opening = self._text([_QUESTION], (), True)
-        # Such a template opens the reasoning itself: what is sampled begins within it, without the tag.
-        self._in_reasoning = self._opening.rstrip().endswith("<think>")
-        self._kept: dict[tuple[str, ...], bool] = {}
-        self._verify([Message("assistant", "Answer one"), Message("user", "More")])
-        self.syntax, self._no_tools = self._find_parser(custom=parser is not None)
-        self._parser = parser or PARSERS[self.syntax]
+        rewrites conversations, its turns have no end token, or the parser cannot read the calls that it writes."""
+        self._text = TemplateText(tokenizer)
+        self._turns = TurnText(self._text)
+        self._kept: dict[tuple[str, bool], bool] = {}
+        self._tools_offered = False
+        self._verify(_SAID)
+        self.syntax, self._no_tools = self._find_syntax(parser)
+        known = SYNTAXES.get(self.syntax)
+        self._parser = parser.parser if isinstance(parser, Syntax) else parser or (known or SYNTAXES["hermes"]).parser
         self._parse_calls = self._bound(())
-        if parser is not None and not self._no_tools:
-            self._check_parser()
+        # Where the list of tools stands may change what a new message does to the turns before it.
+        self._tools_matter = not self._no_tools and self._keeps(_SAID, tools=True) != self._keeps(_SAID, tools=False)
+        if not self._no_tools:
+            self._check_parser(named=parser is not None)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        return (self._codec.added[self._stop],)
+        return tuple(self._text.codec.added[stop] for stop in self._turns.stops)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateRenderer:
-        if not isinstance(self._parser, ForTools):
+        offered = bool(tools) and self._tools_matter
+        if not isinstance(self._parser, ForTools) and offered == self._tools_offered:
             return self
         # A copy, as this one serves episodes with other tools at the same time.
         bound = copy(self)
-        bound._parse_calls = self._bound(tools)
+        bound._parse_calls, bound._tools_offered = self._bound(tools), offered
         return bound
 
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Raises RenderError if the template refuses the messages or does not support tools."""
         if tools and self._no_tools:
             raise RenderError(self._no_tools)
-        text = self._text(messages, tools, True)
+        text = self._text.render(messages, tools, generate=True)
         if tools and tools[0]["function"]["name"] not in text:
-            raise RenderError("the chat template ignores tools")
-        return self._encode(text, Place.START)
+            raise RenderError(f"the chat template ignores tools; {WHAT_TO_DO}")
+        return self._text.encode(text, Place.START)
 
-    def extend(self, finish: str, messages: Sequence[Message]) -> list[int]:
+    def extend(self, finish: str, messages: Sequence[Message], last: int | None = None) -> list[int]:
+        answers = False
         for message in messages:
             if message.role == "assistant":
                 raise RenderError("an assistant turn is sampled, never appended as a message")
             if message.role == "tool" and self._no_tools:
                 raise RenderError(self._no_tools)
-        suffix = self._suffix(messages)
-        return self._encode(suffix if finish == "stop" else self._stop + suffix)
+            answers = answers or message.role == "tool"
+        stop = self._turns.stop_after(answers)
+        # Where several tokens end a turn, another one may have been sampled than the one that these messages follow.
+        ended = finish == "stop" and (last is None or last == self._text.codec.added[stop])
+        suffix = self._turns.suffix(messages)
+        return self._text.encode(suffix if ended else stop + suffix)
 
     def parse(self, token_ids: Sequence[int], finish: str) -> Message:
-        stop = self.stop_token_ids[0]
-        ids = token_ids[:-1] if finish == "stop" and token_ids and token_ids[-1] == stop else token_ids
-        text = self._codec.decode(ids)
-        reasoning, rest = split_reasoning(f"<think>{text}" if self._in_reasoning else text)
-        content, calls = self._parse_calls(rest)
-        return Message("assistant", content, calls, reasoning=reasoning)
+        stopped = finish == "stop" and bool(token_ids) and token_ids[-1] in self.stop_token_ids
+        if self.syntax == HARMONY.name:  # in which the stop token tells a call from one that was cut
+            reasoning, content, calls = harmony_parts(self._text.decode(token_ids))
+        else:
+            frame = self._text.form.frame
+            text = self._text.decode(token_ids[:-1] if stopped else token_ids)
+            reasoning, rest = frame.split(frame.open + text if self._turns.in_reasoning else text)
+            content, calls = self._parse_calls(rest)
+        show = self._text.shown
+        shown = tuple(
+            replace(call, name=show(call.name), arguments=show(call.arguments), raw=show(call.raw), error=show(call.error))
+            for call in calls
+        )
+        return Message("assistant", show(content), shown, reasoning=show(reasoning))
 
     def assistant(self, message: Message) -> list[int]:
         if message.role != "assistant":
             raise RenderError(f"expected an assistant's message, got one of role {message.role!r}")
-        whole = self._text([_QUESTION, message], (), False)
-        if not whole.startswith(self._opening):
-            raise RenderError("the chat template does not write an assistant turn after its own opening")
-        turn, stop, _ = whole[len(self._opening) :].partition(self._stop)
-        after = self._codec.place_after(self._opening)
-        # A template may end a turn only before the next one; a policy samples the end in any case.
-        return self._encode(turn + stop, after) if stop else [*self._encode(turn, after), *self.stop_token_ids]
+        return self._text.encode(self._turns.turn(message), self._text.codec.place_after(self._turns.opening))
 
-    def keeps(self, message: Message, following: Sequence[Message]) -> bool:
-        if not message.reasoning:
-            return True
-        # Templates decide this by roles only, so one probe per sequence of roles is enough.
-        roles = tuple(item.role for item in following)
-        kept = self._kept.get(roles)
+    def keeps(self, message: Message, following: Sequence[Message], earlier: Sequence[Message] = (), begun: int = 0) -> bool:
+        return self._keeps(skeleton(earlier, begun, message, following), self._tools_offered)
+
+    def _keeps(self, shape: Skeleton, tools: bool) -> bool:
+        key = (repr(shape), tools)
+        kept = self._kept.get(key)
         if kept is None:
-            probe = Message("assistant", "Answer", reasoning=_MARK)
-            if "tool" in roles:
-                probe = Message("assistant", "", (_CALL,), reasoning=_MARK + "reason")
-            marker = probe.reasoning or ""
-            added = [_ANSWER if role == "tool" else Message(role, "x") for role in roles]
-            kept = self._kept[roles] = marker in self._text([_QUESTION, probe, *added], (), True)
+            try:
+                kept = self._turns.appended(shape, tools) == self._turns.whole(shape, tools)
+            except RenderError:
+                kept = True  # the template takes no such conversation as a whole, so it can only be appended
+            self._kept[key] = kept
         return kept
 
-    def _suffix(self, messages: Sequence[Message]) -> str:
-        """What the template adds after the end of an assistant turn for `messages`."""
-        answered = [message for message in messages if message.role == "tool"]
-        # Some templates refuse tool results that no call asked for, so the probe turn makes matching calls.
-        calls = tuple(ToolCall(m.name or "probe_tool", {"key": _MARK}, id=m.tool_call_id or "") for m in answered)
-        turn = Message("assistant", "", calls) if calls else Message("assistant", _MARK)
-        text = self._text([_QUESTION, turn, *messages], (), True)
-        _, mark, after = text.partition(_MARK)
-        for _ in calls[1:]:
-            _, mark, after = after.partition(_MARK)
-        _, stop, suffix = after.partition(self._stop)
-        if not (mark and stop):
-            raise RenderError("the chat template rewrote the turn that came before the new messages")
-        return suffix
-
-    def _text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], generate: bool) -> str:
-        rows = [self._row(message) for message in messages]
+    def _find_syntax(self, parser: Parser | ForTools | Syntax | None) -> tuple[str, str]:
+        """The name of the tool-call syntax, and why tools cannot be used ("" if they can)."""
+        named = parser if isinstance(parser, Syntax) else None
+        written = ""
         try:
-            text = self._tokenizer.apply_chat_template(
-                rows,
-                tools=[self._hidden(tool) for tool in tools] or None,
-                add_generation_prompt=generate,
-                tokenize=False,
-            )
-        except TemplateError as problem:
-            raise RenderError(f"the chat template refused the messages: {problem}") from problem
-        return str(text)
-
-    def _row(self, message: Message) -> dict[str, Json]:
-        row: dict[str, Json] = {"role": message.role, "content": self._hidden(message.content)}
-        broken = "\n".join(call.raw for call in message.tool_calls if call.arguments is None)
-        if broken:  # no template can render a malformed call; as text it stays exactly as sampled
-            row["content"] = self._hidden(f"{message.content}\n{broken}".strip())
-        calls = [call for call in message.tool_calls if call.arguments is not None]
-        if calls:
-            row["tool_calls"] = [
-                {
-                    "type": "function",
-                    "id": _nine(call.id),
-                    "function": {"name": self._hidden(call.name), "arguments": self._hidden(call.arguments)},
-                }
-                for call in calls
-            ]
-        if message.role == "tool":
-            row["tool_call_id"] = _nine(message.tool_call_id or "")
-            row["name"] = self._hidden(message.name or "")
-        if message.reasoning is not None:
-            row["reasoning_content"] = self._hidden(message.reasoning)
-        return row
-
-    def _hidden(self, value: Any) -> Any:
-        """The value with every control token in its strings replaced by a placeholder, which the template
-        copies like any other text."""
-        if isinstance(value, str):
-            return self._pattern.sub(lambda match: f"{_HIDE}{self._number(match.group())}{_SHOW}", value)
-        if isinstance(value, Mapping):
-            return {self._hidden(key): self._hidden(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._hidden(item) for item in value]
-        return value
-
-    def _number(self, text: str) -> int:
-        return self._control.index(text) if text != _HIDE else len(self._control)
-
-    def _encode(self, text: str, after: Place = Place.TOKEN) -> list[int]:
-        parts: list[str] = []
-        position = 0
-        for match in _HIDDEN.finditer(text):
-            number = int(match.group(1))
-            parts += [Markup(text[position : match.start()]), ([*self._control, _HIDE])[number]]
-            position = match.end()
-        return self._codec.encode(*parts, Markup(text[position:]), after=after)
-
-    def _find_stop(self) -> str:
-        text = self._text([_QUESTION, Message("assistant", _MARK), _QUESTION], (), False)
-        after = text.partition(_MARK)[2].lstrip()
-        matches = [token for token in self._control if after.startswith(token)]
-        if not matches:
-            raise ModelError(f"the chat template ends an assistant turn with {after[:40]!r}, which is not a control token")
-        return matches[0]  # the longest one: `_control` is sorted by length
-
-    def _find_parser(self, custom: bool) -> tuple[str, str]:
-        """The tool-call syntax, and why tools cannot be used ("" if they can)."""
-        turn = Message("assistant", "", (_CALL,))
-        try:
-            parser = parser_for(self._text([_QUESTION, turn, _ANSWER], [_TOOL], False).partition("Question")[2])
-            if parser is None and not custom:
-                return "hermes", "the chat template does not write tool calls in a syntax that agentrl can parse"
-            self._verify([turn, _ANSWER])
+            written, prompt = self._turns.learn_calls()
+            syntax = named or (syntax_of(written) if MARK in written else syntax_asked(prompt))
+            if parser is None and syntax is None:
+                raise RenderError("it does not write tool calls in a syntax that agentrl can parse")
+            if MARK not in written:
+                if syntax is None or syntax.write is None:
+                    raise RenderError("it does not write tool calls")
+                self._text.change(calls_in_content=syntax)
+            self._turns.use(syntax)
+            self._verify(_CALLED)
         except (RenderError, ModelError) as problem:
-            return "hermes", f"the chat template cannot be used with tools: {problem}"
-        return parser or "custom", ""
+            seen = f", and writes a call and its answer as {written[:160]!r}" if written else ""
+            about = f"it ends a turn with {self._turns.stop!r}{seen}"
+            return "hermes", f"the chat template cannot be used with tools: {problem} ({about}); {WHAT_TO_DO}"
+        return (syntax.name if syntax is not None else "custom"), ""
 
     def _bound(self, tools: Sequence[Mapping[str, Any]]) -> Parser:
         return self._parser.bind(tools) if isinstance(self._parser, ForTools) else self._parser
 
-    def _check_parser(self) -> None:
-        ids = self.assistant(Message("assistant", "", (_CALL,)))
-        found = self.with_tools([_TOOL]).parse(ids, "stop").tool_calls
-        if [(call.name, call.arguments) for call in found] != [(_CALL.name, _CALL.arguments)]:
-            raise ModelError(
-                f"the tool-call parser does not read what the chat template writes for a call: {self._codec.decode(ids)!r}"
-            )
+    def _check_parser(self, named: bool) -> None:
+        ids = self.assistant(Message("assistant", "", (CALL,)))
+        found = self.with_tools([TOOL]).parse(ids, "stop").tool_calls
+        if [(call.name, call.arguments) for call in found] != [(CALL.name, CALL.arguments)]:
+            problem = f"the tool-call parser does not read what the chat template writes for a call: {self._text.decode(ids)!r}"
+            if named:
+                raise ModelError(problem)
+            self._no_tools = f"{problem}; {WHAT_TO_DO}"
 
-    def _verify(self, rounds: Sequence[Message]) -> None:
-        """Render a conversation by appending and compare it with the template's rendering of the whole."""
-        turn, *following = rounds
-        whole = self._text([_QUESTION, turn, *following], (), True)
-        replayed = self._opening + whole[len(self._opening) :].partition(self._stop)[0] + self._stop
-        replayed += self._suffix(following)
-        if replayed != whole or not whole.startswith(self._opening):
+    def _verify(self, shape: Skeleton) -> None:
+        """Compare a conversation made by appending with the template's rendering of the whole. They may differ in the turn
+        only, and only if what comes before and after it stays: such a turn is never appended to (`keeps`)."""
+        try:
+            replayed, whole = self._turns.appended(shape, False), self._turns.whole(shape, False)
+        except RenderError as problem:
+            raise ModelError(f"the chat template does not render by appending: {problem}") from problem
+        if replayed != whole and not self._turns.rewrites_only_the_turn(shape, whole):
             at = next((i for i, (a, b) in enumerate(zip(replayed, whole, strict=False)) if a != b), 0)
             raise ModelError(
                 "the chat template does not render by appending: after "
@@ -249,13 +173,5 @@ class TemplateRenderer(Renderer):
                 f"appending gives {replayed[at : at + 30]!r}"
             )
         # Equal text is not enough: a renderer's tokens must be the ones that the model was trained on.
-        direct = self._tokenizer(whole, add_special_tokens=False)["input_ids"]
-        if self._encode(whole, Place.START) != list(direct):
+        if self._text.encode(whole, Place.START) != self._text.direct(whole):
             raise ModelError("the tokenizer splits text in the middle of a conversation differently than on its own")
-
-
-def _nine(call_id: str) -> str:
-    """Nine letters or digits, which some templates (Mistral) require of an id; the others do not render ids."""
-    if len(call_id) == 9 and call_id.isalnum():
-        return call_id
-    return hashlib.sha256(call_id.encode()).hexdigest()[:9]

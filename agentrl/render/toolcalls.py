@@ -72,7 +72,7 @@ def strict_json(text: str, start: int = 0) -> tuple[Json, int]:
         value, end = _DECODER.raw_decode(text, start)
     except RecursionError:
         raise ValueError("JSON nested too deep") from None
-    _check(value)
+    check_json(value)
     return value, end
 
 
@@ -87,7 +87,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 _MAX_DEPTH = 64
 
 
-def _check(value: Json) -> None:
+def check_json(value: Json) -> None:
     """Raises ValueError if a value could not be written back as JSON in UTF-8."""
     level: list[Json] = [value]  # level by level, since recursion here could overflow as well
     for _ in range(_MAX_DEPTH):

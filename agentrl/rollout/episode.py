@@ -187,6 +187,7 @@ class _Episode:
         self.limits = limits
         self.ledgers = [TokenLedger()]
         self.shown: list[Message] = []
+        self.begun = 0  # so many of the messages shown began the current ledger
         # The next prompt, not yet in a ledger: it belongs to the turn that samples after it, if there is one.
         self.fork, self.suffix = False, list[int]()
         self.rewrites: list[dict[str, Json]] = []
@@ -205,7 +206,7 @@ class _Episode:
         observation, _ = await self._env(reset, "the setup", limit=self.limits.env_timeout)
         self.record = record = self.env.trajectory
         self.renderer = renderer = self.policy.renderer.with_tools(self.env.toolbox.schemas())
-        self.shown = list(observation)
+        self.shown, self.begun = list(observation), len(observation)
         # A prompt that alone exceeds a limit leaves no room for a turn, but its row must still respect the limit.
         most = min(self.limits.max_episode_tokens, self.limits.context)
         self.ledger.append_context(renderer.start(observation, self.env.toolbox.schemas())[:most], turn=0)
@@ -263,9 +264,9 @@ class _Episode:
         """
         assert self.record is not None
         renderer, limits, turn = self.renderer, self.limits, len(self.record.turns)
-        fork = not renderer.keeps(message, observation)
+        fork = not renderer.keeps(message, observation, self.shown, self.begun)
         before = self.shown = [*self.shown, self.record.turns[-1].message, *observation]
-        ids = self._start(self.shown) if fork else renderer.extend(generation.finish, observation)
+        ids = self._start(self.shown) if fork else renderer.extend(generation.finish, observation, _last(generation))
         tokens = len(ids) if fork else len(self.ledger) + len(ids)
         moment = Moment(
             self.shown,
@@ -289,6 +290,7 @@ class _Episode:
         """Append the next prompt to the ledger, or to a new one."""
         if self.fork:
             self.ledgers.append(TokenLedger())
+            self.begun = len(self.shown)
         self.ledger.append_context(self.suffix, turn)
         self.fork, self.suffix = False, []
 
@@ -309,11 +311,11 @@ class _Episode:
             return await self._written(self.policy.writer, instruction, tokens)
         earlier = self.shown[: len(self.shown) - len(observation)]
         for fresh in (list(observation), elided(observation)):
-            fork = not renderer.keeps(message, [*fresh, instruction])
+            fork = not renderer.keeps(message, [*fresh, instruction], earlier[:-1], self.begun)
             ids = (
                 self._start([*earlier, *fresh, instruction])
                 if fork
-                else renderer.extend(generation.finish, [*fresh, instruction])
+                else renderer.extend(generation.finish, [*fresh, instruction], _last(generation))
             )
             context = self.limits.context - len(ids) - (0 if fork else len(self.ledger))
             room = min(tokens, context, self._budget() - len(ids))
@@ -443,3 +445,8 @@ class _Episode:
 
 
 _CLOCKS = frozenset({StopReason.MAX_TURN_TIME, StopReason.MAX_EPISODE_TIME, StopReason.EPISODE_TIMEOUT})
+
+
+def _last(generation: Generation) -> int | None:
+    """The stop token that was sampled, if the turn ended by one."""
+    return generation.token_ids[-1] if generation.finish == "stop" and generation.token_ids else None

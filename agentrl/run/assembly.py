@@ -21,7 +21,7 @@ from agentrl.config import ModelConfig, TrainConfig
 from agentrl.errors import ConfigError, did_you_mean
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
-from agentrl.render.parsers import PARSERS, ForTools, Parser
+from agentrl.render.parsers import SYNTAXES, ForTools, Parser, Syntax
 from agentrl.reward import Scorer
 from agentrl.rollout.context.base import make_context_policy
 from agentrl.rollout.engine import Engine
@@ -123,18 +123,18 @@ def renderer_of(config: ModelConfig, tokenizer: Any) -> Renderer:
     return make_renderer(tokenizer, _parser(config.tool_parser, tokenizer))
 
 
-def _parser(name: str, tokenizer: Any) -> Parser | ForTools | None:
+def _parser(name: str, tokenizer: Any) -> Parser | ForTools | Syntax | None:
     if name == "auto":
         return None
     if name.startswith(VLLM_PARSER):
         from agentrl.backends.vllm.parsers import vllm_parser_for_tools
 
         return vllm_parser_for_tools(name.removeprefix(VLLM_PARSER), tokenizer)
-    if name not in PARSERS:
-        hint = did_you_mean(name, PARSERS, f"a parser of vLLM is written '{VLLM_PARSER}{name}'")
-        known = ", ".join(map(repr, PARSERS))
+    if name not in SYNTAXES:
+        hint = did_you_mean(name, SYNTAXES, f"a parser of vLLM is written '{VLLM_PARSER}{name}'")
+        known = ", ".join(map(repr, SYNTAXES))
         raise ConfigError(f"model.tool_parser = {name!r}: expected 'auto', {known} or '{VLLM_PARSER}NAME'; {hint}")
-    return PARSERS[name]
+    return SYNTAXES[name]
 
 
 def make_policy(

@@ -99,7 +99,7 @@ class Forced(Renderer):
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         return self._inner.start(messages, tools)
 
-    def extend(self, finish: str, messages: Sequence[Message]) -> list[int]:
+    def extend(self, finish: str, messages: Sequence[Message], last: int | None = None) -> list[int]:
         return self._inner.extend(finish, messages)
 
     def parse(self, token_ids: Sequence[int], finish: str) -> Message:

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from render_conversations import TOOLS, arguments, plain
 
@@ -119,6 +119,7 @@ def test_no_text_breaks_a_parser(name, text):
         assert call.raw
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["f", "g"]), arguments(plain)), min_size=1, max_size=3))
 def test_json_forms_round_trip(items):
     llama = ";".join(json.dumps({"name": n, "parameters": a}) for n, a in items)

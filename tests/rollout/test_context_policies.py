@@ -61,7 +61,7 @@ class Endless(ToolEnv):
 class Forgetful(ChatML):
     """A template that never shows a finished turn as it was sampled."""
 
-    def keeps(self, message: Message, following: Sequence[Message]) -> bool:
+    def keeps(self, message: Message, following: Sequence[Message], earlier: Sequence[Message] = (), begun: int = 0) -> bool:
         return False
 
 

@@ -21,7 +21,7 @@ LIMITS = Limits(max_turns=8, max_turn_tokens=64, max_episode_tokens=2000, turn_t
 class Forgetful(ChatML):
     """ChatML as a reasoning model's template has it: a finished turn is never shown as it was sampled."""
 
-    def keeps(self, message: Message, following: Sequence[Message]) -> bool:
+    def keeps(self, message: Message, following: Sequence[Message], earlier: Sequence[Message] = (), begun: int = 0) -> bool:
         return False
 
 

@@ -36,7 +36,7 @@ def test_a_named_parser_is_used_where_it_fits_and_refused_where_not(family: str,
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("hermez", "did you mean 'hermes'"), ("deepseek_v3", "is written 'vllm:deepseek_v3'")],
+    [("hermez", "did you mean 'hermes'"), ("kimi_k2", "is written 'vllm:kimi_k2'")],
 )
 def test_an_unknown_name_says_what_there_is(name: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"model.tool_parser.*{hint}"):

@@ -83,7 +83,7 @@ class ApiRenderer(Renderer):
         head = self._transcript.add({"tools": [dict(tool) for tool in tools]})
         return [head, *(self._transcript.add({"message": _row(message)}) for message in messages)]
 
-    def extend(self, finish: str, messages: Sequence[Message]) -> list[int]:
+    def extend(self, finish: str, messages: Sequence[Message], last: int | None = None) -> list[int]:
         if any(message.role == "assistant" for message in messages):
             raise RenderError("an assistant turn is sampled, never appended as a message")
         return [self._transcript.add({"message": _row(message)}) for message in messages]

@@ -22,7 +22,9 @@ class Branch:
     history: list[str]
     turns: int
     finish: str
-    last: Message
+    messages: list[Message]  # the last one is what was sampled last
+    begun: int  # so many of them began the ledger
+    stop: int | None  # the id that ended the last turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +105,10 @@ class AgentSession:
         self.requests += 1
         if parent is None:
             keep, prompt = 0, renderer.start(messages, tools)
-            ledger, turns = TokenLedger(), 0
+            ledger, turns, begun = TokenLedger(), 0, len(messages)
         else:
-            keep, turns = len(parent.ledger), parent.turns
-            suffix = renderer.extend(parent.finish, messages[len(parent.history) :])
+            keep, turns, begun = len(parent.ledger), parent.turns, parent.begun
+            suffix = renderer.extend(parent.finish, messages[len(parent.history) :], parent.stop)
             ledger, prompt = parent.ledger, [*parent.ledger.ids(), *suffix]
         generation = await engine.generate(prompt, sampling, f"{self.key}/{id(ledger):x}")
         kept = generation if stops is None else stops.cut(generation)
@@ -125,7 +127,9 @@ class AgentSession:
             [*history, identity(write_message(message))],
             turns + 1,
             generation.finish,
-            message,
+            [*messages, message],
+            begun,
+            generation.token_ids[-1] if generation.finish == "stop" and generation.token_ids else None,
         )
         if parent is not None:
             self.branches[self.branches.index(parent)] = branch
@@ -145,6 +149,6 @@ class AgentSession:
             and history[: len(branch.history)] == branch.history
             and len(history) > len(branch.history)
             and all(message.role != "assistant" for message in messages[len(branch.history) :])
-            and renderer.keeps(branch.last, messages[len(branch.history) :])
+            and renderer.keeps(branch.messages[-1], messages[len(branch.history) :], branch.messages[:-1], branch.begun)
         ]
         return max(fitting, key=lambda branch: len(branch.history), default=None)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, ModelError, RenderError
 from agentrl.reward import Scorer
 from agentrl.run.assembly import read_inputs, renderer_of, scorer_of
 from agentrl.run.checks.rollout import check_rollout
 from agentrl.run.engines import engine_name, engine_of, maker_of
 from agentrl.train.publish import check_takes_weights
+from agentrl.trajectory import Message
 
 
 def check_engine(config: TrainConfig) -> None:
@@ -39,11 +40,17 @@ def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
     rollout.env_timeout; and as `check_rollout`.
     """
     env = EnvRef.of(config)
-    env.build().close()
+    built = env.build()
+    tools = built.toolbox.schemas()
+    built.close()
     maker_of(engine_name(config), config).check()
     inputs = read_inputs(config)
     scorer = scorer_of(config, inputs.spec)
     check_rollout(config, env)
     if inputs.tokenizer is not None:
-        renderer_of(config.model, inputs.tokenizer)
+        renderer = renderer_of(config.model, inputs.tokenizer)
+        try:
+            renderer.start([Message("user", "Question")], tools)
+        except RenderError as problem:
+            raise ModelError(f"{config.model.path}: {problem}") from problem
     return env, scorer

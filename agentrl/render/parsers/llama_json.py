@@ -1,0 +1,49 @@
+"""`{"name": ..., "parameters": {...}}` as the whole turn: Llama 3.1 to 4."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from agentrl.render.parsers.syntax import Parsed, Syntax
+from agentrl.render.toolcalls import call_from_json, malformed, strict_json
+from agentrl.trajectory import ToolCall
+
+_PYTHON_TAG = "<|python_tag|>"
+_PYTHON_START, _PYTHON_END = "<|python_start|>", "<|python_end|>"
+
+
+def parse_llama_json(text: str) -> Parsed:
+    """`{"name": ..., "parameters": {...}}`, or several, separated by `;` or by nothing, as the whole turn."""
+    said, body = "", text.strip().removeprefix(_PYTHON_TAG).strip()
+    if body.startswith(_PYTHON_START):  # Llama 4 puts what it says beside calls between these
+        said, _, body = body.removeprefix(_PYTHON_START).partition(_PYTHON_END)
+    body = body.strip()
+    if not body.startswith("{"):
+        return text.strip(), ()
+    calls: list[ToolCall] = []
+    position = 0
+    while position < len(body):
+        call_id = f"call_{len(calls)}"
+        try:
+            value, end = strict_json(body, position)
+        except ValueError as problem:
+            # Where the broken one ends is not known, so the rest of the turn goes with it.
+            calls.append(malformed(call_id, body[position:], f"not valid JSON: {problem}"))
+            break
+        key = "arguments" if isinstance(value, dict) and "arguments" in value else "parameters"
+        calls.append(call_from_json(value, call_id, body[position:end], key))
+        rest = body[end:].lstrip()
+        if rest and not rest.startswith((";", "{")):
+            calls.append(malformed(f"call_{len(calls)}", rest, "expected ';' between two calls"))
+            break
+        position = len(body) - len(rest.removeprefix(";").lstrip())
+    return said.strip(), tuple(calls)
+
+
+def _write(calls: Sequence[ToolCall]) -> str:
+    bodies = [json.dumps({"name": call.name, "parameters": call.arguments}, ensure_ascii=False) for call in calls]
+    return "; ".join(bodies)
+
+
+LLAMA_JSON = Syntax("llama_json", parse_llama_json, seen=lambda call: '"name"' in call and '"parameters"' in call, write=_write)

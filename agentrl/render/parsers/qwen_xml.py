@@ -1,0 +1,67 @@
+"""`<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>`: Qwen3-Coder, Qwen3.5, Nemotron 3."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from agentrl.render.parsers.syntax import ForTools, Parsed, Syntax
+from agentrl.render.schema_values import argument_value
+from agentrl.render.toolcalls import malformed
+from agentrl.trajectory import Json, ToolCall
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def parse_qwen_xml(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
+    """`<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>`.
+
+    Values in this syntax are untyped. With the tools' schemas a value is read as its declared type (as a string
+    if none is declared); without any tools, as JSON if it is valid JSON and as a string otherwise.
+    """
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    prose: list[str] = []
+    calls: list[ToolCall] = []
+    position = 0
+    while (start := text.find("<tool_call>", position)) >= 0:
+        prose.append(text[position:start])
+        close = text.find("</tool_call>", start)
+        position = len(text) if close < 0 else close + len("</tool_call>")
+        raw, call_id = text[start:position], f"call_{len(calls)}"
+        body = text[start + len("<tool_call>") : close if close >= 0 else len(text)]
+        calls.append(_xml_call(body, raw, call_id, schemas if tools else None, closed=close >= 0))
+    prose.append(text[position:])
+    return "".join(prose).strip(), tuple(calls)
+
+
+def _xml_call(body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[str, Any]] | None, *, closed: bool) -> ToolCall:
+    match = _FUNCTION.fullmatch(body)
+    if match is None or not closed:
+        what = "expected <function=NAME>...</function>" if closed else "no </tool_call>"
+        return malformed(call_id, raw, what)
+    name, inner = match.group(1).strip(), match.group(2)
+    if not name:
+        return malformed(call_id, raw, "expected a function name")
+    schema = None if schemas is None else schemas.get(name, {})
+    arguments: dict[str, Json] = {}
+    position = 0
+    for parameter in _PARAMETER.finditer(inner):
+        # What stands between two parameters would be dropped without a word.
+        if inner[position : parameter.start()].strip():
+            break
+        key = parameter.group(1).strip()
+        arguments[key] = argument_value(parameter.group(2), key, schema)
+        position = parameter.end()
+    if inner[position:].strip():
+        return malformed(call_id, raw, "expected <parameter=KEY>value</parameter>", name)
+    return ToolCall(name=name, arguments=arguments, id=call_id, raw=raw)
+
+
+QWEN_XML = Syntax(
+    "qwen_xml",
+    ForTools(lambda tools: partial(parse_qwen_xml, tools=tools)),
+    seen=lambda call: "<function=" in call,
+)

@@ -1,0 +1,199 @@
+"""The renderer over the real chat templates of public models: what a ledger holds is what the template writes.
+
+Without the templates (`.ci/templates.py`) these tests are skipped, and say so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from real_templates import REAL, ROOT, Real, tokenizer_of
+
+from agentrl.errors import RenderError
+from agentrl.render.template import TemplateRenderer
+from agentrl.trajectory import Message, ToolCall
+
+HERE = [real for real in REAL if real.path.is_file()]
+EXAMPLES = int(os.environ.get("AGENTRL_TEMPLATE_EXAMPLES") or 3)
+if not HERE:
+    pytest.skip(f"no chat templates in {ROOT}: python .ci/templates.py fetches them", allow_module_level=True)
+quick = settings(max_examples=EXAMPLES, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
+by_template = pytest.mark.parametrize("real", HERE, ids=lambda real: f"{real.source}/{real.file}")
+with_tools = pytest.mark.parametrize("real", [r for r in HERE if r.syntax], ids=lambda real: f"{real.source}/{real.file}")
+
+
+def _tool(name, **properties):
+    schemas = {key: {"type": kind} for key, kind in properties.items()}
+    parameters = {"type": "object", "properties": schemas, "required": []}
+    return {"type": "function", "function": {"name": name, "description": f"does {name}", "parameters": parameters}}
+
+
+TOOLS = [_tool("get", key="string"), _tool("add", a="integer", b="integer"),
+         _tool("note", items="array", flag="boolean", map="object", text="string")]  # fmt: skip
+
+
+@cache
+def made(real: Real):
+    tokenizer = tokenizer_of(real)
+    return tokenizer, TemplateRenderer(tokenizer)
+
+
+word = st.text("abcXYZ", min_size=1, max_size=5)
+# No white space at the ends, which most templates trim.
+texts = st.lists(word | st.sampled_from(["7", "é漢🙂", "it's", '"q"', "a\nb", "{x}", "[1]", "true", "\\n", "a: b, c"]),
+                 min_size=1, max_size=3).map(" ".join)  # fmt: skip
+
+
+@st.composite
+def a_call(draw, real, number, text=texts):
+    text = word if real.letters else text
+    name = draw(st.sampled_from(["get", "add", "note"]))
+    simple = st.integers(-999, 999)
+    values = {
+        "get": {"key": text},
+        "add": {"a": simple, "b": simple},
+        "note": {"items": st.lists(simple | word, max_size=2), "flag": st.booleans(), "text": text,
+                 "map": st.dictionaries(word, simple | word, max_size=2)},
+    }[name]  # fmt: skip
+    return ToolCall(name, draw(st.fixed_dictionaries({}, optional=values)), id=f"call{number:05d}")
+
+
+@st.composite
+def a_turn(draw, real, number, tools, text=texts):
+    most = (1 if real.one_call else 2) if tools else 0
+    calls = tuple(draw(a_call(real, 2 * number + i, text)) for i in range(draw(st.integers(0, most))))
+    content = "Well, " + draw(texts) if not calls or (real.talks and draw(st.booleans())) else ""
+    reasoning = draw(texts) if real.reasoning else None
+    return Message("assistant", content, calls, reasoning=reasoning)
+
+
+@st.composite
+def an_episode(draw, real):
+    tools = TOOLS if real.syntax and draw(st.booleans()) else []
+    opening = [Message("system", draw(texts))] if real.system and draw(st.booleans()) else []
+    opening.append(Message("user", draw(texts)))
+    rounds = []
+    for number in range(draw(st.integers(1, 4))):
+        turn = draw(a_turn(real, number, tools))
+        answers = [Message("tool", draw(texts), tool_call_id=call.id, name=call.name) for call in turn.tool_calls]
+        rounds.append((turn, answers or [Message("user", draw(texts))]))
+    return tools, opening, rounds
+
+
+def as_given(real, message):
+    """A message in the form in which the template's own users give it."""
+    row = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        row["tool_calls"] = [
+            {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": c.arguments}} for c in message.tool_calls
+        ]
+        for call in row["tool_calls"] if real.texts else []:
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    if message.role == "tool":
+        row |= {"tool_call_id": message.tool_call_id, "name": message.name}
+    if message.reasoning is not None:
+        if real.key == "chunk":
+            said = [{"type": "text", "text": message.content}] if message.content else []
+            row["content"] = [{"type": "thinking", "thinking": message.reasoning}, *said]
+        elif real.key:
+            row[real.key] = message.reasoning
+    return row
+
+
+@by_template
+@quick
+@given(data=st.data())
+def test_every_prompt_of_an_episode_is_what_the_template_writes(real, data):
+    """Prompts are made by appending, or begin anew if `keeps` says so: each must be the template's own, text and ids."""
+    tokenizer, renderer = made(real)
+    tools, opening, rounds = data.draw(an_episode(real))
+    # Granite 3.x and the first LFM2 leave calls to the content.
+    in_content = renderer._text.form.calls_in_content
+    renderer = renderer.with_tools(tools)
+    messages, begun = list(opening), len(opening)
+    ids = renderer.start(messages, tools)
+    given_rows = [as_given(real, message) for message in messages]
+    for turn, answers in rounds:
+        sampled = renderer.assistant(turn)
+        parsed = renderer.parse(sampled, "stop")
+        assert [(c.name, c.arguments) for c in parsed.tool_calls] == [(c.name, c.arguments) for c in turn.tool_calls]
+        assert (parsed.content, parsed.reasoning or None) == (turn.content, turn.reasoning)
+        if renderer.keeps(turn, answers, messages, begun):
+            ids = ids + sampled + renderer.extend("stop", answers, sampled[-1])
+            messages += [turn, *answers]
+        else:
+            messages += [turn, *answers]
+            ids, begun = renderer.start(messages, tools), len(messages)
+        given_rows += [as_given(real, message) for message in (turn, *answers)]
+        if in_content and turn.tool_calls:
+            row = given_rows[-len(answers) - 1]
+            row["content"] += in_content.write(turn.tool_calls)
+            del row["tool_calls"]
+        whole = tokenizer.apply_chat_template(given_rows, tools=tools or None, add_generation_prompt=True, tokenize=False)
+        assert tokenizer.decode(ids) == whole
+        assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"]
+
+
+@by_template
+def test_what_a_template_is_found_to_be(real):
+    _, renderer = made(real)
+    assert (renderer.syntax if not renderer._no_tools else "") == real.syntax
+    if not real.syntax:
+        with pytest.raises(RenderError, match=r"tool.*model\.tool_parser"):
+            renderer.start([Message("user", "x")], TOOLS)
+    thought = Message("assistant", "Yes.", reasoning="so")
+    assert not real.reasoning or (real.reasoning == "always") == renderer.keeps(thought, [Message("user", "And?")])
+    if real.syntax:
+        called = Message("assistant", "", (ToolCall("get", {}, id="abcdefghi"),), reasoning="so" if real.reasoning else None)
+        kept = renderer.keeps(called, [Message("tool", "7", tool_call_id="abcdefghi", name="get")])
+        assert kept == (real.reasoning != "dropped" and not real.rewrites)
+
+
+@with_tools
+@quick
+@given(data=st.data())
+def test_control_tokens_spelled_in_an_argument_come_back_as_text(real, data):
+    tokenizer, renderer = made(real)
+    if real.letters:
+        return
+    control = sorted(renderer._text.control)
+    hostile = st.lists(word | st.sampled_from(control), min_size=1, max_size=4).map("".join)
+    turn = data.draw(a_turn(real, 0, TOOLS, hostile))
+    sampled = renderer.assistant(turn)
+    parsed = renderer.with_tools(TOOLS).parse(sampled, "stop")
+    assert [(c.name, c.arguments) for c in parsed.tool_calls] == [(c.name, c.arguments) for c in turn.tool_calls]
+    marks = {i for i in sampled if i in set(tokenizer.get_added_vocab().values())}
+    assert renderer.stop_token_ids and marks <= set(tokenizer.get_added_vocab().values())
+    assert sum(1 for i in sampled if i in renderer.stop_token_ids) == 1
+
+
+@with_tools
+@quick
+@given(data=st.data())
+def test_a_cut_or_random_turn_never_breaks_a_parser_and_can_be_gone_on_from(real, data):
+    tokenizer, renderer = made(real)
+    renderer = renderer.with_tools(TOOLS)
+    sampled = renderer.assistant(data.draw(a_turn(real, 0, TOOLS)))
+    cut = sampled[: data.draw(st.integers(0, len(sampled) - 1))]
+    noise = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=12))
+    for ids in (cut, cut + noise, noise):
+        message = renderer.parse(ids, "length")
+        for call in message.tool_calls:
+            assert (call.arguments is None) == (call.error is not None) and call.raw
+        answers = [Message("tool", "no", tool_call_id=call.id, name=call.name) for call in message.tool_calls]
+        suffix = renderer.extend("length", answers or [Message("user", "More")])
+        assert suffix[0] in renderer.stop_token_ids
+        # A ledger that must fork is begun anew with the turn as a message, whatever it is.
+        renderer.start([Message("user", "x"), message, *(answers or [Message("user", "More")])], TOOLS)
+
+
+@pytest.mark.parametrize("real", [r for r in HERE if r.hides_tools], ids=lambda real: f"{real.source}/{real.file}")
+def test_a_template_that_shows_no_tools_is_refused_with_tools(real):
+    renderer = TemplateRenderer(tokenizer_of(real, shown=False))
+    with pytest.raises(RenderError, match=r"ignores tools.*save a chat template for tools"):
+        renderer.start([Message("user", "x")], TOOLS)
