@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from agentrl.backends.attention_form import AttentionForm
 from agentrl.batch.device import on_device
+from agentrl.batch.exact_attention import exact_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,38 +65,53 @@ def attend_into(
     key: torch.Tensor,
     value: torch.Tensor,
     layout: Sequence[SuffixBlock],
-    scaling: float | None = None,
+    form: AttentionForm,
 ) -> torch.Tensor:
-    """A copy of `out` [U, H, D] with the attention of these blocks' tokens written in their places."""
-    parts = [_attend(query, key, value, block, scaling) for block in layout]
+    """A copy of `out` [U, H, E] with the attention of these blocks' tokens written in their places."""
+    parts = [_attend(query, key, value, block, form) for block in layout]
     # One index_copy for all blocks: each call allocates a whole new `out`.
     tokens = torch.cat([block.tokens for block in layout])
     return out.index_copy(0, tokens, torch.cat(parts))
 
 
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: SuffixBlock, scaling: float | None
-) -> torch.Tensor:
-    """Attention of one tree's suffixes: [tokens of the suffixes, H, D]."""
-    heads, depth = query.shape[1], query.shape[2]
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: SuffixBlock, form: AttentionForm) -> torch.Tensor:
+    """Attention of one tree's suffixes: [tokens of the suffixes, H, E]."""
+    # Of a prefix longer than the window no suffix sees the beginning.
+    first = block.first if form.window is None else max(block.first, block.last - form.window + 1)
 
     def padded(tensor: torch.Tensor) -> torch.Tensor:
         cells = tensor.index_select(0, block.gather)
-        return cells.view(block.count, block.width, tensor.shape[1], depth).transpose(1, 2)
+        return cells.view(block.count, block.width, *tensor.shape[1:]).transpose(1, 2)
 
     def with_prefix(tensor: torch.Tensor) -> torch.Tensor:
-        prefix = tensor[block.first : block.last].transpose(0, 1)[None]
-        whole = torch.cat([prefix.expand(block.count, -1, -1, -1), padded(tensor)], dim=2)
-        return whole.repeat_interleave(heads // tensor.shape[1], dim=1) if tensor.shape[1] != heads else whole
+        prefix = tensor[first : block.last].transpose(0, 1)[None]
+        return torch.cat([prefix.expand(block.count, -1, -1, -1), padded(tensor)], dim=2)
 
-    alone = block.last == block.first
-    out = F.scaled_dot_product_attention(
-        padded(query),
-        with_prefix(key),
-        with_prefix(value),
-        attn_mask=None if alone else block.mask,
-        is_causal=alone,
-        scale=scaling,
-    )
-    cells = out.transpose(1, 2).reshape(-1, heads, depth)
+    q, k, v = padded(query), with_prefix(key), with_prefix(value)
+    if form.plain_up_to(block.last - block.first + block.width):
+        alone = block.last == block.first
+        mask = None if alone else block.mask
+        out = fused_attention(q, k, v, scale=form.scale, attn_mask=mask, is_causal=alone)
+    else:
+        out = exact_attention(q, k, v, form)
+    cells = out.transpose(1, 2).flatten(0, 1)
     return cells if len(block.cells) == len(cells) else cells.index_select(0, block.cells)
+
+
+def fused_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+    """torch's attention of `query` [n, H, W, D], `key` [n, G, K, D] and `value` [n, G, K, E]: [n, H, W, E]."""
+    heads, wide = query.shape[1], value.shape[-1]
+    # Of the kernels behind this call only the one for half precision on GPUs, and that without a mask, reads each key head once
+    # for its whole group of query heads; all others would fall back to the slow one that keeps every score.
+    grouped = query.is_cuda and query.dtype != torch.float32 and options.get("attn_mask") is None and heads != key.shape[1]
+    if heads != key.shape[1] and not grouped:
+        key, value = (tensor.repeat_interleave(heads // key.shape[1], dim=1) for tensor in (key, value))
+    query, key, value = same_width(query, key, value)
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)[..., :wide]
+
+
+def same_width(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The heads with zeros after their features, so that those of keys and values are equally wide, as kernels want them
+    (latent attention has wider keys): neither scores nor the first features of a result change."""
+    more = query.shape[-1] - value.shape[-1]
+    return F.pad(query, (0, max(0, -more))), F.pad(key, (0, max(0, -more))), F.pad(value, (0, max(0, more)))

@@ -17,13 +17,13 @@ from agentrl.errors import ResourceError
 from agentrl.run.checks import check_config, check_train
 from agentrl.run.engines import engine_name, maker_of
 from agentrl.run.placement import locations_of_roles, placement_table, roles_of
-from agentrl.train.attention import varlen_takes_groups
 from agentrl.train.engine import TRAIN_ENGINES
 from agentrl.train.families.choice import packing_of, with_packing
 from agentrl.train.learner import rests
 from agentrl.train.memory import RoleMemory, numbers, shell, token_bytes, width
 from agentrl.train.modules import Role
 from agentrl.train.pretrained import head_dim, model_context
+from agentrl.train.varlen import varlen_takes_groups
 
 GIB = 1 << 30
 MODULE_OF: dict[str, Role] = {"actor": "policy", "reference": "policy", "critic": "value", "reward_model": "score"}

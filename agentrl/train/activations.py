@@ -121,7 +121,7 @@ class _CountedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return out
 
@@ -139,7 +139,7 @@ def counted_attention(grouped: bool) -> str:
 def _counted(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, grouped: bool, **_: Any
 ) -> tuple[Tensor, None]:
-    """[1, H, T, D] -> [1, T, H, D], as packed_attention."""
+    """[1, H, T, D], value [1, G, T, E] -> [1, T, H, E], as packed_attention."""
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if not grouped and len(query[0]) != len(key[0]):
         k, v = (tensor.repeat_interleave(len(query[0]) // len(key[0]), dim=1) for tensor in (k, v))

@@ -9,20 +9,21 @@ cache or a mask is in use; see tests/train/test_attention.py.)
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from agentrl.backends.attention_form import NOT_GIVEN, AttentionForm, NotGiven, attention_form
 from agentrl.batch.device import on_device
-from agentrl.batch.prefix_attention import SuffixBlock, attend_into, suffix_blocks
+from agentrl.batch.exact_attention import exact_attention
+from agentrl.batch.prefix_attention import SuffixBlock, attend_into, fused_attention, suffix_blocks
 from agentrl.errors import ModelError
 from agentrl.train.families.layout import layout
 from agentrl.train.ulysses import Ulysses
+from agentrl.train.varlen import varlen_attention, varlen_takes
 
 PACKED = "agentrl_packed"
 WASTE = 1.25
@@ -57,6 +58,18 @@ class PackedSequences:
     ulysses: Ulysses | None = None
     suffixes: tuple[SuffixBlock, ...] = ()
     spans: Tensor | None = None
+    _cut: dict[int, PackedSequences] = field(default_factory=dict, compare=False, repr=False)
+
+    def cut(self, chunk: int) -> PackedSequences:
+        """The layout in which each run of `chunk` tokens of a row, counted from its start, is a row of its own: attention
+        within runs."""
+        if chunk not in self._cut:  # made once for all layers
+            device = self.cu_seqlens.device
+            if self.spans is None:
+                self._cut[chunk] = packed_rows(_cut_rows(self.cu_seqlens.tolist(), chunk), device)
+            else:
+                self._cut[chunk] = packed_trees(_cut_spans(self.spans.tolist(), chunk), chunk, device)
+        return self._cut[chunk]
 
 
 def packed_rows(offsets: Tensor, device: torch.device | None = None) -> PackedSequences:
@@ -84,6 +97,23 @@ def padded(packed: PackedSequences, missing: int) -> PackedSequences:
         return packed_trees(spans, packed.longest, packed.cu_seqlens.device)
     offsets = packed.cu_seqlens.to(torch.int64)
     return packed_rows(torch.cat([offsets, offsets[-1:] + missing]) if missing else offsets)
+
+
+def _cut_rows(offsets: list[int], chunk: int) -> Tensor:
+    """Offsets int64 of the runs of `chunk` tokens of the rows that `offsets` delimit."""
+    ends = [end for first, last in pairwise(offsets) for end in (*range(first + chunk, last, chunk), last)]
+    return torch.tensor([0, *ends])
+
+
+def _cut_spans(spans: list[list[int]], chunk: int) -> Tensor:
+    """Spans of the runs of `chunk` tokens: the first run after a prefix sees the prefix's last, unfinished run."""
+    found = []
+    for first, last, start, stop in spans:
+        over = (last - first) % chunk
+        edges = [start, *range(start + chunk - over, stop, chunk), stop]
+        for at, (begin, end) in enumerate(pairwise(edges)):
+            found.append([last - over, last, begin, end] if at == 0 and over else [begin, begin, begin, end])
+    return torch.tensor(found, dtype=torch.int64)
 
 
 def _blocks(starts: Tensor, stops: Tensor, device: torch.device) -> tuple[Block, ...]:
@@ -129,100 +159,72 @@ def packed_attention(
     packed: PackedSequences | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **_: Any,
+    sliding_window: int | NotGiven | None = NOT_GIVEN,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each row. Shapes as in transformers: query [1, H, T, D] -> [1, T, H, D].
+    """Causal attention within each row. Shapes as in transformers: query [1, H, T, D], value [1, G, T, E] -> [1, T, H, E].
 
-    Raises ModelError for what is not supported here: attention dropout, and a sliding window shorter
-    than the longest row.
+    Exact with sliding windows, chunks, soft-capped scores, sinks, and values of another width than keys, also after shared
+    prefixes and with heads split over ranks. Raises ModelError for whatever else a layer asks for (`attention_form`).
     """
     packed = packed or layout()
     if packed is None:
         raise ModelError("packed attention: the layout of the rows is not known")
-    if dropout:
-        raise ModelError("packed attention does not support dropout; set attention_dropout to 0 in the model's config")
-    # A window that no row exceeds hides nothing, so plain causal attention is exact.
-    if sliding_window is not None and sliding_window < packed.longest:
-        raise ModelError(f"a row of {packed.longest} tokens exceeds the sliding window of {sliding_window}")
+    form = attention_form(
+        module, query, attention_mask, scaling=scaling, dropout=dropout, sliding_window=sliding_window, others=others
+    )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if packed.ulysses is not None:
-        group = packed.ulysses
-        # During attention the group's ranks split the heads. If they cannot split the key heads evenly, these are first
-        # repeated to the number of query heads.
-        if k.shape[1] % group.size:
-            repeat = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-        q, k, v = group.to_heads(q), group.to_heads(k), group.to_heads(v)
-        return group.to_tokens(_attention(q, k, v, packed, scaling))[None], None
-    return _attention(q, k, v, packed, scaling)[None], None
+    group = packed.ulysses
+    if form.chunk is not None and form.chunk < packed.longest:
+        packed = packed.cut(form.chunk)
+    if group is None:
+        return _attention(q, k, v, packed, form)[None], None
+    # During attention the group's ranks split the heads. If they cannot split the key heads evenly, these are first
+    # repeated to the number of query heads.
+    if k.shape[1] % group.size:
+        repeat = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    q, k, v = group.to_heads(q), group.to_heads(k), group.to_heads(v)
+    if form.sinks is not None:
+        form = replace(form, sinks=form.sinks[group.slice_of(len(form.sinks))])
+    return group.to_tokens(_attention(q, k, v, packed, form))[None], None
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None) -> Tensor:
-    """[T, H, D] -> [T, H, D]."""
-    # The varlen kernel needs half precision on a GPU and does not support a prefix that several rows share.
+def _attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: AttentionForm) -> Tensor:
+    """[T, H, D], [T, G, D], [T, G, E] -> [T, H, E]."""
+    # The varlen kernel needs half precision on a GPU and supports neither a prefix that several rows share nor a cap.
     half = q.dtype in (torch.bfloat16, torch.float16)
-    if q.is_cuda and half and packed.spans is None and varlen_takes(q.shape[2]):
-        return _varlen(q, k, v, packed, scaling)
-    return _blockwise(q, k, v, packed, scaling)
+    wide = max(q.shape[2], v.shape[2])
+    if q.is_cuda and half and packed.spans is None and form.cap is None and varlen_takes(wide):
+        return _varlen(q, k, v, packed, form)
+    return _blockwise(q, k, v, packed, form)
 
 
-def varlen_takes(width: int) -> bool:
-    """Whether the varlen kernel, FlashAttention's, takes heads of that dimension. It pads no others, as the kernels for blocks
-    do."""
-    return width % 8 == 0 and width <= 256
+def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: AttentionForm) -> Tensor:
+    return varlen_attention(q, k, v, packed.cu_seqlens, packed.longest, form)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    grouped: dict[str, Any] = {}
-    if q.shape[1] != k.shape[1]:
-        if varlen_takes_groups():
-            grouped = {"enable_gqa": True}
-        else:
-            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
-    cu, longest = packed.cu_seqlens, packed.longest
-    # (-1, 0): any distance back and none ahead, which is causal.
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=(-1, 0), **grouped)
-    assert isinstance(out, Tensor)
-    return out
-
-
-@cache
-def varlen_takes_groups() -> bool:
-    """Whether this torch's kernel takes fewer key heads than query heads; torch 2.11's does not say that it does."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None) -> Tensor:
+def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: AttentionForm) -> Tensor:
     """Right-padded blocks under a causal mask: a real token never attends to the padding after it."""
     if len(packed.blocks) == 1 and packed.blocks[0].exact and not packed.suffixes:
-        return _attend(q, k, v, packed.blocks[0], scaling)
-    out = torch.zeros_like(q)
+        return _attend(q, k, v, packed.blocks[0], form)
+    out = q.new_zeros(*q.shape[:2], v.shape[2])
     for block in packed.blocks:
         # Cells past a row's end repeat its last token: they need a finite value, and their results are dropped.
         at = block.gather
-        cells = _attend(q.index_select(0, at), k.index_select(0, at), v.index_select(0, at), block, scaling)
+        cells = _attend(q.index_select(0, at), k.index_select(0, at), v.index_select(0, at), block, form)
         out = out.index_copy(0, block.tokens, cells if block.exact else cells.index_select(0, block.cells))
-    return attend_into(out, q, k, v, packed.suffixes, scaling) if packed.suffixes else out
+    return attend_into(out, q, k, v, packed.suffixes, form) if packed.suffixes else out
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, scaling: float | None) -> Tensor:
-    """[n * width, H, D] -> [n * width, H, D]."""
-    heads, width = q.shape[1], q.shape[2]
-
-    def shaped(tensor: Tensor) -> Tensor:
-        split = tensor.view(block.rows, block.width, tensor.shape[1], width).transpose(1, 2)
-        return split.repeat_interleave(heads // tensor.shape[1], dim=1) if tensor.shape[1] != heads and not grouped else split
-
-    # Of the kernels behind this call only the one for half precision on GPUs reads each key head once for its whole group of
-    # query heads; all others would fall back to the slow one that keeps every score.
-    grouped = q.is_cuda and q.dtype != torch.float32 and q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(shaped(q), shaped(k), shaped(v), is_causal=True, scale=scaling, enable_gqa=grouped)
-    return out.transpose(1, 2).reshape(-1, heads, width)
+def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, form: AttentionForm) -> Tensor:
+    """[n * width, H, D], [n * width, G, D], [n * width, G, E] -> [n * width, H, E]."""
+    q, k, v = (tensor.view(block.rows, block.width, *tensor.shape[1:]).transpose(1, 2) for tensor in (q, k, v))
+    if form.plain_up_to(block.width):
+        out = fused_attention(q, k, v, scale=form.scale, is_causal=True)
+    else:
+        out = exact_attention(q, k, v, form)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def register_packed_attention() -> None:

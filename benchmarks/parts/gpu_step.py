@@ -22,6 +22,7 @@ from gpu_common import (
     trainer,
 )
 
+from agentrl.backends.attention_form import AttentionForm
 from agentrl.errors import AgentrlError
 from agentrl.train import attention
 from agentrl.train.fsdp import FsdpEngine
@@ -129,9 +130,10 @@ def _attention_seconds(shape: Shape, lengths: list[int], device: torch.device, w
         return torch.randn(size, dtype=torch.bfloat16, device=device, requires_grad=True)
 
     q, k, v = tensor(shape.heads), tensor(shape.kv_heads), tensor(shape.kv_heads)
+    form = AttentionForm(shape.head_dim**-0.5)
 
     def run() -> None:
-        torch.autograd.backward(function(q, k, v, packed, None).sum())
+        torch.autograd.backward(function(q, k, v, packed, form).sum())
         q.grad = k.grad = v.grad = None
 
     return seconds(run, device)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.backends.attention_form import AttentionForm
 from agentrl.batch.prefix import Tree, find_trees, share
 from agentrl.batch.prefix_attention import attend_into, suffix_blocks
 from agentrl.batch.rows import Ragged, build, jagged, pack
@@ -85,7 +86,7 @@ def test_attention_equals_the_dense_mask(rows):
     size = len(made.token_ids)
     query = torch.randn(size, 4, 8, generator=generator)
     key, value = (torch.randn(size, 2, 8, generator=generator) for _ in range(2))
-    out = attend_into(torch.zeros_like(query), query, key, value, suffix_blocks(made.spans))
+    out = attend_into(torch.zeros_like(query), query, key, value, suffix_blocks(made.spans), AttentionForm(8**-0.5))
     full = [tensor.repeat_interleave(2, 1).transpose(0, 1) for tensor in (key, value)]
     dense = F.scaled_dot_product_attention(query.transpose(0, 1), *full, attn_mask=visible(made.spans))
     assert torch.allclose(out, dense.transpose(0, 1), atol=1e-5)
@@ -109,7 +110,7 @@ def test_logprobs_and_gradients_of_a_transformers_model_are_those_of_plain_packi
 
     def shared(module, query, key, value, attention_mask, *, layout, scaling=None, **_):
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return attend_into(torch.zeros_like(q), q, k, v, layout, scaling)[None], None
+        return attend_into(torch.zeros_like(q), q, k, v, layout, AttentionForm(scaling))[None], None
 
     AttentionInterface.register("test_shared_prefix", shared)
     AttentionMaskInterface.register("test_shared_prefix", lambda *_, **__: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from agentrl.backends.attention_form import AttentionForm
 from agentrl.batch.rows import Ragged
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ModelConfig
@@ -24,42 +26,64 @@ from tests.train.train_batches import make_batch, toy_optim
 HALF = torch.bfloat16
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """Causal attention of each row alone, in float64: [T, H, D]."""
+def by_hand(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], form: AttentionForm) -> Tensor:
+    """Causal attention of each row alone, in float64: [T, H, E]."""
     found, start = [], 0
     k, v = (t.double().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     for n in lengths:
         rows = [t[start : start + n].double().transpose(0, 1) for t in (q, k, v)]
-        scores = rows[0] @ rows[1].transpose(1, 2) * q.shape[2] ** -0.5
-        seen = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
-        found.append((F.softmax(scores.masked_fill(~seen, float("-inf")), -1) @ rows[2]).transpose(0, 1))
+        scores = rows[0] @ rows[1].transpose(1, 2) * form.scale
+        if form.cap is not None:
+            scores = form.cap * torch.tanh(scores / form.cap)
+        seen = torch.ones(n, n, dtype=torch.bool, device=q.device).tril().triu(1 - (form.window or n))
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if form.sinks is not None:
+            scores = torch.cat([scores, form.sinks.view(-1, 1, 1).expand(-1, n, 1)], -1)
+        found.append((F.softmax(scores, -1)[..., :n] @ rows[2]).transpose(0, 1))
         start += n
     return torch.cat(found)
 
 
+FORMS = {  # the form, and the width of the values
+    "plain": (AttentionForm(64**-0.5), 64),
+    "window": (AttentionForm(64**-0.5, window=50), 64),
+    "sinks": (AttentionForm(64**-0.5, sinks=torch.empty(0)), 64),
+    "sinks and window": (AttentionForm(64**-0.5, window=50, sinks=torch.empty(0)), 64),
+    "narrow values": (AttentionForm(64**-0.5), 40),
+    "cap": (AttentionForm(64**-0.5, cap=1.0), 64),
+}
+
+
 @pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("way", ["varlen", "blocks"])
-def test_attention_is_that_of_each_row_alone(device: torch.device, way: str, kv_heads: int) -> None:
-    if way == "varlen" and device.type != "cuda":
-        pytest.skip("the kernel for rows of any length is a GPU's")
+def test_attention_is_that_of_each_row_alone(device: torch.device, way: str, name: str, kv_heads: int) -> None:
+    form, wide = FORMS[name]
+    if way == "varlen" and (device.type != "cuda" or form.cap is not None):
+        pytest.skip("the kernel for rows of any length is a GPU's, and has no caps")
     lengths = [1, 300, 17, 64, 129]
     torch.manual_seed(0)
-    size = [(sum(lengths), heads, 64) for heads in (8, kv_heads, kv_heads)]
+    size = [(sum(lengths), heads, width) for heads, width in ((8, 64), (kv_heads, 64), (kv_heads, wide))]
     given = [torch.randn(shape, dtype=HALF, device=device, requires_grad=True) for shape in size]
+    if form.sinks is not None:
+        given.append(torch.randn(8, dtype=HALF, device=device, requires_grad=True))
     packed = attention.packed_rows(torch.tensor([0, *lengths]).cumsum(0), device)
     function = attention._varlen if way == "varlen" else attention._blockwise
-    push = torch.randn(size[0], dtype=HALF, device=device)
-    q, k, v = given
-    out = function(q, k, v, packed, None)
+    push = torch.randn(sum(lengths), 8, wide, dtype=HALF, device=device)
+
+    def formed(tensors: list[Tensor]) -> AttentionForm:
+        return replace(form, sinks=tensors[3] if form.sinks is not None else None)
+
+    out = function(given[0], given[1], given[2], packed, formed(given))
     grads = torch.autograd.grad(out, given, push)
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
-    q, k, v = exact
-    want = by_hand(q, k, v, lengths)
+    want = by_hand(exact[0], exact[1], exact[2], lengths, formed(exact))
     wanted = torch.autograd.grad(want, exact, push.double())
     for mine, right in zip((out, *grads), (want, *wanted), strict=True):
         error = (mine.double() - right).norm() / right.norm()
         assert float(error) < 0.01  # bfloat16 has 8 bits: 0.004 for each number
-    shifted = by_hand(q, k, v, [2, *lengths[1:-1], lengths[-1] - 1])  # control: a boundary in the wrong place is seen
+    # Control: a boundary in the wrong place is seen.
+    shifted = by_hand(exact[0], exact[1], exact[2], [2, *lengths[1:-1], lengths[-1] - 1], formed(exact))
     assert float((out.double() - shifted).norm() / want.norm()) > 0.05
 
 

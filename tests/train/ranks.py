@@ -24,6 +24,7 @@ os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
 import torch
 import torch.distributed as dist
 from family_models import build
+from tiny_families import VOCAB, micro_of, tiny_model
 from train_batches import make_batch, sharing, toy_critic, toy_optim, trajectories
 
 from agentrl.batch import collate, select
@@ -34,9 +35,12 @@ from agentrl.cluster.worker import WorkerContext
 from agentrl.config.schema import AlgorithmConfig, Choice, LoraSection, ModelConfig, OptimConfig
 from agentrl.train import fsdp
 from agentrl.train.actor import Actor
+from agentrl.train.attention import PACKED, register_packed_attention
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.critic import Critic
+from agentrl.train.modules import Micro, PolicyModule, shared
 from agentrl.train.reference import Reference
+from agentrl.train.ulysses import Ulysses
 
 Body = Callable[[WorkerContext], None]
 
@@ -269,6 +273,46 @@ def of_base(tiny: str, context: WorkerContext) -> list[torch.Tensor]:
     return [method(batch)["logprobs"].values() for method in asked]
 
 
+SPREAD = ["gpt-oss", "gemma2", "deepseek-v3", "llama4"]  # sinks, caps and windows, narrow values, chunks
+
+
+def spread(out: Path) -> Body:
+    """logprobs and gradients of families whose heads these ranks split, of rows and of a prefix with three suffixes, and those of
+    one rank: for each, the largest difference of a logprob, and of a gradient as a share of its size or of the largest one's."""
+
+    def body(context: WorkerContext) -> None:
+        register_packed_attention()
+        found = {}
+        for family in SPREAD:
+            model = tiny_model(family)
+            model.set_attn_implementation(PACKED)
+            policy = PolicyModule(model)
+            for prefix in (0, 9):
+                ids = torch.randint(1, VOCAB, (40,), generator=torch.Generator().manual_seed(1))
+                rows = [torch.cat([ids[:prefix], ids[9 : 9 + n]]) for n in (10, 2, 18)]
+                micro = micro_of(rows, prefix)
+                alone, expected = of_policy(policy, micro)
+                logprobs, grads = of_policy(policy, shared(micro, Ulysses(dist.group.WORLD)))
+                for grad in grads.values():
+                    dist.all_reduce(grad)
+                top = max(grad.norm().item() for grad in expected.values())
+                off = {n: (g - expected[n]).norm().item() / max(expected[n].norm().item(), 1e-2 * top) for n, g in grads.items()}
+                found[family, prefix] = (logprobs - alone).abs().max().item(), off
+        if context.rank == 0:
+            torch.save(found, out / "spread.pt")
+
+    return body
+
+
+def of_policy(policy: PolicyModule, micro: Micro) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    logprobs, _ = policy(micro, 0.8, False)
+    weights = torch.linspace(-1.0, 1.0, len(logprobs))
+    names, parameters = zip(*policy.named_parameters(), strict=True)
+    # A parameter that only the other rank's tokens or heads use has no gradient on this one.
+    grads = torch.autograd.grad((logprobs * weights).sum(), parameters, allow_unused=True, materialize_grads=True)
+    return logprobs.detach(), dict(zip(names, grads, strict=True))
+
+
 def gradients_kept(engine: Any) -> int:
     """Numbers of the gradients that a rank holds, whole or sharded, by FSDP2's own account."""
     total = 0
@@ -418,6 +462,7 @@ def main(out: Path, tiny: str) -> None:
     for mesh in ({"dp": 1}, {"dp": 2}, {"dp": 1, "sp": 2}):
         join(forked(mesh, out, of_families(out, mesh)))
     join(forked({"dp": 2}, out, reduced(tiny, out)))
+    join(forked({"dp": 1, "sp": 2}, out, spread(out)))
     for world, seed in KILLED:
         killed(tiny, out / f"killed_{world}_{seed}", world, seed)
 

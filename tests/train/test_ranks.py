@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import FAMILIES, KILLED, LAYOUTS, LOSSES, SHARDED
+from ranks import FAMILIES, KILLED, LAYOUTS, LOSSES, SHARDED, SPREAD
 from train_batches import toy_optim
 
 from agentrl.cluster.launch import launch
@@ -126,6 +126,15 @@ def test_what_several_ranks_saved_one_rank_loads(out: Path, tiny: str, layout: s
     _, (expected,) = results(out, layout)["broken"]
     loaded = weights_of(resumed)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("prefix", [0, 9])
+@pytest.mark.parametrize("family", SPREAD)
+def test_families_whose_heads_two_ranks_split_are_as_on_one(out: Path, family: str, prefix: int) -> None:
+    """Each rank has its own heads' sinks, of which the sum over the ranks is the gradient."""
+    logprob, gradients = torch.load(out / "spread.pt")[family, prefix]
+    assert logprob < 1e-5 and max(gradients.values()) < 1e-4
+    assert family != "gpt-oss" or any(name.endswith("sinks") for name in gradients)
 
 
 def test_the_losses_differ(out: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from agentrl.train.attention import packed_rows, packed_trees
+from agentrl.train.modules import Micro
 
 VOCAB = 64
 _PLAIN = {
@@ -82,7 +86,7 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            wide = 1.0 if parameter.dim() == 1 else 2.0 / parameter.shape[-1] ** 0.5
+            wide = 1.0 if parameter.dim() == 1 else (0.5 if "lm_head" in name else 2.0) / parameter.shape[-1] ** 0.5
             noise = wide * torch.randn(parameter.shape)
             parameter.copy_(parameter + noise if "norm" in name else noise)
     return model
@@ -92,3 +96,19 @@ def row_logprobs(model: Any, ids: torch.Tensor, temperature: float = 1.0) -> tor
     """log p of each token of a row but its first, by the model's own attention and logits for that row alone: float32 [n - 1]."""
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
     return torch.log_softmax(logits / temperature, -1).gather(1, ids[1:, None]).squeeze(1)
+
+
+def micro_of(rows: list[torch.Tensor], prefix: int) -> Micro:
+    """The rows one after the other, or, if they share a prefix, the prefix once and what follows it in each."""
+    parts = [rows[0][:prefix], *(row[prefix:] for row in rows)]
+    ends = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0).tolist()
+    spans = [[0, 0, 0, prefix], *([0, prefix, a, b] for a, b in pairwise(ends[1:]))]
+    packed = (
+        packed_trees(torch.tensor(spans), max(map(len, rows)), torch.device("cpu"))
+        if prefix
+        else packed_rows(torch.tensor(ends[1:]))
+    )
+    at = [torch.arange(prefix), *(torch.arange(prefix, len(row)) for row in rows)]
+    places = [torch.cat([torch.arange(prefix), torch.arange(a, b)]) for a, b in pairwise(ends[1:])]
+    before, last = torch.cat([place[:-1] for place in places]), torch.stack([place[-1] for place in places])
+    return Micro(torch.cat(parts), torch.cat(at), packed, before, torch.cat([row[1:] for row in rows]), last)
