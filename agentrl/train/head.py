@@ -78,8 +78,7 @@ def head_rule(model: Any) -> HeadRule:
         raise ModelError(f"{name} has no output embedding, so it is not a causal language model that can be trained here")
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise ModelError(f"{name}: its output embedding is a {type(head).__name__}; only a plain linear layer is supported")
-    with torch.device("cpu"):  # whatever the caller's default is: a model whose memory is only counted is made on no device
-        hidden, products, seen, logits = _measured(model, head, name)
+    hidden, products, seen, logits = _measured(model, head, name)
     before = _ratio(seen, hidden)
     if before is None or not before > 0:
         raise ModelError(f"{name}: between its last hidden states and its output embedding there is more than a scale")
