@@ -8,6 +8,7 @@ Run as a script it does everything that this room's tests want of several ranks,
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 import os
 import random
@@ -38,8 +39,10 @@ from agentrl.train.actor import Actor
 from agentrl.train.attention import PACKED, register_packed_attention
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.critic import Critic
+from agentrl.train.engine import TRAIN_ENGINES
 from agentrl.train.modules import Micro, PolicyModule, shared
 from agentrl.train.reference import Reference
+from agentrl.train.titan.library import require_torchtitan
 from agentrl.train.ulysses import Ulysses
 
 Body = Callable[[WorkerContext], None]
@@ -68,8 +71,14 @@ LAYOUTS: dict[str, tuple[dict[str, int], ModelConfig, int]] = {  # mesh, model, 
     "four": ({"dp": 4}, ModelConfig(), 150),
     "four, shared tokens in two replicas": ({"dp": 2, "sp": 2}, BOTH, 150),
 }
-
-
+TITAN = importlib.util.find_spec("torchtitan") is not None  # without it test_titan.py says why its layouts are left out
+ENGINES = ["fsdp2", "titan"] if TITAN else ["fsdp2"]
+LONG = bool(os.environ.get("AGENTRL_PROOFS"))
+if TITAN:
+    LAYOUTS["two, torchtitan"] = ({"dp": 2}, ModelConfig(engine="titan"), 150)
+if TITAN and LONG:
+    replicated = ModelConfig(engine="titan", replicas=2, activation_checkpointing=True)
+    LAYOUTS["four, torchtitan in two replicas"] = ({"dp": 4}, replicated, 150)
 ONE_ROW = ModelConfig(packing="one_row")
 FAMILIES: dict[str, tuple[str, dict[str, int], ModelConfig]] = {  # the model, the mesh, how it is computed
     "lfm2": ("lfm2", {"dp": 1}, ModelConfig()),
@@ -84,7 +93,7 @@ FAMILIES: dict[str, tuple[str, dict[str, int], ModelConfig]] = {  # the model, t
     ),
     "qwen3_next, one row a pass on two": ("qwen3_next", {"dp": 2}, ONE_ROW),
 }
-KILLED = [(2, 1), *([(1, 0), (2, 2), (4, 3)] if os.environ.get("AGENTRL_PROOFS") else [])]  # ranks, seed of the moment
+KILLED = [(2, 1), *([(1, 0), (2, 2), (4, 3)] if LONG else [])]  # ranks, seed of the moment
 
 
 class UpdateLog:
@@ -173,15 +182,8 @@ def measured(tiny: str, out: Path, layout: str) -> Body:
             metrics = actor.update(batch, algorithm, step=1)
             found[name] = metrics, update_log.seen
         found["broken"] = after_broken(tiny, model, optim, out / f"{layout}, trained", context)
-        critic = Critic(context)
-        critic.init_model(tiny, model, optim, toy_critic(clip=None))
-        torch.nn.init.constant_(critic._engine.module.head.weight, 0.05)
-        update_log = UpdateLog(critic._engine.named())
-        critic._engine.optimizers = update_log
-        algorithm = AlgorithmConfig(minibatch=7)
-        batch = mine(Critic, "update", noisy(), algorithm, context)
-        batch["values"] = critic.compute_values(batch)["values"]
-        found["critic"] = critic.update(batch, algorithm, step=1), update_log.seen
+        if "critic" in TRAIN_ENGINES.entry(model.engine).traits:
+            found["critic"] = of_critic(tiny, model, optim, context)
         if context.rank == 0:
             torch.save(found, out / f"{layout}.pt")
 
@@ -210,7 +212,21 @@ def of_families(out: Path, mesh: dict[str, int]) -> Body:
     return body
 
 
+def of_critic(tiny: str, model: ModelConfig, optim: OptimConfig, context: WorkerContext) -> Any:
+    """Metrics and gradients of an update of a critic."""
+    critic, algorithm = Critic(context), AlgorithmConfig(minibatch=7)
+    critic.init_model(tiny, model, optim, toy_critic(clip=None))
+    torch.nn.init.constant_(critic._engine.module.head.weight, 0.05)
+    update_log = UpdateLog(critic._engine.named())
+    critic._engine.optimizers = update_log
+    batch = mine(Critic, "update", noisy(), algorithm, context)
+    batch["values"] = critic.compute_values(batch)["values"]
+    return critic.update(batch, algorithm, step=1), update_log.seen
+
+
 SHARDED = {"plain": ModelConfig(), "replicas": ModelConfig(replicas=2), "adapters": ModelConfig(lora=LoraSection(rank=2))}
+if TITAN and LONG:
+    SHARDED["torchtitan"] = ModelConfig(engine="titan")
 
 
 def reduced(tiny: str, out: Path) -> Body:
@@ -236,18 +252,18 @@ def reduced(tiny: str, out: Path) -> Body:
                 actor.update(mine(Actor, "update", noisy(), algorithm, context), algorithm, step=1)
                 found[f"{name} {often}"] = update_log.seen, max(kept), len(kept), sum(p.numel() for _, p in engine.named())
         found["base"] = of_base(tiny, context)
-        found["waited"] = [waiting(tiny, context, away) for away in (False, True)]
+        found["waited"] = {engine: [waiting(tiny, context, engine, away) for away in (False, True)] for engine in ENGINES}
         if context.rank == 0:
             torch.save(found, out / "reduced.pt")
 
     return body
 
 
-def waiting(tiny: str, context: WorkerContext, away: bool) -> tuple[Any, dict[str, torch.Tensor], list[int]]:
+def waiting(tiny: str, context: WorkerContext, engine: str, away: bool) -> tuple[Any, dict[str, torch.Tensor], list[int]]:
     """Two updates of a rank that gives its memory back after each, or keeps it: metrics, weights, bytes that were left."""
     fsdp.HOST, left, rows = (), [], []
     actor, algorithm = Actor(context), AlgorithmConfig(minibatch=7)
-    actor.init_model(tiny, ModelConfig(offload="idle"), toy_optim())
+    actor.init_model(tiny, ModelConfig(engine=engine, offload="idle"), toy_optim())
     for _ in range(2):
         batch = mine(Actor, "update", noisy(), algorithm, context)
         actor.compute_logprob(batch)  # leaves the outermost part unsharded
@@ -316,9 +332,10 @@ def of_policy(policy: PolicyModule, micro: Micro) -> tuple[torch.Tensor, dict[st
 def gradients_kept(engine: Any) -> int:
     """Numbers of the gradients that a rank holds, whole or sharded, by FSDP2's own account."""
     total = 0
-    for part in engine._parts():
-        state = part._get_fsdp_state()
-        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # torch 2.11 has one
+    states = {id(state): state for part in engine._parts() if (state := part._get_fsdp_state())}  # modules may share one
+    for state in states.values():
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.11 has one
+        for group in filter(None, groups):  # none if submodules have all parameters
             total += 0 if group._partial_reduce_output is None else group._partial_reduce_output.numel()
             for held in group.fsdp_params:
                 shard = held.sharded_param.grad
@@ -451,6 +468,8 @@ def warm_up(tiny: str) -> None:
     actor = Actor(WorkerContext("ranks", 0, Mesh.of({"dp": 1}, 1)))
     actor.init_model(tiny, ModelConfig(), toy_optim())
     actor.compute_logprob(noisy())
+    if TITAN:
+        require_torchtitan()
 
 
 def main(out: Path, tiny: str) -> None:

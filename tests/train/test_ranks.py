@@ -11,17 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import FAMILIES, KILLED, LAYOUTS, LOSSES, SHARDED, SPREAD
+from ranks import ENGINES, FAMILIES, KILLED, LAYOUTS, LOSSES, SHARDED, SPREAD
 from train_batches import toy_optim
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import ModelConfig
 from agentrl.train.actor import Actor
 from agentrl.train.checkpoint import Checkpoints
+from agentrl.train.engine import TRAIN_ENGINES
 from tests.publishing import weights_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
-WHAT = [*LOSSES, "critic"]
+WHAT = [
+    (layout, what)
+    for layout, (_, model, _) in LAYOUTS.items()
+    for what in [*LOSSES, *(["critic"] if "critic" in TRAIN_ENGINES.entry(model.engine).traits else [])]
+    if layout != "one"
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +52,7 @@ def results(out: Path, layout: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("what", WHAT)
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+@pytest.mark.parametrize(("layout", "what"), WHAT)
 def test_loss_and_gradient_are_those_of_one_rank(out: Path, layout: str, what: str) -> None:
     metrics, steps = results(out, "one")[what]
     other, others = results(out, layout)[what]
@@ -97,8 +102,9 @@ def test_gradients_sharded_after_every_micro_batch_are_the_same_and_take_a_ranks
     assert all(torch.equal(grad, other[name]) for mine, other in zip(whole, unset, strict=True) for name, grad in mine.items())
 
 
-def test_two_ranks_that_give_their_memory_back_between_turns_learn_the_same(out: Path) -> None:
-    (rows, weights, _), (others, theirs, left) = torch.load(out / "reduced.pt")["waited"]
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_ranks_that_give_their_memory_back_between_turns_learn_the_same(out: Path, engine: str) -> None:
+    (rows, weights, _), (others, theirs, left) = torch.load(out / "reduced.pt")["waited"][engine]
     assert left == [0, 0] and rows == others
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights.items())
 
@@ -118,7 +124,7 @@ def test_all_ranks_leave_out_the_step_in_which_one_of_them_has_a_number_that_is_
         assert torch.isfinite(tensor).all() and (tensor - alone[name]).abs().max() < 1e-4, name
 
 
-@pytest.mark.parametrize("layout", ["two, shared tokens", "four, shared tokens in two replicas"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "shared tokens" in name or "torchtitan" in name])
 def test_what_several_ranks_saved_one_rank_loads(out: Path, tiny: str, layout: str) -> None:
     resumed = launch(Actor, backend="inline", world_size=1)
     resumed.run(Actor.init_model, tiny, ModelConfig(), toy_optim())

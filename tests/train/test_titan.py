@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from train_batches import make_batch, toy_optim
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from agentrl.batch.rows import Ragged
 from agentrl.config.schema import ModelConfig
@@ -36,6 +44,9 @@ SIZES = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hid
 # As Llama 3.1 has it, with a context that the rows exceed, so that the scaling counts.
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}  # fmt: skip
+# Layers with experts and without, and rows with fewer tokens for an expert than there are experts.
+EXPERTS = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
+           "mlp_only_layers": [0]}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -52,6 +63,7 @@ def written(folder: Path, kind: str) -> str:
         "qwen3, tied, yarn": lambda: Qwen3ForCausalLM(
             Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True, rope_parameters=YARN)
         ),
+        "experts": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS)),
         "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA3)),
     }[kind]()
     model.save_pretrained(folder)
@@ -66,11 +78,14 @@ def row_by_row(model: Any, micro: Micro, temperature: float) -> tuple[Tensor, Te
     return log_p.gather(1, micro.targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3, tied, yarn", "llama3"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3, tied, yarn", "llama3", "experts"])
 def test_packed_rows_are_rows_alone_in_transformers(alone: None, tmp_path: Path, kind: str) -> None:
     """Logprobs and entropies at temperature 0.7 to 1e-5, and the gradients of all weights by their Hugging Face names."""
     path = written(tmp_path / "m", kind)
     engine, plain = TitanEngine(path, ModelConfig(engine="titan"), 1.0, device=CPU), AutoModelForCausalLM.from_pretrained(path)
+    published, held = {name: tensor.clone() for name, tensor in engine.tensors()}, plain.state_dict()
+    assert held.keys() - published.keys() == ({"lm_head.weight"} if engine.tied else set())
+    assert all(torch.equal(tensor, held[name]) for name, tensor in published.items())
     micro = Pack(Ragged.of(make_batch(6)), list(range(6)), CPU).micro
     assert micro.packed.longest > 16  # beyond the context that is scaled
     found, wanted = engine.logprobs(micro, 0.7, True), row_by_row(plain, micro, 0.7)
@@ -135,7 +150,7 @@ def test_a_config_with_the_one_engine_trains_as_with_the_other(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "qwen2"}, "has models for qwen3, llama, not for qwen2"),
+        ({"model_type": "qwen2"}, "has models for qwen3, qwen3_moe, llama, not for qwen2"),
         ({"attention_bias": True}, r"attention_bias = True .* supports \(False,\)"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type = 'dynamic'"),
         ({"use_sliding_window": True}, "use_sliding_window = True"),

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError
+from agentrl.train import fsdp
 from agentrl.train.attention import register_packed_attention
 from agentrl.train.by_size import by_size
 from agentrl.train.engine import TRAIN_ENGINES, compute_dtype
 from agentrl.train.engines import check_on_host
-from agentrl.train.fsdp import HOST, FsdpEngine, Layout
+from agentrl.train.fsdp import FsdpEngine, Layout
 from agentrl.train.loading import Loader, ModuleTensor, materialize
 from agentrl.train.modules import Micro, Role
 from agentrl.train.offload import Offloaded
@@ -45,7 +46,7 @@ class TitanEngine(FsdpEngine):
         register_packed_attention()  # also for what it sets for this process
         self.path, self.cfg, self.max_grad_norm = path, cfg, max_grad_norm
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if self.device.type in HOST:
+        if self.device.type in fsdp.HOST:
             check_on_host(cfg)
         self.compute_dtype, self.sharded = compute_dtype(cfg, self.device), True
         shell = empty_causal_lm(path)
@@ -73,7 +74,10 @@ class TitanEngine(FsdpEngine):
             family_of(cfg.path, load_model_config(cfg.path))
 
     def _load(self, loader: Loader) -> None:
+        counts = [name for name, buffer in self.module.named_buffers() if buffer.is_meta]  # of the tokens of each expert
         materialize(self.module, self.device)
+        for name in counts:
+            self.module.get_buffer(name).zero_()
         if self.tied:  # they came apart as each got its memory; FSDP2 keeps the first of them, which is the embedding's
             decoder = self.module
             decoder.lm_head.weight = decoder.tok_embeddings.weight  # type: ignore[union-attr, assignment]

@@ -6,7 +6,7 @@ Import it after `library.require_torchtitan`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan.models.common import Embedding
@@ -23,6 +23,7 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.sharding import ShardingConfig
 
 from agentrl.errors import ModelError
+from agentrl.train.titan.experts import NAMES, experts_config, is_sparse, shard_experts
 from agentrl.train.titan.parts import LogprobHead, PackedAttention, Rotary
 
 ROPES = ("default", "linear", "llama3", "yarn")
@@ -31,7 +32,7 @@ ROPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What torchtitan has for one architecture; `qk_norm`: queries and keys are normalized."""
+    """What torchtitan has for one architecture; `qk_norm`: queries and keys are normalized; `sparse`: layers have experts."""
 
     model: Any
     block: Any
@@ -39,17 +40,20 @@ class Family:
     shard: Callable[[Any], None]
     parallelize: Callable[..., Any]
     qk_norm: bool
+    sparse: bool = False
 
 
+QWEN3 = Family(
+    Qwen3Model,
+    Qwen3TransformerBlock,
+    Qwen3StateDictAdapter,
+    lambda config: set_qwen3_sharding_config(config, enable_sp=False, enable_ep=False),
+    parallelize_qwen3,
+    qk_norm=True,
+)
 FAMILIES: dict[str, Family] = {
-    "qwen3": Family(
-        Qwen3Model,
-        Qwen3TransformerBlock,
-        Qwen3StateDictAdapter,
-        lambda config: set_qwen3_sharding_config(config, enable_sp=False, enable_ep=False),
-        parallelize_qwen3,
-        qk_norm=True,
-    ),
+    "qwen3": QWEN3,
+    "qwen3_moe": replace(QWEN3, sparse=True),
     "llama": Family(
         Llama3Model,
         Llama3TransformerBlock,
@@ -85,7 +89,8 @@ def family_of(path: str, config: Any) -> Family:
 
 def titan_config(family: Family, config: Any, rotary: Any) -> Any:
     """torchtitan's config of a model. `rotary`: transformers' rotary embedding of it, for the frequencies."""
-    heads, width = config.num_attention_heads, config.head_dim
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
 
     def norm(size: int) -> Any:
         return RMSNorm.Config(normalized_shape=size, eps=config.rms_norm_eps)
@@ -97,7 +102,8 @@ def titan_config(family: Family, config: Any, rotary: Any) -> Any:
         scale=float(rotary.attention_scaling),
     )
     # Weights are loaded, never drawn: no initialization is given.
-    layer = [
+    sparse = [family.sparse and is_sparse(config, layer) for layer in range(config.num_hidden_layers)]
+    layers = [
         family.block.Config(
             attention_norm=norm(config.hidden_size),
             ffn_norm=norm(config.hidden_size),
@@ -112,11 +118,14 @@ def titan_config(family: Family, config: Any, rotary: Any) -> Any:
                 rope=rope,
                 qk_norm=norm(width) if family.qk_norm else None,
             ),
-            feed_forward=make_ffn_config(
+            feed_forward=None
+            if experts
+            else make_ffn_config(
                 dim=config.hidden_size, hidden_dim=config.intermediate_size, w1_param_init={}, w2w3_param_init={}
             ),
+            moe=experts_config(config) if experts else None,
         )
-        for _ in range(config.num_hidden_layers)
+        for experts in sparse
     ]
     found = family.model.Config(
         dim=config.hidden_size,
@@ -124,10 +133,11 @@ def titan_config(family: Family, config: Any, rotary: Any) -> Any:
         tok_embeddings=Embedding.Config(num_embeddings=config.vocab_size, embedding_dim=config.hidden_size),
         norm=norm(config.hidden_size),
         lm_head=LogprobHead.Config(in_features=config.hidden_size, out_features=config.vocab_size),
-        layers=layer,
+        layers=layers,
         enable_weight_tying=bool(config.tie_word_embeddings),
     )
     family.shard(found)
+    shard_experts(found, expert_parallel=False)
     # The head gathers its weight itself, and takes and returns plain tensors.
     found.lm_head.sharding_config = ShardingConfig(state_shardings=found.lm_head.sharding_config.state_shardings)
     return found
@@ -136,6 +146,7 @@ def titan_config(family: Family, config: Any, rotary: Any) -> Any:
 def hf_names(family: Family, config: Any, names: list[str]) -> dict[str, str]:
     """The Hugging Face name of each of torchtitan's parameters, by its adapter's own table. Raises ModelError if it lacks one."""
     table = {titan: name for name, titan in family.adapter(config, None).from_hf_map.items() if titan is not None}
+    table |= NAMES
     found = {}
     for name in names:
         layer = next((part for part in name.split(".") if part.isdigit()), "")
