@@ -77,8 +77,8 @@ LONG = bool(os.environ.get("AGENTRL_PROOFS"))
 if TITAN:
     LAYOUTS["two, torchtitan"] = ({"dp": 2}, ModelConfig(engine="titan"), 150)
 if TITAN and LONG:
-    replicated = ModelConfig(engine="titan", replicas=2, activation_checkpointing=True)
-    LAYOUTS["four, torchtitan in two replicas"] = ({"dp": 4}, replicated, 150)
+    replicated = ModelConfig(engine="titan", replicas=2, sequence_parallel=2, activation_checkpointing=True)
+    LAYOUTS["four, torchtitan, shared tokens in two replicas"] = ({"dp": 2, "sp": 2}, replicated, 150)
 ONE_ROW = ModelConfig(packing="one_row")
 FAMILIES: dict[str, tuple[str, dict[str, int], ModelConfig]] = {  # the model, the mesh, how it is computed
     "lfm2": ("lfm2", {"dp": 1}, ModelConfig()),

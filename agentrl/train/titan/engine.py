@@ -7,15 +7,14 @@ too. Nothing here imports torchtitan before an engine is made or checked.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError
-from agentrl.train import fsdp
 from agentrl.train.attention import register_packed_attention
 from agentrl.train.by_size import by_size
 from agentrl.train.engine import TRAIN_ENGINES, compute_dtype
-from agentrl.train.engines import check_on_host
 from agentrl.train.fsdp import FsdpEngine, Layout
 from agentrl.train.loading import Loader, ModuleTensor, materialize
 from agentrl.train.modules import Micro, Role
@@ -28,7 +27,16 @@ WRAPPER = "_checkpoint_wrapped_module."
 
 
 @TRAIN_ENGINES.register(
-    "titan", traits={"sft", "replicas", "offload", "shard_gradients", "activation_checkpointing", "prefix_sharing"}
+    "titan",
+    traits={
+        "sft",
+        "replicas",
+        "sequence_parallel",
+        "offload",
+        "shard_gradients",
+        "activation_checkpointing",
+        "prefix_sharing",
+    },
 )
 class TitanEngine(FsdpEngine):
     """One rank's part of a torchtitan model; it needs a process group, also for one rank."""
@@ -46,8 +54,6 @@ class TitanEngine(FsdpEngine):
         register_packed_attention()  # also for what it sets for this process
         self.path, self.cfg, self.max_grad_norm = path, cfg, max_grad_norm
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if self.device.type in fsdp.HOST:
-            check_on_host(cfg)
         self.compute_dtype, self.sharded = compute_dtype(cfg, self.device), True
         shell = empty_causal_lm(path)
         loader = Loader(path, shell)
@@ -56,8 +62,8 @@ class TitanEngine(FsdpEngine):
         family = family_of(path, self.config)
         # transformers' own rotary embedding, made outside of the meta device: its frequencies are numbers.
         made = titan_config(family, self.config, type(shell.base_model.rotary_emb)(self.config))
+        self.layout = Layout.of(cfg, self.device, dist.get_world_size())  # which ranks share tokens; the meshes are torchtitan's
         dims = dims_of(cfg, self.device)
-        self.layout = Layout()
         self.module = sharded_decoder(family, made, dims, Sharding(self.compute_dtype, self.checkpoints))
         self._names = hf_names(family, made, [name.replace(WRAPPER, "") for name in self.module.state_dict()])
         self._load(loader)

@@ -3,6 +3,7 @@ them, and a head that returns logprobs. Import it after `library.require_torchti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torchtitan.protocols.module import Module
 
 from agentrl.train.attention import PackedSequences, packed_attention
 from agentrl.train.logprobs import token_logprobs
-from agentrl.train.modules import Micro
+from agentrl.train.modules import Micro, shares
 
 
 class PackedAttention(Module):
@@ -70,11 +71,16 @@ class LogprobDecoder:
 
     def forward(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
         """Of the tokens `micro.targets`: two float32 [M]."""
+        group = micro.packed.ulysses
+        part = slice(0, None) if group is None else group.slice_of(len(micro.input_ids))
         model: Any = super()
-        hidden = local(model.forward(micro.input_ids[None], micro.position_ids[None], micro.packed))[0]
-        head: Any = self.lm_head  # type: ignore[attr-defined]
-        found: tuple[Tensor, Tensor] = head(hidden.index_select(0, micro.before), micro.targets, temperature, entropy)
-        return found
+        hidden = local(model.forward(micro.input_ids[None, part], micro.position_ids[None, part], micro.packed))[0]
+        head: Callable[..., tuple[Tensor, Tensor]] = self.lm_head  # type: ignore[attr-defined]
+        if group is None:
+            return head(hidden.index_select(0, micro.before), micro.targets, temperature, entropy)
+        mine, counts, back = shares(micro.before, len(hidden), group)
+        own = head(hidden.index_select(0, micro.before[mine] - part.start), micro.targets[mine], temperature, entropy)
+        return group.gather(own[0], counts)[back], group.gather(own[1], counts)[back]
 
 
 class LogprobHead(Linear):

@@ -16,7 +16,6 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.utils import set_spmd_backend
 
 from agentrl.config.schema import ModelConfig
-from agentrl.errors import ConfigError
 from agentrl.train.titan.families import Family
 from agentrl.train.titan.parts import LogprobDecoder
 
@@ -33,10 +32,8 @@ class Sharding:
 
 
 def dims_of(cfg: ModelConfig, device: torch.device) -> ParallelDims:
-    """torchtitan's meshes over all ranks. Raises ConfigError if `replicas` does not divide them."""
+    """torchtitan's meshes over all ranks."""
     world = dist.get_world_size()
-    if world % cfg.replicas:
-        raise ConfigError(f"model.replicas = {cfg.replicas} does not divide cluster.actors = {world}")
     # torchtitan takes the kind of accelerator that the machine has, and a GPU if it has none.
     torchtitan.distributed.parallel_dims.device_type = device.type
     set_spmd_backend(BACKEND)
