@@ -41,6 +41,10 @@ class Held:
     def largest(self) -> int:
         return max((tensor.nbytes for _, tensor in self._named), default=0)
 
+    def saving(self) -> None:
+        """They are sent as they are."""
+        return None
+
 
 class Holder(Actor):
     """An actor that publishes what it was given, and nothing else."""

@@ -1,18 +1,20 @@
-"""What a publish must contain: the parameters of a model folder, by name and shape, without loading them."""
+"""What a publish must contain: the weights of a model folder, by name and shape, without loading them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from agentrl.errors import EngineError, ModelError
+from agentrl.weights.conversions import Saving
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """`shapes` by parameter name, tied ones once; `tied` maps each further name of a tied parameter to its
-    name in `shapes`."""
+    """`shapes` by name of a weight, tied ones once; `tied` maps each further name of a tied parameter to its
+    name in `shapes`. Weights are parameters, and the buffers that files hold (a router's bias)."""
 
     shapes: dict[str, tuple[int, ...]]
     tied: dict[str, str]
@@ -20,8 +22,9 @@ class Expected:
     positions: int
 
 
-def expected_parameters(path: str) -> Expected:
-    """Raises ModelError if the folder has no readable config."""
+def expected_parameters(path: str, saved: bool = False) -> Expected:
+    """By the names that transformers' modules have; `saved`: by those of checkpoints. Raises ModelError if the folder has no
+    readable config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -33,13 +36,22 @@ def expected_parameters(path: str) -> Expected:
     model.tie_weights()
     names = {parameter: name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
+    tied = {name: names[parameter] for name, parameter in every if names[parameter] != name}
+    held = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    if saved:
+        saving = Saving(model)
+        held, tied = saving.expected, {saving.name(name): saving.name(first) for name, first in tied.items()}
     text = config.get_text_config()
     return Expected(
-        shapes={name: tuple(parameter.shape) for parameter, name in names.items()},
-        tied={name: names[parameter] for name, parameter in every if names[parameter] != name},
+        shapes=_shapes(held),
+        tied=tied,
         vocab=int(text.vocab_size),
         positions=int(getattr(text, "max_position_embeddings", 0) or 2**31),
     )
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 class Arrivals:

@@ -118,13 +118,13 @@ class Actor(TrainedRole):
         self._sft = None
         engine.use_adamw(self._optim)
 
-    def open_route(self, route: str, cfg: WeightsConfig, receivers: int) -> Offer:
-        """Create a channel for weights to `receivers` processes. Raises ConfigError if this machine cannot serve the route."""
+    def open_route(self, route: str, cfg: WeightsConfig, receivers: int, saved: bool = False) -> Offer:
+        """Create a channel for weights to `receivers` processes; `saved`: as checkpoints name and cut them. Raises ConfigError if this machine cannot serve the route."""
         if self._source is None:
             self._source = WeightSource(self._ready(), self.rank)
         # Asked each time, and not taken from the group's rendezvous: the engine's processes may be on other nodes than the
         # group, and on nodes that joined the cluster later.
-        return self._source.open(route, cfg, receivers, reachable_address())
+        return self._source.open(route, cfg, receivers, reachable_address(), saved)
 
     def route_attached(self) -> None:
         """Called when all receivers have attached to what `open_route` offered."""

@@ -27,6 +27,7 @@ from agentrl.registry import Registry
 from agentrl.train.memory import RoleMemory
 from agentrl.train.modules import Micro, Role
 from agentrl.train.optim import Named, Optimizers, adamw, muon
+from agentrl.weights.conversions import Saving
 
 
 class BaseEngine(ABC):
@@ -142,6 +143,10 @@ class BaseEngine(ABC):
     @abstractmethod
     def largest(self) -> int:
         """Bytes of the largest of `tensors`."""
+
+    @abstractmethod
+    def saving(self) -> Saving:
+        """How `tensors` become those of a checkpoint."""
 
     @abstractmethod
     def export(self, folder: Path) -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,8 +38,9 @@ from agentrl.train.memory import RoleMemory, count
 from agentrl.train.modules import MODULES, Micro, PolicyModule, Role, layers_of, shared
 from agentrl.train.offload import Offloaded
 from agentrl.train.pretrained import empty_causal_lm, empty_classifier
-from agentrl.train.saving import save_model
+from agentrl.train.saving import empty_like, save_model
 from agentrl.train.ulysses import Ulysses
+from agentrl.weights.conversions import Saving
 
 PREFIX = "hf."
 HOST = ("cpu",)
@@ -210,7 +212,7 @@ class FsdpEngine(BaseEngine):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         self.onload()
         for name, full in self._adapted() if self.cfg.lora is not None else self._plain():
-            yield self.hf_name(name), self._cast(full)
+            yield self.hf_name(name), self._cast(name, full)
 
     def frozen_base(self) -> AbstractContextManager[None]:
         return without_adapters(self.module)
@@ -231,6 +233,9 @@ class FsdpEngine(BaseEngine):
         # A DTensor's numel is that of the whole tensor, which is what one bucket has to hold.
         counts: list[int] = [tensor.numel() for tensor in self.module.state_dict().values()]
         return max(counts) * self.compute_dtype.itemsize
+
+    def saving(self) -> Saving:
+        return Saving(empty_like(self.config, self.compute_dtype))
 
     def _adapted(self) -> Iterator[tuple[str, Tensor]]:
         """The weights with the adapters added in float32, one tensor at a time."""
@@ -304,13 +309,19 @@ class FsdpEngine(BaseEngine):
             found = self._adapted()
         else:
             held = self.module.state_dict()
-            found = ((name, unsharded(self._cast(held[name]))) for name in held if not self._left_out(name))
+            found = ((name, unsharded(self._cast(name, held[name]))) for name in held if not self._left_out(name))
         for name, full in found:
-            yield self.hf_name(name), self._cast(full)
+            yield self.hf_name(name), self._cast(name, full)
 
-    def _cast(self, tensor: Tensor) -> Tensor:
-        dtype = self.compute_dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.detach().to(dtype)
+    @cached_property
+    def _buffers(self) -> set[str]:
+        return {name for name, _ in self.module.named_buffers()}
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        """A weight in the type of the computation. A buffer keeps its own, in which the model computes with it: a router's bias
+        in bfloat16 would choose other experts."""
+        plain = name in self._buffers or not tensor.is_floating_point()
+        return tensor.detach().to(tensor.dtype if plain else self.compute_dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from agentrl.errors import ModelError
-from agentrl.train.conversions import Conversion, loading_conversions
+from agentrl.weights.conversions import Conversion, loading_conversions
 from agentrl.train.weight_files import Region, WeightFiles
 
 log = logging.getLogger(__name__)

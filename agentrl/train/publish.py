@@ -169,7 +169,7 @@ class Publisher:
         raise ConfigError("; ".join(reasons))
 
     async def _open(self, name: str, receivers: int) -> None:
-        offer = await self._actors.arun(Actor.open_route, name, self._cfg, receivers)
+        offer = await self._actors.arun(Actor.open_route, name, self._cfg, receivers, self._target.loads_saved)
         await self._target.attach(offer)
         await self._actors.arun(Actor.route_attached)
 

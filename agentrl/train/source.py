@@ -8,6 +8,7 @@ from agentrl.config.schema import WeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.train.engine import BaseEngine
 from agentrl.weights.bucket import Bucket, Named, Stream
+from agentrl.weights.conversions import Saving
 from agentrl.weights.route import Offer, Sender, Silent
 from agentrl.weights.routes import make_sender
 
@@ -20,13 +21,18 @@ class WeightSource:
         self._sender: Sender | None = None
         self._tensors: Iterator[Named] | None = None
         self._stream: Stream | None = None
+        self._saving: Saving | None = None
 
-    def open(self, route: str, cfg: WeightsConfig, receivers: int, host: str) -> Offer:
+    def open(self, route: str, cfg: WeightsConfig, receivers: int, host: str, saved: bool = False) -> Offer:
         """Create the channel; an earlier one is closed. `host`: the address at which the engine's machines reach this rank.
+        `saved`: tensors are sent as checkpoints have them, not as the model's modules do.
 
         Raises ConfigError if this machine cannot serve the route."""
         self.close()
         largest = self._engine.largest()
+        self._saving = self._engine.saving() if saved else None
+        if self._saving is not None:
+            largest = self._saving.largest()
         sender = make_sender(route, cfg, largest, receivers, host)
         # The slot size is the sender's, which may differ from the requested one: all ranks must cut the stream alike.
         self._sender = sender if self._rank == 0 or sender.every_rank else Silent(sender)
@@ -40,7 +46,8 @@ class WeightSource:
         """The next bucket; None at the end. `first` starts a new stream, whatever the state of the previous one."""
         if first:
             self._abandon()
-            self._tensors = self._engine.tensors()
+            held = self._engine.tensors()
+            self._tensors = held if self._saving is None else self._saving.tensors(held)
             self._stream = Stream(self._tensors)
         if self._stream is None:
             return None

@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -34,7 +34,13 @@ class Adapter:
 
 class WeightTarget(ABC):
     """Mixed into an engine that can be trained; one without it (an API model, a replay) cannot. The caller that replaces
-    weights pauses the engine before and resumes it afterwards."""
+    weights pauses the engine before and resumes it afterwards.
+
+    `loads_saved`: it takes weights by the names that checkpoints have (experts one by one), and not by those of transformers'
+    modules (experts of a layer in one tensor).
+    """
+
+    loads_saved: ClassVar[bool] = False
 
     @abstractmethod
     async def pause(self) -> None:

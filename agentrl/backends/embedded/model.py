@@ -28,12 +28,12 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 class Writing:
     """A write of new weights in progress; `arrivals.complete()` ends it."""
 
-    parameters: dict[str, torch.nn.Parameter]
+    weights: dict[str, Tensor]
     arrivals: Arrivals
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
-            target = self.parameters[self.arrivals.check(name, tuple(tensor.shape))]
+            target = self.weights[self.arrivals.check(name, tuple(tensor.shape))]
             with torch.no_grad():
                 target.copy_(tensor)
 
@@ -78,7 +78,7 @@ class EmbeddedModel:
     def begin_write(self) -> Writing:
         """Start to receive new weights, one bucket at a time."""
         self._base.clear()
-        return Writing(dict(self.module.named_parameters(remove_duplicate=False)), Arrivals(self._expected))
+        return Writing(self.module.state_dict(), Arrivals(self._expected))
 
     def unload(self) -> None:
         """Free the parameters' memory, and on a GPU whatever this process has freed before."""
@@ -91,9 +91,8 @@ class EmbeddedModel:
 
     def allocate(self) -> None:
         """Allocate the parameters' memory again, uninitialized."""
-        names = dict(self.module.named_parameters())
-        for name, shape in self._expected.shapes.items():
-            names[name].data = torch.empty(shape, dtype=self.shape.dtype, device=self.device)
+        for name, parameter in self.module.named_parameters():
+            parameter.data = torch.empty(self._expected.shapes[name], dtype=self.shape.dtype, device=self.device)
 
     def adapt(self, adapter: Adapter) -> None:
         """Apply a low-rank adapter to the weights as last written, replacing the previous adapter. Raises EngineError

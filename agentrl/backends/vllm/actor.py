@@ -175,9 +175,14 @@ class VllmActor:
         await self._set_version(version)
 
     async def end_update(self, version: int | None) -> None:
-        """End the update; `version` is None if it failed."""
-        await self._engine.collective_rpc("agentrl_end")
+        """End the update; `version` is None if it failed. Raises EngineError if vLLM left out a layer of a whole update."""
+        untouched: list[list[str]] = await self._engine.collective_rpc("agentrl_end")
         await self._engine.reset_prefix_cache()
+        if version is not None and untouched[0]:
+            raise EngineError(
+                f"vLLM's loader of this model took no new weights for {', '.join(untouched[0][:3])} ({len(untouched[0])} layers), "
+                "so it cannot be trained with engine = vllm; use engine = embedded"
+            )
         if version is not None:
             await self._set_version(version)
 

