@@ -52,12 +52,17 @@ def _keep_kernels(model: Any) -> None:
 def _untouched(model: Any) -> list[str]:
     """Layers that have parameters and took none of the new weights. Loaders that write to a parameter by themselves, and not by
     its `weight_loader` (gpt-oss: experts and sinks), write to nothing in a reload, without an error."""
-    found = []
+    found, taken = {}, set()
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        if info.can_load() and not info.load_numel and next(layer.parameters(recurse=False), None) is not None:
-            found.append(name)
-    return found
+        # While a layer waits for weights its own parameters have no memory; those that it had, and will have, are in `info`.
+        held = info.kernel_tensors[0].values() if info.can_load() else layer.parameters(recurse=False)
+        memory = {parameter.data_ptr() for parameter in held}
+        if info.can_load() and not info.load_numel and memory:
+            found[name] = memory
+        else:
+            taken |= memory
+    return [name for name, memory in found.items() if memory - taken]  # tied weights come once, for one of their layers
 
 
 class WeightReceiver:
