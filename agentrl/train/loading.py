@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from agentrl.errors import ModelError
-from agentrl.weights.conversions import Conversion, loading_conversions
 from agentrl.train.weight_files import Region, WeightFiles
+from agentrl.weights.conversions import Conversion, loading_conversions
 
 log = logging.getLogger(__name__)
 

@@ -49,7 +49,7 @@ def empty_like(config: Any, dtype: torch.dtype) -> Any:
 
     with torch.device("meta"):
         # A copy, because from_config writes its attention implementation into the config that it is given.
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="eager")
 
 
 def _on_host(tensors: Iterable[tuple[str, Tensor]], saving: Saving) -> Iterator[tuple[str, Tensor]]:

@@ -84,6 +84,12 @@ def test_a_routers_bias_is_published_as_it_is_computed_with(tmp_path: Path) -> N
     assert {name: tensor.dtype for name, tensor in engine.saving().expected.items() if "bias" in name} == {bias: torch.float32}
 
 
+def test_every_family_can_be_exported(tmp_path: Path) -> None:
+    """gpt-oss has no attention of torch's, which a skeleton was made with."""
+    engine = FsdpEngine(moe.build("gpt_oss", tmp_path), ModelConfig(), 1.0)
+    assert engine.saving().expected.keys() == load_file(tmp_path / "model.safetensors").keys()
+
+
 async def test_a_target_says_which_names_it_loads(tmp_path: Path) -> None:
     from agentrl.backends.vllm.engine import VllmEngine
     from agentrl.train.source import WeightSource
