@@ -119,7 +119,8 @@ class Actor(TrainedRole):
         engine.use_adamw(self._optim)
 
     def open_route(self, route: str, cfg: WeightsConfig, receivers: int, saved: bool = False) -> Offer:
-        """Create a channel for weights to `receivers` processes; `saved`: as checkpoints name and cut them. Raises ConfigError if this machine cannot serve the route."""
+        """Create a channel for weights to `receivers` processes; `saved`: as checkpoints name and cut them. Raises ConfigError
+        if this machine cannot serve the route."""
         if self._source is None:
             self._source = WeightSource(self._ready(), self.rank)
         # Asked each time, and not taken from the group's rendezvous: the engine's processes may be on other nodes than the

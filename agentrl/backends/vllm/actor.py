@@ -180,8 +180,8 @@ class VllmActor:
         await self._engine.reset_prefix_cache()
         if version is not None and untouched[0]:
             raise EngineError(
-                f"vLLM's loader of this model took no new weights for {', '.join(untouched[0][:3])} ({len(untouched[0])} layers), "
-                "so it cannot be trained with engine = vllm; use engine = embedded"
+                f"vLLM's loader of this model took no new weights for {', '.join(untouched[0][:3])} "
+                f"({len(untouched[0])} layers), so it cannot be trained with engine = vllm; use engine = embedded"
             )
         if version is not None:
             await self._set_version(version)

@@ -31,8 +31,8 @@ def _keep_apart(model: Any) -> None:
 def _pack_experts_again(model: Any) -> None:
     """Let vLLM pack the experts that are about to be loaded for their kernel, as it does at the first load.
 
-    Kernels for CPUs read weights in a layout of their own, into which vLLM 0.32 brings them when it makes the kernel, and not when
-    they are loaded again: experts of new weights would be read as if they were packed, without an error. So the kernel is made
+    Kernels for CPUs read weights in a layout of their own, into which vLLM 0.32 brings them when it makes the kernel, and not
+    when they are loaded again: experts of new weights would be read as if they were packed, without an error. So the kernel is made
     again. On a GPU the kernels take the weights as they are, and stay, since CUDA graphs hold them.
     """
     for layer in model.modules():
