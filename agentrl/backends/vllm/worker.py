@@ -32,11 +32,11 @@ def _pack_experts_again(model: Any) -> None:
     """Let vLLM pack the experts that are about to be loaded for their kernel, as it does at the first load.
 
     Kernels for CPUs read weights in a layout of their own, into which vLLM 0.32 brings them when it makes the kernel, and not
-    when they are loaded again: experts of new weights would be read as if they were packed, without an error. So the kernel is made
-    again. On a GPU the kernels take the weights as they are, and stay, since CUDA graphs hold them.
+    when they are loaded again: experts of new weights would be read as if they were packed, without an error. So the
+    kernel is made again. On a GPU the kernels take the weights as they are, and stay, since CUDA graphs hold them.
     """
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
+        method: Any = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and next(layer.parameters()).device.type == "cpu":
             method.agentrl_kernel, method.moe_kernel = method.moe_kernel, None
 
@@ -44,7 +44,7 @@ def _pack_experts_again(model: Any) -> None:
 def _keep_kernels(model: Any) -> None:
     """Layers whose weights did not come, as in an update that failed, have the old ones, and their kernel."""
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
+        method: Any = getattr(layer, "quant_method", None)
         if getattr(method, "agentrl_kernel", None) is not None:
             method.moe_kernel, method.agentrl_kernel = method.moe_kernel or method.agentrl_kernel, None
 
