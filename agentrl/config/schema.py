@@ -71,7 +71,7 @@ class ModelConfig(Frozen):
     `kernels`: "liger" replaces norms, rotary embeddings and gated MLPs by Liger's Triton kernels (GPUs only, needs the extra
     `liger`).
 
-    `tool_parser`: the parser of the model's tool calls, by name: "hermes", "qwen_xml", "llama_json", "mistral", or
+    `tool_parser`: the parser of the model's tool calls, by name: one of agentrl's ("hermes", "glm", ...: docs/templates.md), or
     "vllm:NAME" for one of vLLM's own; "auto" picks the one that fits the chat template.
     """
 

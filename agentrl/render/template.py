@@ -35,7 +35,11 @@ WHAT_TO_DO = (
 
 
 class TemplateRenderer(Renderer):
-    """Renders through the tokenizer's own chat template."""
+    """Renders through the tokenizer's own chat template.
+
+    `syntax` names the syntax of its tool calls ("custom" if a parser was given that is none of agentrl's); `no_tools` says why it
+    cannot be used with tools, or is "".
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools | Syntax | None = None) -> None:
         """`parser` replaces the one chosen by the template's syntax. Raises ModelError if the template
@@ -45,13 +49,13 @@ class TemplateRenderer(Renderer):
         self._kept: dict[tuple[str, bool], bool] = {}
         self._tools_offered = False
         self._verify(_SAID)
-        self.syntax, self._no_tools = self._find_syntax(parser)
+        self.syntax, self.no_tools = self._find_syntax(parser)
         known = SYNTAXES.get(self.syntax)
         self._parser = parser.parser if isinstance(parser, Syntax) else parser or (known or SYNTAXES["hermes"]).parser
         self._parse_calls = self._bound(())
         # Where the list of tools stands may change what a new message does to the turns before it.
-        self._tools_matter = not self._no_tools and self._keeps(_SAID, tools=True) != self._keeps(_SAID, tools=False)
-        if not self._no_tools:
+        self._tools_matter = not self.no_tools and self._keeps(_SAID, tools=True) != self._keeps(_SAID, tools=False)
+        if not self.no_tools:
             self._check_parser(named=parser is not None)
 
     @property
@@ -69,8 +73,8 @@ class TemplateRenderer(Renderer):
 
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Raises RenderError if the template refuses the messages or does not support tools."""
-        if tools and self._no_tools:
-            raise RenderError(self._no_tools)
+        if tools and self.no_tools:
+            raise RenderError(self.no_tools)
         text = self._text.render(messages, tools, generate=True)
         if tools and tools[0]["function"]["name"] not in text:
             raise RenderError(f"the chat template ignores tools; {WHAT_TO_DO}")
@@ -81,8 +85,8 @@ class TemplateRenderer(Renderer):
         for message in messages:
             if message.role == "assistant":
                 raise RenderError("an assistant turn is sampled, never appended as a message")
-            if message.role == "tool" and self._no_tools:
-                raise RenderError(self._no_tools)
+            if message.role == "tool" and self.no_tools:
+                raise RenderError(self.no_tools)
             answers = answers or message.role == "tool"
         stop = self._turns.stop_after(answers)
         # Where several tokens end a turn, another one may have been sampled than the one that these messages follow.
@@ -131,7 +135,8 @@ class TemplateRenderer(Renderer):
         written = ""
         try:
             written, prompt = self._turns.learn_calls()
-            syntax = named or (syntax_of(written) if MARK in written else syntax_asked(prompt))
+            seen = syntax_of(written) if MARK in written else syntax_asked(prompt)
+            syntax = named or seen
             if parser is None and syntax is None:
                 raise RenderError("it does not write tool calls in a syntax that agentrl can parse")
             if MARK not in written:
@@ -141,10 +146,10 @@ class TemplateRenderer(Renderer):
             self._turns.use(syntax)
             self._verify(_CALLED)
         except (RenderError, ModelError) as problem:
-            seen = f", and writes a call and its answer as {written[:160]!r}" if written else ""
-            about = f"it ends a turn with {self._turns.stop!r}{seen}"
+            wrote = f", and writes a call and its answer as {written[:160]!r}" if written else ""
+            about = f"it ends a turn with {self._turns.stop!r}{wrote}"
             return "hermes", f"the chat template cannot be used with tools: {problem} ({about}); {WHAT_TO_DO}"
-        return (syntax.name if syntax is not None else "custom"), ""
+        return (syntax.name if syntax is not None and (named or parser is None) else "custom"), ""
 
     def _bound(self, tools: Sequence[Mapping[str, Any]]) -> Parser:
         return self._parser.bind(tools) if isinstance(self._parser, ForTools) else self._parser
@@ -156,7 +161,7 @@ class TemplateRenderer(Renderer):
             problem = f"the tool-call parser does not read what the chat template writes for a call: {self._text.decode(ids)!r}"
             if named:
                 raise ModelError(problem)
-            self._no_tools = f"{problem}; {WHAT_TO_DO}"
+            self.no_tools = f"{problem}; {WHAT_TO_DO}"
 
     def _verify(self, shape: Skeleton) -> None:
         """Compare a conversation made by appending with the template's rendering of the whole. They may differ in the turn

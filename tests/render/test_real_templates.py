@@ -13,13 +13,14 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from real_templates import REAL, ROOT, Real, tokenizer_of
+from report_templates import RECORD, found
 
 from agentrl.errors import RenderError
 from agentrl.render.template import TemplateRenderer
 from agentrl.trajectory import Message, ToolCall
 
 HERE = [real for real in REAL if real.path.is_file()]
-EXAMPLES = int(os.environ.get("AGENTRL_TEMPLATE_EXAMPLES") or 3)
+EXAMPLES = int(os.environ.get("AGENTRL_TEMPLATE_EXAMPLES") or 8)
 if not HERE:
     pytest.skip(f"no chat templates in {ROOT}: python .ci/templates.py fetches them", allow_module_level=True)
 quick = settings(max_examples=EXAMPLES, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
@@ -142,7 +143,7 @@ def test_every_prompt_of_an_episode_is_what_the_template_writes(real, data):
 @by_template
 def test_what_a_template_is_found_to_be(real):
     _, renderer = made(real)
-    assert (renderer.syntax if not renderer._no_tools else "") == real.syntax
+    assert (renderer.syntax if not renderer.no_tools else "") == real.syntax
     if not real.syntax:
         with pytest.raises(RenderError, match=r"tool.*model\.tool_parser"):
             renderer.start([Message("user", "x")], TOOLS)
@@ -152,6 +153,14 @@ def test_what_a_template_is_found_to_be(real):
         called = Message("assistant", "", (ToolCall("get", {}, id="abcdefghi"),), reasoning="so" if real.reasoning else None)
         kept = renderer.keeps(called, [Message("tool", "7", tool_call_id="abcdefghi", name="get")])
         assert kept == (real.reasoning != "dropped" and not real.rewrites)
+
+
+def test_the_record_says_what_is_found():
+    rows = {(row["package"], row["template"]): row for row in json.loads(RECORD.read_text(encoding="utf-8"))}
+    assert len(rows) == len(REAL)
+    for real in HERE:
+        row = found(real)
+        assert rows[row["package"], row["template"]] == row
 
 
 @with_tools

@@ -64,7 +64,10 @@ class _Reader:
         word = bare.group().strip() if bare else ""
         if not bare or not word:
             raise ValueError("expected a value")
-        value, end = strict_json(word)
+        try:
+            value, end = strict_json(word)
+        except ValueError:
+            value, end = "", 0
         if word[end:].strip() or isinstance(value, str):
             raise ValueError(f"expected true, false, null, a number or a string between {self.quote}, got {word[:40]!r}")
         return value, bare.end()

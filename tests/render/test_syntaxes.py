@@ -1,0 +1,245 @@
+"""Each tool-call syntax: what the tests write in it is read back, what is broken is kept with the reason, nothing raises."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.render.parsers import SYNTAXES, ForTools, syntax_asked, syntax_of
+
+quick = settings(max_examples=20, deadline=None)
+KINDS = {"s": "string", "n": "integer", "b": "boolean", "l": "array", "o": "object"}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {
+        "type": "object", "properties": {key: {"type": kind} for key, kind in KINDS.items()}}}}
+    for name in ("get", "set_it")
+]  # fmt: skip
+
+
+def read(name, text):
+    parser = SYNTAXES[name].parser
+    return (parser.bind(TOOLS) if isinstance(parser, ForTools) else parser)(text)
+
+
+def dumped(value):
+    return json.dumps(value, ensure_ascii=False)
+
+
+def gemma(quote):
+    def spell(value):
+        if isinstance(value, str):
+            return quote + value + quote
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{spell(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ",".join(map(spell, value)) + "]"
+        return dumped(value)
+
+    return spell
+
+
+def python(name, arguments):
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+def plain(value):
+    return value if isinstance(value, str) else dumped(value)
+
+
+QUOTE = '<|"|>'
+WRITE = {
+    "hermes": lambda calls: "\n".join(f'<tool_call>\n{dumped({"name": n, "arguments": a})}\n</tool_call>' for n, a in calls),
+    "qwen_xml": lambda calls: "\n".join(
+        f"<tool_call>\n<function={n}>\n"
+        + "".join(f"<parameter={k}>\n{plain(v)}\n</parameter>\n" for k, v in a.items()) + "</function>\n</tool_call>"
+        for n, a in calls),
+    "glm": lambda calls: "\n".join(
+        f"<tool_call>{n}\n"
+        + "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{plain(v)}</arg_value>\n" for k, v in a.items()) + "</tool_call>"
+        for n, a in calls),
+    "llama_json": lambda calls: "; ".join(dumped({"name": n, "parameters": a}) for n, a in calls),
+    "mistral": lambda calls: "".join(f"[TOOL_CALLS]{n}[ARGS]{dumped(a)}" for n, a in calls),
+    "deepseek": lambda calls: "<｜tool▁calls▁begin｜>" + "".join(
+        f"<｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{dumped(a)}<｜tool▁call▁end｜>" for n, a in calls) + "<｜tool▁calls▁end｜>",
+    "deepseek_dsml": lambda calls: "<｜DSML｜function_calls>\n" + "".join(
+        f'<｜DSML｜invoke name="{n}">\n' + "".join(
+            f'<｜DSML｜parameter name="{k}" string="{str(isinstance(v, str)).lower()}">{plain(v)}</｜DSML｜parameter>\n'
+            for k, v in a.items()) + "</｜DSML｜invoke>\n" for n, a in calls) + "</｜DSML｜function_calls>",
+    "granite": lambda calls: "<|tool_call|>" + dumped([{"name": n, "arguments": a} for n, a in calls]),
+    "phi": lambda calls: "<|tool_call|>" + dumped([{"name": n, "arguments": a} for n, a in calls]) + "<|/tool_call|>",
+    "gemma": lambda calls: "".join(f'<|tool_call>call:{n}{gemma(QUOTE)(a)}<tool_call|>' for n, a in calls),
+    "function_gemma": lambda calls: "".join(
+        f"<start_function_call>call:{n}{gemma('<escape>')(a)}<end_function_call>" for n, a in calls),
+    "pythonic": lambda calls: "[" + ", ".join(python(n, a) for n, a in calls) + "]",
+    "lfm2": lambda calls: "<|tool_call_start|>[" + ", ".join(python(n, a) for n, a in calls) + "]<|tool_call_end|>",
+    "olmo": lambda calls: "<function_calls>\n" + "\n".join(python(n, a) for n, a in calls) + "\n</function_calls>",
+    "harmony": lambda calls: "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{dumped(a)}<|call|>" for n, a in calls),
+}  # fmt: skip
+# In these a string ends at its own mark only; in the others a tag within a string would end the call.
+QUOTED = ["hermes", "llama_json", "mistral", "deepseek", "granite", "phi", "pythonic"]
+
+TAGS = [
+    "</tool_call>",
+    "<tool_call>",
+    "<｜tool▁call▁end｜>",
+    "<|/tool_call|>",
+    "[ARGS]",
+    '"',
+    "'",
+    "\\",
+    "]",
+    "}",
+    ");",
+    "\n",
+    "\\n",
+]
+word = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=6)
+inner = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**12), 10**12) | word | st.floats(-1e6, 1e6),
+    lambda value: st.lists(value, max_size=2) | st.dictionaries(word, value, max_size=2),
+    max_leaves=4,
+)
+
+
+def calls_of(text):
+    values = {"s": text, "n": st.integers(-(10**12), 10**12), "b": st.booleans(), "l": st.lists(inner, max_size=2),
+              "o": st.dictionaries(word, inner, max_size=2)}  # fmt: skip
+    one = st.tuples(st.sampled_from(["get", "set_it"]), st.fixed_dictionaries({}, optional=values))
+    return st.lists(one, min_size=1, max_size=3)
+
+
+def test_every_syntax_is_written_here():
+    assert set(WRITE) == set(SYNTAXES)
+
+
+@pytest.mark.parametrize("name", sorted(WRITE))
+@quick
+@given(st.data())
+def test_well_formed_calls_are_read_as_they_were_meant(name, data):
+    text = word if name not in QUOTED else st.lists(word | st.sampled_from(TAGS), max_size=4).map("".join)
+    if name == "mistral":  # the one mark that begins a call wherever it stands
+        text = text.map(lambda item: item.replace("[TOOL_CALLS]", ""))
+    calls = data.draw(calls_of(text))
+    _, found = read(name, WRITE[name](calls))
+    assert [(call.name, call.arguments) for call in found] == calls
+    assert [call.id for call in found] == [f"call_{i}" for i in range(len(calls))]
+
+
+@pytest.mark.parametrize("name", sorted(set(WRITE) - {"llama_json", "pythonic"}))
+def test_what_is_said_beside_calls_is_kept_apart(name):
+    said = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" if name == "harmony" else "I look.\n"
+    content, calls = read(name, said + WRITE[name]([("get", {"n": 7})]))
+    assert content == "I look." and [call.arguments for call in calls] == [{"n": 7}]
+
+
+@pytest.mark.parametrize("name", sorted(WRITE))
+def test_a_call_without_arguments(name):
+    assert [(c.name, c.arguments) for c in read(name, WRITE[name]([("get", {})]))[1]] == [("get", {})]
+
+
+@pytest.mark.parametrize("name", sorted(WRITE))
+def test_a_call_cut_short_is_kept_with_the_reason(name):
+    whole = WRITE[name]([("get", {"s": "abc", "n": 7})])
+    for cut in range(len(whole)):
+        content, calls = read(name, whole[:cut])
+        assert all((call.arguments is None) == (call.error is not None) and call.raw for call in calls)
+        # It is either still text or a broken call, and never a call with fewer arguments.
+        assert all(call.arguments in (None, {"s": "abc", "n": 7}) for call in calls), whole[:cut]
+        assert "".join((content + "".join(call.raw for call in calls)).split()) or not whole[:cut].strip() or name == "harmony"
+
+
+BROKEN = [
+    ("glm", "<tool_call>get\n<arg_key>n</arg_key>\n</tool_call>", "<arg_value>"),
+    ("glm", "<tool_call>\n</tool_call>", "function name"),
+    ("deepseek", "<｜tool▁call▁begin｜>get<｜tool▁sep｜>{oops}<｜tool▁call▁end｜>", "not valid JSON"),
+    ("deepseek", "<｜tool▁call▁begin｜>get{}<｜tool▁call▁end｜>", "tool▁sep"),
+    ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n{}<｜tool▁call▁end｜>", "```"),
+    ("deepseek", "<｜tool▁call▁begin｜>get<｜tool▁sep｜>[]<｜tool▁call▁end｜>", "got an array"),
+    (
+        "deepseek_dsml",
+        '<｜DSML｜function_calls><｜DSML｜invoke name="f">x</｜DSML｜invoke></｜DSML｜function_calls>',
+        "parameter name",
+    ),
+    ("granite", "<|tool_call|>[]", "empty"),
+    ("granite", "<|tool_call|>get", "not valid JSON"),
+    ("phi", '<|tool_call|>[{"arguments": {}}]<|/tool_call|>', '"name"'),
+    ("gemma", "<|tool_call>call:get{s:abc}<tool_call|>", "not valid JSON|expected"),
+    ("gemma", "<|tool_call>call:get{n:7<tool_call|>", "','"),
+    ("gemma", "<|tool_call>get<tool_call|>", "call:NAME"),
+    ("function_gemma", "<start_function_call>call:get{s:<escape>a}<end_function_call>", "at the end of a string"),
+    ("lfm2", "<|tool_call_start|>[get(7)]<|tool_call_end|>", "without a name"),
+    ("lfm2", "<|tool_call_start|>[get(s={1, 2})]<|tool_call_end|>", "not JSON"),
+    ("lfm2", "<|tool_call_start|>[get(n=1e999)]<|tool_call_end|>", "not JSON"),
+    ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>", "empty list"),
+    ("pythonic", "[get(n=__import__('os'))]", "malformed"),
+    ("olmo", "<function_calls>get(</function_calls>", "Python"),
+    ("harmony", "<|channel|>commentary to=functions.get<|message|>{oops}<|call|>", "not valid JSON"),
+    ("harmony", "<|channel|>commentary to=python<|message|>1+1<|call|>", "not functions.NAME"),
+    ("harmony", '<|channel|>commentary to=functions.get<|message|>{"n": 7}', "cut"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "reason"), BROKEN)
+def test_each_malformation_is_named(name, text, reason):
+    content, (call,) = read(name, text)
+    assert call.arguments is None and content == ""
+    assert any(part in (call.error or "") for part in reason.split("|")), call.error
+    assert "".join(call.raw.split()) in "".join(text.split())
+
+
+def test_a_broken_call_does_not_take_the_next_one_with_it():
+    for name in ("deepseek", "gemma", "function_gemma", "glm", "hermes"):
+        good = WRITE[name]([("get", {"n": 7})])
+        bad = good.replace("<arg_value>", "<value>") if name == "glm" else good.replace("7", "oops")
+        _, calls = read(name, bad + good)
+        assert calls[-1].arguments == {"n": 7} and calls[0].arguments is None, name
+
+
+def test_mistral_takes_its_id_from_the_call():
+    _, (call,) = read("mistral", '[TOOL_CALLS]get[CALL_ID]abcdefghi[ARGS]{"n": 7}')
+    assert (call.name, call.arguments, call.id) == ("get", {"n": 7}, "abcdefghi")
+
+
+def test_harmony_tells_reasoning_from_what_is_said():
+    from agentrl.render.parsers.harmony import harmony_parts
+
+    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
+    assert harmony_parts(text) == ("hm", "Yes.", ())
+    header = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.get<|channel|>commentary json"
+    swapped = header + "<|message|>{}<|call|>"
+    reasoning, said, (call,) = harmony_parts(swapped)
+    assert (reasoning, said, call.name, call.arguments) == ("hm", "", "get", {})
+    assert harmony_parts("no header at all") == (None, "no header at all", ())
+
+
+@pytest.mark.parametrize("name", sorted(WRITE))
+def test_a_written_call_is_recognized(name):
+    assert syntax_of(WRITE[name]([("get", {"s": "x"})])).name == name
+    written = SYNTAXES[name].write
+    if written is not None:
+        from agentrl.trajectory import ToolCall
+
+        calls = [ToolCall("get", {"s": "x", "n": 7}), ToolCall("set_it", {})][: 1 if name == "llama_json" else 2]
+        assert [(c.name, c.arguments) for c in read(name, written(calls))[1]] == [(c.name, c.arguments) for c in calls]
+
+
+def test_no_other_text_is_taken_for_a_syntax():
+    for text in ("", "plain", '{"name": "f"}', "<tool>f</tool>", "f(a=1)", "<|tool_call_begin|>functions.f:0"):
+        assert syntax_of(text) is None and syntax_asked(text) is None, text
+
+
+_WRITTEN = {piece for write in WRITE.values() for piece in write([("get", {"s": "a", "n": 1})]).split()}
+pieces = st.sampled_from([*sorted(_WRITTEN), *'{}[]"<:,\n', "[" * 300, "f(" * 300, "-" * 300])
+
+
+@pytest.mark.parametrize("name", sorted(WRITE))
+@settings(max_examples=20, deadline=None)
+@given(st.lists(pieces | st.text(max_size=4), max_size=10).map("".join))
+def test_nothing_raises_and_nothing_is_lost(name, text):
+    content, calls = read(name, text)
+    assert isinstance(content, str)
+    for call in calls:
+        assert (call.arguments is None) == (call.error is not None) and call.raw
+        json.dumps(call.arguments, allow_nan=False).encode()
