@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from agentrl.backends.attention_form import AttentionForm
+from agentrl.backends.exact_attention import exact_attention
 from agentrl.batch.device import on_device
-from agentrl.batch.exact_attention import exact_attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from agentrl.backends.attention_form import NOT_GIVEN, AttentionForm, NotGiven, attention_form
+from agentrl.backends.exact_attention import exact_attention
 from agentrl.batch.device import on_device
-from agentrl.batch.exact_attention import exact_attention
 from agentrl.batch.prefix_attention import SuffixBlock, attend_into, fused_attention, suffix_blocks
 from agentrl.errors import ModelError
 from agentrl.train.families.layout import layout

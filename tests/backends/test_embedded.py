@@ -14,6 +14,7 @@ from agentrl.rollout.engine import Sampling
 from agentrl.weights.bucket import Stream
 from agentrl.weights.memory import MemorySender
 from tests.publishing import publish
+from tests.train.tiny_families import FAMILIES, VOCAB, tiny_model
 
 pytestmark = pytest.mark.asyncio
 
@@ -310,25 +311,35 @@ async def test_other_architectures(config, tmp_path):
     await engine.close()
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mamba"])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_families_with_sinks_caps_windows_chunks_and_latent_attention_are_their_own_eager_forward(family, tmp_path):
+    """Prompts shorter and longer than the windows, prefilled in chunks, with idle slots between busy ones in decode."""
+    tiny_model(family).save_pretrained(tmp_path)
+    engine = EmbeddedEngine(str(tmp_path), device="cpu", step_tokens=16)
+    await engine.start()
+    model = load(tmp_path)
+    model.set_attn_implementation("eager")
+    prompts = [[1 + (5 * i + seed) % (VOCAB - 1) for i in range(n)] for seed, n in enumerate((4, 21, 9, 30, 13))]
+    lengths = (9, 3, 12, 2, 14)
+    generations = await asyncio.gather(
+        *(engine.generate(p, Sampling(max_tokens=n, seed=n), f"{n}") for p, n in zip(prompts, lengths, strict=True))
+    )
+    for prompt, generation in zip(prompts, generations, strict=True):
+        assert off(model, prompt, generation) < 2e-5
+    await engine.close()
+
+
+@pytest.mark.parametrize("family", ["mamba", "lfm2"])
 async def test_a_model_it_would_get_wrong_is_refused(family, tmp_path):
-    """Soft-capped scores, attention sinks, recurrent state: refused at the start, with the way out."""
+    """State that no cache of keys holds: refused at the start, with the way out."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    changes = {
-        "gemma2": {"head_dim": 16, "num_key_value_heads": 2, "intermediate_size": 96},
-        "gpt_oss": {
-            "head_dim": 16,
-            "num_key_value_heads": 2,
-            "intermediate_size": 32,
-            "num_local_experts": 4,
-        },
-        "mamba": {"state_size": 4},
-    }[family]
-    heads = {} if family == "mamba" else {"num_attention_heads": 4}
-    config = AutoConfig.for_model(family, vocab_size=400, hidden_size=64, num_hidden_layers=2, pad_token_id=0, **heads, **changes)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    changes = {"mamba": {"state_size": 4}, "lfm2": {**heads, "layer_types": ["conv", "full_attention"]}}[family]
+    config = AutoConfig.for_model(family, vocab_size=400, hidden_size=64, num_hidden_layers=2, pad_token_id=0, **changes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="engine = vllm"):
+    why = {"mamba": "0 of its 2 layers attend", "lfm2": r"1 of its 2 layers attend .* of the types conv\)"}[family]
+    with pytest.raises(ModelError, match=f"{why}.*engine = vllm"):
         await EmbeddedEngine(str(tmp_path), device="cpu").start()
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.backends.attention_form import AttentionForm
 from agentrl.backends.embedded.attention import register_slot_attention
-from agentrl.batch.exact_attention import exact_attention
+from agentrl.backends.exact_attention import exact_attention
 from agentrl.errors import ModelError
 from agentrl.train.attention import PACKED, packed_attention, packed_rows, packed_trees, register_packed_attention
 from agentrl.train.modules import PolicyModule, positions
@@ -151,7 +151,7 @@ def test_each_form_gives_values_and_gradients_of_each_row_by_hand(
     name: str, widths: tuple[int, int], shared: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three rows, or a prefix of 7 tokens with two suffixes and a row alone; 4 query heads over 2 key heads."""
-    monkeypatch.setattr("agentrl.batch.exact_attention.CELLS", 300)  # several pieces a block
+    monkeypatch.setattr("agentrl.backends.exact_attention.CELLS", 300)  # several pieces a block
     spans = [[0, 0, 0, 7], [0, 7, 7, 18], [0, 7, 18, 22], [22, 22, 22, 31]] if shared else [[n, n, n, m] for n, m in ROWS]
     torch.manual_seed(0)
     sizes = [(31, 4, widths[0]), (31, 2, widths[0]), (31, 2, widths[1]), (4,)]

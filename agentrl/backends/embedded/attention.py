@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from agentrl.backends.attention_form import NOT_GIVEN, AttentionForm, NotGiven, attention_form
 from agentrl.backends.embedded.kv_cache import Pool, Sequence
-from agentrl.errors import ModelError
+from agentrl.backends.exact_attention import masked_attention
 
 NAME = "agentrl_slots"
+SHAPES = "agentrl_shapes"
 
 
 class Span:
@@ -39,7 +41,7 @@ class Span:
         self.longest = max(start + count for start, count in zip(first, counts, strict=True))
         self.slots = torch.tensor(slots, device=device)
         self.starts = torch.tensor(first, device=device)
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[tuple[int | None, int | None], Tensor] = {}
         if self.width == 1:
             self._lay_out_decode(slots)
         else:
@@ -71,19 +73,22 @@ class Span:
         kv = kv[:, :, :, : self.longest]
         return kv.index_select(1, self.slots) if self.view is None else kv[:, self.view]
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+    def mask(self, form: AttentionForm, dtype: torch.dtype) -> Tensor:
         """Additive mask [rows, 1, width, longest]: 0 where a token may attend, -inf elsewhere."""
         # Cached because all layers of a step with the same window share one mask.
-        if window not in self._masks:
+        window, chunk = form.window, form.chunk
+        if (window, chunk) not in self._masks:
             keys = torch.arange(self.longest, device=self.slots.device)
             queries = self.starts.unsqueeze(1) + torch.arange(self.width, device=keys.device)
             distance = queries.unsqueeze(2) - keys
             blocked = distance < 0
             if window is not None:
                 blocked |= distance >= window
+            if chunk is not None:
+                blocked |= (queries // chunk).unsqueeze(2) != keys // chunk
             bias = torch.zeros(blocked.shape, dtype=dtype, device=keys.device)
-            self._masks[window] = bias.masked_fill_(blocked, float("-inf")).unsqueeze(1)
-        return self._masks[window]
+            self._masks[window, chunk] = bias.masked_fill_(blocked, float("-inf")).unsqueeze(1)
+        return self._masks[window, chunk]
 
 
 class AttentionPlan:
@@ -101,29 +106,46 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
+    sliding_window: int | NotGiven | None = NOT_GIVEN,
     *,
     slot_plan: AttentionPlan,
-    **other: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """`query` [1, heads, T, dim], `key` and `value` [1, kv heads, T, dim] -> ([1, T, heads, dim], None)."""
-    for name in ("softcap", "s_aux", "position_bias"):
-        if other.get(name) is not None:
-            raise ModelError(f"the embedded engine does not support attention with {name!r}; use engine = vllm")
+    """`query` [1, heads, T, dim], `key` [1, kv heads, T, dim], `value` [1, kv heads, T, value dim] -> ([1, T, heads, value dim],
+    None). Raises ModelError for what is not in the form."""
+    form = attention_form(
+        module, query, attention_mask, scaling=scaling, dropout=dropout, sliding_window=sliding_window, others=others
+    )
     layer = cast(int, module.layer_idx)
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    widths = key.shape[-1], value.shape[-1]
+    # What the kernels below do not have: one more term of the softmax, a cap, or values of another width than keys.
+    plain = form.cap is None and form.sinks is None and widths[0] == widths[1]
     outputs = []
     for span in slot_plan.spans:
         flat = slice(span.offset, span.offset + span.tokens)
         kv = span.pool.kv[:, layer]
         # Stored before attending: the tokens of a prefill chunk attend to each other through the cache.
-        kv[0][span.token_slots, :, span.positions] = key[0, :, flat].transpose(0, 1)
-        kv[1][span.token_slots, :, span.positions] = value[0, :, flat].transpose(0, 1)
+        kv[0, ..., : widths[0]][span.token_slots, :, span.positions] = key[0, :, flat].transpose(0, 1)
+        kv[1, ..., : widths[1]][span.token_slots, :, span.positions] = value[0, :, flat].transpose(0, 1)
         q = query[0, :, flat].transpose(0, 1)
-        mask = span.mask(sliding_window, query.dtype)
-        attend_span = _decode if span.width == 1 else _prefill
-        outputs.append(attend_span(span, q, span.cached(kv), mask, scale))
+        mask = span.mask(form, query.dtype)
+        if plain:
+            attend_span = _decode if span.width == 1 else _prefill
+            outputs.append(attend_span(span, q, span.cached(kv), mask, form.scale))
+        else:
+            keys, values = (part[..., :width] for part, width in zip(span.cached(kv), widths, strict=True))
+            outputs.append(_exact(span, q, keys, values, mask, form))
     return torch.cat(outputs).unsqueeze(0), None
+
+
+def _exact(span: Span, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, form: AttentionForm) -> Tensor:
+    """`query` [tokens, heads, dim] -> [tokens, heads, value dim], for any form."""
+    if span.width > 1:
+        return masked_attention(query[span.padded].transpose(1, 2), key, value, mask, form).transpose(1, 2)[span.real]
+    if span.scatter is not None:
+        query = query.new_zeros(len(key), *query.shape[1:]).index_copy_(0, span.scatter, query)
+    out = masked_attention(query.unsqueeze(2), key, value, mask, form).squeeze(2)
+    return out if span.scatter is None else out.index_select(0, span.scatter)
 
 
 def _decode(span: Span, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -165,6 +187,18 @@ def _by_key_head(query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tenso
     together = query.reshape(rows, -1, group * width, dim)
     out = F.scaled_dot_product_attention(together, kv[0], kv[1], attn_mask=mask.repeat(1, 1, group, 1), scale=scale)
     return out.reshape(rows, heads, width, dim)
+
+
+def note_shapes(found: dict[int, tuple[int, int, int]]) -> str:
+    """Make known to transformers an attention that computes nothing, but notes each layer's key heads and widths of keys and
+    values; its name."""
+
+    def note(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        found[cast(int, module.layer_idx)] = (key.shape[1], key.shape[-1], value.shape[-1])
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+    AttentionInterface.register(SHAPES, note)
+    return SHAPES
 
 
 def register_slot_attention() -> None:

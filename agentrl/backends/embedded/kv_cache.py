@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """Shape of one token's cache."""
+    """Shape of one token's cache; `head_dim` is the wider of keys and values."""
 
     layers: int
     heads: int

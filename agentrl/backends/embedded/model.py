@@ -18,8 +18,10 @@ from agentrl.backends.parameters import Arrivals, expected_parameters
 from agentrl.errors import ModelError
 from agentrl.weights.target import Adapter
 
-# Allowed difference between the logits of the model's own attention and of ours on the probe tokens: its norm, as a part of the
-# norm of what a position's logits differ among themselves. Not the largest difference: over a vocabulary of 150,000 in bfloat16,
+ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Types of layers, as configs name them, that keep nothing of earlier tokens but keys and values."""
+# Allowed difference between the logits of the model's own attention and of ours on the probe tokens: at each position its norm, as a
+# part of the norm of what the position's logits differ among themselves. Not the largest difference: over a vocabulary of 150,000 in bfloat16,
 # in which logits of 30 resolve 0.125, it exceeds 0.25 between two right kernels.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
@@ -45,21 +47,13 @@ class EmbeddedModel:
         """Raises ModelError if the folder cannot be loaded or the model's attention cannot be reproduced."""
         self.device = device
         self.module = _load(path, getattr(torch, dtype), device)
-        text = self.module.config.get_text_config()
-        heads = getattr(text, "num_attention_heads", None)
-        if not isinstance(heads, int):
-            raise ModelError(f"{path} has no attention heads that a KV cache could serve; use engine = vllm")
         self._expected = expected_parameters(path)
         self.vocab, self.positions = self._expected.vocab, self._expected.positions
-        self.shape = KvShape(
-            layers=text.num_hidden_layers,
-            heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-            dtype=getattr(torch, dtype),
-            device=device,
-        )
         self._base: dict[str, Tensor] = {}
-        self._check(path)
+        try:
+            self._check(getattr(torch, dtype))
+        except (ModelError, ValueError) as problem:
+            raise ModelError(f"the embedded engine cannot run {path}: {problem}; use engine = vllm") from problem
 
     @torch.inference_mode()
     def forward(self, token_ids: list[int], plan: AttentionPlan, last: list[int]) -> Tensor:
@@ -100,33 +94,52 @@ class EmbeddedModel:
         apply_adapter(dict(self.module.named_parameters()), self._base, adapter)
 
     @torch.inference_mode()
-    def _check(self, path: str) -> None:
+    def _check(self, dtype: torch.dtype) -> None:
         """Compare our attention with the model's own on a few tokens, prefill and decode: a model with state
-        or masks that a KV cache does not hold (recurrent layers, attention sinks) fails here, not in training."""
+        that a KV cache does not hold (recurrent layers, convolutions) fails here, not in training."""
         ids = [(7 * i + 3) % self.vocab for i in range(9)]
-        reference = self.module(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0].float()
-        try:
-            self.module.set_attn_implementation(attention.NAME)
-        except ValueError as problem:
-            raise ModelError(f"the embedded engine cannot run {path}: {problem}; use engine = vllm") from None
+        given = torch.tensor([ids], device=self.device)
+        # Not torch's attention, which is a model's default and knows neither sinks nor caps.
+        self.module.set_attn_implementation("eager")
+        reference = self.module(input_ids=given, use_cache=False).logits[0].float()
+        self.shape = self._cache_shape(given, dtype)
         slots = Slots(self.shape, 16, 2**40)
         sequence = slots.new("probe", ids)
         if sequence is None:
             raise ModelError("no memory for a probe of 9 tokens")
         rows = []
-        for count in (len(ids) - 1, 1):
+        for count in (len(ids) - 2, 1, 1):
             plan = AttentionPlan([Span(sequence.pool, 0, [(sequence, count)], self.device)])
             chunk = ids[sequence.computed : sequence.computed + count]
             rows.append(self.forward(chunk, plan, list(range(count))))
             sequence.computed += count
         centered = [logits - logits.mean(-1, keepdim=True) for logits in (torch.cat(rows), reference)]
-        error = ((centered[0] - centered[1]).norm() / centered[1].norm()).item()
+        error = ((centered[0] - centered[1]).norm(dim=-1) / centered[1].norm(dim=-1)).max().item()
         # Not `error > ...`: NaN must fail too.
         if not error <= _TOLERANCE[self.shape.dtype]:
             raise ModelError(
-                f"the embedded engine does not reproduce {path} (its logits are off by {error:.2g} of "
-                f"what they differ among themselves): its layers keep state that a KV cache does not hold; use engine = vllm"
+                f"its slot attention does not reproduce the model's own (logits are off by {error:.2g} of what they differ among "
+                f"themselves): its layers keep state that a KV cache does not hold"
             )
+
+    def _cache_shape(self, ids: Tensor, dtype: torch.dtype) -> KvShape:
+        """What the layers hand to their attention function: configs name it in many ways, and latent attention in none."""
+        found: dict[int, tuple[int, int, int]] = {}
+        self.module.set_attn_implementation(attention.note_shapes(found))
+        self.module(input_ids=ids, use_cache=False)
+        self.module.set_attn_implementation(attention.NAME)
+        # The check of numbers alone would not see state that changes them little, as that of an untrained convolution.
+        text = self.module.config.get_text_config()
+        others = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENDING)
+        layers = getattr(text, "num_hidden_layers", len(found))
+        if others or len(found) != layers:
+            kinds = f" (its layers are of the types {', '.join(others)})" if others else ""
+            raise ModelError(f"{len(found)} of its {layers} layers attend over keys that a KV cache could hold{kinds}")
+        shapes = set(found.values())
+        if len(shapes) != 1:
+            raise ModelError("its layers have caches of different shapes")
+        heads, keys, values = shapes.pop()
+        return KvShape(max(found) + 1, heads, max(keys, values), dtype, self.device)
 
 
 def _load(path: str, dtype: torch.dtype, device: torch.device) -> Any:

@@ -30,6 +30,21 @@ class _Piece:
     hidden: Tensor  # bool [queries, keys]: a query does not see that key
 
 
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, form: AttentionForm) -> Tensor:
+    """The same without gradients, with a mask for each row in place of positions: `mask` [n, 1, W, K] is added to scores."""
+    rows, heads, width, _ = query.shape
+    out = query.new_empty(rows, heads, width, value.shape[-1])
+    parts = _by_key_head(query, key), _by_key_head(out, key)
+    step = max(1, CELLS // (rows * heads * key.shape[2]))
+    for first in range(0, width, step):
+        piece = slice(first, first + step)
+        z, _ = _capped(_times(parts[0][:, :, :, piece], key.transpose(-1, -2)).mul_(form.scale), form.cap)
+        z = z.add_(mask[:, :, None, piece])
+        p = z.sub_(_sums(z, form.sinks, key).unsqueeze(-1)).exp_().to(value.dtype)
+        parts[1][:, :, :, piece] = _times(p, value).to(out.dtype)
+    return out
+
+
 def exact_attention(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
     """`query` [n, H, W, D], `key` [n, G, K, D], `value` [n, G, K, E] -> [n, H, W, E] in query's type; query i stands at the
     position K - W + i of the keys. H is a multiple of G. The form's chunk is the caller's to see to."""
@@ -46,9 +61,7 @@ class _Exact(torch.autograd.Function):
         grouped = _by_key_head(out, key), _by_key_head(lse, key)
         for piece in _pieces(query, key, form.window):
             z, _ = _made(query, key, piece, form)
-            part = torch.logsumexp(z, dim=-1)
-            if sinks is not None:
-                part = torch.logaddexp(part, _of_sinks(sinks, key))
+            part = _sums(z, sinks, key)
             grouped[1][:, :, :, piece.queries] = part
             p = z.sub_(part.unsqueeze(-1)).exp_().to(value.dtype)
             grouped[0][:, :, :, piece.queries] = _times(p, value[:, :, piece.keys]).to(out.dtype)
@@ -105,22 +118,28 @@ def _pieces(query: Tensor, key: Tensor, window: int | None) -> Iterator[_Piece]:
 def _made(query: Tensor, key: Tensor, piece: _Piece, form: AttentionForm) -> tuple[Tensor, Tensor | None]:
     """Scores of a piece, float32 [n, G, H / G, queries, keys], and the derivative of the cap."""
     q = _by_key_head(query, key)[:, :, :, piece.queries]
-    z = _times(q, key[:, :, piece.keys].transpose(-1, -2)).mul_(form.scale)
-    bend = None
-    if form.cap is not None:
-        z = z.div_(form.cap).tanh_()
-        bend = z.square().neg_().add_(1.0)
-        z = z.mul_(form.cap)
+    z, bend = _capped(_times(q, key[:, :, piece.keys].transpose(-1, -2)).mul_(form.scale), form.cap)
     return z.masked_fill_(piece.hidden, _NEVER), bend
+
+
+def _capped(z: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
+    """cap tanh(z / cap) in z's memory, and its derivative."""
+    if cap is None:
+        return z, None
+    z = z.div_(cap).tanh_()
+    bend = z.square().neg_().add_(1.0)
+    return z.mul_(cap), bend
+
+
+def _sums(z: Tensor, sinks: Tensor | None, key: Tensor) -> Tensor:
+    """log of the sum of e^z over the keys, and of e^s for each head's sink: [n, G, H / G, queries]."""
+    lse = torch.logsumexp(z, dim=-1)
+    return lse if sinks is None else torch.logaddexp(lse, sinks.float().view(1, key.shape[1], -1, 1))
 
 
 def _by_key_head(tensor: Tensor, key: Tensor) -> Tensor:
     """[n, H, ...] -> [n, G, H / G, ...], a view: the query heads that share a key head."""
     return tensor.view(len(tensor), key.shape[1], -1, *tensor.shape[2:])
-
-
-def _of_sinks(sinks: Tensor, key: Tensor) -> Tensor:
-    return sinks.float().view(1, key.shape[1], -1, 1)
 
 
 def _times(left: Tensor, right: Tensor) -> Tensor:
