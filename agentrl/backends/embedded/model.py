@@ -20,9 +20,9 @@ from agentrl.weights.target import Adapter
 
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 """Types of layers, as configs name them, that keep nothing of earlier tokens but keys and values."""
-# Allowed difference between the logits of the model's own attention and of ours on the probe tokens: at each position its norm, as a
-# part of the norm of what the position's logits differ among themselves. Not the largest difference: over a vocabulary of 150,000 in bfloat16,
-# in which logits of 30 resolve 0.125, it exceeds 0.25 between two right kernels.
+# Allowed difference between the logits of the model's own attention and of ours at each of the probe's positions: its norm, as a
+# part of the norm of what the position's logits differ among themselves. Not the largest difference: over a vocabulary of
+# 150,000 in bfloat16, in which logits of 30 resolve 0.125, it exceeds 0.25 between two right kernels.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
