@@ -42,6 +42,8 @@ _ANYWHERE = {
     "model.replicas": "spreads the same computation over ranks",
     "model.sequence_parallel": "spreads the same computation over ranks",
     "model.packing": "computes the same numbers, more or fewer rows at once",
+    "model.tensor_parallel": "spreads the same computation over ranks",
+    "model.expert_parallel": "spreads the same computation over ranks",
     "model.cpu_offload": "computes the same numbers in less memory",
     "model.offload": "computes the same numbers in less memory",
     "rollout.max_episodes": _CAPACITY,

@@ -61,7 +61,9 @@ class ModelConfig(Frozen):
     `shard_gradients` adds gradients up over the ranks after every micro-batch, so that each keeps its shard, instead of
     keeping them whole until the optimizer step: by default from 1B trained parameters on; `replicas` shards within
     actors / replicas ranks and replicates across (HSDP); `sequence_parallel` ranks share the tokens of each
-    micro-batch (Ulysses); `cpu_offload` keeps weights and optimizer in host memory (GPUs only);
+    micro-batch (Ulysses); `tensor_parallel` ranks split each matrix by the model's plan, and the attention heads with them;
+    `expert_parallel` ranks have other experts each, to which tokens travel; `cpu_offload` keeps weights and optimizer in host
+    memory (GPUs only);
     `offload` "idle" moves them there only while the role waits for others on its GPU: another role, or with
     `rollout.colocate` the engine.
     `compile`: each layer, and the softmax of the head, by torch.compile, for GPUs (the first micro-batches take minutes).
@@ -84,6 +86,8 @@ class ModelConfig(Frozen):
     shard_gradients: bool | None = None
     replicas: PositiveInt = 1
     sequence_parallel: PositiveInt = 1
+    tensor_parallel: PositiveInt = 1
+    expert_parallel: PositiveInt = 1
     cpu_offload: bool = False
     offload: Literal["never", "idle"] = "never"
     compile: bool = False

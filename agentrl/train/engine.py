@@ -194,6 +194,8 @@ TRAIN_ENGINES: Registry[type[BaseEngine]] = Registry(
         "prefix_sharing": "computes a prefix that rows share once (PackedSequences.spans)",
         "replicas": "model.replicas > 1",
         "sequence_parallel": "model.sequence_parallel > 1",
+        "tensor_parallel": "model.tensor_parallel > 1",
+        "expert_parallel": "model.expert_parallel > 1",
         "cpu_offload": "model.cpu_offload",
         "offload": 'model.offload = "idle"',
         "compile": "model.compile",

@@ -16,6 +16,8 @@ ASKED: dict[str, tuple[str, Callable[[TrainConfig], bool]]] = {
     "prefix_sharing": ('optim.prefix_sharing = "on"', lambda config: config.optim.prefix_sharing == "on"),
     "replicas": ("model.replicas > 1", lambda config: config.model.replicas > 1),
     "sequence_parallel": ("model.sequence_parallel > 1", lambda config: config.model.sequence_parallel > 1),
+    "tensor_parallel": ("model.tensor_parallel > 1", lambda config: config.model.tensor_parallel > 1),
+    "expert_parallel": ("model.expert_parallel > 1", lambda config: config.model.expert_parallel > 1),
     "cpu_offload": ("model.cpu_offload", lambda config: config.model.cpu_offload),
     "offload": ('model.offload = "idle"', lambda config: config.model.offload != "never"),
     "compile": ("model.compile", lambda config: config.model.compile),
@@ -43,6 +45,10 @@ def check_train_engine(config: TrainConfig) -> None:
             able = TRAIN_ENGINES.that_are(trait)
             raise ConfigError(f'{words}: model.engine = "{entry.name}" does not support it; engines that do: {able}')
     entry.make.check(config.model, config.cluster.actors)
+    others = (config.critic.path if config.critic else None, config.reward_model.path if config.reward_model else None)
+    for path in others:
+        if path is not None:
+            entry.make.check(config.model.model_copy(update={"path": path, "init": None}), config.cluster.actors)
 
 
 def shares_prefixes(cfg: ModelConfig) -> bool:

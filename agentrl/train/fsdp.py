@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -18,33 +17,33 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import AgentrlError, ConfigError, ModelError
 from agentrl.train.attention import PACKED, register_packed_attention
 from agentrl.train.by_size import by_size
 from agentrl.train.engine import TRAIN_ENGINES, BaseEngine, compute_dtype, flat_state
-from agentrl.train.engines import check_on_host
 from agentrl.train.families.layout import same_when_recomputed
 from agentrl.train.families.mixers import keep_rows_apart
 from agentrl.train.head import backbone
 from agentrl.train.kernels import compile_layers, compiled_head, use_liger
+from agentrl.train.layout import Layout
 from agentrl.train.loading import Loader
 from agentrl.train.lora import inject, merged, without_adapters
 from agentrl.train.memory import RoleMemory, count
 from agentrl.train.modules import MODULES, Micro, PolicyModule, Role, layers_of, shared
 from agentrl.train.offload import Offloaded
-from agentrl.train.pretrained import empty_causal_lm, empty_classifier
+from agentrl.train.optim import by_mesh
+from agentrl.train.plan_checks import check_plans
+from agentrl.train.plans import expert_dimension, split
+from agentrl.train.pretrained import empty_causal_lm, empty_classifier, meta_model
 from agentrl.train.saving import empty_like, save_model
 from agentrl.train.ulysses import Ulysses
 from agentrl.weights.conversions import Saving
 
 PREFIX = "hf."
-HOST = ("cpu",)
-"""Devices whose memory is the host's."""
 
 
 @TRAIN_ENGINES.register(
@@ -56,6 +55,8 @@ HOST = ("cpu",)
         "sft",
         "replicas",
         "sequence_parallel",
+        "tensor_parallel",
+        "expert_parallel",
         "cpu_offload",
         "offload",
         "compile",
@@ -88,7 +89,8 @@ class FsdpEngine(BaseEngine):
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.compute_dtype = compute_dtype(cfg, self.device)
         self.sharded = dist.is_available() and dist.is_initialized()
-        self.layout = Layout.of(cfg, self.device, dist.get_world_size() if self.sharded else 1)
+        world = dist.get_world_size() if self.sharded else 1
+        self.layout = Layout.of(cfg, self.device, world)
         if not self.sharded and self.compute_dtype != torch.float32:
             raise ModelError('model.dtype = "bfloat16" needs a process group: cluster.backend = "ray"')
         build = empty_classifier if role == "score" else empty_causal_lm
@@ -99,6 +101,8 @@ class FsdpEngine(BaseEngine):
         self.tied = bool(model.config.get_text_config().tie_word_embeddings)
         if cfg.kernels == "liger":
             use_liger(model, self.device)
+        if cfg.tensor_parallel * cfg.expert_parallel > 1:
+            check_plans(cfg, model, world)
         self.checkpoints = by_size(cfg.activation_checkpointing, sum(p.numel() for p in model.parameters()))
         if self.checkpoints:
             # The reentrant kind computes no gradient if no input of a layer needs one, which is so with adapters on frozen
@@ -110,6 +114,12 @@ class FsdpEngine(BaseEngine):
         if self.packs:
             keep_rows_apart(backbone(model))
         self.module: nn.Module = MODULES[role](model)
+        self._experts = []
+        if cfg.tensor_parallel * cfg.expert_parallel > 1:
+            experts = self.layout.experts
+            self._experts = split(model, self.layout.tp, None if experts is None else experts["ep"])
+        if self.layout.tp is not None and isinstance(self.module, PolicyModule):
+            self.module.tensor = Ulysses(self.layout.tp.get_group())
         if cfg.compile:
             compile_layers(layers_of(self.module))
             if isinstance(self.module, PolicyModule):
@@ -133,6 +143,10 @@ class FsdpEngine(BaseEngine):
             options["offload_policy"] = CPUOffloadPolicy()
         # Layers first: the call for the root takes what they leave (embeddings, head, last norm). With the root alone, the
         # whole model would be gathered at once.
+        for experts in self._experts:
+            assert self.layout.experts is not None
+            others: dict[str, Any] = {**options, "mesh": self.layout.experts["efsdp"]}
+            fully_shard(experts, **others, shard_placement_fn=self._expert_shards)
         for layer in layers_of(self.module):
             fully_shard(layer, **options)
         fully_shard(self.module, **options)
@@ -140,6 +154,11 @@ class FsdpEngine(BaseEngine):
             # Both are needed for sums instead of means: gloo does not support a reduce with the divide factor alone.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+
+    def _expert_shards(self, parameter: nn.Parameter) -> Shard | None:
+        assert self.layout.experts is not None
+        place = expert_dimension(parameter.shape, self.cfg.expert_parallel, self.layout.experts["efsdp"].size())
+        return None if place is None else Shard(place)
 
     def _parts(self) -> list[FSDPModule]:
         return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
@@ -179,12 +198,14 @@ class FsdpEngine(BaseEngine):
 
     def step(self, sound: bool = True) -> float:
         assert self.optimizers is not None
-        parameters = [p for _, p in self.named() if p.grad is not None]
+        # Mesh by mesh, because an operation takes tensors of one mesh only.
+        meshes = by_mesh([p for _, p in self.named() if p.grad is not None])
+        norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in meshes]
+        # Of all ranks' shards, so that every rank decides alike below.
+        size = math.hypot(*(float(unsharded(norm)) for norm in norms))
         # A norm that is not finite spoils the gradients here, which does no harm: they are dropped below.
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()  # of all ranks' shards, so that every rank decides alike below
-        size = float(norm)
+        for part in meshes:
+            torch.nn.utils.clip_grads_with_norm_(part, self.max_grad_norm, torch.tensor(size))
         if sound and math.isfinite(size):
             self.optimizers.step()
         else:
@@ -216,6 +237,21 @@ class FsdpEngine(BaseEngine):
 
     def frozen_base(self) -> AbstractContextManager[None]:
         return without_adapters(self.module)
+
+    @classmethod
+    def check(cls, cfg: ModelConfig, ranks: int) -> None:
+        parallel = cfg.tensor_parallel * cfg.expert_parallel > 1
+        for key, given in (
+            ("compile = true", cfg.compile),
+            ('kernels = "liger"', cfg.kernels == "liger"),
+            ("cpu_offload = true", cfg.cpu_offload),
+        ):
+            if parallel and given:
+                raise ConfigError(f"model.{key} does not work with model.tensor_parallel or model.expert_parallel")
+        if cfg.replicas > 1 and cfg.expert_parallel > 1:
+            raise ConfigError("model.replicas does not work with model.expert_parallel, which has a mesh of its own for experts")
+        if parallel:
+            check_plans(cfg, meta_model(cfg), ranks)
 
     @classmethod
     def memory(cls, module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, *, trained: bool) -> RoleMemory:
@@ -252,10 +288,10 @@ class FsdpEngine(BaseEngine):
                 part.unshard()
             try:
                 for name, parameter in part.named_parameters(prefix):
-                    # A parameter of a nested part is still a DTensor here; it is yielded with its own part.
-                    if name not in seen and not isinstance(parameter, DTensor) and not self._left_out(name):
+                    # A parameter of a nested part is still sharded here; it is yielded with its own part.
+                    if name not in seen and not _sharded(parameter) and not self._left_out(name):
                         seen.add(name)
-                        yield name, parameter
+                        yield name, unsharded(parameter)
             finally:
                 if isinstance(part, FSDPModule):
                     part.reshard()
@@ -324,35 +360,9 @@ class FsdpEngine(BaseEngine):
         return tensor.detach().to(tensor.dtype if plain else self.compute_dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How the ranks are used: the mesh that parameters are sharded over (its last axis; if there are two, the first
-    replicates), the group that shares tokens, and the group that metrics are summed over."""
-
-    fsdp: DeviceMesh | None = None
-    ulysses: Ulysses | None = None
-    data: dist.ProcessGroup | None = None
-
-    @classmethod
-    def of(cls, cfg: ModelConfig, device: torch.device, world: int) -> Layout:
-        """The layout for a config. Raises ConfigError if `replicas` or `sequence_parallel` does not divide the ranks."""
-        for key, parts in (("replicas", cfg.replicas), ("sequence_parallel", cfg.sequence_parallel)):
-            if world % parts:
-                raise ConfigError(f"model.{key} = {parts} does not divide cluster.actors = {world}")
-        if device.type in HOST:
-            check_on_host(cfg)
-        if not dist.is_initialized():
-            return cls()
-        # Parameters are sharded over ranks that share tokens too: these have the same weights and only compute other tokens.
-        kind, shard, share = device.type, world // cfg.replicas, cfg.sequence_parallel
-        if cfg.replicas == 1:
-            fsdp = init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
-        else:
-            fsdp = init_device_mesh(kind, (cfg.replicas, shard), mesh_dim_names=("replicate", "shard"))
-        if share == 1:
-            return cls(fsdp)
-        ranks = init_device_mesh(kind, (world // share, share), mesh_dim_names=("dp", "sp"))
-        return cls(fsdp, Ulysses(ranks.get_group("sp")), ranks.get_group("dp"))
+def _sharded(parameter: Tensor) -> bool:
+    """Whether FSDP2 holds a shard of it now. What is split by tensor or expert parallelism alone is a DTensor too."""
+    return isinstance(parameter, DTensor) and not {"tp", "ep"} >= set(parameter.device_mesh.mesh_dim_names or ("",))
 
 
 def unsharded(tensor: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from agentrl.train.critic import Critic
 from agentrl.train.engines import shares_prefixes
 from agentrl.train.finite import broken_rows, described
 from agentrl.train.kl import adapted_kl_coef, episode_sums, reward_penalty
+from agentrl.train.layout import check_divides
 from agentrl.train.pretrained import named_anywhere
 from agentrl.train.reference import Reference
 from agentrl.train.reward_model import RewardModel, last_rows, with_scores
@@ -51,23 +52,24 @@ W = TypeVar("W", bound=Worker)
 
 
 def mesh_of(config: TrainConfig, ranks: int | None = None) -> dict[str, int]:
-    """The ranks of a role as a mesh: the ranks along "sp" get the same rows and share their tokens.
+    """The ranks of a role as a mesh: the ranks along "sp" get the same rows and share their tokens, those along "tp" (with
+    `model.tensor_parallel`) the same tokens.
 
-    `ranks`: their number, for a role with its own pool; by default `cluster.actors`. Raises ConfigError if
-    `model.sequence_parallel` or `model.replicas` does not divide it.
+    `ranks`: their number, for a role with its own pool; by default `cluster.actors`. Raises ConfigError if a key of [model]
+    that divides the ranks does not.
     """
-    share = config.model.sequence_parallel
     name, ranks = ("cluster.actors", config.cluster.actors) if ranks is None else ("a pool of processes", ranks)
-    for key, parts in (("sequence_parallel", share), ("replicas", config.model.replicas)):
-        if ranks % parts:
-            raise ConfigError(f"model.{key} = {parts} does not divide {name} = {ranks}")
-    return {"dp": ranks // share, "sp": share}
+    check_divides(config.model, ranks, name)
+    share, split = config.model.sequence_parallel, config.model.tensor_parallel
+    mesh = {"dp": ranks // (share * split), "sp": share}
+    return mesh | {"tp": split} if split > 1 else mesh
 
 
 def check_learner(config: TrainConfig) -> None:
     """Raise ConfigError for a combination of algorithm and roles that would not do what its settings say.
 
-    Reads: algorithm, critic, reward_model, steps, model.sequence_parallel, model.replicas, cluster.actors, rollout.max_turns,
+    Reads: algorithm, critic, reward_model, steps, model.sequence_parallel, model.tensor_parallel, model.expert_parallel,
+    model.replicas, cluster.actors, rollout.max_turns,
     rollout.max_turn_tokens, rollout.max_episode_tokens; and as `check_offload`.
     """
     check_algorithm(fill_length_norm(config))

@@ -1,7 +1,8 @@
 """How many bytes a role takes on each of its ranks, counted from the model's architecture alone: no weights are read.
 
 The model is built on torch's meta device, with its adapters, so parameters are those that a rank will have. What a rank
-holds of them follows FSDP2: float32 shards along the first dimension, and gathered layers in the type of the computation.
+holds of them follows FSDP2: float32 shards along the first dimension, and gathered layers in the type of the computation;
+after the model's plans have split what tensor and expert parallelism split (train/plans.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from agentrl.errors import ModelError
 from agentrl.train.activations import count_activations, counted_attention
 from agentrl.train.by_size import by_size
 from agentrl.train.lora import inject
-from agentrl.train.modules import MODULES, Role, layers_of
+from agentrl.train.modules import MODULES, PolicyModule, Role, layers_of
+from agentrl.train.plans import Share, shares
 from agentrl.train.pretrained import meta_model
 
 MASTER = 4
@@ -73,17 +75,20 @@ def shell(cfg: ModelConfig, role: Role = "policy", path: str | None = None, *, g
 def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, *, trained: bool) -> RoleMemory:
     """The memory of a role with `ranks` ranks, on one of them. `cfg.dtype` is set; `tokens`: of a micro-batch; `trained`: whether
     the role has gradients and an optimizer. Raises ModelError if the model's forward pass cannot be counted."""
-    shards = ranks // cfg.replicas
+    held = shares_of(module, cfg, ranks)
     parameters = list(module.parameters())
     learning = [p for p in parameters if p.requires_grad] if trained else []
     # As FsdpEngine decides: checkpointing by the model without adapters, sharded gradients by what is trained.
     size = numbers(p for name, p in module.named_parameters() if ".lora_" not in name)
     checkpoints, shards_gradients = by_size(cfg.activation_checkpointing, size), by_size(cfg.shard_gradients, numbers(learning))
-    own = {"weights": MASTER * _local(parameters, shards), "optimizer": ADAMW * _local(learning, shards)}
-    sharded = MASTER * _local(learning, shards)
+    own = {"weights": MASTER * _local(parameters, held), "optimizer": ADAMW * _local(learning, held)}
+    sharded = MASTER * _local(learning, held)
+    whole = MASTER * sum(held[id(p)].whole for p in learning)
+    gathered = _gathered(module, cfg, held, trained) if ranks > 1 or cfg.dtype != "float32" else 0
     if cfg.cpu_offload:
         # In host memory then; gathered layers, and gradients that are not sharded, are still on the device.
         own, sharded = {"host": sum(own.values()) + sharded}, 0
+    _cut(module, held)
     try:
         found = count_activations(module, math.ceil(tokens / cfg.sequence_parallel), getattr(torch, cfg.dtype or "float32"))
     except RuntimeError as error:
@@ -91,8 +96,8 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, *, train
     kept = found.checkpointed if checkpoints else found.saved
     return RoleMemory(
         **own,
-        gradients=sharded if shards_gradients else MASTER * numbers(learning),
-        gathered=_gathered(module, cfg, trained) if ranks > 1 or cfg.dtype != "float32" else 0,
+        gradients=sharded if shards_gradients else whole,
+        gathered=gathered,
         activations=kept if trained else 0,
         # Without a backward pass nothing is kept, and at most about one layer's results are there at once.
         working=found.working(checkpoints) if trained else max(found.layer, found.chunk),
@@ -106,26 +111,56 @@ def numbers(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def _local(parameters: Iterable[nn.Parameter], shards: int) -> int:
-    """Numbers on the rank that holds the most: FSDP2 cuts the first dimension into equal pieces, the last ones shorter."""
-    return sum(math.ceil(len(p) / shards) * (p.numel() // max(len(p), 1)) for p in parameters)
+Held = dict[int, Share]
+"""What a rank holds of each parameter, by its id."""
 
 
-def _gathered(module: nn.Module, cfg: ModelConfig, trained: bool) -> int:
+def shares_of(module: nn.Module, cfg: ModelConfig, ranks: int) -> Held:
+    """What each rank holds of each parameter of a role's module; parameters that the module has beside the model are sharded by
+    FSDP2 alone."""
+    model: Any = module.hf
+    named = dict(model.named_parameters())
+    held = {id(named[name]): share for name, share in shares(model, cfg, ranks).items()}
+    alone = ranks // cfg.replicas // cfg.tensor_parallel
+    return {id(p): held.get(id(p)) or Share(tuple(p.shape), 0, alone) for p in module.parameters()}
+
+
+def _cut(module: nn.Module, held: Held) -> None:
+    """Give the layers' parameters, on the meta device, the shapes that they have on a rank, so that its activations can be
+    counted: matrices split by tensor parallelism. Embeddings stay, since the head's tokens are split and not its vocabulary;
+    experts too, as if each rank got as many tokens as it sends."""
+    for layer in layers_of(module):
+        for parameter in layer.parameters():
+            if parameter.ndim < 3:
+                parameter.data = parameter.new_empty(held[id(parameter)].shape)
+
+
+def _local(parameters: Iterable[nn.Parameter], held: Held) -> int:
+    """Numbers on the rank that holds the most."""
+    return sum(held[id(p)].held for p in parameters)
+
+
+def _gathered(module: nn.Module, cfg: ModelConfig, held: Held, trained: bool) -> int:
     size = width(cfg.dtype)
     layers = [list(layer.parameters()) for layer in layers_of(module)]
     inside = {id(p) for layer in layers for p in layer}
     root = [p for p in module.parameters() if id(p) not in inside]
-    largest = max(layers, key=numbers)
-    held = size * (numbers(root) + GATHERED * numbers(largest))
+    largest = max(layers, key=lambda layer: _whole(layer, held))
+    taken = size * (_whole(root, held) + GATHERED * _whole(largest, held))
+    if cfg.tensor_parallel > 1 and isinstance(module, PolicyModule):
+        taken += size * module.hf.get_output_embeddings().weight.numel()  # gathered over the ranks of tensor parallelism too
     if not trained:
-        return held
+        return taken
     # Gradients of a layer, as computed and as float32 in the buffer of their reduction; those outside of layers until the end.
-    return held + (size + MASTER) * _learning(largest) + size * _learning(root)
+    return taken + (size + MASTER) * _whole(_learning(largest), held) + size * _whole(_learning(root), held)
 
 
-def _learning(parameters: Iterable[nn.Parameter]) -> int:
-    return numbers(p for p in parameters if p.requires_grad)
+def _whole(parameters: Iterable[nn.Parameter], held: Held) -> int:
+    return sum(held[id(p)].whole for p in parameters)
+
+
+def _learning(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [p for p in parameters if p.requires_grad]
 
 
 def token_bytes(model: Any, dtype: str) -> int:

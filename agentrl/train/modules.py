@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ from agentrl.train.attention import PackedSequences, padded
 from agentrl.train.families.layout import laid_out, taken
 from agentrl.train.head import backbone, head_rule
 from agentrl.train.logprobs import PLAIN
-from agentrl.train.ulysses import Ulysses
+from agentrl.train.ulysses import Ulysses, divided
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class PolicyModule(nn.Module):
         self.hf = model
         self.kernels = PLAIN
         self.rule = head_rule(model)
+        self.tensor: Ulysses | None = None  # the ranks of tensor parallelism, which share the tokens of the head
 
     def forward(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
         """log pi and entropies of the tokens `micro.targets`: two float32 [M]."""
@@ -55,8 +57,8 @@ class PolicyModule(nn.Module):
             local, counts, back = shares(indices, len(hidden), group)
             indices, targets = indices[local], targets[local]
         before = hidden.index_select(0, indices - first)
-        head = self.hf.get_output_embeddings()
-        own = self.rule.logprobs(before, head, targets, temperature, entropy=entropy, kernels=self.kernels)
+        compute = partial(self.rule.logprobs, temperature=temperature, entropy=entropy, kernels=self.kernels)
+        own = divided(compute, before, self.hf.get_output_embeddings(), targets, self.tensor)
         if group is None:
             return own
         return group.gather(own[0], counts)[back], group.gather(own[1], counts)[back]

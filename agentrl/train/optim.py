@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from agentrl.config.schema import OptimConfig, SftConfig
 from agentrl.errors import ConfigError
@@ -84,13 +85,19 @@ def _fresh(part: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Te
     return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
 
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters grouped by the mesh of ranks that they are sharded over: one operation takes tensors of one mesh only."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(groups.values())
+
+
 def adamw(named: Named, cfg: OptimConfig) -> Optimizers:
     """AdamW over all parameters, without weight decay for vectors (norms, biases)."""
-    groups = [
-        {"params": [p for _, p in named if p.ndim > 1], "weight_decay": cfg.weight_decay},
-        {"params": [p for _, p in named if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    chosen = [group for group in groups if group["params"]]
+    matrices, vectors = [p for _, p in named if p.ndim > 1], [p for _, p in named if p.ndim <= 1]
+    decays = ((matrices, cfg.weight_decay), (vectors, 0.0))
+    chosen = [{"params": part, "weight_decay": decay} for held, decay in decays for part in by_mesh(held)]
     # fused: one pass over the memory; single operations would make temporary tensors as large as the weights.
     return Optimizers([torch.optim.AdamW(chosen, lr=cfg.lr, betas=cfg.betas, fused=True)], named)
 
@@ -100,7 +107,8 @@ def muon(named: Named, cfg: SftConfig) -> Optimizers:
     inner = [(n, p) for n, p in named if p.ndim == 2 and not _is_embedding(n)]
     chosen = {id(p) for _, p in inner}
     rest = [p for _, p in named if id(p) not in chosen]
-    parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+    groups = [{"params": part} for part in by_mesh(rest)]
+    parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
     if inner:
         parts.append(torch.optim.Muon([p for _, p in inner], lr=cfg.matrix_lr, weight_decay=0.1))
     return Optimizers(parts, named)

@@ -8,11 +8,13 @@ logprobs of all tokens; so the loss is the same on every rank, and its gradient 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
 
 from agentrl.errors import ModelError
 
@@ -57,6 +59,21 @@ class _Gather(torch.autograd.Function):
         return grads[0][ctx.part], None, None
 
 
+class _Sum(torch.autograd.Function):
+    """The same tensor; its gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
 class Ulysses:
     """One rank's view of its group."""
 
@@ -95,3 +112,39 @@ class Ulysses:
     def _exchange(self, parts: Tensor) -> Tensor:
         call: Callable[..., Tensor] = _AllToAll.apply
         return call(parts, self.group)
+
+    def summed(self, whole: Tensor) -> Tensor:
+        """A tensor that all ranks hold whole, of which each uses a part: its gradient is the sum of theirs. One that the ranks
+        hold in parts (a DTensor) is gathered."""
+        if isinstance(whole, DTensor):
+            return whole.full_tensor(grad_placements=[Partial()])
+        call: Callable[..., Tensor] = _Sum.apply
+        return call(whole, self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeHead:
+    """An output embedding, gathered."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def divided(
+    compute: Callable[[Tensor, Any, Tensor], tuple[Tensor, Tensor]],
+    hidden: Tensor,
+    head: Any,
+    targets: Tensor,
+    group: Ulysses | None,
+) -> tuple[Tensor, Tensor]:
+    """`compute(hidden [M, E], head, targets [M])`, two results [M], with the tokens divided over a group whose ranks all have
+    `hidden` and `targets`; `head`: an output embedding (`weight` [V, E] and `bias`). Each rank gathers it, as FSDP2 does
+    anyway, and computes its part of the tokens. The alternative, to split the vocabulary, needs sums over the ranks for each
+    chunk of tokens, and a form of its own for each kind of logits."""
+    if group is None:
+        return compute(hidden, head, targets)
+    counts = [len(part) for part in torch.arange(len(targets)).tensor_split(group.size)]
+    part = slice(sum(counts[: group.rank]), sum(counts[: group.rank + 1]))
+    whole = _WholeHead(group.summed(head.weight), None if head.bias is None else group.summed(head.bias))
+    own = compute(group.summed(hidden)[part], whole, targets[part])
+    return group.gather(own[0], counts), group.gather(own[1], counts)

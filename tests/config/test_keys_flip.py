@@ -290,6 +290,10 @@ ELSEWHERE: dict[str, str] = {
     "ModelConfig.shard_gradients": "train/test_ranks.py::test_gradients_sharded_after_every_micro_batch_are_the_same_and_take_a_ranks_share",  # noqa: E501
     "ModelConfig.replicas": f"{RANKS}::test_the_meshes_of_replicas_and_sequence_parallel",
     "ModelConfig.sequence_parallel": f"{RANKS}::test_the_meshes_of_replicas_and_sequence_parallel",
+    **{
+        f"ModelConfig.{key}": "train/test_split.py::test_each_rank_holds_its_share"
+        for key in ("tensor_parallel", "expert_parallel")
+    },
     "ModelConfig.offload": "train/test_offload.py::test_each_role_has_the_device_to_itself_in_its_turn_and_all_learn_the_same",
     "ModelConfig.cpu_offload": f"{PARALLEL}::test_what_cannot_be",
     "ModelConfig.packing": "train/families/test_packing.py::test_one_row_a_pass_gives_the_update_of_packed_rows",

@@ -14,7 +14,7 @@ import pytest
 
 from agentrl.rollout import collect
 from agentrl.run.checks import sizes
-from agentrl.train import fsdp
+from agentrl.train import layout
 from agentrl.trajectory import Trajectory
 from tests.conftest import PROOFS, proof
 from tests.e2e.inside import config_of, episodes, execute, killed_at_random, ledger_of, numbers, updates
@@ -168,7 +168,7 @@ def test_a_run_whose_roles_give_their_memory_back_has_the_numbers_of_one_whose_r
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Critic, reference, a colocated engine; then resumed from the last checkpoint but one, which was written from the host."""
-    monkeypatch.setattr(fsdp, "HOST", ())  # on a CPU nothing is gained by it, and nothing else differs
+    monkeypatch.setattr(layout, "HOST", ())  # on a CPU nothing is gained by it, and nothing else differs
     monkeypatch.setattr(sizes, "check_on_host", lambda model: None)
     roles = ['algorithm.advantage={name="gae"}', "critic.lr=1e-3", "algorithm.kl.coef=0.1", "checkpoint.every=1", "steps=2"]
     kept = numbers(execute(config_of(tmp_path, "kept", *roles)))

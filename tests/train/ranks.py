@@ -28,13 +28,13 @@ from family_models import build
 from tiny_families import VOCAB, micro_of, tiny_model
 from train_batches import make_batch, sharing, toy_critic, toy_optim, trajectories
 
+import agentrl.train.layout
 from agentrl.batch import collate, select
 from agentrl.batch.rows import jagged, offsets_of
 from agentrl.cluster.dispatch import Call
 from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.worker import WorkerContext
 from agentrl.config.schema import AlgorithmConfig, Choice, LoraSection, ModelConfig, OptimConfig
-from agentrl.train import fsdp
 from agentrl.train.actor import Actor
 from agentrl.train.attention import PACKED, register_packed_attention
 from agentrl.train.checkpoint import Checkpoints
@@ -261,7 +261,7 @@ def reduced(tiny: str, out: Path) -> Body:
 
 def waiting(tiny: str, context: WorkerContext, engine: str, away: bool) -> tuple[Any, dict[str, torch.Tensor], list[int]]:
     """Two updates of a rank that gives its memory back after each, or keeps it: metrics, weights, bytes that were left."""
-    fsdp.HOST, left, rows = (), [], []
+    agentrl.train.layout.HOST, left, rows = (), [], []
     actor, algorithm = Actor(context), AlgorithmConfig(minibatch=7)
     actor.init_model(tiny, ModelConfig(engine=engine, offload="idle"), toy_optim())
     for _ in range(2):

@@ -1,6 +1,6 @@
 """Roles that wait give their memory back: their storages are empty, and what they learn later is the same to the bit.
 
-`fsdp.HOST` is emptied for these tests: on a CPU the mechanism is the same, only that nothing is gained by it.
+`layout.HOST` is emptied for these tests: on a CPU the mechanism is the same, only that nothing is gained by it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agentrl.config.schema import (
     WeightsConfig,
 )
 from agentrl.errors import AgentrlError, ConfigError
-from agentrl.train import fsdp, role
+from agentrl.train import layout, role
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
 from agentrl.train.learner import Learner, check_learner, rests
@@ -45,7 +45,7 @@ IDLE = ModelConfig(offload="idle")
 
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsdp, "HOST", ())
+    monkeypatch.setattr(layout, "HOST", ())
 
 
 def engine_of(group: Any) -> Any:

@@ -18,7 +18,7 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
     actors in the driver's process.
 
     Reads: cluster, model.lora, engine_args, vllm, algorithm.kl.coef, critic, reward_model, model.sequence_parallel,
-    rollout.colocate.
+    model.tensor_parallel, model.expert_parallel, rollout.colocate.
     """
     cluster = config.cluster
     check_roles(cluster)

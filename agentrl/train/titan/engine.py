@@ -15,7 +15,8 @@ from agentrl.errors import ConfigError
 from agentrl.train.attention import register_packed_attention
 from agentrl.train.by_size import by_size
 from agentrl.train.engine import TRAIN_ENGINES, compute_dtype
-from agentrl.train.fsdp import FsdpEngine, Layout
+from agentrl.train.fsdp import FsdpEngine
+from agentrl.train.layout import Layout
 from agentrl.train.loading import Loader, ModuleTensor, materialize
 from agentrl.train.modules import Micro, Role
 from agentrl.train.offload import Offloaded
