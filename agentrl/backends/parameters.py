@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,17 +23,42 @@ class Expected:
     positions: int
 
 
-def expected_parameters(path: str, saved: bool = False) -> Expected:
-    """By the names that transformers' modules have; `saved`: by those of checkpoints. Raises ModelError if the folder has no
-    readable config."""
+COUNTED = ("default", "proportional", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "longrope", "su", "llama3")
+"""Types of rotary positions whose reach `max_position_embeddings` says."""
+
+
+def positions_of(config: Any) -> int | None:
+    """The longest sequence, in tokens, that a transformers config supports (its text model, if it also takes images or sound);
+    None if it does not say.
+
+    Rotary positions that it stretches by a `factor` reach so much further, unless its `max_position_embeddings` counts that
+    already, as it does by the methods of `COUNTED` and in Gemma3: what vLLM computes.
+    """
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if not isinstance(longest, int) or longest < 1:
+        return None
+    return longest if "gemma3" in text.model_type else int(longest * _stretched(getattr(text, "rope_parameters", None) or {}))
+
+
+def _stretched(rope: dict[str, Any]) -> float:
+    """The factor by which rotary positions reach beyond `max_position_embeddings`; `rope` may hold them by kind of layer."""
+    if "rope_type" not in rope:
+        return max((_stretched(part) for part in rope.values() if isinstance(part, dict)), default=1.0)
+    return 1.0 if rope["rope_type"] in COUNTED else float(rope.get("factor") or 1.0)
+
+
+def expected_parameters(path: str, saved: bool = False, trust: bool = False) -> Expected:
+    """By the names that transformers' modules have; `saved`: by those of checkpoints. `trust`: code of the model's own may run.
+    Raises ModelError if the folder has no readable config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as problem:
         raise ModelError(f"cannot read the model config of {path}: {problem}") from problem
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
     model.tie_weights()
     names = {parameter: name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
@@ -46,7 +72,7 @@ def expected_parameters(path: str, saved: bool = False) -> Expected:
         shapes=_shapes(held),
         tied=tied,
         vocab=int(text.vocab_size),
-        positions=int(getattr(text, "max_position_embeddings", 0) or 2**31),
+        positions=positions_of(config) or 2**31,
     )
 
 

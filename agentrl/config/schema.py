@@ -73,12 +73,17 @@ class ModelConfig(Frozen):
     `kernels`: "liger" replaces norms, rotary embeddings and gated MLPs by Liger's Triton kernels (GPUs only, needs the extra
     `liger`).
 
+    `trust_remote_code`: code that the model at `path` (and `critic.path`, `reward_model.path`) brings along may run in every
+    process of the run. Without it a model that needs such code is refused, and one whose family transformers has is loaded by
+    transformers' own classes. Read the code first: it can do whatever you can.
+
     `tool_parser`: the parser of the model's tool calls, by name: one of agentrl's ("hermes", "glm", ...: docs/templates.md), or
     "vllm:NAME" for one of vLLM's own; "auto" picks the one that fits the chat template.
     """
 
     path: str | None = None
     init: InitModelConfig | None = None
+    trust_remote_code: bool = False
     tool_parser: str = "auto"
     engine: str = "fsdp2"
     dtype: Literal["float32", "bfloat16"] | None = None

@@ -19,6 +19,8 @@ from agentrl.render.fragments import Place, plain_tokenizers
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
 
 class Markup(str):
     """Text written by the template, in which the tokenizer's added tokens are recognized."""
@@ -86,9 +88,19 @@ class Codec:
         return Place.TOKEN if any(text.endswith(token) for token in self.added) else Place.TEXT
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids, with control tokens by name; ids that the tokenizer does not have are left out."""
-        # Ids are u32 there: others raise an OverflowError, and what was sampled must always be readable.
-        return str(self._full.decode([i for i in ids if 0 <= i < 2**32], skip_special_tokens=False))
+        """The text of the ids, with control tokens by name; an id that the tokenizer does not have is a replacement character."""
+        text, known = "", []
+        for number in ids:
+            # Ids are u32 there: others raise an OverflowError, and what was sampled must always be readable.
+            if 0 <= number < 2**32 and self._full.id_to_token(number) is not None:
+                known.append(number)
+            else:
+                text += self._decode(known) + REPLACEMENT
+                known = []
+        return text + self._decode(known)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._full.decode(ids, skip_special_tokens=False)) if ids else ""
 
     def _pieces(self, markup: Markup) -> list[str]:
         pieces: list[str] = []

@@ -58,6 +58,8 @@ class EngineMaker(ABC):
 
     on_gpus: Callable[[], bool] = staticmethod(lambda: False)
     """Asks the nodes that run its processes; given by who makes it for a run (run/engines)."""
+    unused: Sequence[int] = ()
+    """Ids of the model's vocabulary that its tokenizer has no token for, which must never be drawn; given likewise."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -125,6 +127,7 @@ ENGINES: Registry[type[EngineMaker]] = Registry(
     traits={
         "sleeps": "can free its memory while the actors update",
         "keeps": "keeps its weights in host memory while it sleeps, if only adapters are published",
+        "transformers": "computes with transformers' own model classes, so its models must be such as they load",
         "messages": "its ids are numbers of messages in a Transcript (backends/api), and no tokenizer is loaded: `make_with`",
     },
 )

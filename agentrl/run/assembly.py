@@ -13,6 +13,7 @@ An `EpisodeIO` stands between these parts and the outside. A recorded run, or a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl.catalog import EnvRef
@@ -28,7 +29,7 @@ from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.replay.io import EpisodeIO
 from agentrl.run.engines import API, engine_name, engine_of, make_api_engine, make_engine, maker_of
-from agentrl.train.pretrained import load_tokenizer, model_context
+from agentrl.train.pretrained import load_tokenizer, model_context, unused_ids
 from agentrl.train.tokenizer import packaged_tokenizer
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ def assemble(
         engine, renderer = _api_model(config, io, "policy", path)
     else:
         renderer = renderer_of(config.model, inputs.tokenizer)
-        engine = io.engine(lambda: make_engine(engine_name(config), path, config, pools))
+        unused = partial(unused_ids, inputs.tokenizer, path, config.model.trust_remote_code)
+        engine = io.engine(lambda: make_engine(engine_name(config), path, config, pools, unused()))
     policy = make_policy(config, engine, renderer, temperature, io)
     return Assembly(env, scorer, policy, Limits.of(config.rollout, inputs.context))
 
@@ -172,7 +174,7 @@ def tokenizer_of(config: TrainConfig, model: str | None = None) -> Any:
     """The tokenizer of `model`, of `model.path`, or of the one that [model.init] builds. Raises ModelError if there is none."""
     path, init = model or config.model.path, config.model.init
     if path is not None:
-        return load_tokenizer(path)
+        return load_tokenizer(path, config.model.trust_remote_code)
     assert init is not None
     return packaged_tokenizer(init.context)
 
@@ -181,7 +183,7 @@ def model_length(config: TrainConfig, model: str | None = None) -> int:
     """The most tokens that the model takes: `model`, the one at `model.path`, or the one that [model.init] builds."""
     path, init = model or config.model.path, config.model.init
     if path is not None:
-        return model_context(path)
+        return model_context(path, config.model.trust_remote_code)
     assert init is not None
     return init.context
 

@@ -57,7 +57,7 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
         with planned_elsewhere():
             return dry_run(config, gpu_memory)
     here = gpu_memory is None or joins(config.cluster)
-    (check_train if here else check_config)(checked(config))
+    (check_train if here else check_config)(checked(config), planned=True)
     packing = packing_of(config)  # of the real model: `checked` may have put another in its place
     config = with_packing(config)
     maker_of(engine_name(config), config).check()  # `checked` may have put a model with a smaller cache in its place
@@ -103,7 +103,8 @@ def checked(config: TrainConfig) -> TrainConfig:
     path = config.model.path
     if path is None or not Path(path).is_dir() or any(Path(path).glob("tokenizer*")):
         return config
-    sizes = {"context": model_context(path), "head_dim": head_dim(path) or InitModelConfig().head_dim}
+    trust = config.model.trust_remote_code
+    sizes = {"context": model_context(path, trust), "head_dim": head_dim(path, trust) or InitModelConfig().head_dim}
     model = config.model.model_copy(update={"path": None, "init": InitModelConfig(**sizes)})
     return config.model_copy(update={"model": model})
 

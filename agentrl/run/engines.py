@@ -100,15 +100,16 @@ def maker_of(name: str, config: TrainConfig) -> EngineMaker:
     return maker
 
 
-def make_engine(name: str, model: str, config: TrainConfig, pools: Pools | None = None) -> Engine:
+def make_engine(name: str, model: str, config: TrainConfig, pools: Pools | None = None, unused: Sequence[int] = ()) -> Engine:
     """The engine, not started. `name` is a result of `resolve_engine`, `model` a folder or hub name; with
-    `pools`, the engine's own processes run in the pool of the role "rollout"."""
+    `pools`, the engine's own processes run in the pool of the role "rollout"; `unused` ids are never drawn."""
     maker = maker_of(name, config)
+    maker.unused = unused
     processes = maker.processes()
     ray_options: Sequence[Mapping[str, Any]] = ()
     if pools is not None and processes is not None and "rollout" in pools:
         ray_options = pools.ray_options("rollout", processes.gpus)
-    return maker.make(named_anywhere(model), model_context(model), ray_options)
+    return maker.make(named_anywhere(model), model_context(model, config.model.trust_remote_code), ray_options)
 
 
 def make_api_engine(config: TrainConfig, transcript: Transcript) -> Engine:

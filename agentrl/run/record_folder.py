@@ -60,8 +60,10 @@ class RecordFolder:
         """The inputs of the recorded run. Raises ReplayError if the folder is not a record, or was changed."""
         manifest = self.manifest()
         spec = json.loads((self.path / "reward.json").read_text())
-        api = api_name(manifest["config"]["model"]["path"]) is not None
-        return Inputs(spec, None if api else load_tokenizer(str(self.tokenizer)), manifest["context"])
+        model = manifest["config"]["model"]
+        trust = model.get("trust_remote_code", False)
+        tokenizer = None if api_name(model["path"]) is not None else load_tokenizer(str(self.tokenizer), trust)
+        return Inputs(spec, tokenizer, manifest["context"])
 
     def open(self, config: TrainConfig, inputs: Inputs) -> Recorder:
         """Start the record, or continue one of the same run. Raises ConfigError if the record is of another run."""
@@ -76,7 +78,8 @@ class RecordFolder:
         if inputs.tokenizer is not None:
             assert config.model.path is not None
             inputs.tokenizer.save_pretrained(str(self.tokenizer))
-            load_model_config(config.model.path).save_pretrained(str(self.tokenizer))  # names the tokenizer's class
+            # It names the tokenizer's class.
+            load_model_config(config.model.path, config.model.trust_remote_code).save_pretrained(str(self.tokenizer))
         # The manifest last: a folder without it is not a record, so an interrupted start does not look like one.
         atomic_write(self.path / "reward.json", json.dumps(inputs.spec, indent=2) + "\n")
         atomic_write(file, json.dumps(manifest, indent=2) + "\n")

@@ -43,7 +43,9 @@ def export_run(run: str | Path, out: str | Path, step: int | None = None, *, bes
         raise CheckpointError(f"{folder}: the run has no checkpoint yet")
     config = load_config(folder / "config.toml")
     source = start_model(folder, config)
-    save_model(source, load_model_config(source), saved_weights(chosen / "actor", config.model.lora), torch.float32, target)
+    trust = config.model.trust_remote_code
+    tensors = saved_weights(chosen / "actor", config.model.lora)
+    save_model(source, load_model_config(source, trust), tensors, torch.float32, target, trust=trust)
     manifest = json.loads((chosen / MANIFEST).read_text(encoding="utf-8"))
     return int(manifest["step"])
 

@@ -95,7 +95,7 @@ class FsdpEngine(BaseEngine):
             raise ModelError('model.dtype = "bfloat16" needs a process group: cluster.backend = "ray"')
         build = empty_classifier if role == "score" else empty_causal_lm
         # One row a pass needs no row boundaries: it is computed as transformers alone would.
-        model = build(path, **({"attn_implementation": PACKED} if self.packs else {}))
+        model = build(path, trust=cfg.trust_remote_code, **({"attn_implementation": PACKED} if self.packs else {}))
         loader = Loader(path, model)  # before the names change
         self.config = model.config
         self.tied = bool(model.config.get_text_config().tie_word_embeddings)
@@ -333,7 +333,7 @@ class FsdpEngine(BaseEngine):
         tensors = self._one_by_one()
         try:
             if not self.sharded or dist.get_rank() == 0:
-                save_model(self.path, self.config, tensors, self.compute_dtype, folder)
+                save_model(self.path, self.config, tensors, self.compute_dtype, folder, trust=self.cfg.trust_remote_code)
         finally:
             for _ in tensors:  # the others help to gather; so does rank 0 after an error, else they would wait for ever
                 pass

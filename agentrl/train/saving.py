@@ -22,13 +22,17 @@ def save_model(
     dtype: torch.dtype,
     folder: Path,
     max_bytes: int = MAX_FILE_BYTES,
+    trust: bool = False,
 ) -> None:
     """Write config, weights (files of at most `max_bytes`) and the tokenizer of `source` to `folder`, as transformers does.
 
     `tensors`: every weight of the causal language model, by the name that its module has, in any order; floating-point ones
     are written in `dtype`. Each is written as soon as all that its part of the checkpoint needs have come (fused experts are
-    written one by one), and then let go. Raises ModelError if one is missing or unknown.
+    written one by one), and then let go. `trust`: code of the model's own may run; it is written beside the weights. Raises
+    ModelError if one is missing or unknown.
     """
+    from transformers.dynamic_module_utils import custom_object_save
+
     shell = empty_like(config, dtype)
     saving = Saving(shell)
     folder.mkdir(parents=True, exist_ok=True)
@@ -37,10 +41,12 @@ def save_model(
             writer.write(name, tensor)
     shell.config.dtype = str(dtype).removeprefix("torch.")
     shell.config.architectures = [type(shell).__name__]
+    if shell._auto_class is not None:
+        custom_object_save(shell, folder, config=shell.config)
     shell.config.save_pretrained(folder)
     if shell.can_generate():
         shell.generation_config.save_pretrained(folder)
-    load_tokenizer(source).save_pretrained(folder)
+    load_tokenizer(source, trust).save_pretrained(folder)
 
 
 def empty_like(config: Any, dtype: torch.dtype) -> Any:
@@ -49,7 +55,10 @@ def empty_like(config: Any, dtype: torch.dtype) -> Any:
 
     with torch.device("meta"):
         # A copy, because from_config writes its attention implementation into the config that it is given.
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="eager")
+        own_code = hasattr(config, "auto_map")  # `load_model_config` leaves it to those that are trusted
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=own_code
+        )
 
 
 def _on_host(tensors: Iterable[tuple[str, Tensor]], saving: Saving) -> Iterator[tuple[str, Tensor]]:

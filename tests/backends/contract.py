@@ -46,8 +46,24 @@ async def sampled(engine, count):
     await until(enough)
 
 
+UNUSED = list(range(200, 240))
+"""Ids that an engine is told to draw never, as for want of a token."""
+
+
+def among(probability, unused, top_k, top_p):
+    """`kept`, of the ids that may be drawn."""
+    allowed = probability.copy()
+    allowed[unused] = 0
+    chosen = kept(allowed, top_k, top_p)
+    return chosen[allowed[chosen] > 0]
+
+
 class EngineContract:
-    """Subclass with fixtures `engine`, `model` and `tolerance`."""
+    """Subclass with fixtures `engine`, `model` and `tolerance`; and `unused`, the ids that the engine was told to draw never."""
+
+    @pytest.fixture
+    def unused(self):
+        return []
 
     async def test_columns_and_length(self, engine):
         generation = await engine.generate(prompt_of(9), Sampling(max_tokens=12, seed=1), "a")
@@ -67,8 +83,10 @@ class EngineContract:
         assert off(model, prompt, generation, temperature=temperature * 1.5) > 0.05
 
     @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0, 1.5])
-    async def test_logprobs_are_of_the_whole_vocabulary_and_tokens_of_the_kept_set(self, engine, model, tolerance, temperature):
-        """Truncation says which tokens may be drawn, and nothing else; requests of all kinds share a batch."""
+    async def test_logprobs_are_of_the_whole_vocabulary_and_tokens_of_the_kept_set(
+        self, engine, model, tolerance, unused, temperature
+    ):
+        """Truncation, and ids without a token, say which may be drawn, and nothing else; requests of all kinds share a batch."""
         prompt = prompt_of(13, seed=5)
         options = [(temperature, *truncation) for truncation in TRUNCATIONS] + [(0.0, 0, 1.0), (0.0, 3, 0.6)]
         generations = await asyncio.gather(
@@ -82,14 +100,14 @@ class EngineContract:
             table = log_table(model, prompt, generation.token_ids, temperature=t or 1.0)
             whole = table[np.arange(len(ids)), ids]
             assert np.abs(whole - generation.logprobs).max() < tolerance, (t, k, p)
-            sets = [kept(row, k, p + 1e-4) for row in np.exp(table)]
+            sets = [among(row, unused, k, p + 1e-4) for row in np.exp(table)]
             assert all(token in chosen for token, chosen in zip(ids, sets, strict=True)), (t, k, p)
             if t and (k, p) != (0, 1.0):  # control: the kept set's own normalizer would show
                 masses = [np.exp(row[list(chosen)]).sum() for row, chosen in zip(table, sets, strict=True)]
                 assert np.abs(np.log(masses)).max() > 0.2, (t, k, p)
 
     @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.5, 0, 0.6), (0.7, 3, 1.0), (1.0, 8, 0.6), (1.5, 12, 0.9)])
-    async def test_draws_follow_the_renormalized_kept_set(self, engine, model, temperature, top_k, top_p):
+    async def test_draws_follow_the_renormalized_kept_set(self, engine, model, unused, temperature, top_k, top_p):
         """Pearson's statistic of 500 seeded draws, against the expected count of each kept token."""
         prompt, draws = prompt_of(13, seed=6), 500
         sampling = Sampling(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -98,7 +116,7 @@ class EngineContract:
         )
         counts = np.bincount([generation.token_ids[0] for generation in generations], minlength=VOCAB)
         probability = np.exp(log_table(model, prompt, [0], temperature=temperature)[0])
-        chosen = kept(probability, top_k, top_p)
+        chosen = among(probability, unused, top_k, top_p)
         assert len(chosen) > 1 and counts[chosen].sum() == draws
 
         def pearson(expected):
@@ -112,13 +130,15 @@ class EngineContract:
             wrong = probability[chosen] ** other
             assert pearson(wrong / wrong.sum()) > limit
 
-    async def test_greedy_takes_the_likeliest_token(self, engine, model):
+    async def test_greedy_takes_the_likeliest_token(self, engine, model, unused):
         prompt = prompt_of(17, seed=8)
         generation = await engine.generate(prompt, Sampling(max_tokens=16, temperature=0.0), "a")
         ids = list(prompt)
         with torch.inference_mode():
             for token in generation.token_ids:
-                assert token == int(model(torch.tensor([ids])).logits[0, -1].argmax())
+                logits = model(torch.tensor([ids])).logits[0, -1]
+                logits[unused] = -torch.inf
+                assert token == int(logits.argmax())
                 ids.append(token)
 
     async def test_a_stop_token_is_the_last_id(self, engine):

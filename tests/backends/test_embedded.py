@@ -4,7 +4,7 @@ import shutil
 import pytest
 import pytest_asyncio
 import torch
-from contract import EngineContract, off, prompt_of
+from contract import UNUSED, EngineContract, off, prompt_of
 from engine_models import build_model, changed, forward_logprobs, load, parameters
 from safetensors.torch import load_file, save_file
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio
 
 @pytest_asyncio.fixture
 async def engine(model_folder):
-    engine = EmbeddedEngine(model_folder, device="cpu", max_slots=96)
+    engine = EmbeddedEngine(model_folder, device="cpu", max_slots=96, unused=UNUSED)
     await engine.start()
     yield engine
     await engine.close()
@@ -38,7 +38,9 @@ def context():
 
 
 class TestEmbedded(EngineContract):
-    pass
+    @pytest.fixture
+    def unused(self):
+        return UNUSED
 
 
 async def _episodes(engine, count, turns=3, tokens=20):

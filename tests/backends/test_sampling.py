@@ -40,6 +40,20 @@ def test_top_k_and_top_p_by_hand():
     assert (shares > 0).tolist() == [True, True, False, False]
 
 
+def test_an_id_without_a_token_is_never_drawn_and_still_counts_in_the_logprobs():
+    rows, uniform = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(1000, -1), (torch.arange(1000).double() + 0.5) / 1000
+    for temperature, k, p, shares in [
+        (1.0, 0, 1.0, [0, 0.6, 0.3, 0.1]),  # renormalized by .5
+        (1.0, 2, 1.0, [0, 2 / 3, 1 / 3, 0]),  # the likeliest two of the others
+        (1.0, 0, 0.59, [0, 1, 0, 0]),  # .3 / .5 reaches it
+        (0.0, 0, 1.0, [0, 1, 0, 0]),
+    ]:
+        options = [torch.full((1000,), value) for value in (temperature, k, p)]
+        ids, logprobs = draw_tokens(rows, *options, uniform, torch.tensor([0]))  # type: ignore[call-arg]
+        assert (torch.bincount(ids, minlength=4) / 1000 - torch.tensor(shares)).abs().max() < 2e-3
+        assert (logprobs - rows.gather(1, ids.unsqueeze(1)).squeeze(1)).abs().max() < 1e-6
+
+
 def test_no_token_of_probability_zero_is_ever_drawn():
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
     for value in (0.0, 0.5, 1.0 - 2**-53):

@@ -12,7 +12,7 @@ import signal
 import psutil
 import pytest
 import pytest_asyncio
-from contract import EngineContract, off, prompt_of, until
+from contract import UNUSED, EngineContract, off, prompt_of, until
 from engine_models import CHAT_REWARD, Chat, changed, ledger_error, parameters
 from vllm_parts import CONTEXT, running_vllm, skip_without_vllm
 
@@ -36,7 +36,7 @@ UPDATES, GROUPS, MEMBERS = 4, 2, 3
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(model_folder):
     """Two replicas, of which one may be replaced."""
-    async with running_vllm(model_folder, replicas=2, kv_cache_mib=32, max_respawns=1) as engine:
+    async with running_vllm(model_folder, replicas=2, kv_cache_mib=32, max_respawns=1, unused=UNUSED) as engine:
         yield engine
 
 
@@ -59,6 +59,10 @@ def context():
 
 
 class TestVllm(EngineContract):
+    @pytest.fixture
+    def unused(self):
+        return UNUSED
+
     async def test_it_wakes_in_two_stages_around_a_publish(self, engine, model, tolerance):
         """The calls of a colocated run on real vLLM. On a CPU its workers free nothing, but its engine sleeps and wakes as on a
         GPU: partly awake it computes nothing, and it goes on by itself once all is there."""

@@ -97,7 +97,7 @@ def test_a_gpu_too_small_for_one_sequence_beside_the_weights_is_refused(
     """In the check before a run, and in the table of memory alike."""
     monkeypatch.setattr("agentrl.run.checks.sizes.has_gpus", lambda cluster, role: True)
     monkeypatch.setattr("agentrl.run.checks.sizes.card_bytes", lambda cluster: gib << 30)
-    monkeypatch.setattr("agentrl.run.checks.sizes.count_parameters", lambda path: 8_000_000_000)
+    monkeypatch.setattr("agentrl.run.checks.sizes.count_parameters", lambda path, trust: 8_000_000_000)
     config = config_from({"env": {"id": "key_value"}, "model": {"path": qwen3_8b}}, keys)
     if fits:
         check_cache(config, "vllm")

@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,9 +24,10 @@ def skip_without_vllm() -> None:
 
 
 @asynccontextmanager
-async def running_vllm(folder: str, **settings: Any) -> AsyncIterator[VllmEngine]:
+async def running_vllm(folder: str, *, unused: Sequence[int] = (), **settings: Any) -> AsyncIterator[VllmEngine]:
     """A started engine of the tests' small size."""
-    engine = VllmEngine(folder, VllmConfig(**{"kv_cache_mib": 64, "max_model_len": CONTEXT, "max_respawns": 0, **settings}))
+    cfg = VllmConfig(**{"kv_cache_mib": 64, "max_model_len": CONTEXT, "max_respawns": 0, **settings})
+    engine = VllmEngine(folder, cfg, unused=unused)
     await engine.start()
     try:
         yield engine

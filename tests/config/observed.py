@@ -207,7 +207,7 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
     vars(modules["vllm.engine.arg_utils"])["AsyncEngineArgs"] = lambda **given: seen.update(given)
     vars(modules["vllm.v1.engine.async_llm"])["AsyncLLM"] = Started
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "model_context", lambda model: 4096)
+        patch.setattr(engines, "model_context", lambda model, trust: 4096)
         engine: Any = engines.make_engine("vllm", "model", config)
         for name, module in modules.items():
             patch.setitem(__import__("sys").modules, name, module)
@@ -233,7 +233,7 @@ def chosen_engine(config: TrainConfig, out: Path) -> Any:
 
     model = "model"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "model_context", lambda model: 4096)
+        patch.setattr(engines, "model_context", lambda model, trust: 4096)
         patch.setattr("agentrl.backends.vllm.make.importlib.util.find_spec", lambda name: object())
         import agentrl.backends.embedded.engine as embedded
 

@@ -305,6 +305,7 @@ ELSEWHERE: dict[str, str] = {
     },
     "McpServerConfig.late": f"{MCP}::test_the_config_says_whose_doing_a_late_call_is",
     "McpServerConfig.url": f"{MCP}::test_over_http_and_through_a_config",
+    "ModelConfig.trust_remote_code": "e2e/test_own_code.py::test_it_is_trained_saved_and_evaluated_where_it_is_trusted",
     "ToolsConfig.sets": f"{MCP}::test_over_http_and_through_a_config",
     "ToolsConfig.mcp": f"{MCP}::test_over_http_and_through_a_config",
     "RolloutConfig.turn_timeout": f"{BLAME}::test_a_cut_episode_keeps_what_was_sampled_and_where",

@@ -85,7 +85,7 @@ def test_vllm_replicas_run_where_the_role_rollout_is_placed(monkeypatch: pytest.
             started.append(options)
             return SimpleNamespace(remote=lambda given: None)
 
-    monkeypatch.setattr(engines, "model_context", lambda model: 4096)
+    monkeypatch.setattr(engines, "model_context", lambda model, trust: 4096)
     monkeypatch.setattr(replicas.ray, "remote", lambda cls: Remote())
     config = TrainConfig(env=EnvConfig(id="none"), vllm=VllmConfig(replicas=2))
     engine: Any = engines.make_engine("vllm", "model", config, Pools())  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def test_vllm_gets_room_for_an_adapter_of_the_rank_and_only_where_one_is_publish
     monkeypatch: pytest.MonkeyPatch, rank: int, published: Any, room: int | None
 ) -> None:
     """vLLM has room for ranks of 8, 16, 32, ... : the least that holds the adapter's."""
-    monkeypatch.setattr(engines, "model_context", lambda model: 4096)
+    monkeypatch.setattr(engines, "model_context", lambda model, trust: 4096)
     config = TrainConfig(
         env=EnvConfig(id="none"), model=ModelConfig(lora=LoraSection(rank=rank)), weights=WeightsConfig(lora=published)
     )

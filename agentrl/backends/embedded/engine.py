@@ -40,13 +40,16 @@ class EmbeddedEngine(Engine, WeightTarget):
         kv_cache_mib: int = 2048,
         step_tokens: int = 2048,
         device: str | None = None,
+        trust: bool = False,
+        unused: Seq[int] = (),
     ) -> None:
         """`max_slots`: episodes held at once, running or idle. `max_context`: the most tokens of an episode (by
         default the model's own limit or what the cache holds, whichever is less). `kv_cache_mib`: upper limit of the
         cache; it grows on demand. `step_tokens`: prompt tokens computed in one step. `device`: "cpu", "cuda", ...
-        (by default a GPU if there is one). `dtype`: by default bfloat16 on a GPU and float32 on a CPU.
+        (by default a GPU if there is one). `dtype`: by default bfloat16 on a GPU and float32 on a CPU. `trust`: code of the
+        model's own may run. `unused`: ids that are never drawn, for want of a token (`unused_ids`).
         """
-        self._path = model_path
+        self._path, self._trust, self._unused = model_path, trust, list(unused)
         self._max_slots, self._max_context = max_slots, max_context
         self._limit = kv_cache_mib << 20
         self._step_tokens = step_tokens
@@ -65,7 +68,7 @@ class EmbeddedEngine(Engine, WeightTarget):
 
     async def start(self) -> None:
         """Load the model. Raises ModelError, or ResourceError if one episode does not fit in the cache."""
-        model = EmbeddedModel(self._path, self._dtype, self._device)
+        model = EmbeddedModel(self._path, self._dtype, self._device, self._trust)
         cache_tokens = self._limit // model.shape.token_bytes
         context = self._max_context or min(model.positions, cache_tokens)
         if context > cache_tokens:
@@ -75,7 +78,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._context = context
         slots = Slots(model.shape, context, self._limit)
         self._model = model
-        self._batcher = Batcher(model, slots, self._max_slots, self._step_tokens)
+        self._batcher = Batcher(model, slots, self._max_slots, self._step_tokens, self._unused)
         self._task = asyncio.create_task(self._run(), name="embedded-engine")
 
     async def generate(self, token_ids: Seq[int], sampling: Sampling, request_key: str) -> Generation:

@@ -12,7 +12,7 @@ KV_CACHE_MIB = 2048
 """Upper limit of the cache, which grows on demand."""
 
 
-@ENGINES.register("embedded", traits={"sleeps"})
+@ENGINES.register("embedded", traits={"sleeps", "transformers"})
 class EmbeddedMaker(EngineMaker):
     """Runs in the driver's own process, on every machine."""
 
@@ -43,4 +43,6 @@ class EmbeddedMaker(EngineMaker):
             max_slots=rollout.max_episodes,
             max_context=min(rollout.max_episode_tokens, positions),
             kv_cache_mib=KV_CACHE_MIB,
+            trust=self.config.model.trust_remote_code,
+            unused=self.unused,
         )

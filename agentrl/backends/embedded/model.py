@@ -43,11 +43,13 @@ class Writing:
 class EmbeddedModel:
     """A causal language model that runs over cache slots."""
 
-    def __init__(self, path: str, dtype: str, device: torch.device) -> None:
-        """Raises ModelError if the folder cannot be loaded or the model's attention cannot be reproduced."""
+    def __init__(self, path: str, dtype: str, device: torch.device, trust: bool = False) -> None:
+        """`trust`: code of the model's own may run.
+
+        Raises ModelError if the folder cannot be loaded or the model's attention cannot be reproduced."""
         self.device = device
-        self.module = _load(path, getattr(torch, dtype), device)
-        self._expected = expected_parameters(path)
+        self.module = _load(path, getattr(torch, dtype), device, trust)
+        self._expected = expected_parameters(path, trust=trust)
         self.vocab, self.positions = self._expected.vocab, self._expected.positions
         self._base: dict[str, Tensor] = {}
         try:
@@ -142,13 +144,13 @@ class EmbeddedModel:
         return KvShape(max(found) + 1, heads, max(keys, values), dtype, self.device)
 
 
-def _load(path: str, dtype: torch.dtype, device: torch.device) -> Any:
+def _load(path: str, dtype: torch.dtype, device: torch.device, trust: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).expanduser().is_dir():
         raise ModelError(f"no model folder at {path}")
     try:
-        module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as problem:
         raise ModelError(f"cannot load the model {path}: {problem}") from problem
     attention.register_slot_attention()

@@ -43,7 +43,8 @@ class Request:
 class Batcher:
     """Admission, prefix reuse, eviction and preemption over a fixed number of slots and bytes."""
 
-    def __init__(self, model: EmbeddedModel, slots: Slots, max_slots: int, step_tokens: int) -> None:
+    def __init__(self, model: EmbeddedModel, slots: Slots, max_slots: int, step_tokens: int, unused: list[int]) -> None:
+        """`unused`: ids that are never drawn."""
         self.version = 0
         self.cached_tokens = 0
         self.sampled_tokens = 0
@@ -55,6 +56,7 @@ class Batcher:
         self._idle: OrderedDict[str, Sequence] = OrderedDict()
         self._index = PrefixIndex()
         self._poisoned = False
+        self._unused = torch.tensor(unused, device=model.device) if unused else None
 
     @property
     def busy(self) -> bool:
@@ -260,6 +262,7 @@ class Batcher:
             torch.tensor([option.top_k for option in options], device=device),
             torch.tensor([option.top_p for option in options], device=device),
             torch.tensor(uniform, dtype=torch.float64, device=device),
+            self._unused,
         )
         for request, token, logprob in zip(ready, ids.tolist(), logprobs.tolist(), strict=True):
             if not math.isfinite(logprob):

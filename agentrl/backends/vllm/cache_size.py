@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.backends.parameters import positions_of
 from agentrl.config import ModelConfig, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.rollout.engine_maker import EngineMemory
@@ -43,7 +44,7 @@ class CacheShape:
         from transformers import AutoConfig
 
         try:
-            text = AutoConfig.from_pretrained(str(model.path)).get_text_config()
+            text = AutoConfig.from_pretrained(str(model.path), trust_remote_code=model.trust_remote_code).get_text_config()
         except (OSError, ValueError):
             return None
         heads, kinds = getattr(text, "num_attention_heads", None), getattr(text, "layer_types", None)
@@ -51,7 +52,7 @@ class CacheShape:
             kinds.count("full_attention") if kinds else getattr(text, "num_hidden_layers", None),
             getattr(text, "num_key_value_heads", None) or heads,
             getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None),
-            getattr(text, "max_position_embeddings", None),
+            positions_of(text),
             heads,
         )
         known = all(isinstance(value, int) for value in found) and getattr(text, "kv_lora_rank", None) is None

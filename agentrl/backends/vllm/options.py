@@ -32,6 +32,8 @@ OWN = {
     "disable_log_stats": True,
 }
 """Arguments that the replica relies on, on any device."""
+UNUSED_IDS = "agentrl_unused_ids"
+"""Key of vLLM's `additional_config` under which a worker finds the ids that are never drawn."""
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 

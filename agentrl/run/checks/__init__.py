@@ -1,14 +1,16 @@
 """All checks before a run, in the order in which they run. Each says which config keys it reads.
 
 A check raises a UserError that names the key, its value and what was expected; no folder is created and no process
-started before the last check. The checks are in the files of this folder (`capacity`, `parts`, `rollout`, `sizes`,
-`placement`, `reward`, `warm_start`); what only the trainer can know is checked in `train/`, by the file that computes with it.
+started before the last check. The checks are in the files of this folder (`model`, `capacity`, `parts`, `rollout`,
+`sizes`, `placement`, `reward`, `warm_start`); what only the trainer can know is checked in `train/`, by the file that
+computes with it.
 """
 
 from __future__ import annotations
 
 from agentrl.config import TrainConfig
 from agentrl.run.checks.capacity import check_capacity
+from agentrl.run.checks.model import check_models, check_other_models, check_prompts
 from agentrl.run.checks.parts import check_assembly, check_engine, check_model
 from agentrl.run.checks.placement import check_placement
 from agentrl.run.checks.reward import check_decided, check_judge, check_success
@@ -24,27 +26,40 @@ from agentrl.train.learner import check_learner
 from agentrl.train.publish import check_weights
 
 
-def check_train(config: TrainConfig) -> None:
-    """All checks of `agentrl train` and `agentrl sft`: disk, memory and cores, then the config."""
+def check_train(config: TrainConfig, *, planned: bool = False) -> None:
+    """All checks of `agentrl train` and `agentrl sft`: the models, disk, memory and cores, then the config. `planned`: nothing
+    will be started, so a model folder may lack its weights."""
+    _check_sources(config, planned)
     check_capacity(config)
-    check_config(config)
+    _check_parts(config, planned)
 
 
-def check_config(config: TrainConfig) -> None:
-    """All checks of a training config that do not depend on the machine's free resources."""
-    # In this order, because later checks rely on earlier ones: on one source of the model, on parts that can be built.
+def check_config(config: TrainConfig, *, planned: bool = False) -> None:
+    """All checks of a training config that do not depend on the machine's free resources; `planned` as of `check_train`."""
+    _check_sources(config, planned)
+    _check_parts(config, planned)
+
+
+def _check_sources(config: TrainConfig, planned: bool) -> None:
     check_engine(config)
     check_trackers(config.trackers)
     check_model(config)
+    check_models(config, True, planned)
+
+
+def _check_parts(config: TrainConfig, planned: bool) -> None:
+    # In this order, because later checks rely on earlier ones: on parts that can be built.
     env, scorer = check_assembly(config)
     check_trainable(config)
     check_train_engine(config)
     check_learner(config)
     check_estimator_inputs(config.algorithm.advantage, scorer)
     check_weights(config)
+    check_other_models(config, planned)
     packing_of(config)
     engine = resolve_engine(config)
     check_sizes(config, engine)
+    check_prompts(config, engine, env)
     check_cache(config, engine)
     check_placement(config, engine)
     check_judge(config, scorer)
@@ -54,6 +69,8 @@ def check_config(config: TrainConfig) -> None:
 
 def check_eval(config: TrainConfig) -> None:
     """All checks of `agentrl eval` and `agentrl rollout`. Not for a replay, which needs neither engine nor environment."""
-    _, scorer = check_assembly(config)
+    check_models(config, False)
+    env, scorer = check_assembly(config)
     check_decided(scorer)
+    check_prompts(config, engine_name(config), env)
     check_heads(config, engine_name(config))

@@ -70,7 +70,11 @@ def check_heads(config: TrainConfig, engine_name: str) -> None:
     if sizes is None:
         return
     init = config.model.init
-    key, size = ("model.path", head_dim(str(config.model.path))) if init is None else ("model.init.head_dim", init.head_dim)
+    key, size = (
+        ("model.path", head_dim(str(config.model.path), config.model.trust_remote_code))
+        if init is None
+        else ("model.init.head_dim", init.head_dim)
+    )
     if size is not None and size not in sizes:
         what = f"{key} = {size}" if init is not None else f"{key} = {config.model.path}: its attention heads have size {size}"
         fine = [e.name for e in ENGINES.own() if "messages" not in e.traits and e.make(config).heads() is None]
@@ -90,7 +94,7 @@ def check_cache(config: TrainConfig, engine_name: str) -> None:
     if config.model.path is None or joins(config.cluster) or not has_gpus(config.cluster, "rollout"):
         return
     if (card := card_bytes(config.cluster)) is not None:
-        weights = count_parameters(config.model.path) * width(config.model.computes_in(True))
+        weights = count_parameters(config.model.path, config.model.trust_remote_code) * width(config.model.computes_in(True))
         maker_of(engine_name, config).memory(weights, 0, card)
 
 
@@ -106,7 +110,7 @@ def advice(config: TrainConfig) -> list[str]:
     rates = RATES if config.model.lora is None else LORA_RATES
     high = {key: value for key, value in given.items() if key in rates and value > FAR * rates[key]}
     # Only then, because counting builds the model's skeleton.
-    if not high or (size := count_parameters(config.model.path)) < LARGE:
+    if not high or (size := count_parameters(config.model.path, config.model.trust_remote_code)) < LARGE:
         return []
     kind = "" if config.model.lora is None else " with LoRA"
     return [

@@ -102,14 +102,14 @@ def _one_row(config: TrainConfig, found: list[Probed], why: str) -> Packing:
 
 def models_of(config: TrainConfig) -> list[tuple[str, Kind, Any]]:
     """The models that a run computes with: the key that names each, what is on top of it, and its transformers config."""
-    path, init = config.model.path, config.model.init
-    policy = load_model_config(path) if path is not None else architecture(init or InitModelConfig())
+    path, init, trust = config.model.path, config.model.init, config.model.trust_remote_code
+    policy = load_model_config(path, trust) if path is not None else architecture(init or InitModelConfig())
     found: list[tuple[str, Kind, Any]] = [("model.path", "policy", policy)]
     if config.critic is not None:
         other = config.critic.path
-        found.append(("critic.path", "value", policy if other is None else load_model_config(other)))
+        found.append(("critic.path", "value", policy if other is None else load_model_config(other, trust)))
     if config.reward_model is not None:
-        found.append(("reward_model.path", "score", load_model_config(config.reward_model.path)))
+        found.append(("reward_model.path", "score", load_model_config(config.reward_model.path, trust)))
     return found
 
 

@@ -206,8 +206,9 @@ def _built(config: Any, kind: Kind, attention: str | None) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     auto = AutoModelForSequenceClassification if kind == "score" else AutoModelForCausalLM
-    options = {} if attention is None else {"attn_implementation": attention}
+    options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     # A copy: a model writes its attention function into its config.
+    options["trust_remote_code"] = hasattr(config, "auto_map")  # `load_model_config` leaves it to those that are trusted
     return auto.from_config(copy.deepcopy(config), dtype=torch.float32, **options).train()
 
 

@@ -1,0 +1,190 @@
+"""Checks of the model's files: what cannot be trained or sampled from is named before anything is started, by its small files and
+the headers of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from agentrl.catalog import EnvRef
+from agentrl.config import ModelConfig, TrainConfig
+from agentrl.env import ToolEnv
+from agentrl.errors import ConfigError, ModelError
+from agentrl.run.assembly import context_length, model_length, renderer_of, tokenizer_of
+from agentrl.run.engines import engine_of
+from agentrl.train.model_files import check_pointers, check_tensors, has_safetensors, has_weights, stored_tensors
+from agentrl.train.pretrained import load_model_config, load_tokenizer, meta_model, unused_ids, vocabulary
+
+PADDING, SHARE = 2048, 0.1
+"""Ids without a token that an embedding may have: this many, or this share of all, whichever is more. Released models have up to
+about a thousand (gpt-oss: 1,069 of 201,088). With more, the tokenizer is another model's."""
+SEEDS = 3
+"""Tasks whose opening prompts are measured."""
+SAVE = 'M.from_pretrained("FROM", dtype="auto"{how}).save_pretrained("TO"), and the tokenizer likewise'
+
+
+def check_models(config: TrainConfig, trains: bool = True, planned: bool = False) -> None:
+    """Raise ModelError if the policy's model cannot be used: no such folder or name, code that is not trusted, weights that are
+    quantized, missing, damaged, of other shapes or another model's, no tokenizer or one that does not fit, no chat template.
+
+    `trains`: for a run that trains, else for one that only samples. `planned`: a folder without any weights is fine.
+    Reads: model, engine, engine_args, cluster, rollout.colocate.
+    """
+    path = config.model.path
+    if path is None or "messages" in engine_of(config).traits:
+        return
+    with _told("model.path", path):
+        _check_files(config, path, planned, computed=trains or "transformers" in engine_of(config).traits)
+        check_tokenizer(config.model)
+
+
+def check_other_models(config: TrainConfig, planned: bool = False) -> None:
+    """The same for the critic's model and for the reward model, which have no use for a tokenizer of their own.
+
+    Reads: model, critic, reward_model.
+    """
+    for key, section in (("critic.path", config.critic), ("reward_model.path", config.reward_model)):
+        if section is not None and section.path is not None:
+            with _told(key, section.path):
+                _check_files(config, section.path, planned, classifier=section is config.reward_model)
+
+
+def check_prompts(config: TrainConfig, engine: str, env: EnvRef) -> None:
+    """Raise ConfigError if an opening prompt of the first tasks leaves no room for a turn.
+
+    Reads: env, tools, engine, engine_args, cluster, model.path, model.init, model.tool_parser, model.trust_remote_code, vllm,
+    rollout.max_episode_tokens, rollout.colocate.
+    """
+    if "messages" in engine_of(config).traits:
+        return  # nobody here counts its tokens
+    context, rollout, model = context_length(config, engine), config.rollout, model_length(config)
+    room = min(context, rollout.max_episode_tokens)
+    seed, longest = longest_prompt(config, env)
+    if longest < room:
+        return
+    limits = {
+        f"the model takes {model} (max_position_embeddings of its config.json, or model.init.context)": model,
+        f"the engine takes {context} (vllm.max_model_len)": context,
+        f"rollout.max_episode_tokens = {rollout.max_episode_tokens}": rollout.max_episode_tokens,
+    }
+    least = next(what for what, limit in limits.items() if limit == room)
+    raise ConfigError(
+        f"the opening prompt of {env.id} (task seed {seed}) has {longest} tokens with its tools, and {least}, so no turn could "
+        "be sampled; use a model with a longer context, raise the limit, or make prompts shorter (env.params, fewer tools)"
+    )
+
+
+def model_notes(config: TrainConfig) -> list[str]:
+    """What is worth a warning: tensors that are not used, turns that the context cuts."""
+    path, found = config.model.path, []
+    if path is not None and has_weights(path) and "messages" not in engine_of(config).traits:
+        shell = meta_model(config.model)
+        stored = stored_tensors(path, getattr(shell.config, "transformers_weights", None))
+        found += [f"model.path = {path}: {note}" for note in check_tensors(shell, stored)]
+    return found
+
+
+def check_tokenizer(model: ModelConfig) -> None:
+    """Raise ModelError if the tokenizer has no chat template, or does not fit the embedding."""
+    path, trust = str(model.path), model.trust_remote_code
+    tokenizer = load_tokenizer(path, trust)
+    largest, size = max(tokenizer.get_vocab().values()), vocabulary(path, trust)
+    if largest >= size:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise ModelError(
+            f"the tokenizer has ids up to {largest} ({token!r}), and the model embeds {size} (vocab_size of config.json): those "
+            f"above {size - 1} cannot be computed. Take the tokenizer that the model was trained with, or enlarge the embedding "
+            f"(model.resize_token_embeddings({largest + 1})) and save both"
+        )
+    unused = len(unused_ids(tokenizer, path, trust))
+    if unused > max(PADDING, SHARE * size):
+        raise ModelError(
+            f"its tokenizer has no token for {unused} of the {size} ids that the model embeds (vocab_size of config.json), which "
+            "is more than a padded embedding has: it is another model's tokenizer. Copy the files of the model's own into the "
+            "folder"
+        )
+    if not tokenizer.chat_template:
+        raise ModelError(
+            "its tokenizer has no chat template, as of a base model: use the model's instruction-tuned form, or give it one "
+            "(tokenizer.chat_template = agentrl.render.chatml.CHATML_TEMPLATE, save_pretrained), and train it to follow that "
+            "([sft])"
+        )
+
+
+def longest_prompt(config: TrainConfig, env: EnvRef) -> tuple[int, int]:
+    """The seed and the tokens of the longest opening prompt among the first training tasks; 0 tokens if none can be made
+    without a setup."""
+    renderer, built = renderer_of(config.model, tokenizer_of(config)), env.build()
+    try:
+        return max(((seed, _prompt(renderer, built, seed)) for seed in range(SEEDS)), key=lambda found: found[1])
+    finally:
+        built.close()
+
+
+def _prompt(renderer: Any, env: ToolEnv, seed: int) -> int:
+    try:
+        task = env.make_task(seed, env.splits[0])
+        messages = env.prompt(task)
+    except Exception:  # an environment may need its setup first, which may start processes
+        return 0
+    return len(renderer.start(messages, env.toolbox.schemas()))
+
+
+def _check_files(config: TrainConfig, path: str, planned: bool, *, classifier: bool = False, computed: bool = True) -> None:
+    """`computed`: by transformers' classes; other engines have loaders of their own, also for quantized weights."""
+    found = load_model_config(path, config.model.trust_remote_code)
+    if Path(path).is_dir():
+        check_pointers(Path(path))
+    if computed:
+        _check_plain(found)
+        _check_text(found)
+    if (not has_weights(path) and planned) or (not computed and not has_safetensors(path)):
+        return
+    stored = stored_tensors(path, getattr(found, "transformers_weights", None))
+    if computed:
+        check_tensors(meta_model(config.model.model_copy(update={"path": path, "init": None}), classifier=classifier), stored)
+
+
+def _check_plain(found: Any) -> None:
+    """Raise ModelError for quantized weights."""
+    section = next((s for c in (found, found.get_text_config()) if (s := getattr(c, "quantization_config", None))), None)
+    if section is None:
+        return
+    given = section if isinstance(section, dict) else section.to_dict()
+    method = str(getattr(given.get("quant_method"), "value", given.get("quant_method")) or "an unnamed method")
+    options = {"fp8": "FineGrainedFP8Config(dequantize=True)", "mxfp4": "Mxfp4Config(dequantize=True)"}
+    ways = "Take the checkpoint that it was made from (bfloat16, float16 or float32)"
+    if method in options:
+        how = SAVE.format(how=f", quantization_config={options[method]}")
+        ways += f", or write one: from transformers import AutoModelForCausalLM as M, {options[method].partition('(')[0]}; {how}"
+    raise ModelError(
+        f"its weights are quantized by {method} (quantization_config of config.json), and training computes with plain ones. "
+        f"{ways}"
+    )
+
+
+def _check_text(found: Any) -> None:
+    """Raise ModelError for a model that also takes images, video or sound."""
+    text = found.get_text_config()
+    if text is found:
+        return
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    kind = CAUSAL.get(text.model_type) or CAUSAL.get(found.model_type)
+    whole = ", ".join(found.architectures or ()) or found.model_type
+    ways = f"write its text model: from transformers import {kind} as M; {SAVE.format(how='')}" if kind else "take a text model"
+    raise ModelError(
+        f"it is {whole}, of several parts ({', '.join(sorted(found.sub_configs))}), and only text models are trained: {ways}, "
+        "then model.path = TO"
+    )
+
+
+@contextmanager
+def _told(key: str, path: str) -> Iterator[None]:
+    """Begins a ModelError with the key and the model."""
+    try:
+        yield
+    except ModelError as problem:
+        raise ModelError(f"{key} = {path}: {str(problem).removeprefix(f'{path}: ')}") from problem

@@ -1,0 +1,66 @@
+"""A model that brings its own code, from a config: refused; with `model.trust_remote_code` trained, saved with its code, and
+evaluated by another process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.inside import config_of, execute
+from tests.e2e.runs import Command, finish
+
+pytestmark = pytest.mark.slow
+
+CODE = """
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+
+class MineConfig(Qwen3Config):
+    model_type = "mine"
+
+
+class MineForCausalLM(Qwen3ForCausalLM):
+    config_class = MineConfig
+"""
+TRUSTED = "model.trust_remote_code=true"
+SIZES = ["rollout.max_turns=2", "rollout.max_turn_tokens=8"]
+
+
+@pytest.fixture
+def own(tiny: str, tmp_path: Path) -> Path:
+    folder = Path(shutil.copytree(tiny, tmp_path / "own"))
+    (folder / "modeling_mine.py").write_text(CODE)
+    table = json.loads((folder / "config.json").read_text()) | {"model_type": "mine", "architectures": ["MineForCausalLM"]}
+    table["auto_map"] = {"AutoConfig": "modeling_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(table))
+    return folder
+
+
+def test_it_is_trained_saved_and_evaluated_where_it_is_trusted(own: Path, tmp_path: Path) -> None:
+    run = execute(config_of(tmp_path, "run", f"model.path={own}", TRUSTED, "steps=1", *SIZES))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    [update] = [row for row in rows if row["phase"] == "train"]
+    assert update["mismatch_max"] < 1e-4 and update["tokens"] > 0
+    final = json.loads((run / "final" / "config.json").read_text())
+    assert (
+        final["architectures"] == ["MineForCausalLM"]
+        and final["auto_map"]["AutoModelForCausalLM"] == "modeling_mine.MineForCausalLM"
+    )
+    assert (run / "final" / "modeling_mine.py").read_text() == CODE
+    record = tmp_path / "record"
+    asked = ["--model", str(run / "final"), "-n", "2", "engine=embedded"]
+    refused = Command(tmp_path, "eval", "key_value", *asked, "--out", str(tmp_path / "no"), *SIZES)
+    said = " ".join(finish(refused).split())
+    assert refused.returncode == 2 and "it brings code of its own" in said and not (tmp_path / "no").exists()
+    taken = Command(
+        tmp_path, "eval", "key_value", *asked, "--out", str(tmp_path / "out"), "--record", str(record), *SIZES, TRUSTED
+    )
+    said = finish(taken)
+    assert taken.returncode == 0, said
+    shutil.rmtree(run)
+    again = Command(tmp_path, "eval", "--replay", str(record), "--out", str(tmp_path / "replayed"))
+    said = finish(again)
+    assert again.returncode == 0, said

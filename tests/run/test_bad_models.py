@@ -1,0 +1,319 @@
+"""Models that cannot be trained or sampled from: each is named by the command line, with what to do, before anything is "
+"started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from agentrl.cli.main import main
+from agentrl.config.load import config_from
+from agentrl.errors import ModelError
+from agentrl.run import assembly
+from agentrl.run.checks import model as check
+from agentrl.train import pretrained
+from agentrl.train.model_files import Header, check_tensors
+
+Change = Callable[[Path], object]
+SMALL = ["cluster.backend=inline", "rollout.max_episode_tokens=512", "optim.micro_tokens=512", "optim.lr=1e-6"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an engine nor a trainer is made, whatever the checks let through."""
+
+    def started(*args: object, **options: object) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(assembly, "make_engine", started)
+    monkeypatch.setattr("agentrl.run.main.open_session", started)
+
+
+@pytest.fixture
+def folder(tiny: str, tmp_path: Path) -> Path:
+    """A model to spoil."""
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+def said(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    """What a command printed that refused to do anything."""
+    code = main([*command])
+    out = capsys.readouterr()
+    assert code == 2, out
+    return out.err + out.out
+
+
+def train(capsys: pytest.CaptureFixture[str], folder: Path | str, *more: str, command: str = "train") -> str:
+    out = Path(folder).parent if Path(folder).is_dir() else Path("runs")
+    config = out / "config.toml"
+    config.write_text(f'name = "bad"\nout = "{out}"\n[model]\npath = "{folder}"\n[env]\nid = "key_value"\n')
+    text = said(capsys, command, str(config), *SMALL, *more)
+    assert not (out / "bad").exists()
+    return " ".join(text.split())
+
+
+def edited(name: str = "config.json", **changes: Any) -> Change:
+    def change(folder: Path) -> None:
+        table = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({key: value for key, value in {**table, **changes}.items() if value is not None}))
+
+    return change
+
+
+def tensors(**changes: torch.Tensor | None) -> Change:
+    def change(folder: Path) -> None:
+        held = load_file(folder / "model.safetensors") | changes
+        save_file({name: tensor for name, tensor in held.items() if tensor is not None}, folder / "model.safetensors")
+
+    return change
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def pointer(name: str) -> Change:
+    return lambda folder: (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 17\n")
+
+
+def indexed(folder: Path) -> None:
+    """Two shards by the index, of which the second is not there."""
+    held = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    shards = {name: f"model-0000{1 + (number > 9)}-of-00002.safetensors" for number, name in enumerate(held)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
+def renamed(name: str) -> Change:
+    return lambda folder: (folder / "model.safetensors").rename(folder / name)
+
+
+def more_tokens(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<new{number}>" for number in range(3)])
+    tokenizer.save_pretrained(folder)
+
+
+def own_tokenizer(folder: Path) -> None:
+    edited(model_type="mine", auto_map={"AutoConfig": "m.C"})(folder)
+    edited("tokenizer_config.json", tokenizer_class="MyTokens", auto_map={"AutoTokenizer": ["tok.My", None]})(folder)
+
+
+def other_tokenizer(folder: Path) -> None:
+    edited(vocab_size=40_000)(folder)
+    tensors(**{"model.embed_tokens.weight": torch.zeros(40_000, 32)})(folder)
+
+
+ROW = torch.zeros(2, 32)
+LAYER, HEAD = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"
+FAULTS: dict[str, tuple[Change, list[str]]] = {
+    "no template": (
+        lambda folder: (folder / "chat_template.jinja").unlink(),
+        ["no chat template", "instruction-tuned", "CHATML_TEMPLATE"],
+    ),
+    "more tokens than rows": (
+        more_tokens,
+        ["ids up to 402 ('<new2>')", "embeds 400 (vocab_size", "resize_token_embeddings(403)"],
+    ),
+    "another tokenizer": (
+        other_tokenizer,
+        ["no token for 39600 of the 40000 ids", "another model's tokenizer"],
+    ),
+    "a missing weight": (tensors(**{LAYER: None}), [f"1 of 24 are not in its files: {LAYER}."]),
+    "missing weights": (
+        edited(num_hidden_layers=4, layer_types=None),
+        ["22 of 46 are not in its files: model.layers.2.", "and 19 more"],
+    ),
+    "a config that contradicts itself": (
+        edited(num_hidden_layers=4),
+        ["no model config can be loaded", "`num_hidden_layers` (4) must be equal to the number of `layer_types` (2)"],
+    ),
+    "an extra weight": (
+        tensors(**{"model.layers.1.mlp.gate.weight": ROW}),
+        ["1 of its files have no place in Qwen3ForCausalLM: model.layers.1.mlp.gate.weight"],
+    ),
+    "extra layers": (edited(num_hidden_layers=1, layer_types=None), ["11 of its files have no place", "and 8 more"]),
+    "another shape": (
+        edited(intermediate_size=48),
+        ["6 have another shape", "(64x32 in its files, 48x32 by config.json)"],
+    ),
+    "cut off": (cut, ["model.safetensors (", "damaged or cut off", "fetch it again"]),
+    "a pointer": (pointer("model.safetensors"), ["model.safetensors is a git-LFS pointer", "git lfs pull"]),
+    "a pointer for the tokenizer": (
+        pointer("tokenizer.json"),
+        ["tokenizer.json is a git-LFS pointer", "git lfs pull"],
+    ),
+    "no shard": (
+        indexed,
+        ["1 of the 2 files that model.safetensors.index.json names are not there: model-00002-of-00002"],
+    ),
+    "another program's": (
+        renamed("consolidated.00.pth"),
+        ["no weights: expected model.safetensors", "found consolidated.00.pth", "save_pretrained"],
+    ),
+    "adapters": (renamed("adapter_model.safetensors"), ["adapters alone", "merge"]),
+    "gptq": (
+        edited(quantization_config={"quant_method": "gptq", "bits": 4}),
+        ["quantized by gptq (quantization_config of config.json)", "made from"],
+    ),
+    "awq": (edited(quantization_config={"quant_method": "awq"}), ["quantized by awq"]),
+    "fp8": (
+        edited(quantization_config={"quant_method": "fp8"}),
+        ["quantized by fp8", "FineGrainedFP8Config(dequantize=True)"],
+    ),
+    "mxfp4": (
+        edited(quantization_config={"quant_method": "mxfp4"}),
+        ["quantized by mxfp4", "Mxfp4Config(dequantize=True)", "save_pretrained"],
+    ),
+    "bitsandbytes": (
+        edited(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        ["quantized by bitsandbytes"],
+    ),
+    "quantized without a word": (
+        tensors(**{LAYER: torch.zeros(64, 32, dtype=torch.int8)}),
+        [f"{LAYER} is stored as I8", "quantized"],
+    ),
+    "code of its own": (
+        edited(model_type="mine", auto_map={"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.My"}),
+        ["code of its own (config.json names mine.MyConfig, config.json names mine.My)", "model.trust_remote_code = true"],
+    ),
+    "a tokenizer of its own": (
+        own_tokenizer,
+        ["config.json names m.C, tokenizer_config.json names tok.My", "trust_remote_code"],
+    ),
+    "a short context": (
+        edited(max_position_embeddings=50),
+        ["opening prompt of key_value (task seed ", "the model takes 50 (max_position", "no turn could be sampled"],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_model_is_named_with_what_to_do(folder: Path, capsys: pytest.CaptureFixture[str], fault: str) -> None:
+    change, told = FAULTS[fault]
+    change(folder)
+    text = train(capsys, folder)
+    assert "Traceback" not in text and [part for part in told if part not in text] == [], text
+    assert fault == "a short context" or f"model.path = {folder}: " in text
+
+
+@pytest.mark.parametrize("command", ["sft", "eval", "rollout", "dry run"])
+def test_every_command_names_it(folder: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    tensors(**{LAYER: None})(folder)
+    if command in ("eval", "rollout"):
+        out = folder.parent / "out"
+        text = said(capsys, command, "key_value", "--model", str(folder), "--out", str(out), "engine=embedded")
+        assert not out.exists()
+    elif command == "sft":
+        text = train(capsys, folder, "sft.max_steps=1", "sft.min_steps=1", command="sft")
+    else:
+        text = train(capsys, folder, "--dry-run")
+    assert "1 of 24 are not in its files" in " ".join(text.split())
+
+
+def test_a_critic_and_a_reward_model_are_looked_at_too(folder: Path, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors(**{LAYER: None})(folder)
+    for key, more in {"critic.path": ['algorithm.advantage={name="gae"}'], "reward_model.path": []}.items():
+        if key == "reward_model.path":
+            edited(architectures=["Qwen3ForSequenceClassification"])(folder)
+            tensors(**{"score.weight": torch.zeros(1, 32)})(folder)
+        text = train(capsys, folder, f"model.path={tiny}", f"{key}={folder}", *more)
+        assert f"{key} = {folder}: " in text and f"are not in its files: {LAYER}." in text
+
+
+def test_what_a_checkpoint_may_hold_beside_the_model_is_counted(folder: Path) -> None:
+    shell = pretrained.meta_model(config_from({"env": {"id": "key_value"}, "model": {"path": str(folder)}}, []).model)
+    own = {name: Header("BF16", tuple(tensor.shape)) for name, tensor in shell.state_dict().items()}
+    extra = [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "mtp.layers.0.mlp.up_proj.weight",
+        "model.visual.blocks.0.attn.weight",
+        "vision_tower.a.weight",
+        "multi_modal_projector.b",
+        "score.weight",
+        "v_head.summary.weight",
+    ]
+    found = check_tensors(shell, own | {name: Header("BF16", (1,)) for name in extra})
+    assert sorted(line.split(" tensors")[0] for line in found) == ["1", "1", "2", "3"]
+    # a tied output head may be stored or not; layers behind the last one predict several tokens if the config says so
+    shell.config.num_nextn_predict_layers = 1
+    found = check_tensors(
+        shell,
+        {name: held for name, held in own.items() if name != "lm_head.weight"}
+        | {"model.layers.2.eh_proj.weight": Header("F32", (1,))},
+    )
+    assert found == ["1 tensors not used: layers that predict several tokens at once"]
+    with pytest.raises(ModelError, match=r"no place in Qwen3ForCausalLM: model\.layers\.3\.eh_proj"):
+        check_tensors(shell, own | {"model.layers.3.eh_proj.weight": Header("F32", (1,))})
+
+
+def test_weights_of_torch_are_as_good(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    check.check_models(config_from({"env": {"id": "key_value"}, "model": {"path": str(folder)}, "engine": "embedded"}, []))
+
+
+def test_a_plan_needs_no_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "model.safetensors").unlink()
+    assert "it has no weights: expected model.safetensors or model.safetensors.index.json" in train(capsys, folder)
+    assert main(["train", str(folder.parent / "config.toml"), *SMALL, "--dry-run"]) == 0
+
+
+def test_a_model_of_several_parts_is_refused_for_training_with_how_to_take_its_text_model(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind, text, take in (("gemma3", "gemma3_text", "Gemma3ForCausalLM"), ("qwen3_5", "qwen3_5_text", "Qwen3_5ForCausalLM")):
+        table = {"model_type": kind, "architectures": ["TheirForConditionalGeneration"], "text_config": {"model_type": text}}
+        (folder / "config.json").write_text(json.dumps(table))
+        found = train(capsys, folder)
+        assert "it is TheirForConditionalGeneration, of several parts (text_config, vision_config)" in found
+        assert f"from transformers import {take} as M" in found and "model.path = TO" in found
+
+
+def test_a_context_is_the_text_models_and_stretched_by_its_rotary_positions(folder: Path) -> None:
+    def context(**changes: Any) -> int:
+        (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 1000} | changes))
+        return pretrained.model_context(str(folder))
+
+    assert context() == 1000
+    assert context(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}) == 4000
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 250, "rope_theta": 1e4}
+    assert context(rope_parameters=yarn) == 1000  # counted already
+    whole = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "max_position_embeddings": 77}}
+    assert context(**whole) == 77
+
+
+def test_a_name_that_the_hub_does_not_give_is_told_at_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    asked: list[str] = []
+
+    def hub(request: httpx.Request) -> httpx.Response:
+        asked.append(str(request.url))
+        if "nobody" in str(request.url):
+            return httpx.Response(404)
+        raise httpx.ConnectError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: httpx.Client(transport=httpx.MockTransport(hub)))
+    text = train(capsys, "someone/model")
+    assert (
+        "model.path = someone/model: there is no such folder here" in text
+        and "cannot be reached: Name or service not known" in text
+    )
+    assert "hf download NAME" in text and len(asked) == 1
+    assert "the hub answers 404" in train(capsys, "nobody/model")
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True)
+    assert "HF_HUB_OFFLINE is set" in train(capsys, "another/model") and len(asked) == 2
