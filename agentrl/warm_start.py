@@ -26,30 +26,39 @@ TRIES = 8
 
 
 async def transcript(env: ToolEnv, renderer: Renderer, seed: int, teacher: dict[str, Any]) -> Trajectory:
-    """One episode of the environment's teacher, as exactly the tokens that a policy would have sampled.
+    """One episode of the environment's teacher, as exactly the tokens that a policy would have sampled: in several ledgers, if
+    the chat template rewrites earlier turns.
 
     `sampled` marks the teacher's tokens (logprob 0, version 0). The episode is not scored.
     """
     observation, _ = await env.areset(seed=seed, options={"split": "train"})
     try:
         policy = _policy(env, seed, teacher)
-        ledger = TokenLedger()
+        ledgers, shown, begun = [TokenLedger()], list(observation), len(observation)
         renderer = renderer.with_tools(env.toolbox.schemas())
-        ledger.append_context(renderer.start(observation, env.toolbox.schemas()), turn=0)
+        ledgers[-1].append_context(renderer.start(observation, env.toolbox.schemas()), turn=0)
         turn = 0
         while (message := policy.act(observation)) is not None:
             ids = renderer.assistant(message)
-            ledger.append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn)
+            ledgers[-1].append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn)
             # Parsed from its own tokens, so that the environment sees what it would see from a policy.
-            observation, _, terminated, truncated, _ = await env.astep(renderer.parse(ids, "stop"))
+            message = renderer.parse(ids, "stop")
+            observation, _, terminated, truncated, _ = await env.astep(message)
             if terminated or truncated:
                 break
             turn += 1
-            ledger.append_context(renderer.extend("stop", observation), turn)
+            kept = renderer.keeps(message, observation, shown, begun)
+            shown += [message, *observation]
+            if kept:
+                ledgers[-1].append_context(renderer.extend("stop", observation, ids[-1]), turn)
+            else:
+                ledgers.append(TokenLedger())
+                ledgers[-1].append_context(renderer.start(shown, env.toolbox.schemas()), turn)
+                begun = len(shown)
     finally:
         await env.aclose()
     trajectory = env.trajectory
-    trajectory.ledgers, trajectory.stop = [ledger], StopReason.DONE
+    trajectory.ledgers, trajectory.stop = ledgers, StopReason.DONE
     return trajectory
 
 

@@ -12,10 +12,14 @@ from families import FAMILIES
 from render_tokenizers import build_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from agentrl.config import ModelConfig
+from agentrl.config import ModelConfig, load_config
 from agentrl.errors import ConfigError, ModelError
 from agentrl.render.template import TemplateRenderer
 from agentrl.run.assembly import renderer_of
+from agentrl.run.checks import check_assembly
+from tests.tiny import build
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def tokenizer(family: str) -> PreTrainedTokenizerFast:
@@ -41,3 +45,26 @@ def test_a_named_parser_is_used_where_it_fits_and_refused_where_not(family: str,
 def test_an_unknown_name_says_what_there_is(name: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"model.tool_parser.*{hint}"):
         renderer_of(ModelConfig(tool_parser=name), tokenizer("qwen2.5"))
+
+
+NO_TOOLS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + (
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (NO_TOOLS, r"ignores tools \(it ends a turn with '<\|im_end\|>'\).*model\.tool_parser.*save a chat template for tools"),
+        (None, "has no chat template; save one with it"),
+    ],
+)
+def test_a_template_without_tools_is_refused_before_a_run(tmp_path: Path, template: str | None, reason: str) -> None:
+    folder = build(tmp_path / "model")
+    file = Path(folder) / "chat_template.jinja"
+    file.unlink()
+    if template is not None:
+        file.write_text(template)
+    config = load_config(ROOT / "configs" / "quickstart.toml", [f"model.path={folder}", "model.init=false", "sft=false"])
+    with pytest.raises(ModelError, match=reason):
+        check_assembly(config)

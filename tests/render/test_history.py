@@ -1,0 +1,198 @@
+"""What a template does to turns that are no longer the last: ledgers of whole episodes equal the template, or fork."""
+
+import asyncio
+from functools import cache
+
+import pytest
+from families import IM, QWEN3, QWEN25
+from render_tokenizers import build_tokenizer
+
+from agentrl.env import Task, ToolEnv
+from agentrl.render import make_renderer
+from agentrl.render.skeleton import skeleton
+from agentrl.reward import compile_spec, load_spec
+from agentrl.rollout.engine import Engine, EngineStats, Generation
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.tool import tool
+from agentrl.trajectory import Message, ToolCall
+from agentrl.warm_start import transcript
+
+CALL = ToolCall("get", {"key": "a"}, id="abcdefghi")
+ANSWER = Message("tool", "7", tool_call_id="abcdefghi", name="get")
+USER = Message("user", "And now?")
+
+# Opens the reasoning of the last turn itself, and shows earlier turns without any, once the user has spoken.
+OPENS = QWEN3.replace(
+    "{{ '<|im_start|>assistant\\n' }}{% endif %}", "{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
+).replace("m.reasoning_content and loop.index0 > ns.last", "m.reasoning_content is defined and loop.index0 > ns.last")
+# The token that ends a turn is the one that opens what follows it.
+HEADS = """{%- for tool in tools or [] %}<|system|>{{ tool | tojson }}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ '<|user|>' + m.content }}
+{%- elif m.role == 'assistant' %}{{ '<|assistant|>' + m.content }}
+{%- for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.name }}
+{%- for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>{% endfor %}</tool_call>
+{%- endfor %}
+{%- elif m.role == 'tool' %}{{ ('<|observation|>' if loop.previtem.role != 'tool' else '') + m.content }}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+HEAD_TOKENS = ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<tool_call>", "</tool_call>", "<eos>"]
+
+
+@cache
+def made(template, tokens=(*IM, "<think>", "</think>"), eos="<|im_end|>"):
+    tokenizer = build_tokenizer(list(tokens), template, eos=eos)
+    return tokenizer, make_renderer(tokenizer)
+
+
+def test_reasoning_of_an_earlier_turn_in_the_ledger_forks_it_as_well():
+    """The last turn has none, but the call before it had: once the user speaks, the template drops that."""
+    _, renderer = made(QWEN3)
+    earlier = [Message("user", "q"), Message("assistant", "", (CALL,), reasoning="look it up"), ANSWER]
+    said = Message("assistant", "Seven.")
+    assert renderer.keeps(said, [USER])
+    assert not renderer.keeps(said, [USER], earlier, 1)
+    # A ledger that began after it was rendered without it, and stays.
+    assert renderer.keeps(said, [USER], [*earlier, said, USER], 5)
+    # Without a user nothing is dropped.
+    assert renderer.keeps(Message("assistant", "", (CALL,), reasoning="again"), [ANSWER], earlier, 1)
+
+
+def test_a_template_that_opens_the_reasoning_forks_at_the_user_with_or_without_one():
+    tokenizer, renderer = made(OPENS)
+    for reasoning in ("so", ""):
+        assert not renderer.keeps(Message("assistant", "Seven.", reasoning=reasoning), [USER])
+        assert renderer.keeps(Message("assistant", "", (CALL,), reasoning=reasoning), [ANSWER])
+    ids = renderer.assistant(Message("assistant", "Seven.", reasoning="so"))
+    assert tokenizer.decode(ids) == "so\n</think>\n\nSeven.<|im_end|>"
+    assert renderer.parse(ids, "stop") == Message("assistant", "Seven.", reasoning="so")
+    # Without its end, all of it is reasoning, and a call in it was not made.
+    assert renderer.parse(ids[:1], "length").reasoning == tokenizer.decode(ids[:1])
+
+
+def test_reasoning_that_a_template_has_no_key_for_stays_in_what_was_said():
+    tokenizer, renderer = made(QWEN25)
+    turn = Message("assistant", "Seven.", reasoning="so")
+    ids = renderer.start([Message("user", "q"), turn, USER], [])
+    assert "<think>\nso\n</think>\n\nSeven." in tokenizer.decode(ids)
+    assert renderer.keeps(turn, [USER])
+    assert renderer.parse(renderer.assistant(turn), "stop") == turn
+
+
+def test_the_stop_token_that_opens_what_follows_is_not_repeated():
+    tokenizer, renderer = made(HEADS, tuple(HEAD_TOKENS), "<eos>")
+    user, observation = (tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("user", "observation"))
+    assert renderer.stop_token_ids == (user, observation)
+    called, said = Message("assistant", "", (CALL,)), Message("assistant", "Seven.")
+    assert renderer.assistant(called)[-1] == observation and renderer.assistant(said)[-1] == user
+    assert tokenizer.decode(renderer.extend("stop", [ANSWER], observation)) == "7<|assistant|>"
+    assert tokenizer.decode(renderer.extend("stop", [USER], user)) == "And now?<|assistant|>"
+    # Another one was sampled than the messages follow, or none: theirs opens them.
+    assert tokenizer.decode(renderer.extend("stop", [ANSWER], user)) == "<|observation|>7<|assistant|>"
+    assert tokenizer.decode(renderer.extend("length", [USER])) == "<|user|>And now?<|assistant|>"
+    whole = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "q"},
+         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "get", "arguments": {"key": "a"}}}]},
+         {"role": "tool", "content": "7"}], add_generation_prompt=True, tokenize=False)  # fmt: skip
+    ids = renderer.start([Message("user", "q")], []) + renderer.assistant(called) + renderer.extend("stop", [ANSWER])
+    assert tokenizer.decode(ids) == whole
+
+
+class Talk(ToolEnv):
+    """A tool call, then a word, in turns."""
+
+    id = "test/Talk-v0"
+    reward = "reward.json"
+    summary = "talk"
+
+    def make_task(self, rng_seed, split):
+        return Task(f"talk/{split}/{rng_seed}", rng_seed, split, {}, {"answer": "7"})
+
+    def prompt(self, task):
+        return [Message("user", "q")]
+
+    @tool
+    async def get(self, key: str) -> str:
+        """a number"""
+        return "7"
+
+    async def user_reply(self, message):
+        return [USER]
+
+    def gold_turns(self, task):
+        return [Message("assistant", "", (CALL,), reasoning="so"), Message("assistant", "Seven."),
+                Message("assistant", "Yes.", reasoning="it says")]  # fmt: skip
+
+
+class Player(Engine):
+    """Samples given turns, one after the other, and keeps the prompts."""
+
+    def __init__(self, turns):
+        self.turns, self.prompts = turns, []
+
+    async def generate(self, token_ids, sampling, request_key):
+        self.prompts.append(list(token_ids))
+        ids = self.turns[len(self.prompts) - 1]
+        return Generation(list(ids), [0.0] * len(ids), [0] * len(ids), "stop")
+
+    async def stats(self):
+        return EngineStats()
+
+    async def _nothing(self, *args):
+        pass
+
+    start = abort = close = _nothing
+
+
+def rows_of(messages):
+    rows = []
+    for message in messages:
+        row = {"role": message.role, "content": message.content}
+        if message.tool_calls:
+            row["tool_calls"] = [{"function": {"name": c.name, "arguments": c.arguments}} for c in message.tool_calls]
+        if message.reasoning is not None:
+            row["reasoning_content"] = message.reasoning
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize(("template", "ledgers"), [(QWEN3, 3), (OPENS, 3), (QWEN25, 1)])
+def test_every_prompt_of_an_episode_is_the_template_s(template, ledgers):
+    """A call with reasoning, an answer without, an answer with it; a user after each answer."""
+    tokenizer, renderer = made(template)
+    env = Talk()
+    turns = [*env.gold_turns(None), Message("assistant", "", (CALL,), reasoning="again")]
+    engine = Player([renderer.assistant(turn) for turn in turns])
+    scorer = compile_spec(load_spec({"agentrl_reward": 1, "name": "none", "root": {"use": "episode.stopped"}}))
+    limits = Limits(len(turns), 99, 10**5, 60.0, 60.0, 10**5)
+    trajectory = asyncio.run(run_episode(env, Policy(engine, renderer), EpisodeSpec(1, "train", 1, 0, key="a"), limits, scorer))
+    assert len(trajectory.ledgers) == ledgers
+    prompts = [
+        tokenizer.apply_chat_template(
+            rows_of(trajectory.messages[:end]), tools=env.toolbox.schemas(), add_generation_prompt=True, tokenize=False
+        )
+        for end, message in enumerate(trajectory.messages)
+        if message.role == "assistant"
+    ]
+    if template is not QWEN25:  # which has no key for reasoning, so it is in what is said
+        assert [tokenizer.decode(prompt) for prompt in engine.prompts] == prompts
+    # Each sampled token is in one ledger, once.
+    assert sum(ledger.sampled_tokens for ledger in trajectory.ledgers) == sum(map(len, engine.turns))
+
+
+def test_a_transcript_of_the_teacher_forks_as_an_episode_does():
+    tokenizer, renderer = made(OPENS)
+    trajectory = asyncio.run(transcript(Talk(), renderer, 1, {}))
+    assert len(trajectory.ledgers) >= 2
+    assert tokenizer.decode(trajectory.ledgers[0].ids()).count("<think>") == 2  # the call's and the answer's
+    for ledger in trajectory.ledgers[1:]:
+        assert "so\n</think>" not in tokenizer.decode(ledger.ids())
+
+
+def test_a_shape_holds_each_kind_of_round_twice_and_the_last():
+    turns = [Message("assistant", f"a{i}", reasoning="r" if i == 3 else None) for i in range(9)]
+    messages = [Message("user", "q"), *(item for turn in turns for item in (turn, USER))]
+    shape = skeleton(messages[:-2], 1, turns[-1], [USER])
+    assert [turn.reasoning for turn, _ in shape.rounds] == [None, None, "Thought", None]
+    assert shape.opening == (Message("user", "Question"),)
+    assert skeleton(messages[:-2], 5, turns[-1], [USER]).opening[0] == Message("user", "Question")
