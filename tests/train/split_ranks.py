@@ -5,6 +5,7 @@ python split_ranks.py OUT [CASE ...]       OUT/<model>.pt: of one rank;  OUT/<ca
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from dataclasses import dataclass, field
@@ -75,6 +76,18 @@ LONG = {
     "ep 2, adapters": Case("moe", TP, BOTH.model_copy(update={"lora": LoraSection(rank=2)})),
     "ep 2, sharded gradients": Case("moe", {"dp": 4, "sp": 1}, ModelConfig(expert_parallel=2, shard_gradients=True)),
 }
+TITAN = {
+    "titan, tp 2 x 2": Case("qwen3", TP, ModelConfig(engine="titan", tensor_parallel=2, activation_checkpointing=True)),
+    "titan, tp 2, sp 2": Case(
+        "llama", {"dp": 1, "sp": 2, "tp": 2}, ModelConfig(engine="titan", tensor_parallel=2, sequence_parallel=2)
+    ),
+    "titan, tp 2, replicas": Case("untied", TP, ModelConfig(engine="titan", tensor_parallel=2, replicas=2), shared=True),
+    "titan, ep 2": Case("moe", {"dp": 4, "sp": 1}, ModelConfig(engine="titan", expert_parallel=2)),
+    "titan, ep 4": Case("moe", {"dp": 4, "sp": 1}, ModelConfig(engine="titan", expert_parallel=4, activation_checkpointing=True)),
+    "titan, ep 2, sp 2": Case("moe", {"dp": 2, "sp": 2}, ModelConfig(engine="titan", expert_parallel=2, sequence_parallel=2)),
+}
+if importlib.util.find_spec("torchtitan") is not None:  # else test_titan.py says that it is not installed
+    LONG |= TITAN
 CASES = {**SHORT, **LONG}
 
 

@@ -122,13 +122,14 @@ def test_each_rank_holds_its_share(out: Path, name: str) -> None:
                 assert cfg.lora is not None
                 continue
             split = any(part in key for part in ("proj", "embed", "lm_head")) and ".experts." not in key
-            split &= not ("embed" in key and case.model != "qwen3")  # an embedding that is not tied stays whole
+            # An embedding that is not tied stays whole by transformers' plans, and is split by torchtitan's.
+            split &= not ("embed" in key and case.model != "qwen3" and cfg.engine == "fsdp2")
             ranks = world if ".experts." in key else world // cfg.replicas // (1 if split else cfg.tensor_parallel)
             expected = -(-tensor.numel() // ranks)
             assert torch.Size(shape).numel() == expected, (key, shape)
 
 
-@pytest.mark.parametrize("name", THESE)
+@pytest.mark.parametrize("name", [name for name in THESE if CASES[name].cfg.engine == "fsdp2"])
 def test_the_memory_that_is_counted_is_what_each_rank_holds(out: Path, name: str) -> None:
     """Weights and AdamW's two moments, of rank 0, which holds the most."""
     case, _, many = results(out, name)

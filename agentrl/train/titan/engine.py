@@ -18,7 +18,7 @@ from agentrl.train.engine import TRAIN_ENGINES, compute_dtype
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.layout import Layout
 from agentrl.train.loading import Loader, ModuleTensor, materialize
-from agentrl.train.modules import Micro, Role
+from agentrl.train.modules import Micro, Role, shared
 from agentrl.train.offload import Offloaded
 from agentrl.train.pretrained import empty_causal_lm, load_model_config
 from agentrl.train.titan.library import require_torchtitan
@@ -33,6 +33,8 @@ WRAPPER = "_checkpoint_wrapped_module."
         "sft",
         "replicas",
         "sequence_parallel",
+        "tensor_parallel",
+        "expert_parallel",
         "offload",
         "shard_gradients",
         "activation_checkpointing",
@@ -62,7 +64,7 @@ class TitanEngine(FsdpEngine):
         self.checkpoints = by_size(cfg.activation_checkpointing, sum(p.numel() for p in shell.parameters()))
         family = family_of(path, self.config)
         # transformers' own rotary embedding, made outside of the meta device: its frequencies are numbers.
-        made = titan_config(family, self.config, type(shell.base_model.rotary_emb)(self.config))
+        made = titan_config(family, self.config, type(shell.base_model.rotary_emb)(self.config), cfg.expert_parallel > 1)
         self.layout = Layout.of(cfg, self.device, dist.get_world_size())  # which ranks share tokens; the meshes are torchtitan's
         dims = dims_of(cfg, self.device)
         self.module = sharded_decoder(family, made, dims, Sharding(self.compute_dtype, self.checkpoints))
@@ -79,6 +81,12 @@ class TitanEngine(FsdpEngine):
             from agentrl.train.titan.families import family_of
 
             family_of(cfg.path, load_model_config(cfg.path))
+        if cfg.tensor_parallel > 1 and cfg.expert_parallel > 1:
+            # torchtitan redistributes tokens between the two only with its own sequence parallelism.
+            raise ConfigError(
+                'model.tensor_parallel with model.expert_parallel: model.engine = "titan" has one of them; "fsdp2" has both'
+            )
+        super().check(cfg, ranks)
 
     def _load(self, loader: Loader) -> None:
         counts = [name for name, buffer in self.module.named_buffers() if buffer.is_meta]  # of the tokens of each expert
@@ -101,6 +109,15 @@ class TitanEngine(FsdpEngine):
 
     def _left_out(self, name: str) -> bool:
         return self.tied and name == "lm_head.weight"
+
+    def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+        micro = micro if self.layout.ulysses is None else shared(micro, self.layout.ulysses)
+        found: tuple[Tensor, Tensor] = self.module(micro, temperature, entropy)
+        return found
+
+    def expert_load(self) -> Tensor | None:
+        """None: torchtitan's routers are not counted."""
+        return None
 
     def values(self, micro: Micro) -> Tensor:
         raise ConfigError('model.engine = "titan" computes no values')

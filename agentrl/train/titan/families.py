@@ -87,8 +87,9 @@ def family_of(path: str, config: Any) -> Family:
     return FAMILIES[kind]
 
 
-def titan_config(family: Family, config: Any, rotary: Any) -> Any:
-    """torchtitan's config of a model. `rotary`: transformers' rotary embedding of it, for the frequencies."""
+def titan_config(family: Family, config: Any, rotary: Any, expert_parallel: bool) -> Any:
+    """torchtitan's config of a model. `rotary`: transformers' rotary embedding of it, for the frequencies. `expert_parallel`: the
+    ranks have different experts."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
 
@@ -137,7 +138,7 @@ def titan_config(family: Family, config: Any, rotary: Any) -> Any:
         enable_weight_tying=bool(config.tie_word_embeddings),
     )
     family.shard(found)
-    shard_experts(found, expert_parallel=False)
+    shard_experts(found, expert_parallel)
     # The head gathers its weight itself, and takes and returns plain tensors.
     found.lm_head.sharding_config = ShardingConfig(state_shardings=found.lm_head.sharding_config.state_shardings)
     return found

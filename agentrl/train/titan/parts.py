@@ -17,6 +17,7 @@ from torchtitan.protocols.module import Module
 from agentrl.train.attention import PackedSequences, packed_attention
 from agentrl.train.logprobs import token_logprobs
 from agentrl.train.modules import Micro, shares
+from agentrl.train.ulysses import Ulysses, divided
 
 
 class PackedAttention(Module):
@@ -90,15 +91,16 @@ class LogprobHead(Linear):
     class Config(Linear.Config):
         pass
 
+    tensor: Ulysses | None = None
+    """The ranks of tensor parallelism, which divide the tokens among them."""
+
     def forward(self, input: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-        """`input`: hidden states [M, E]; `targets` int64 [M] -> two float32 [M]."""
-        return token_logprobs(input, gathered(self.weight).to(input.dtype), targets, temperature, entropy=entropy)
+        """`input`: hidden states [M, E], which all tensor-parallel ranks have; `targets` int64 [M] -> two float32 [M]."""
 
+        def compute(hidden: Tensor, head: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+            return token_logprobs(hidden, head.weight.to(hidden.dtype), targets, temperature, entropy=entropy)
 
-def gathered(tensor: Tensor) -> Tensor:
-    """All of a tensor that ranks share by tensor parallelism: a collective. Each of them computes the same from it, so that
-    the gradient of its own part is that part of the gradient, and not a sum."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return divided(compute, input, self, targets, self.tensor)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torchtitan.distributed.utils import set_spmd_backend
 from agentrl.config.schema import ModelConfig
 from agentrl.train.titan.families import Family
 from agentrl.train.titan.parts import LogprobDecoder
+from agentrl.train.ulysses import Ulysses
 
 BACKEND = "partial_dtensor"
 """Parameters as DTensors, which can be gathered and saved like those of FSDP2; with torchtitan's default they are plain."""
@@ -37,7 +38,8 @@ def dims_of(cfg: ModelConfig, device: torch.device) -> ParallelDims:
     # torchtitan takes the kind of accelerator that the machine has, and a GPU if it has none.
     torchtitan.distributed.parallel_dims.device_type = device.type
     set_spmd_backend(BACKEND)
-    found = ParallelDims(cfg.replicas, -1, cp=1, tp=1, pp=1, ep=1, world_size=world, spmd_backend=BACKEND)
+    tensor, experts = cfg.tensor_parallel, cfg.expert_parallel
+    found = ParallelDims(cfg.replicas, -1, cp=1, tp=tensor, pp=1, ep=experts, world_size=world, spmd_backend=BACKEND)
     found.build_mesh()
     return found
 
@@ -51,11 +53,14 @@ def sharded_decoder(family: Family, config: Any, dims: ParallelDims, asked: Shar
         decoder,
         parallel_dims=dims,
         training=TrainingConfig(mixed_precision_param=name),
-        parallelism=ParallelismConfig(data_parallel_replicate_degree=dims.dp_replicate, spmd_backend=BACKEND),
+        parallelism=ParallelismConfig(spmd_backend=BACKEND),
         compile_config=CompileConfig(),
         ac_config=FullAC.Config(preserve_rng_state=False) if asked.checkpoints else None,
         dump_folder="",
     )
+    if dims.tp > 1:
+        head: Any = decoder.lm_head
+        head.tensor = Ulysses(dims.get_mesh("tp").get_group())
     for part in decoder.modules():
         if isinstance(part, FSDPModule):
             # torchtitan asks for sums by the divide factor alone, which gloo does not support.
