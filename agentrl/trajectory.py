@@ -187,10 +187,7 @@ class TokenLedger:
         found, weights = _numbers(logprobs, np.float32), _versions(versions)
         if n and int(weights.min()) < 0:
             raise ValueError("a sampled token needs the version (>= 0) of the weights that sampled it")
-        # Looked at as float32, the way it is stored: -1e39 is a number to Python and becomes -inf here.
-        if not np.isfinite(found).all():
-            at = int(np.flatnonzero(~np.isfinite(found))[0])
-            raise ValueError(f"the log probability of sampled token {at} of {n} is {found[at]}, not a finite number")
+        _check_finite(found, "sampled token")
         ids = _numbers(token_ids, np.int32)
         given = {"token_ids": ids, "sampled": True, "logprobs": found, "versions": weights, "turns": _turn_number(turn)}
         self._append(n, given)
@@ -314,7 +311,7 @@ class TokenLedger:
         found = (
             _unpacked(columns)
             if "spans" in columns
-            else {name: np.asarray(columns[name], dtype=kind) for name, kind in _COLUMNS.items()}
+            else {name: _numbers(columns[name], kind) for name, kind in _COLUMNS.items()}
         )
         lengths = {name: len(column) for name, column in found.items()}
         if len(set(lengths.values())) != 1:
@@ -322,8 +319,16 @@ class TokenLedger:
         # Some code reads one column, some the other: if they differed, a token would be trained that no weights sampled.
         if not np.array_equal(found["sampled"], found["versions"] >= 0):
             raise ValueError("ledger columns disagree on what was sampled: `sampled` must be set exactly where `versions` >= 0")
+        _check_finite(found["logprobs"], "token")
         ledger._append(lengths["token_ids"], found)
         return ledger
+
+
+def _check_finite(logprobs: npt.NDArray[np.float32], what: str) -> None:
+    # Looked at as float32, the way it is stored: -1e39 is a number to Python and becomes -inf here.
+    if not np.isfinite(logprobs).all():
+        at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+        raise ValueError(f"the log probability of {what} {at} of {len(logprobs)} is {logprobs[at]}, not a finite number")
 
 
 def _turn_number(turn: int) -> int:
@@ -335,7 +340,11 @@ def _turn_number(turn: int) -> int:
 def _numbers(values: Sequence[float], kind: type[np.generic]) -> npt.NDArray[Any]:
     """Numbers as int32 or float32. Raises ValueError if a value is not such a number."""
     if isinstance(values, np.ndarray):
-        return values.astype(kind, copy=False)
+        found = values.astype(kind, copy=False)
+        # `astype` wraps integers around; floats may round.
+        if found is not values and np.issubdtype(kind, np.integer) and not np.array_equal(found, values):
+            raise ValueError(f"a column of {np.dtype(kind)}: a value does not fit")
+        return found
     out = np.empty(len(values), dtype=kind)
     try:
         # Takes half the time of np.asarray, which reads each item of a list twice.

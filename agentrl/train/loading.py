@@ -63,8 +63,7 @@ class Loader:
         """
         materialize(module, parameters or device)
         # That gave each name a tensor of its own, so tied ones have come apart.
-        if hasattr(self._model, "tie_weights"):
-            self._model.tie_weights()
+        self._model.tie_weights()
         self._read({id(part) for part in module.modules()})
         # Also those that nothing was read into, such as shards without rows: else they would be drawn at random.
         for tensor in self._model.parameters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import math
 import pickle
@@ -214,3 +215,37 @@ def test_an_engine_that_answers_with_nan_is_an_engine_fault_and_no_token_of_it_i
     episode = asyncio.run(run_episode(env.build(), policy, EpisodeSpec(0, "train", 0, 0, "k"), limits, scorer))
     assert episode.stop is StopReason.ENGINE_ERROR and episode.reward is None and episode.sampled_tokens == 0
     assert "turn 0: the log probability of sampled token 0" in str(episode.error)
+
+
+def test_a_number_that_a_column_cannot_hold_is_refused_whatever_it_comes_in() -> None:
+    ledger = TokenLedger()
+    for ids in (np.array([5, 2**31]), np.array([-(2**31) - 1]), np.array([2**40 + 7], dtype=np.uint64), np.array([1.5]), [2**31]):
+        with pytest.raises(ValueError, match="a column of int32"):
+            ledger.append_context(ids, 0)
+        with pytest.raises(ValueError, match="a column of int32"):
+            ledger.append_sampled(ids, [0.0] * len(ids), [0] * len(ids), 0)
+    with pytest.raises(ValueError, match="a column of int32"):
+        ledger.append_sampled([1], [0.0], np.array([2**31]), 0)
+    assert len(ledger) == 0
+    ledger.append_context(np.array([2**31 - 1, 0]), 0)
+    ledger.append_context(np.array([7.0]), 0)
+    assert ledger.ids() == [2**31 - 1, 0, 7]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_a_file_with_a_log_probability_that_is_no_number_is_refused(wrong: float) -> None:
+    ledger = TokenLedger()
+    ledger.append_context([1, 2], 0)
+    ledger.append_sampled([3, 4], [-0.5, -0.25], [0, 0], 0)
+    columns = ledger.to_json()
+    assert TokenLedger.from_json(columns) == ledger
+    packed = ledger.packed()
+    columns["logprobs"][3] = wrong
+    found = np.array([-0.5, wrong], dtype="<f4")
+    packed["logprobs"] = base64.b64encode(found.tobytes()).decode()
+    for damaged in (columns, packed):
+        with pytest.raises(ValueError, match="the log probability of token 3 of 4 is (nan|inf|-inf), not a finite number"):
+            TokenLedger.from_json(damaged)
+    for name, value in (("token_ids", 2**31), ("turns", 2**15), ("versions", 2**40)):
+        with pytest.raises(ValueError, match="a column of int"):
+            TokenLedger.from_json(ledger.to_json() | {name: [*ledger.to_json()[name][:3], value]})
