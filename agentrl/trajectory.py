@@ -309,9 +309,7 @@ class TokenLedger:
         """Inverse of `to_json` and of `packed`. Raises ValueError if the columns do not fit together."""
         ledger = cls()
         found = (
-            _unpacked(columns)
-            if "spans" in columns
-            else {name: _numbers(columns[name], kind) for name, kind in _COLUMNS.items()}
+            _unpacked(columns) if "spans" in columns else {name: _numbers(columns[name], kind) for name, kind in _COLUMNS.items()}
         )
         lengths = {name: len(column) for name, column in found.items()}
         if len(set(lengths.values())) != 1:
