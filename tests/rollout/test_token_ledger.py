@@ -244,7 +244,7 @@ def test_a_file_with_a_log_probability_that_is_no_number_is_refused(wrong: float
     found = np.array([-0.5, wrong], dtype="<f4")
     packed["logprobs"] = base64.b64encode(found.tobytes()).decode()
     for damaged in (columns, packed):
-        with pytest.raises(ValueError, match="the log probability of token 3 of 4 is (nan|inf|-inf), not a finite number"):
+        with pytest.raises(ValueError, match=r"the log probability of token 3 of 4 is (nan|inf|-inf), not a finite number"):
             TokenLedger.from_json(damaged)
     for name, value in (("token_ids", 2**31), ("turns", 2**15), ("versions", 2**40)):
         with pytest.raises(ValueError, match="a column of int"):
