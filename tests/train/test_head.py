@@ -14,6 +14,7 @@ from agentrl.train.head import HeadRule, backbone, head_rule
 
 RULES = {
     "gemma2": HeadRule(cap=2.0),
+    "gemma4": HeadRule(cap=2.0),
     "granite": HeadRule(scale=2.5),  # divided by 0.4
     "cohere2": HeadRule(scale=2.5),  # multiplied by 2.5
     "minicpm3": HeadRule(hidden=2.5),  # 80 / 32, before the output embedding

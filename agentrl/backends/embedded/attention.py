@@ -8,7 +8,10 @@ slot up to its own position.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -98,6 +101,19 @@ class AttentionPlan:
         self.spans = spans
 
 
+_PLAN: ContextVar[AttentionPlan] = ContextVar("the plan of the step under way")
+
+
+@contextmanager
+def planned(plan: AttentionPlan) -> Iterator[None]:
+    """In this context a model's layers attend by `plan`. Not by an argument: not every family hands those on to its layers."""
+    token = _PLAN.set(plan)
+    try:
+        yield
+    finally:
+        _PLAN.reset(token)
+
+
 def attend(
     module: torch.nn.Module,
     query: Tensor,
@@ -107,12 +123,10 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | NotGiven | None = NOT_GIVEN,
-    *,
-    slot_plan: AttentionPlan,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """`query` [1, heads, T, dim], `key` [1, kv heads, T, dim], `value` [1, kv heads, T, value dim] -> ([1, T, heads, value dim],
-    None). Raises ModelError for what is not in the form."""
+    None), by the plan that the model runs under (`planned`). Raises ModelError for what is not in the form."""
     form = attention_form(
         module, query, attention_mask, scaling=scaling, dropout=dropout, sliding_window=sliding_window, others=others
     )
@@ -121,9 +135,10 @@ def attend(
     # What the kernels below do not have: one more term of the softmax, a cap, or values of another width than keys.
     plain = form.cap is None and form.sinks is None and widths[0] == widths[1]
     outputs = []
-    for span in slot_plan.spans:
+    for span in _PLAN.get().spans:
         flat = slice(span.offset, span.offset + span.tokens)
-        kv = span.pool.kv[:, layer]
+        # The cache is as large as its largest layer needs.
+        kv = span.pool.kv[:, layer, :, : key.shape[1], :, : max(widths)]
         # Stored before attending: the tokens of a prefill chunk attend to each other through the cache.
         kv[0, ..., : widths[0]][span.token_slots, :, span.positions] = key[0, :, flat].transpose(0, 1)
         kv[1, ..., : widths[1]][span.token_slots, :, span.positions] = value[0, :, flat].transpose(0, 1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """Shape of one token's cache; `head_dim` is the wider of keys and values."""
+    """Shape of one token's cache: of layers whose heads differ, and of keys and values, the most and the widest."""
 
     layers: int
     heads: int

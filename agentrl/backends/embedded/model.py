@@ -54,20 +54,22 @@ class EmbeddedModel:
         self._base: dict[str, Tensor] = {}
         try:
             self._check(getattr(torch, dtype))
-        except (ModelError, ValueError) as problem:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as problem:  # whatever the family's own code raises
             raise ModelError(f"the embedded engine cannot run {path}: {problem}; use engine = vllm") from problem
 
     @torch.inference_mode()
     def forward(self, token_ids: list[int], plan: AttentionPlan, last: list[int]) -> Tensor:
         """Float32 logits [len(last), V] after the flat tokens at the indices `last`."""
         positions = torch.cat([span.positions for span in plan.spans])
-        output = self.module(
-            input_ids=torch.tensor([token_ids], device=self.device),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=torch.tensor(last, device=self.device),
-            slot_plan=plan,
-        )
+        with attention.planned(plan):
+            output = self.module(
+                input_ids=torch.tensor([token_ids], device=self.device),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=torch.tensor(last, device=self.device),
+            )
         logits: Tensor = output.logits[0].float()
         return logits
 
@@ -137,10 +139,7 @@ class EmbeddedModel:
         if others or len(found) != layers:
             kinds = f" (its layers are of the types {', '.join(others)})" if others else ""
             raise ModelError(f"{len(found)} of its {layers} layers attend over keys that a KV cache could hold{kinds}")
-        shapes = set(found.values())
-        if len(shapes) != 1:
-            raise ModelError("its layers have caches of different shapes")
-        heads, keys, values = shapes.pop()
+        heads, keys, values = (max(sizes) for sizes in zip(*found.values(), strict=True))
         return KvShape(max(found) + 1, heads, max(keys, values), dtype, self.device)
 
 
