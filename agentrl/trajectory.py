@@ -137,12 +137,17 @@ class TokenLedger:
     A column is a read-only view of the tokens that were there when it was read; later appends do not
     show in it. `oldest` is the lowest version that sampled a token, None if no token was sampled;
     `sampled_tokens` is the number of sampled tokens.
+
+    `experts`: if routers are replayed, the experts of a mixture-of-experts model that the engine sent the first tokens to,
+    [tokens, routers, k] uint8 or int16; else None. It may be shorter than the ledger: the last token that an engine samples
+    goes to no experts until it is computed for the next turn.
     """
 
-    __slots__ = ("_length", "_room", "oldest", "sampled_tokens")
+    __slots__ = ("_length", "_room", "experts", "oldest", "sampled_tokens")
 
     def __init__(self) -> None:
         self._length = 0
+        self.experts: npt.NDArray[Any] | None = None
         self._room = {name: np.empty(0, dtype=kind) for name, kind in _COLUMNS.items()}
         self.oldest: int | None = None
         self.sampled_tokens = 0
@@ -151,18 +156,45 @@ class TokenLedger:
         return self._length
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TokenLedger) and all(
-            np.array_equal(self._column(name), other._column(name), equal_nan=name == "logprobs") for name in _COLUMNS
+        return (
+            isinstance(other, TokenLedger)
+            and all(np.array_equal(self._column(name), other._column(name), equal_nan=name == "logprobs") for name in _COLUMNS)
+            and _equal(self.experts, other.experts)
         )
 
     def __getstate__(self) -> dict[str, npt.NDArray[Any]]:
         # Without the room to grow, and without `oldest` and the count: they follow from the columns.
-        return {name: self._column(name).copy() for name in _COLUMNS}
+        columns = {name: self._column(name).copy() for name in _COLUMNS}
+        return columns if self.experts is None else {**columns, "experts": self.experts}
 
     def __setstate__(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         self.__init__()  # type: ignore[misc]
         # Through `_append`, which counts again: what is sent to another process cannot disagree with its columns.
-        self._append(len(state["token_ids"]), state)
+        self._append(len(state["token_ids"]), {name: state[name] for name in _COLUMNS})
+        self.experts = state.get("experts")
+
+    @property
+    def routed(self) -> int:
+        """How many of the first tokens have `experts`."""
+        return 0 if self.experts is None else len(self.experts)
+
+    def add_experts(self, start: int, experts: npt.NDArray[Any]) -> None:
+        """The experts of the tokens from `start` on, [tokens, routers, k]. A token that has some keeps them: they are those that
+        later tokens were sampled with.
+
+        Raises ValueError if they leave a gap, go beyond the tokens, or are of another shape or type than those before.
+        """
+        if start > self.routed or start + len(experts) > self._length:
+            raise ValueError(
+                f"experts of tokens {start} to {start + len(experts)}: the ledger has {self._length} tokens "
+                f"and those of the first {self.routed}"
+            )
+        if experts.ndim != 3 or experts.dtype not in (np.uint8, np.int16):
+            raise ValueError(f"experts are [tokens, routers, k] of uint8 or int16, got {experts.dtype} {experts.shape}")
+        fresh = experts[self.routed - start :]
+        if self.experts is not None and (self.experts.shape[1:], self.experts.dtype) != (experts.shape[1:], experts.dtype):
+            raise ValueError(f"experts of shape {experts.shape[1:]} after some of shape {self.experts.shape[1:]}")
+        self.experts = fresh.copy() if self.experts is None else np.concatenate((self.experts, fresh))
 
     def append_context(self, token_ids: Sequence[int], turn: int) -> None:
         """Append tokens that the policy did not sample (prompt, tool results, template text).
@@ -247,7 +279,8 @@ class TokenLedger:
     @property
     def nbytes(self) -> int:
         """Memory of the columns in bytes, including room to grow."""
-        return sum(column.nbytes for column in self._room.values())
+        experts = 0 if self.experts is None else self.experts.nbytes
+        return sum(column.nbytes for column in self._room.values()) + experts
 
     def ids(self) -> list[int]:
         """A copy of the token ids as a plain list: the prompt of the next engine call."""
@@ -267,20 +300,29 @@ class TokenLedger:
             keep,
             {"token_ids": self.token_ids[:keep], "sampled": False, "logprobs": 0.0, "versions": -1, "turns": self.turns[:keep]},
         )
+        # The same tokens at the same places: what the engine cached of them serves the fork too.
+        child.experts = None if self.experts is None else self.experts[:keep]
         return child
 
-    def to_json(self) -> dict[str, list[Any]]:
-        """Plain lists, one per column; `from_json` is the inverse."""
-        return {
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists, one per column, and `experts` as in `packed`; `from_json` is the inverse."""
+        columns: dict[str, Any] = {
             name: self._column(name).astype(np.int32 if name == "sampled" else kind).tolist() for name, kind in _COLUMNS.items()
         }
+        return {**columns, **self._packed_experts()}
+
+    def _packed_experts(self) -> dict[str, Json]:
+        if self.experts is None:
+            return {}
+        kind = "<i2" if self.experts.dtype == np.int16 else "|u1"
+        return {"experts": _encoded(self.experts), "experts_shape": list(self.experts.shape), "experts_type": kind}
 
     def packed(self) -> dict[str, Json]:
         """The form in files, about 6 to 11 bytes per token; `from_json` is the inverse.
 
         `token_ids`: int32, `logprobs` of the sampled tokens only: float32, each as base64 of little-endian
         numbers. `spans`: [tokens, turn, version] of each run of tokens with equal turn and version, in order;
-        version -1 is context.
+        version -1 is context. With `experts`: these as base64 too, their shape, and their numpy type.
         """
         versions, turns = self.versions, self.turns
         cuts = np.flatnonzero((versions[1:] != versions[:-1]) | (turns[1:] != turns[:-1])) + 1
@@ -293,6 +335,7 @@ class TokenLedger:
             "spans": [
                 list(span) for span in zip(counts.tolist(), turns[starts].tolist(), versions[starts].tolist(), strict=True)
             ],
+            **self._packed_experts(),
         }
 
     def json_chunks(self) -> Iterator[str]:
@@ -319,6 +362,9 @@ class TokenLedger:
             raise ValueError("ledger columns disagree on what was sampled: `sampled` must be set exactly where `versions` >= 0")
         _check_finite(found["logprobs"], "token")
         ledger._append(lengths["token_ids"], found)
+        if "experts" in columns:
+            experts = _decoded(columns["experts"], columns["experts_type"]).reshape(columns["experts_shape"])
+            ledger.add_experts(0, experts.astype(experts.dtype.newbyteorder("="), copy=False))
         return ledger
 
 
@@ -361,7 +407,12 @@ def _versions(values: Sequence[int]) -> npt.NDArray[np.int32]:
 
 def _encoded(column: npt.NDArray[Any]) -> str:
     # The order of bytes is fixed here, because a file may be read on a machine of the other order.
-    return base64.b64encode(column.astype(column.dtype.newbyteorder("<"), copy=False).data).decode("ascii")
+    ordered = np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("<"))
+    return base64.b64encode(ordered.data).decode("ascii")
+
+
+def _equal(one: npt.NDArray[Any] | None, other: npt.NDArray[Any] | None) -> bool:
+    return one is other if one is None or other is None else np.array_equal(one, other)
 
 
 def _decoded(text: str, kind: str) -> npt.NDArray[Any]:

@@ -35,6 +35,7 @@ LEVELS = {
     "tool": 1,
     "render": 1,
     "reward": 1,
+    "experts": 1,
     "algorithm": 1,
     "env": 2,
     "catalog": 3,

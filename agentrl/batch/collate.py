@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from agentrl.batch.rows import build, jagged
+from agentrl.experts import free
 from agentrl.reward.credit import Spot, reward_spots
 from agentrl.reward.score import Score
 from agentrl.trajectory import TokenLedger, Trajectory
@@ -21,7 +22,8 @@ def collate(
 
     Ragged columns [N, T_i]: `token_ids` int32, `sampled` bool, `logprobs` float32, `versions` int32,
     `turns` int16, all as in the ledgers, and `rewards` float32 (placed by `reward.credit`; over a trajectory's rows they sum to
-    its reward). Row columns [N]: `group` int64, `member` int64, `trajectory` int64 (index into the argument),
+    its reward). If a ledger has `experts`, so does the batch: [N, T_i, routers, k], tokens without any marked as free
+    (experts.FREE). Row columns [N]: `group` int64, `member` int64, `trajectory` int64 (index into the argument),
     `reward` float32 (the trajectory's reward, the same on all of its rows).
 
     `groups[i]` is the group number of `trajectories[i]`; by default trajectories of one task form a
@@ -108,8 +110,10 @@ def _batch(
         for start, spots in zip(starts, rewards, strict=True):
             for token, amount in spots:
                 flat_rewards[start + token] = np.float64(amount)
+    experts = _experts(ledgers, starts, total)
     return build(
         {
+            **({} if experts is None else {"experts": jagged(experts, offsets)}),
             "token_ids": column("token_ids", torch.int32),
             "sampled": column("sampled", torch.bool),
             "logprobs": column("logprobs", torch.float32),
@@ -123,3 +127,20 @@ def _batch(
         },
         len(ledgers),
     )
+
+
+def _experts(ledgers: Sequence[TokenLedger], starts: Sequence[int], total: int) -> torch.Tensor | None:
+    """The experts of all ledgers' tokens, [T, routers, k]; None if no ledger has any. Raises ValueError if they are of several
+    models."""
+    kinds = {(ledger.experts.shape[1:], ledger.experts.dtype.name) for ledger in ledgers if ledger.experts is not None}
+    if not kinds:
+        return None
+    if len(kinds) > 1:
+        raise ValueError(f"ledgers with experts of several models in one batch: {sorted(kinds)}")
+    [(shape, kind)] = kinds
+    out = free(torch.empty(0, *shape, dtype=getattr(torch, kind)), total)
+    flat = out.numpy()
+    for start, ledger in zip(starts, ledgers, strict=True):
+        if ledger.experts is not None:
+            flat[start : start + len(ledger.experts)] = ledger.experts
+    return out

@@ -98,6 +98,7 @@ _EPISODES = {
     "rollout.min_survivors": _UPDATE,
     "rollout.filter_zero_variance": _UPDATE,
     "rollout.max_filtered": _UPDATE,
+    "rollout.router_replay": _TRAINING,
     "rollout.sampler": "chooses the tasks of updates; here they are numbered",
 }
 CANNOT_MATTER: dict[Purpose, Mapping[str, str]] = {

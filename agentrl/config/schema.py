@@ -180,7 +180,8 @@ class RolloutConfig(Frozen):
     environment's setup, for its teardown, and for scoring an episode (judges have a timeout of their own).
     `stall_timeout`: time without a token, a tool's answer or a finished episode, after which the run stops and says what
     it waited for. `context`: what happens to a conversation that outgrows the model's context; `summary_model`: an API
-    model (in litellm's form) that writes its summaries instead of the policy.
+    model (in litellm's form) that writes its summaries instead of the policy. `router_replay`: of a mixture of experts, the
+    trainer sends each token to the experts that the engine sent it to (docs/moe.md).
     """
 
     groups: PositiveInt = 16
@@ -206,6 +207,7 @@ class RolloutConfig(Frozen):
     retries: Annotated[int, Field(ge=0)] = 1
     min_survivors: Annotated[int, Field(ge=2)] = 2
     filter_zero_variance: bool = False
+    router_replay: bool = False
     max_filtered: Annotated[float, Field(ge=0.0)] = 4.0
 
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
+
+import numpy.typing as npt
 
 Finish = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample one turn. With a `seed`, a request's random stream does not depend on what else is running."""
+    """How to sample one turn. With a `seed`, a request's random stream does not depend on what else is running.
+
+    `experts_from`: tell which experts each token from this position on went to; only engines with the trait "experts" can."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -24,6 +28,7 @@ class Sampling:
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    experts_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,9 @@ class Generation:
 
     `usage`: only from engines whose ids are not tokens (API models). `seconds`: only if the caller's own
     clock would be wrong (a replay reports how long the recorded call took). `active_s`: seconds in which the engine
-    worked on the request, neither queued nor paused; None from an engine that does not know."""
+    worked on the request, neither queued nor paused; None from an engine that does not know. `experts`: if the sampling asks
+    for them, [tokens, routers, k] uint8 or int16 for the tokens of prompt and answer from `experts_from` on: those that the
+    engine computed, as it computed them first, so all but the last one, or fewer if the request was cut short."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -53,6 +60,7 @@ class Generation:
     usage: Usage | None = None
     seconds: float | None = None
     active_s: float | None = None
+    experts: npt.NDArray[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

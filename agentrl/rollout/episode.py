@@ -79,7 +79,7 @@ class Policy:
     """The engine, the renderer and how to sample: everything that turns messages into the next message.
 
     `context`: what happens to a conversation that outgrows the model's context. `writer`: the policy that writes its
-    summaries; None means this policy itself.
+    summaries; None means this policy itself. `router_replay`: ledgers get the experts that the engine sent their tokens to.
     """
 
     engine: Engine
@@ -89,10 +89,11 @@ class Policy:
     top_k: int = 0
     context: ContextPolicy = field(default_factory=Stop)
     writer: Policy | None = None
+    router_replay: bool = False
 
     def at(self, temperature: float) -> Policy:
-        """The same policy at another temperature; 0 is greedy."""
-        return replace(self, temperature=temperature)
+        """The same policy at another temperature, whose episodes are not trained on; 0 is greedy."""
+        return replace(self, temperature=temperature, router_replay=False)
 
 
 async def run_episode(
@@ -376,13 +377,15 @@ class _Episode:
     def _append(self, generation: Generation, turn: int, purpose: str) -> None:
         try:
             self.ledger.append_sampled(generation.token_ids, generation.logprobs, generation.versions, turn)
+            if generation.experts is not None:
+                self.ledger.add_experts(self.ledger.routed, generation.experts)
         except ValueError as fault:
             # What a ledger refuses only an engine can have made: the episode is unscored and run again, and the run goes on.
             raise EngineError(f"{purpose} {turn}: {fault}") from None
 
     async def _sample(self, policy: Policy, ids: list[int], room: int, purpose: str, key: str) -> Generation:
         assert self.record is not None
-        turn = len(self.record.turns)
+        turn, own = len(self.record.turns), policy is self.policy
         sampling = Sampling(
             max_tokens=room,
             temperature=policy.temperature,
@@ -391,10 +394,10 @@ class _Episode:
             stop_token_ids=policy.renderer.stop_token_ids,
             # From the turn rather than a counter of calls: a turn's stream is the same with and without summaries.
             seed=derive(self.spec.seed, purpose, turn),
+            experts_from=self.ledger.routed if own and policy.router_replay else None,
         )
         began = time.monotonic()
         try:
-            own = policy is self.policy
             answer = policy.engine.generate(ids, sampling, key)
             generation = await self.waits.engine(policy.engine, answer, key, f"{purpose} {turn}", own)
         finally:

@@ -157,6 +157,7 @@ def make_policy(
         rollout.top_k,
         make_context_policy(rollout.context),
         writer,
+        rollout.router_replay,
     )
 
 

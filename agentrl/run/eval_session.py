@@ -35,8 +35,14 @@ class EvalSession:
             stop_ray()
 
 
+def untrained(config: TrainConfig) -> TrainConfig:
+    """The config without what is told for the trainer alone."""
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"router_replay": False})})
+
+
 def open_live(config: TrainConfig, temperature: float, record: RecordFolder | None) -> EvalSession:
     """The parts, live; with `record` every answer is recorded there."""
+    config = untrained(config)
     inputs = read_inputs(config)
     io = EpisodeIO() if record is None else record.open(config, inputs)
     return EvalSession(assemble(config, inputs, io=io, temperature=temperature), io, "ray" in engine_of(config).needs)
@@ -44,5 +50,6 @@ def open_live(config: TrainConfig, temperature: float, record: RecordFolder | No
 
 def open_replay(config: TrainConfig, temperature: float, folder: RecordFolder) -> EvalSession:
     """The parts, all of them from the record. Raises ReplayError if `folder` is not a record, or was changed."""
+    config = untrained(config)
     io = Replayer(folder.read())
     return EvalSession(assemble(config, folder.inputs(), io=io, temperature=temperature), io)

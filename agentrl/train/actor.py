@@ -62,7 +62,7 @@ class Actor(TrainedRole):
 
     def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
         """Ragged `logprobs` and `entropy` of the sampled tokens under the current weights."""
-        return compute_logprobs(self._ready(), Ragged.of(batch), temperature, self._optim.micro_tokens)
+        return compute_logprobs(self._ready(), Ragged.of(batch), temperature, self._optim.micro_tokens, replay=True)
 
     def compute_reference(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
         """`compute_logprob` of the frozen base, without the adapter. Raises ConfigError without `model.lora`."""

@@ -50,7 +50,8 @@ class PackedSequences:
     of ranks that shares the tokens, if there is one.
 
     If rows share prefixes (`spans` of batch/prefix.py), the blocks hold the spans without a prefix before them,
-    which include the prefixes themselves, and `suffixes` the suffixes after them."""
+    which include the prefixes themselves, and `suffixes` the suffixes after them. `experts`: where routers are to send the
+    tokens of this rank (Micro.experts)."""
 
     cu_seqlens: Tensor
     longest: int
@@ -58,6 +59,7 @@ class PackedSequences:
     ulysses: Ulysses | None = None
     suffixes: tuple[SuffixBlock, ...] = ()
     spans: Tensor | None = None
+    experts: Tensor | None = None
     _cut: dict[int, PackedSequences] = field(default_factory=dict, compare=False, repr=False)
 
     def cut(self, chunk: int) -> PackedSequences:

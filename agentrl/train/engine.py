@@ -130,6 +130,11 @@ class BaseEngine(ABC):
     def reduce(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:
         """The element-wise sum or maximum over the data-parallel ranks, on the host: ranks that share rows count once."""
 
+    def expert_load(self) -> Tensor | None:
+        """How often each expert was chosen in passes with gradient since the last call, float64 [layers, experts] on the
+        host, over the ranks that share rows; None for a dense model, and from an engine that does not count."""
+        return None
+
     # -- weights for others ----------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -192,6 +197,7 @@ TRAIN_ENGINES: Registry[type[BaseEngine]] = Registry(
         "reward_model": 'has the role "score": `scores`',
         "sft": "has the optimizers of a supervised warm start: `use_muon`",
         "prefix_sharing": "computes a prefix that rows share once (PackedSequences.spans)",
+        "router_replay": "rollout.router_replay: sends tokens to the experts that a micro-batch names (Micro.experts)",
         "replicas": "model.replicas > 1",
         "sequence_parallel": "model.sequence_parallel > 1",
         "tensor_parallel": "model.tensor_parallel > 1",

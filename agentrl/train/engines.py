@@ -14,6 +14,7 @@ ASKED: dict[str, tuple[str, Callable[[TrainConfig], bool]]] = {
     "reward_model": ("[reward_model]", lambda config: config.reward_model is not None),
     "sft": ("[sft]", lambda config: config.sft is not None),
     "prefix_sharing": ('optim.prefix_sharing = "on"', lambda config: config.optim.prefix_sharing == "on"),
+    "router_replay": ("rollout.router_replay", lambda config: config.rollout.router_replay),
     "replicas": ("model.replicas > 1", lambda config: config.model.replicas > 1),
     "sequence_parallel": ("model.sequence_parallel > 1", lambda config: config.model.sequence_parallel > 1),
     "tensor_parallel": ("model.tensor_parallel > 1", lambda config: config.model.tensor_parallel > 1),
@@ -37,7 +38,7 @@ def check_train_engine(config: TrainConfig) -> None:
     """Raise ConfigError for an unknown training engine and for what the chosen one cannot do, DependencyError if a package of
     its is missing.
 
-    Reads: model, critic, reward_model, sft, optim.prefix_sharing, cluster.actors.
+    Reads: model, critic, reward_model, sft, optim.prefix_sharing, rollout.router_replay, cluster.actors.
     """
     entry = TRAIN_ENGINES.entry(config.model.engine)
     for trait, (words, asks) in ASKED.items():

@@ -13,13 +13,14 @@ from agentrl.train.update import Pack
 
 
 @torch.no_grad()
-def compute_logprobs(engine: BaseEngine, view: Ragged, temperature: float, cap: int) -> TensorDict:
-    """`logprobs` and `entropy` of the sampled tokens as ragged float32 columns, 0 elsewhere."""
+def compute_logprobs(engine: BaseEngine, view: Ragged, temperature: float, cap: int, replay: bool = False) -> TensorDict:
+    """`logprobs` and `entropy` of the sampled tokens as ragged float32 columns, 0 elsewhere. `replay`: tokens go to the experts
+    that the batch names, if it does."""
     out = {name: torch.zeros(int(view.offsets[-1])) for name in ("logprobs", "entropy")}
     [micros] = plan_micro_batches(view, [np.arange(len(view))], cap, engine)
     for rows in micros:
         # Also for a dummy without rows: the pass takes part in the collectives of ranks that have some, and writes nothing.
-        packed = Pack(view, rows, engine.device)
+        packed = Pack(view, rows, engine.device, replay)
         results = engine.logprobs(packed.micro, temperature, True)
         for name, values in zip(out, results, strict=True):
             unpack(view, rows, packed.spread(values), out[name])

@@ -39,6 +39,7 @@ from agentrl.train.optim import by_mesh
 from agentrl.train.plan_checks import check_plans
 from agentrl.train.plans import expert_dimension, split
 from agentrl.train.pretrained import empty_causal_lm, empty_classifier, meta_model
+from agentrl.train.routing import Routing
 from agentrl.train.saving import empty_like, save_model
 from agentrl.train.ulysses import Ulysses
 from agentrl.weights.conversions import Saving
@@ -65,6 +66,7 @@ PREFIX = "hf."
         "shard_gradients",
         "activation_checkpointing",
         "prefix_sharing",
+        "router_replay",
         "alone",
     },
 )
@@ -103,6 +105,7 @@ class FsdpEngine(BaseEngine):
             use_liger(model, self.device)
         if cfg.tensor_parallel * cfg.expert_parallel > 1:
             check_plans(cfg, model, world)
+        self.routing = Routing(nn.Module() if cfg.compile else model, self.layout.ulysses)
         self.checkpoints = by_size(cfg.activation_checkpointing, sum(p.numel() for p in model.parameters()))
         if self.checkpoints:
             # The reentrant kind computes no gradient if no input of a layer needs one, which is so with adapters on frozen
@@ -172,10 +175,14 @@ class FsdpEngine(BaseEngine):
         return name.removeprefix(PREFIX)
 
     def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-        if self.layout.ulysses is not None:
-            micro = shared(micro, self.layout.ulysses)
-        out: tuple[Tensor, Tensor] = self.module(micro, temperature, entropy)
+        with self.routing.passing(micro):
+            if self.layout.ulysses is not None:
+                micro = shared(micro, self.layout.ulysses)
+            out: tuple[Tensor, Tensor] = self.module(micro, temperature, entropy)
         return out
+
+    def expert_load(self) -> Tensor | None:
+        return self.routing.take_load()
 
     def values(self, micro: Micro) -> Tensor:
         if self.layout.ulysses is not None:

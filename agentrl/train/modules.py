@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.errors import ModelError
+from agentrl.experts import free
 from agentrl.train.attention import PackedSequences, padded
 from agentrl.train.families.layout import laid_out, taken
 from agentrl.train.head import backbone, head_rule
@@ -25,7 +26,8 @@ class Micro:
     `input_ids`, `position_ids` int64 [T]; `packed` is the layout for attention. For the M tokens whose logprobs
     are wanted (never the first of a row), `targets` int64 [M] are the ids and `before` int64 [M] the positions
     of the tokens that predict them; `last` int64 [N] are the positions of the rows' last tokens. Rows that
-    share a prefix share its positions.
+    share a prefix share its positions. `experts` [T, routers, k]: the experts that the tokens are to go to (experts.py), None:
+    all are sent by the routers.
     """
 
     input_ids: Tensor
@@ -34,6 +36,7 @@ class Micro:
     before: Tensor
     targets: Tensor
     last: Tensor
+    experts: Tensor | None = None
 
 
 class PolicyModule(nn.Module):
@@ -107,13 +110,15 @@ class ScoreModule(nn.Module):
 def backbone_states(model: Any, micro: Micro) -> tuple[Tensor, int]:
     """Last hidden states of packed rows [T, E], and 0; or with sequence parallelism those of this rank's share of the tokens,
     including the padding on the last rank, and the position of its first token."""
-    ids, position_ids, first = micro.input_ids, micro.position_ids, 0
+    ids, position_ids, first, experts = micro.input_ids, micro.position_ids, 0, micro.experts
     if micro.packed.ulysses is not None:
         local = micro.packed.ulysses.slice_of(len(ids))
         ids, position_ids, first = ids[local], position_ids[local], local.start
+        experts = None if experts is None else experts[local]
     # Without a mask and a cache, transformers builds no mask of its own and leaves all masking to `packed`.
-    with laid_out(micro.packed):
-        out = model(input_ids=ids[None], use_cache=False, **taken(model, position_ids[None], micro.packed))
+    packed = micro.packed if experts is None else replace(micro.packed, experts=experts)
+    with laid_out(packed):
+        out = model(input_ids=ids[None], use_cache=False, **taken(model, position_ids[None], packed))
     return out.last_hidden_state[0], first
 
 
@@ -135,6 +140,7 @@ def shared(micro: Micro, group: Ulysses) -> Micro:
         input_ids=torch.cat([micro.input_ids, pad]),
         position_ids=torch.cat([micro.position_ids, torch.arange(missing, device=pad.device)]),
         packed=replace(padded(micro.packed, missing), ulysses=group),
+        experts=None if micro.experts is None else torch.cat([micro.experts, free(micro.experts, missing)]),
     )
 
 

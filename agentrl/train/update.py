@@ -34,6 +34,7 @@ from agentrl.batch.rows import Ragged, pack
 from agentrl.batch.schedule import plan_micro_batches, trees_of
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError, NonFiniteError
+from agentrl.experts import free, load_metrics
 from agentrl.train.attention import packed_rows, packed_trees
 from agentrl.train.engine import BaseEngine
 from agentrl.train.finite import named_rows
@@ -69,6 +70,7 @@ def update_policy(engine: BaseEngine, view: Ragged, algorithm: AlgorithmConfig, 
     parts, counts = minibatches(view), counts_of(view)
     micros = plan_micro_batches(view, parts, settings.micro_tokens, engine)
     meter, steps = Meter(), Steps(engine, view, f"update {settings.step}")
+    engine.expert_load()  # of what was computed before
     for epoch in range(algorithm.epochs):
         for number in visit_order(len(parts), epoch, settings):
             job = _Job(engine, view, algorithm, loss, counts[number], settings, meter, first=not steps.norms)
@@ -101,7 +103,7 @@ class _Job:
 
     def loss(self, rows: list[int]) -> Tensor:
         """This micro-batch's share of the step's loss."""
-        piece = Pack(self.view, rows, self.engine.device)
+        piece = Pack(self.view, rows, self.engine.device, replay=True)
         logprobs, entropy = self.engine.logprobs(piece.micro, self.settings.temperature, True)
         weights = piece.column("weights") if "weights" in self.view else torch.ones_like(logprobs)
         given = LossInput(
@@ -187,7 +189,14 @@ def _metrics(engine: BaseEngine, meter: Meter, steps: Steps, counts: tuple[Denom
         "episodes_trained": sum(part.episodes for part in counts),
         "minibatches": float(len(counts)),
         "prefix_ratio": plain / max(computed, 1.0),
+        **_expert_metrics(engine),
     }
+
+
+def _expert_metrics(engine: BaseEngine) -> dict[str, float]:
+    """How evenly the experts were used, over all ranks and passes of the update."""
+    counts = engine.expert_load()
+    return {} if counts is None else load_metrics(engine.reduce(counts, "sum").numpy())
 
 
 def check_algorithm(algorithm: AlgorithmConfig) -> None:
@@ -215,9 +224,12 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
 class Pack:
     """Some rows of a batch, end to end, on the engine's device: `micro` for the model, `compact` offsets
     of the sampled tokens, and `column(name)` -> that column at the sampled tokens [M]. `tokens` is the number of the rows'
-    tokens, `computed` of which go through the model: fewer if the batch's columns say that rows share a prefix."""
+    tokens, `computed` of which go through the model: fewer if the batch's columns say that rows share a prefix.
 
-    def __init__(self, view: Ragged, rows: list[int], device: torch.device) -> None:
+    `replay`: the model's routers repeat the column `experts`, if the batch has one. A shared prefix goes to the experts of the
+    first of its rows."""
+
+    def __init__(self, view: Ragged, rows: list[int], device: torch.device, replay: bool = False) -> None:
         self.flat = pack(view, rows)
         self.device = device
         offsets = self.flat["cu_seqlens"].to(torch.int64)
@@ -229,17 +241,23 @@ class Pack:
         indices, last = self.mask.nonzero().squeeze(1), offsets[1:] - 1
         before, targets = indices - 1, ids[indices]  # a token is predicted by the one before it
         packed = packed_rows(offsets, device)
+        experts = self.flat["experts"] if replay and "experts" in view else None
+        if experts is not None and not rows:
+            experts = free(experts, len(experts))
         trees = trees_of(view, rows)
         if trees:
             # Fewer tokens are computed than the rows have: positions in the plain rows become positions among these.
             made = share(view, rows, trees)
             ids, positions = made.token_ids, made.position_ids
             before, last = made.at[before], made.at[last]
+            if experts is not None:
+                experts = experts[torch.from_numpy(np.unique(made.at.numpy(), return_index=True)[1])]
             packed = packed_trees(made.spans, packed.longest, device)
         self.tokens, self.computed = len(self.mask) if rows else 0, len(ids) if rows else 0
         # int32 in the batch; gather needs int64.
         ids, positions, before, targets, last = (on_device(t.long(), device) for t in (ids, positions, before, targets, last))
-        self.micro = Micro(ids, positions, packed, before, targets, last)
+        experts = None if experts is None else on_device(experts, device)
+        self.micro = Micro(ids, positions, packed, before, targets, last, experts)
 
     def column(self, name: str) -> Tensor:
         values: Tensor = self.flat[name]

@@ -169,6 +169,12 @@ def asked(config: TrainConfig, out: Path) -> Any:
     return {(s.max_tokens, s.temperature, s.top_p, s.top_k) for _, s in first}
 
 
+def told(config: TrainConfig, out: Path) -> Any:
+    """From which token on the first request of each member asks where its tokens went."""
+    _, engine, _ = rollouts(config)
+    return {s.experts_from for _, s in engine.asked[: config.rollout.group_size]}
+
+
 def tokens(config: TrainConfig, out: Path) -> Any:
     """Whether every episode ended for want of tokens, and by how many its ledgers are short of the bound."""
     found = rollouts(config)[2]

@@ -129,6 +129,11 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
     ),
     "RolloutConfig.top_p": (see.asked, PLAY, {"rollout.top_p=1.0": {ASKED}, "rollout.top_p=0.5": {(2048, 1.0, 0.5, 0)}}),
     "RolloutConfig.top_k": (see.asked, PLAY, {"rollout.top_k=0": {ASKED}, "rollout.top_k=5": {(2048, 1.0, 1.0, 5)}}),
+    "RolloutConfig.router_replay": (
+        see.told,
+        PLAY,
+        {"rollout.router_replay=false": {None}, "rollout.router_replay=true": {0}},
+    ),
     "RolloutConfig.group_size": (see.members, "", {"rollout.group_size=2": (2, 2, 0), "rollout.group_size=3": (3, 3, 0)}),
     "RolloutConfig.oversample_members": (
         see.members,

@@ -8,7 +8,9 @@ moves to the next (twice the capacity).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,7 +32,8 @@ class KvShape:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Tokens and their cache: keys and values of `tokens[:computed]` are in the slot, the rest is still to be computed."""
+    """Tokens and their cache: keys and values of `tokens[:computed]` are in the slot, the rest is still to be computed.
+    `experts`: if they are noted, those of each computed token, [routers, k]."""
 
     key: str
     tokens: list[int]
@@ -38,6 +41,7 @@ class Sequence:
     slot: int
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    experts: list[npt.NDArray[Any]] = field(default_factory=list)
 
 
 class Pool:
@@ -132,7 +136,7 @@ class Slots:
         """Copy the cache of the first `length` tokens, which both sequences have in common."""
         # A copy, no shared pages: decoding reads a slot's keys in place, as one block of memory.
         self._copy(source.pool, source.slot, target, length)
-        target.computed = length
+        target.computed, target.experts = length, source.experts[:length]
 
     def free(self, sequence: Sequence) -> None:
         sequence.pool.give(sequence.slot)

@@ -12,7 +12,7 @@ KV_CACHE_MIB = 2048
 """Upper limit of the cache, which grows on demand."""
 
 
-@ENGINES.register("embedded", traits={"sleeps", "transformers"})
+@ENGINES.register("embedded", traits={"sleeps", "experts", "transformers"})
 class EmbeddedMaker(EngineMaker):
     """Runs in the driver's own process, on every machine."""
 
@@ -45,4 +45,5 @@ class EmbeddedMaker(EngineMaker):
             kv_cache_mib=KV_CACHE_MIB,
             trust=self.config.model.trust_remote_code,
             unused=self.unused,
+            router_replay=rollout.router_replay,
         )

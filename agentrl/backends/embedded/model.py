@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from agentrl.backends.embedded.attention import AttentionPlan, Span
 from agentrl.backends.embedded.kv_cache import KvShape, Slots
 from agentrl.backends.parameters import Arrivals, expected_parameters
 from agentrl.errors import ModelError
+from agentrl.experts import RouterWatch
 from agentrl.weights.target import Adapter
 
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -43,15 +46,17 @@ class Writing:
 class EmbeddedModel:
     """A causal language model that runs over cache slots."""
 
-    def __init__(self, path: str, dtype: str, device: torch.device, trust: bool = False) -> None:
-        """`trust`: code of the model's own may run.
+    def __init__(self, path: str, dtype: str, device: torch.device, trust: bool = False, router_replay: bool = False) -> None:
+        """`trust`: code of the model's own may run. `router_replay`: note which experts tokens go to.
 
-        Raises ModelError if the folder cannot be loaded or the model's attention cannot be reproduced."""
+        Raises ModelError if the folder cannot be loaded, the model's attention cannot be reproduced, or its experts cannot be
+        noted."""
         self.device = device
         self.module = _load(path, getattr(torch, dtype), device, trust)
         self._expected = expected_parameters(path, trust=trust)
         self.vocab, self.positions = self._expected.vocab, self._expected.positions
         self._base: dict[str, Tensor] = {}
+        self._watch = RouterWatch(self.module) if router_replay else None
         try:
             self._check(getattr(torch, dtype))
         except torch.OutOfMemoryError:
@@ -63,7 +68,7 @@ class EmbeddedModel:
     def forward(self, token_ids: list[int], plan: AttentionPlan, last: list[int]) -> Tensor:
         """Float32 logits [len(last), V] after the flat tokens at the indices `last`."""
         positions = torch.cat([span.positions for span in plan.spans])
-        with attention.planned(plan):
+        with attention.planned(plan), nullcontext() if self._watch is None else self._watch.watching():
             output = self.module(
                 input_ids=torch.tensor([token_ids], device=self.device),
                 position_ids=positions.unsqueeze(0),
@@ -72,6 +77,11 @@ class EmbeddedModel:
             )
         logits: Tensor = output.logits[0].float()
         return logits
+
+    @property
+    def experts(self) -> npt.NDArray[Any] | None:
+        """Those of the tokens of the last pass, [tokens, routers, k]; None if they are not noted."""
+        return None if self._watch is None else self._watch.experts()
 
     def begin_write(self) -> Writing:
         """Start to receive new weights, one bucket at a time."""

@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,8 @@ from agentrl.rollout.engine import Finish, Generation, Sampling
 @dataclass(eq=False, slots=True)
 class Request:
     """One `generate` call in progress. `tokens` are the prompt and what was sampled so far; `uniforms` the
-    request's random numbers, one for each token it may sample. `active_s`: seconds of the steps that it took part in."""
+    request's random numbers, one for each token it may sample. `active_s`: seconds of the steps that it took part in.
+    `experts`: of tokens whose cache was dropped since, as they were computed first."""
 
     key: str
     tokens: list[int]
@@ -38,6 +40,21 @@ class Request:
     active_s: float = 0.0
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: list[npt.NDArray[Any]] = field(default_factory=list)
+
+    def keep_experts(self) -> None:
+        """Before the cache of the sequence is dropped: what is computed again may go elsewhere, and tokens were sampled
+        with these."""
+        if self.sequence is not None:
+            self.experts += self.sequence.experts[len(self.experts) :]
+
+    def told_experts(self) -> npt.NDArray[Any] | None:
+        """`Generation.experts`."""
+        self.keep_experts()
+        start = self.sampling.experts_from
+        if start is None or start >= len(self.experts):
+            return None
+        return np.stack(self.experts[start : len(self.tokens) - 1])
 
 
 class Batcher:
@@ -92,9 +109,13 @@ class Batcher:
                 ready.append(request)
                 last.append(len(token_ids) - 1)
         logits = self._model.forward(token_ids, plan, last or [0])
+        experts = self._model.experts
         for _, sequence, count in order:
             # Only after the pass: if it raises, the cache must not claim tokens that it does not hold.
             sequence.computed += count
+            if experts is not None:
+                sequence.experts += list(experts[:count])
+                experts = experts[count:]
         self.steps += 1
         for request, _, _ in order:
             request.active_s += time.monotonic() - began
@@ -103,10 +124,13 @@ class Batcher:
 
     def finish(self, request: Request, reason: Finish) -> None:
         """Answer a request with what it sampled and keep its cache for the episode's next turn."""
+        experts = request.told_experts()
         self._leave(request, keep=True)
         if not request.done.done():
             sampled = request.tokens[request.prompt :]
-            request.done.set_result(Generation(sampled, request.logprobs, request.versions, reason, active_s=request.active_s))
+            request.done.set_result(
+                Generation(sampled, request.logprobs, request.versions, reason, active_s=request.active_s, experts=experts)
+            )
 
     def fail(self, request: Request, error: EngineError) -> None:
         self._leave(request, keep=False)
@@ -120,6 +144,7 @@ class Batcher:
     def reset(self) -> None:
         """Forget all caches; running requests go back to the queue, in order, and are computed again from the start."""
         for request in self.running:
+            request.keep_experts()
             request.sequence = None
         self.waiting.extendleft(reversed(self.running))
         self.running = []
@@ -178,6 +203,7 @@ class Batcher:
             # The prefix is compared token by token: a context policy may have rewritten the episode's history at equal length.
             # At least the last token is computed in any case, because its logits are sampled from.
             own.computed = min(common_prefix(own.tokens, tokens), own.computed, len(tokens) - 1)
+            del own.experts[own.computed :]
             if own.computed:
                 own.tokens = tokens
                 return own
@@ -231,6 +257,7 @@ class Batcher:
             # The youngest has the least computed to lose, and the oldest are sure to finish, so nothing starves.
             youngest = self.running.pop()
             if youngest.sequence is not None:
+                youngest.keep_experts()
                 self._release(youngest.sequence)
                 youngest.sequence = None
             self.waiting.appendleft(youngest)

@@ -8,6 +8,7 @@ import os
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from agentrl.weights.bucket import PlainBucket
 from agentrl.weights.route import Offer
 from agentrl.weights.target import Adapter
 
+ASKED = "agentrl_experts"
+"""In a request's extra arguments: its experts will be asked for (experts.py)."""
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -111,8 +114,19 @@ class VllmActor:
         if final is None:
             raise EngineError(f"vLLM gave no output for request {request_id}")
         part = self._read(final)
+        if sampling.experts_from is not None:
+            tokens = len(token_ids) + len(request.token_ids) + len(part.token_ids)
+            part = replace(part, experts=await self._experts(request_id, sampling.experts_from, tokens - 1))
         request.add(part)
         return part.finish, cut
+
+    async def _experts(self, request_id: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """The experts that a request's tokens [start, stop) went to, or those of them that were computed."""
+        answers = await self._engine.collective_rpc("agentrl_experts", args=(request_id, start, stop))
+        if (found := next(filter(None, answers), None)) is None:
+            raise EngineError(f"vLLM does not know which experts the tokens of request {request_id} went to")
+        data, shape, kind = found
+        return np.frombuffer(data, dtype=kind).reshape(shape)
 
     async def generate_many(self, requests: Sequence[Request]) -> AsyncIterator[Answers]:
         """`generate` for each, with the answers as they arrive (see request_batcher.py)."""
@@ -269,6 +283,7 @@ def _params(sampling: Sampling) -> Any:
         detokenize=False,
         # Of the sampled token alone; each further one would be computed and sent for every token.
         logprobs=0,
+        extra_args=None if sampling.experts_from is None else {ASKED: True},
         # An output per token would wake the event loop for each; progress is read from vLLM's states (pace.py).
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

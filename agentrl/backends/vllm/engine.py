@@ -49,13 +49,15 @@ class VllmEngine(Engine, WeightTarget):
         cuda: bool | None = None,
         lora_rank: int | None = None,
         sleeps: bool = False,
+        router_replay: bool = False,
         ray_options: Sequence[Mapping[str, Any]] = (),
         trust: bool = False,
         unused: Sequence[int] = (),
     ) -> None:
         """`cfg.max_model_len` must not exceed the model's own limit. `dtype`: of the computation, by default
         bfloat16 on GPUs and else float32. `cuda`: whether the replicas run on GPUs, by default whether this process sees one.
-        `lora_rank`: reserve space for adapters of this rank (see `adapt`). `sleeps`: `sleep` is possible.
+        `lora_rank`: reserve space for adapters of this rank (see `adapt`). `sleeps`: `sleep` is possible. `router_replay`: note
+        which experts tokens go to, for requests that ask.
         `ray_options`: Ray options of each replica's actor, if a pool says where it runs. `trust`: code of the model's own may
         run. `unused`: ids that are never drawn, for want of a token (`unused_ids`)."""
         self._path, self._trust = model_path, trust
@@ -64,7 +66,8 @@ class VllmEngine(Engine, WeightTarget):
         self._context = cfg.max_model_len
         cuda = torch.cuda.is_available() if cuda is None else cuda
         dtype = dtype or ("bfloat16" if cuda else "float32")
-        options = {"model": model_path, **engine_options(cfg, cuda=cuda, dtype=dtype, lora_rank=lora_rank, sleeps=sleeps)}
+        asked: dict[str, Any] = {"lora_rank": lora_rank, "sleeps": sleeps, "router_replay": router_replay}
+        options = {"model": model_path, **engine_options(cfg, cuda=cuda, dtype=dtype, **asked)}
         if trust:
             options["trust_remote_code"] = True
         if unused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from agentrl.backends.vllm.engine_args import check_args
 from agentrl.backends.vllm.options import engine_options
 from agentrl.backends.vllm.version import check_version, installed
 from agentrl.config import TrainConfig
+from agentrl.config.schema import VllmConfig
 from agentrl.errors import ConfigError, DependencyError
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.engine_maker import ENGINES, PROCESS_MIB, EngineMaker, EngineMemory, Processes
@@ -19,11 +21,23 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that the CPU build of vLLM has kernels for; with any other it crashes at the first request."""
 FRACTION = 0.92
 """Of a card's memory that vLLM takes for weights and KV cache by default."""
+NOT_REPLAYED = (
+    "speculative_config",
+    "enable_expert_parallel",
+    "enable_eplb",
+    "enable_dbo",
+    "kv_transfer_config",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+)
+"""Arguments with which a step's tokens are spread over processes, computed in vain, or come from elsewhere."""
+REPLAYS = (0, 32)
+"""The first vLLM whose layers can be asked for the experts that they choose."""
 ONE_MACHINE = ("memory", "ipc", "shared")
 """Weight routes within one machine."""
 
 
-@ENGINES.register("vllm", needs={"ray"}, traits={"sleeps", "keeps"})
+@ENGINES.register("vllm", needs={"ray"}, traits={"sleeps", "keeps", "experts"})
 class VllmMaker(EngineMaker):
     """Replicas in Ray actors, as the section `vllm` says. Preferred if it is installed and there are GPUs for it."""
 
@@ -54,6 +68,8 @@ class VllmMaker(EngineMaker):
                 "rollout.colocate: vLLM frees the memory of GPUs only, and its replicas run on CPUs; use engine = embedded"
             )
         check_args(vllm.args, cuda)
+        if self.config.rollout.router_replay:
+            check_replay(vllm)
         check_elastic(self.config)
         check_room(self.config, dtype)
         shape = CacheShape.of(self.config.model)
@@ -109,6 +125,7 @@ class VllmMaker(EngineMaker):
             cuda=cuda,
             lora_rank=_adapter_rank(self.config),
             sleeps=self.config.rollout.colocate,
+            router_replay=self.config.rollout.router_replay,
             ray_options=ray_options,
             trust=self.config.model.trust_remote_code,
             unused=self.unused,
@@ -132,6 +149,22 @@ def check_elastic(config: TrainConfig) -> None:
         raise ConfigError(
             f"vllm.max_replicas: weights.route = {config.weights.route!r} does not reach machines that join; use 'auto', which "
             "changes the route when one does"
+        )
+
+
+def check_replay(vllm: VllmConfig) -> None:
+    """Raise ConfigError for what `rollout.router_replay` does not work with in vLLM, DependencyError for an older one."""
+    for name in NOT_REPLAYED:
+        if name in vllm.args:
+            raise ConfigError(
+                f"vllm.args.{name}: with rollout.router_replay each process must see which experts all tokens of a request "
+                "go to, each once; unset one of the two"
+            )
+    found = re.match(r"(\d+)\.(\d+)", installed() or "")
+    if found is not None and (int(found[1]), int(found[2])) < REPLAYS:
+        raise DependencyError(
+            f"rollout.router_replay: vLLM {installed()} does not show which experts tokens go to as {REPLAYS[0]}.{REPLAYS[1]} "
+            "does; set it to false, or use engine = embedded"
         )
 
 

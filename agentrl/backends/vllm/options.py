@@ -43,11 +43,18 @@ def environment(cuda: bool) -> dict[str, str]:
 
 
 def engine_options(
-    cfg: VllmConfig, *, cuda: bool, dtype: str, lora_rank: int | None = None, sleeps: bool = False
+    cfg: VllmConfig,
+    *,
+    cuda: bool,
+    dtype: str,
+    lora_rank: int | None = None,
+    sleeps: bool = False,
+    router_replay: bool = False,
 ) -> dict[str, Any]:
     """The arguments for vLLM's AsyncEngineArgs, but for the model; what is left out has vLLM's own default.
 
-    `cuda`: whether the replicas run on GPUs; `sleeps`: whether their memory must be such that it can be freed. Raises
+    `cuda`: whether the replicas run on GPUs; `sleeps`: whether their memory must be such that it can be freed; `router_replay`:
+    whether they note which experts tokens go to. Raises
     ConfigError for sizes that vLLM cannot run with there.
     """
     options: dict[str, Any] = {
@@ -70,6 +77,8 @@ def engine_options(
         options["enable_sleep_mode"] = True
     if lora_rank is not None:
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(lora_rank)}
+    if router_replay:
+        options["worker_extension_cls"] = "agentrl.backends.vllm.experts.ExpertReceiver"
     return {**options, **cfg.args}
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from agentrl.rollout.engine import Finish, Generation, Sampling
 
@@ -27,6 +29,7 @@ class SegmentedRequest:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     active_s: float = 0.0
+    experts: npt.NDArray[Any] | None = None
     segments: int = 0
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -45,11 +48,12 @@ class SegmentedRequest:
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.versions += part.versions
+        self.experts = part.experts  # only a vLLM that needs no segments tells them
         self.segments += 1
 
     def over(self, finish: Finish) -> Generation:
         """All segments together."""
-        return Generation(self.token_ids, self.logprobs, self.versions, finish, active_s=self.active_s)
+        return Generation(self.token_ids, self.logprobs, self.versions, finish, active_s=self.active_s, experts=self.experts)
 
 
 class Segments:

@@ -185,12 +185,13 @@ class RecordingEngine(Engine):
             self._cut.add(current_episode())
             raise
         except EngineError as fault:
-            ask = {**writer.prompt(request_key, token_ids, []), "sampling": asdict(sampling)}
+            ask = {**writer.prompt(request_key, token_ids, []), "sampling": _plain(sampling)}
             writer.add(request_key, "engine", call, ask, {"error": str(fault)}, asked=asked)
             raise
         generation = replace(generation, seconds=time.monotonic() - began)
-        ask = {**writer.prompt(request_key, token_ids, generation.token_ids), "sampling": asdict(sampling)}
-        writer.add(request_key, "engine", call, ask, asdict(generation), asked=asked)
+        ask = {**writer.prompt(request_key, token_ids, generation.token_ids), "sampling": _plain(sampling)}
+        # Without experts: what a record replays has no weights, so nothing is trained on it.
+        writer.add(request_key, "engine", call, ask, asdict(replace(generation, experts=None)), asked=asked)
         return generation
 
     def progress(self, request_key: str) -> Underway | None:
@@ -211,7 +212,12 @@ class RecordingEngine(Engine):
 
 def engine_ask(token_ids: Sequence[int], sampling: Sampling) -> dict[str, Json]:
     """The whole request of an engine call, as JSON."""
-    return {"prompt": list(token_ids), "sampling": {**asdict(sampling), "stop_token_ids": list(sampling.stop_token_ids)}}
+    return {"prompt": list(token_ids), "sampling": {**_plain(sampling), "stop_token_ids": list(sampling.stop_token_ids)}}
+
+
+def _plain(sampling: Sampling) -> dict[str, Json]:
+    """What decides the answer: not what is told beside it."""
+    return {name: value for name, value in asdict(sampling).items() if name != "experts_from"}
 
 
 class RecordingJudge:

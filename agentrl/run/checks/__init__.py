@@ -2,7 +2,7 @@
 
 A check raises a UserError that names the key, its value and what was expected; no folder is created and no process
 started before the last check. The checks are in the files of this folder (`model`, `capacity`, `parts`, `rollout`,
-`sizes`, `placement`, `reward`, `warm_start`); what only the trainer can know is checked in `train/`, by the file that
+`routing`, `sizes`, `placement`, `reward`, `warm_start`); what only the trainer can know is checked in `train/`, by the file that
 computes with it.
 """
 
@@ -15,6 +15,7 @@ from agentrl.run.checks.parts import check_assembly, check_engine, check_model
 from agentrl.run.checks.placement import check_placement
 from agentrl.run.checks.reward import check_decided, check_judge, check_success
 from agentrl.run.checks.rollout import check_trainable
+from agentrl.run.checks.routing import check_router_replay
 from agentrl.run.checks.sizes import check_cache, check_heads, check_sizes
 from agentrl.run.checks.warm_start import check_warm_start
 from agentrl.run.engines import engine_name, resolve_engine
@@ -51,6 +52,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> None:
     # In this order, because later checks rely on earlier ones: on parts that can be built.
     env, scorer = check_assembly(config)
     check_trainable(config)
+    check_router_replay(config)
     check_train_engine(config)
     check_learner(config)
     check_estimator_inputs(config.algorithm.advantage, scorer)

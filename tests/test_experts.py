@@ -1,0 +1,158 @@
+"""Routers that are watched and dictated, family by family, against gates worked out in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl.errors import ModelError
+from agentrl.experts import FREE, Load, Routers, RouterWatch, load_metrics, narrow
+from tests import moe
+
+TOKENS = 24
+IDS = (torch.arange(TOKENS)[None] * 7 + 3) % moe.VOCAB
+
+
+def logits_of(model: Any, routers: Routers | None = None, dictated: Tensor | None = None) -> Tensor:
+    with torch.inference_mode(), nullcontext() if routers is None else routers.dictate(dictated):
+        found: Tensor = model(input_ids=IDS, use_cache=False).logits[0]
+    return found
+
+
+def chosen(logits: Tensor, indices: Tensor) -> Tensor:
+    return logits.gather(1, indices)
+
+
+def softmax_all(norm: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    def gates(logits: Tensor, indices: Tensor) -> Tensor:
+        found = chosen(logits.softmax(-1), indices)
+        return found / found.sum(-1, keepdim=True) if norm else found
+
+    return gates
+
+
+def softmax_chosen(logits: Tensor, indices: Tensor) -> Tensor:
+    return chosen(logits, indices).softmax(-1)
+
+
+def sigmoid(scale: float, norm: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    def gates(logits: Tensor, indices: Tensor) -> Tensor:
+        found = chosen(logits.sigmoid(), indices)
+        return scale * (found / found.sum(-1, keepdim=True) if norm else found)
+
+    return gates
+
+
+GATES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
+    "qwen3_moe": (softmax_all(True), {"norm_topk_prob": True}),
+    "qwen2_moe": (softmax_all(False), {"norm_topk_prob": False}),
+    "mixtral": (softmax_all(True), {}),
+    "olmoe": (softmax_all(False), {"norm_topk_prob": False}),
+    "ernie4_5_moe": (softmax_all(True), {}),
+    "granitemoe": (softmax_chosen, {}),
+    "gpt_oss": (softmax_chosen, {}),
+    "glm4_moe": (sigmoid(2.5, True), {"routed_scaling_factor": 2.5, "norm_topk_prob": True}),
+    "dots1": (sigmoid(1.5, False), {"routed_scaling_factor": 1.5, "norm_topk_prob": False}),
+    "deepseek_v3": (sigmoid(2.5, True), {"routed_scaling_factor": 2.5, "norm_topk_prob": True}),
+    "deepseek_v2": (softmax_all(False), {"routed_scaling_factor": 1.0}),
+}
+
+
+@pytest.mark.parametrize("family", GATES)
+def test_a_dictated_expert_has_the_gate_of_its_own_score(family: str) -> None:
+    """Whatever else scores higher, a bias or a group prefers: its gate follows from the current scores of the dictated experts,
+    and so does the gradient of the router's weight."""
+    gates, settings = GATES[family]
+    model = moe.model(family, **settings)
+    plain = logits_of(model)
+    watch = RouterWatch(model)
+    with watch.watching():
+        assert torch.equal(logits_of(model), plain), "watching changes nothing"
+    own = torch.from_numpy(watch.experts())
+    routers = watch.routers
+    assert own.dtype == torch.uint8 and own.shape == (TOKENS, len(routers), moe.CHOSEN)
+    assert torch.equal(logits_of(model, routers, own), plain), "its own choices, repeated, change no bit"
+    free = own.clone()
+    free[TOKENS // 2 :] = FREE[torch.uint8]
+    assert torch.equal(logits_of(model, routers, free), plain), "free tokens are sent by the router"
+    assert torch.equal(logits_of(model, routers, own.to(torch.int16)), plain)
+
+    other = (own + 3) % moe.EXPERTS
+    assert (logits_of(model, routers, other) - plain).abs().max() > 0.1
+    router = routers._routers[-1]
+    module = model.get_submodule(router.name)
+    hidden = torch.randn(TOKENS, 128 if "hidden_size" in moe.FAMILIES[family] else 64)
+    with routers.dictate(other):
+        outs = [out for out in module(hidden) if out.shape == (TOKENS, moe.CHOSEN)]
+    [indices] = [out for out in outs if not out.is_floating_point()]
+    [found] = [out for out in outs if out.is_floating_point()]
+    assert torch.equal(indices, other[:, -1].long())
+    weights = torch.randn(TOKENS, moe.CHOSEN)
+    [gradient] = torch.autograd.grad((found * weights).sum(), module.weight)
+
+    weight = module.weight.detach().double().requires_grad_()
+    logits = hidden.double() @ weight.T
+    if getattr(module, "bias", None) is not None:
+        logits = logits + module.bias.detach().double()
+    want = gates(logits, indices)
+    [want_gradient] = torch.autograd.grad((want * weights.double()).sum(), weight)
+    assert (found - want).abs().max() < 1e-6
+    assert (gradient - want_gradient).abs().max() < 1e-4 * want_gradient.abs().max()
+
+
+def test_choices_that_cannot_be_repeated_are_refused() -> None:
+    sparse = moe.model("phimoe")
+    refused = r"layers\.0\.mlp\.router.*PhimoeTopKRouter does not choose experts by one topk"
+    with pytest.raises(ModelError, match=refused), RouterWatch(sparse).watching():
+        logits_of(sparse)
+    with pytest.raises(ModelError, match=refused):
+        Routers(sparse.to("meta")).probe()
+    model = moe.model("qwen3_moe")
+    routers = Routers(model)
+    for family in sorted(GATES):
+        Routers(moe.model(family).to("meta")).probe()
+    for shape, wrong in (((TOKENS, 3, 2), "with 2 routers"), ((TOKENS, 2, 3), "dictated"), ((TOKENS - 1, 2, 2), "dictated")):
+        with pytest.raises(ModelError, match=wrong):
+            logits_of(model, routers, torch.zeros(shape, dtype=torch.uint8))
+    dense = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    assert len(Routers(dense)) == 0
+    with pytest.raises(ModelError, match="no routers to replay"):
+        RouterWatch(dense)
+
+
+def test_the_type_holds_every_expert_and_none() -> None:
+    assert (narrow(8), narrow(255), narrow(256), narrow(512)) == (torch.uint8, torch.uint8, torch.int16, torch.int16)
+
+
+def test_loads_are_counted_over_real_tokens() -> None:
+    """A family that cannot be watched is not counted, and computes as before."""
+    model = moe.model("glm4_moe")
+    watch = RouterWatch(model)
+    with watch.watching():
+        logits_of(model)
+    load = Load(watch.routers)
+    for tokens in (TOKENS, 5):
+        with load.counting(tokens):
+            logits_of(model)
+    choices = watch.experts()[:, 0]
+    want = np.bincount(np.concatenate((choices, choices[:5])).reshape(-1), minlength=moe.EXPERTS)
+    assert load.counts is not None and load.counts.tolist() == [want.tolist()]
+    sparse = moe.model("phimoe")
+    plain = logits_of(sparse)
+    with Load(Routers(sparse)).counting(TOKENS):
+        assert torch.equal(logits_of(sparse), plain)
+
+
+def test_load_metrics_by_hand() -> None:
+    """Two layers of four experts: even, and (4, 2, 2, 0) of 8 tokens' choices: 2 x 4 / 4 - 1, and 1.5 bits of 2."""
+    found = load_metrics(np.array([[5.0, 5, 5, 5], [4, 2, 2, 0]]))
+    assert found == pytest.approx(
+        {"experts_max_violation": (0 + 1) / 2, "experts_entropy": (1 + 0.75) / 2, "experts_unused": 1 / 8}
+    )
+    assert load_metrics(np.zeros((2, 4))) == {}
