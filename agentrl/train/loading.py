@@ -8,6 +8,7 @@ map, so that a node reads each byte from its disk once.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from agentrl.errors import ModelError
 from agentrl.train.weight_files import Region, WeightFiles
@@ -105,10 +107,11 @@ class Loader:
             return [conversion.name]
         region = region_of(target)
         mine = None if region is None else conversion.rows(region[0].start, region[0].stop)
-        if mine is not None and region is not None and _rows_only(region, target):
+        if mine is not None and region is not None:
             # Ranks beyond the last row hold nothing, and a converter cannot run without a source.
             if local_of(target).numel():
-                self._put(conversion.name, mine.make(files.read, self._model)[conversion.name])
+                rows = mine.make(files.read, self._model)[conversion.name]
+                self._put(conversion.name, rows[(slice(None), *region[1:])])
             return [conversion.name]
         made = conversion.make(files.read, self._model)
         for name, tensor in made.items():
@@ -141,9 +144,18 @@ class Loader:
 
 
 def region_of(tensor: Tensor) -> Region | None:
-    """The region of a sharded tensor that is this rank's, one slice a dimension; None for one that is not sharded."""
+    """The region of a sharded tensor that is this rank's, one slice a dimension; None for one that is not sharded.
+
+    Raises ModelError if it is more than one region: rows of two matrices that are kept as one.
+    """
     if not isinstance(tensor, DTensor):
         return None
+    mesh, placements = tensor.device_mesh, tensor.placements
+    for axis, placement in enumerate(placements):
+        # FSDP2 shards what tensor parallelism has split: of the same dimension, the outer axis then has parts of each inner part.
+        inner = (a for a in range(axis + 1, mesh.ndim) if placements[a].is_shard(getattr(placement, "dim", None)))
+        if isinstance(placement, _StridedShard) and placement.split_factor != math.prod(mesh.size(a) for a in inner):
+            raise ModelError(f"a tensor of shape {tuple(tensor.shape)} is sharded as {placements}: not one region a rank")
     sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
@@ -151,10 +163,6 @@ def region_of(tensor: Tensor) -> Region | None:
 def local_of(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _rows_only(region: Region, tensor: Tensor) -> bool:
-    return all(part == slice(0, size) for part, size in zip(region[1:], tensor.shape[1:], strict=True))
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:

@@ -25,19 +25,14 @@ from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.worker import WorkerContext
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.train.actor import Actor
-from agentrl.train.tokenizer import VOCABULARY, packaged_tokenizer
+from tests.tiny_families import build_family
 
 ALGORITHM = AlgorithmConfig(minibatch=7)
-OPTIM = toy_optim(lr=1e-4, micro_tokens=150, max_grad_norm=0.01)
+OPTIM = toy_optim(lr=1e-4, micro_tokens=64, max_grad_norm=0.01)
 LORA = LoraSection(rank=2, modules=["q_proj", "o_proj", "gate_proj", "down_proj"])
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.1,
-}  # fmt: skip
-EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
-    "moe": ("qwen3_moe", {"tie_word_embeddings": False, **EXPERTS}),
+    "moe": ("qwen3_moe", {"tie_word_embeddings": False}),
     "untied": ("qwen3", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
     "llama": ("llama", {"tie_word_embeddings": False}),
 }
@@ -89,22 +84,6 @@ TITAN = {
 if importlib.util.find_spec("torchtitan") is not None:  # else test_titan.py says that it is not installed
     LONG |= TITAN
 CASES = {**SHORT, **LONG}
-
-
-def build(folder: Path, name: str) -> str:
-    """A tiny random model; norms are drawn too, because ones hide what is done with them."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    family, changed = MODELS[name]
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **changed}), dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    packaged_tokenizer(512).save_pretrained(folder)
-    return str(folder)
 
 
 class Logged:
@@ -227,7 +206,8 @@ def warm_up(path: str) -> None:
 def main(out: Path) -> None:
     models, cases = out / "models", wanted()
     for name in sorted({case.model for case in cases.values()}):
-        build(models / name, name)
+        family, changed = MODELS[name]
+        build_family(models / name, family, **changed)
     warm_up(str(models / next(iter(cases.values())).model))
     ones = forked({"dp": 1}, out, lambda _: [alone(models, out, name) for name in {case.model for case in cases.values()}])
     meshes = {tuple(case.mesh.items()): case.mesh for case in cases.values()}

@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from bytes_held import BytesHeld
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from train_batches import make_batch, toy_optim
 
@@ -26,7 +29,7 @@ from agentrl.train.actor import Actor
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.export import export_run
 from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.loading import local_of
+from agentrl.train.loading import local_of, region_of
 from agentrl.train.saving import save_model
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.train.weight_files import SINGLE
@@ -283,3 +286,18 @@ def test_large_exports_are_cut_into_files(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no weights for .* \(1 missing\)"):
         save_model(path, plain.config, iter(weights[:-1]), torch.float32, tmp_path / "half")
     assert not list((tmp_path / "half").iterdir())
+
+
+def test_the_region_of_a_rank_on_two_axes_and_what_has_none() -> None:
+    """Rows that are split in two and then sharded in two by FSDP2: rank (1, 0) of the mesh has the second quarter. Two matrices
+    kept as one, both of which are split, are two regions."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("shard", "tp"))
+    plain = distribute_tensor(torch.zeros(8, 6), mesh, [Replicate(), Shard(1)])
+    assert region_of(plain) == (slice(0, 8), slice(0, 6)) and region_of(torch.zeros(2)) is None
+    sizes = [_compute_local_shape_and_global_offset((8, 6), (2, 2), at, (_StridedShard(0, split_factor=2), Shard(0)))
+             for at in ([0, 0], [1, 0], [0, 1], [1, 1])]  # fmt: skip
+    assert sizes == [((2, 6), (0, 0)), ((2, 6), (2, 0)), ((2, 6), (4, 0)), ((2, 6), (6, 0))]
+    packed = distribute_tensor(torch.zeros(8, 6), mesh, [Replicate(), _StridedShard(0, split_factor=2)])
+    with pytest.raises(ModelError, match=r"shape \(8, 6\) is sharded as .* not one region a rank"):
+        region_of(packed)
