@@ -77,7 +77,8 @@ def head_rule(model: Any) -> HeadRule:
     if head is None:
         raise ModelError(f"{name} has no output embedding, so it is not a causal language model that can be trained here")
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        raise ModelError(f"{name}: its output embedding is a {type(head).__name__}; only a plain linear layer is supported")
+        kind = f"{type(head).__module__}.{type(head).__qualname__}"  # an adapter's class is called Linear, too
+        raise ModelError(f"{name}: its output embedding is a {kind}; only a plain linear layer is supported")
     hidden, products, seen, logits = _measured(model, head, name)
     before = _ratio(seen, hidden)
     if before is None or not before > 0:

@@ -9,8 +9,10 @@ import torch
 from tiny_families import FAMILIES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig
 
+from agentrl.config.schema import LoraSection
 from agentrl.errors import ModelError
 from agentrl.train.head import HeadRule, backbone, head_rule
+from agentrl.train.lora import inject
 
 RULES = {
     "gemma2": HeadRule(cap=2.0),
@@ -56,6 +58,6 @@ def test_what_the_rule_cannot_express_is_refused_with_the_familys_name(monkeypat
     monkeypatch.setattr(type(model), "forward", lambda self, **given: SimpleNamespace(logits=own(self, **given).logits.relu()))
     with pytest.raises(ModelError, match=r"PhiForCausalLM \(phi\): its logits are neither a scale nor a tanh cap"):
         head_rule(model)
-    monkeypatch.setattr(model, "lm_head", torch.nn.Sequential(model.lm_head))
-    with pytest.raises(ModelError, match=r"PhiForCausalLM \(phi\): its output embedding is a Sequential"):
+    inject(model, LoraSection(rank=2, modules=["lm_head"]))  # else what adapts the head would have no effect, and no gradient
+    with pytest.raises(ModelError, match=r"PhiForCausalLM \(phi\): its output embedding is a peft[a-z.]*\.Linear; only a plain"):
         head_rule(model)
