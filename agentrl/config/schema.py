@@ -68,8 +68,9 @@ class ModelConfig(Frozen):
     `rollout.colocate` the engine.
     `compile`: each layer, and the softmax of the head, by torch.compile, for GPUs (the first micro-batches take minutes).
     `packing`: how rows are computed: "packed" (all rows of a micro-batch end to end), "one_row" (one row a pass, with the model's
-    own attention: slower, for families whose rows cannot be kept apart), or "auto": what a probe of the model's family finds
-    right before the run starts (docs/families.md).
+    own attention: slower, for families whose rows cannot be kept apart), "one_row_eager" (the same with transformers' eager
+    attention, which keeps every score, for families that it computes right in no other way), or "auto": what a probe of the
+    model's family finds right before the run starts (docs/families.md).
     `kernels`: "liger" replaces norms, rotary embeddings and gated MLPs by Liger's Triton kernels (GPUs only, needs the extra
     `liger`).
 
@@ -96,7 +97,7 @@ class ModelConfig(Frozen):
     cpu_offload: bool = False
     offload: Literal["never", "idle"] = "never"
     compile: bool = False
-    packing: Literal["auto", "packed", "one_row"] = "auto"
+    packing: Literal["auto", "packed", "one_row", "one_row_eager"] = "auto"
     kernels: Literal["torch", "liger"] = "torch"
     lora: LoraSection | None = None
 

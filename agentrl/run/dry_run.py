@@ -151,7 +151,7 @@ def _trained(config: TrainConfig, role: str, grouped: bool) -> RolePlacement:
 def _tokens(config: TrainConfig) -> int:
     """The most tokens of a micro-batch: its cap, or with one row a pass the longest row."""
     # A warm start's transcripts may be as long as a micro-batch.
-    if config.model.packing != "one_row" or config.sft is not None:
+    if config.model.packing == "packed" or config.sft is not None:
         return config.optim.micro_tokens
     return min(config.optim.micro_tokens, config.rollout.max_episode_tokens)
 

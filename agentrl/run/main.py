@@ -90,7 +90,7 @@ def execute(
 
 def _packing_notes(packing: Packing) -> list[str]:
     """What is slower than it could be because of the model's family."""
-    return [f"model.packing: {packing.reason}"] if packing.one_row or not packing.shares else []
+    return [f"model.packing: {packing.reason}"] if packing.way != "packed" or not packing.shares else []
 
 
 async def _train(config: TrainConfig, folder: RunFolder, display: Display, run_log: RunLog, outcome: RunOutcome) -> None:

@@ -67,7 +67,7 @@ class BaseEngine(ABC):
     @property
     def packs(self) -> bool:
         """Whether a micro-batch may hold several rows (`model.packing`)."""
-        return self.cfg.packing != "one_row"
+        return self.cfg.packing in ("auto", "packed")
 
     # -- forward and backward --------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ ASKED: dict[str, tuple[str, Callable[[TrainConfig], bool]]] = {
     "offload": ('model.offload = "idle"', lambda config: config.model.offload != "never"),
     "compile": ("model.compile", lambda config: config.model.compile),
     "liger": ('model.kernels = "liger"', lambda config: config.model.kernels == "liger"),
-    "families": ('model.packing = "one_row"', lambda config: config.model.packing == "one_row"),
+    "families": ('model.packing = "one_row"', lambda config: config.model.packing.startswith("one_row")),
     "shard_gradients": ("model.shard_gradients = true", lambda config: config.model.shard_gradients is True),
     "activation_checkpointing": (
         "model.activation_checkpointing = true",

@@ -97,7 +97,9 @@ class FsdpEngine(BaseEngine):
             raise ModelError('model.dtype = "bfloat16" needs a process group: cluster.backend = "ray"')
         build = empty_classifier if role == "score" else empty_causal_lm
         # One row a pass needs no row boundaries: it is computed as transformers alone would.
-        model = build(path, trust=cfg.trust_remote_code, **({"attn_implementation": PACKED} if self.packs else {}))
+        own = {"attn_implementation": "eager"} if cfg.packing == "one_row_eager" else {}
+        attention = {"attn_implementation": PACKED} if self.packs else own
+        model = build(path, trust=cfg.trust_remote_code, **attention)
         loader = Loader(path, model)  # before the names change
         self.config = model.config
         self.tied = bool(model.config.get_text_config().tie_word_embeddings)

@@ -17,6 +17,7 @@ import torch
 
 from agentrl.backends.embedded.kv_cache import Slots
 from agentrl.backends.embedded.model import EmbeddedModel
+from agentrl.backends.embedded.recompute import RecomputedModel
 from agentrl.backends.embedded.scheduler import Batcher, Request
 from agentrl.errors import EngineError, ResourceError
 from agentrl.executors import in_thread
@@ -43,13 +44,15 @@ class EmbeddedEngine(Engine, WeightTarget):
         trust: bool = False,
         unused: Seq[int] = (),
         router_replay: bool = False,
+        cache: bool = True,
     ) -> None:
         """`max_slots`: episodes held at once, running or idle. `max_context`: the most tokens of an episode (by
         default the model's own limit or what the cache holds, whichever is less). `kv_cache_mib`: upper limit of the
         cache; it grows on demand. `step_tokens`: prompt tokens computed in one step. `device`: "cpu", "cuda", ...
         (by default a GPU if there is one). `dtype`: by default bfloat16 on a GPU and float32 on a CPU. `trust`: code of the
         model's own may run. `unused`: ids that are never drawn, for want of a token (`unused_ids`).
-        `router_replay`: note which experts tokens go to, for requests that ask.
+        `router_replay`: note which experts tokens go to, for requests that ask. `cache`: without it each token
+        costs a pass over its whole prefix, for families that keep more than keys and values (recompute.py).
         """
         self._path, self._trust, self._unused = model_path, trust, list(unused)
         self._max_slots, self._max_context = max_slots, max_context
@@ -57,6 +60,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._step_tokens, self._router_replay = step_tokens, router_replay
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._dtype = dtype or ("bfloat16" if self._device.type == "cuda" else "float32")
+        self._kind = EmbeddedModel if cache else RecomputedModel
         self._model: EmbeddedModel | None = None
         self._batcher: Batcher | None = None
         self._task: asyncio.Task[None] | None = None
@@ -70,7 +74,7 @@ class EmbeddedEngine(Engine, WeightTarget):
 
     async def start(self) -> None:
         """Load the model. Raises ModelError, or ResourceError if one episode does not fit in the cache."""
-        model = EmbeddedModel(self._path, self._dtype, self._device, self._trust, self._router_replay)
+        model = self._kind(self._path, self._dtype, self._device, self._trust, self._router_replay)
         cache_tokens = self._limit // model.shape.token_bytes
         context = self._max_context or min(model.positions, cache_tokens)
         if context > cache_tokens:

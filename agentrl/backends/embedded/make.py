@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentrl.config import TrainConfig
+from agentrl.errors import ConfigError
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.engine_maker import ENGINES, EngineMaker, EngineMemory
 
@@ -14,13 +16,22 @@ KV_CACHE_MIB = 2048
 
 @ENGINES.register("embedded", traits={"sleeps", "experts", "transformers"})
 class EmbeddedMaker(EngineMaker):
-    """Runs in the driver's own process, on every machine."""
+    """Runs in the driver's own process, on every machine. `cache = false`: each token costs a pass over its whole prefix, for
+    families that keep more than keys and values (recurrent layers, convolutions)."""
+
+    def __init__(self, config: TrainConfig, *, cache: bool = True) -> None:
+        super().__init__(config)
+        self.cache = cache
 
     @classmethod
     def engine(cls) -> type[Engine]:
         from agentrl.backends.embedded.engine import EmbeddedEngine
 
         return EmbeddedEngine
+
+    def check(self) -> None:
+        if self.config.rollout.router_replay and not self.cache:
+            raise ConfigError("engine_args.cache = false: the engine notes no experts then; unset it, or rollout.router_replay")
 
     @classmethod
     def suits(cls, gpus: float) -> int:
@@ -46,4 +57,5 @@ class EmbeddedMaker(EngineMaker):
             trust=self.config.model.trust_remote_code,
             unused=self.unused,
             router_replay=rollout.router_replay,
+            cache=self.cache,
         )

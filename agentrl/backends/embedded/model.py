@@ -28,6 +28,8 @@ ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 # 150,000 in bfloat16, in which logits of 30 resolve 0.125, it exceeds 0.25 between two right kernels.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
+INSTEAD = "use engine = vllm, or engine_args = { cache = false }, with which each token costs a pass over its whole prefix"
+
 
 @dataclass(frozen=True, slots=True)
 class Writing:
@@ -52,7 +54,7 @@ class EmbeddedModel:
         Raises ModelError if the folder cannot be loaded, the model's attention cannot be reproduced, or its experts cannot be
         noted."""
         self.device = device
-        self.module = _load(path, getattr(torch, dtype), device, trust)
+        self.module = load(path, getattr(torch, dtype), device, trust)
         self._expected = expected_parameters(path, trust=trust)
         self.vocab, self.positions = self._expected.vocab, self._expected.positions
         self._base: dict[str, Tensor] = {}
@@ -62,7 +64,7 @@ class EmbeddedModel:
         except torch.OutOfMemoryError:
             raise
         except Exception as problem:  # whatever the family's own code raises
-            raise ModelError(f"the embedded engine cannot run {path}: {problem}; use engine = vllm") from problem
+            raise ModelError(f"the embedded engine cannot run {path}: {problem}; {INSTEAD}") from problem
 
     @torch.inference_mode()
     def forward(self, token_ids: list[int], plan: AttentionPlan, last: list[int]) -> Tensor:
@@ -153,7 +155,8 @@ class EmbeddedModel:
         return KvShape(max(found) + 1, heads, max(keys, values), dtype, self.device)
 
 
-def _load(path: str, dtype: torch.dtype, device: torch.device, trust: bool) -> Any:
+def load(path: str, dtype: torch.dtype, device: torch.device, trust: bool) -> Any:
+    """The model in evaluation mode, frozen, on the device. Raises ModelError."""
     from transformers import AutoModelForCausalLM
 
     if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).expanduser().is_dir():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from agentrl.config.schema import InitModelConfig, TrainConfig
 from agentrl.errors import ConfigError, ModelError
@@ -24,20 +24,21 @@ _probed: dict[str, Probed] = {}
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What the probe found of a model: of each way to compute rows, its largest error. `one_row` is None where packed is
-    right."""
+    """What the probe found of a model: of each way to compute rows, its largest error. `one_row` and `eager` (the same with
+    eager attention) are None where they are not needed."""
 
     name: str
     packed: Measured
     shared: Measured
     one_row: Measured | None
+    eager: Measured | None
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """`one_row`: one row a pass; `shares`: whether prefixes may be shared; `reason`: one line for the log."""
+    """`way`: the value of `model.packing`; `shares`: whether prefixes may be shared; `reason`: one line for the log."""
 
-    one_row: bool
+    way: Literal["packed", "one_row", "one_row_eager"]
     shares: bool
     reason: str
 
@@ -47,7 +48,7 @@ def with_packing(config: TrainConfig) -> TrainConfig:
 
     Raises as `packing_of`."""
     made = packing_of(config)
-    model = config.model.model_copy(update={"packing": "one_row" if made.one_row else "packed"})
+    model = config.model.model_copy(update={"packing": made.way})
     optim = config.optim if made.shares else config.optim.model_copy(update={"prefix_sharing": "off"})
     return config.model_copy(update={"model": model, "optim": optim})
 
@@ -59,25 +60,38 @@ def packing_of(config: TrainConfig) -> Packing:
     computed right, ConfigError for keys that ask for what is wrong for it. Nothing is loaded but configs.
     """
     if "families" not in TRAIN_ENGINES.entry(config.model.engine).traits:
-        return Packing(False, True, f"model.engine = {config.model.engine} has models of its own")
+        return Packing("packed", True, f"model.engine = {config.model.engine} has models of its own")
     asked = config.model.packing
-    found = [probed(model, kind, label, one_row=asked == "one_row") for label, kind, model in models_of(config)]
+    found = [probed(model, kind, label, one_row=asked.startswith("one_row")) for label, kind, model in models_of(config)]
     wrong = [one for one in found if not one.packed.right]
     if wrong and asked == "packed":
         raise ModelError(f'model.packing = "packed": {_said(wrong)}; set "auto", or take another model ({RIGHT})')
-    if wrong or asked == "one_row":
+    if wrong or asked.startswith("one_row"):
         return _one_row(
             config, [probed(model, kind, label, one_row=True) for label, kind, model in models_of(config)], _said(wrong)
         )
+    _check_heads(config)
     apart = [one for one in found if not one.shared.right]
     names = " and ".join(dict.fromkeys(one.name for one in found))
     if not apart:
         worst = max(max(one.packed.error, one.shared.error) for one in found)
-        return Packing(False, True, f"packed: {names}: as each row alone, to {worst:.0e}")
+        return Packing("packed", True, f"packed: {names}: as each row alone, to {worst:.0e}")
     reason = f"with shared prefixes {apart[0].name} {apart[0].shared}"
     if config.optim.prefix_sharing == "on":
         raise ConfigError(f'optim.prefix_sharing = "on": {reason}; set "off"')
-    return Packing(False, False, f"packed, without prefix sharing: {reason}")
+    return Packing("packed", False, f"packed, without prefix sharing: {reason}")
+
+
+def _check_heads(config: TrainConfig) -> None:
+    """Raise ConfigError if ranks that share tokens cannot divide the attention heads of a trained model among themselves."""
+    share = config.model.sequence_parallel
+    for label, kind, model in models_of(config) if share > 1 else []:
+        heads = getattr(model.get_text_config(decoder=True), "num_attention_heads", None)
+        if kind != "score" and isinstance(heads, int) and heads % share:
+            raise ConfigError(
+                f"model.sequence_parallel = {share} does not divide the {heads} attention heads of {label}, which ranks that "
+                "share tokens divide among themselves"
+            )
 
 
 def _said(wrong: list[Probed]) -> str:
@@ -85,11 +99,13 @@ def _said(wrong: list[Probed]) -> str:
 
 
 def _one_row(config: TrainConfig, found: list[Probed], why: str) -> Packing:
+    """One row a pass: with the attention that transformers chooses if that is right, else with its eager one."""
+    slow = config.model.packing == "one_row_eager" or any(one.one_row is None or not one.one_row.right for one in found)
     for one in found:
-        if one.one_row is None or not one.one_row.right:
+        if slow and (one.eager is None or not one.eager.right):
             also = f"{why}; " if why else ""
-            raise ModelError(f"{also}with one row a pass {one.name} {one.one_row}; take another model ({RIGHT})")
-    reason = why or 'model.packing = "one_row"'
+            raise ModelError(f"{also}with one row a pass {one.name} {one.eager}; take another model ({RIGHT})")
+    reason = why or f'model.packing = "{config.model.packing}"'
     if config.model.sequence_parallel > 1:
         raise ConfigError(
             f"model.sequence_parallel = {config.model.sequence_parallel}: one row a pass is computed with the model's own "
@@ -97,7 +113,8 @@ def _one_row(config: TrainConfig, found: list[Probed], why: str) -> Packing:
         )
     if config.optim.prefix_sharing == "on":
         raise ConfigError(f'optim.prefix_sharing = "on": rows are computed one a pass ({reason}); set "off"')
-    return Packing(True, False, f"one row a pass: {reason}")
+    how = "one row a pass, with eager attention" if slow else "one row a pass"
+    return Packing("one_row_eager" if slow else "one_row", False, f"{how}: {reason}")
 
 
 def models_of(config: TrainConfig) -> list[tuple[str, Kind, Any]]:
@@ -145,4 +162,6 @@ def _probe(config: Any, kind: Kind, name: str, one_row: bool) -> Probed:
             f"sampled is not what is trained; take another model ({RIGHT})"
         )
     packed, shared = sample.packed(), sample.shared()
-    return Probed(name, packed, shared, sample.one_row() if one_row or not packed.right else None)
+    own = sample.one_row() if one_row or not packed.right else None
+    eager = sample.one_row("eager") if own is not None else None
+    return Probed(name, packed, shared, own, eager)

@@ -19,11 +19,20 @@ WIDTH = 32
 WINDOW = 8
 EXPERTS = 8
 HEADS = 4
+LEAST = 64
+"""Hidden numbers of a model without heads."""
 KEPT = 2
 """Layers that are kept at least: what leaks in one layer is mixed by the next."""
 
 _HIDDEN = ("hidden_size", "dim_model", "embedding_dim", "lru_width", "attention_hidden_size", "word_embed_proj_dim")
-_HEADS = ("num_attention_heads", "swa_num_attention_heads", "index_n_heads", "linear_num_heads", "num_decoder_attention_heads")
+_HEADS = (
+    "num_attention_heads",
+    "swa_num_attention_heads",
+    "index_n_heads",
+    "linear_num_heads",
+    "num_decoder_attention_heads",
+    "num_attention_heads_per_layer",
+)
 _KEY_HEADS = ("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads", "num_query_groups")
 _INNER = (
     "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size", "shared_expert_intermediate_size",
@@ -116,10 +125,12 @@ def _shrink_heads(part: Any) -> None:
     heads, hidden = _number(part, "num_attention_heads"), _number(part, "hidden_size")
     # Whichever of the two a head's size follows from stays in proportion.
     scale = 1 if not heads or heads <= HEADS else heads // next(n for n in range(HEADS, heads + 1) if heads % n == 0)
+    if not heads and hidden and hidden > LEAST and hidden % LEAST == 0:
+        scale = hidden // LEAST
     if hidden and scale > 1 and hidden % scale:
-        scale = 1
-    if not heads and hidden and hidden > 64 and hidden % 64 == 0:
-        scale = hidden // 64
+        if not _number(part, "head_dim"):
+            return
+        _fix(part, _HIDDEN[:1], HEADS * LEAST)  # it follows from nothing
     if scale == 1:
         return
     keys = {name: _number(part, name) for name in _KEY_HEADS}
@@ -138,7 +149,12 @@ def _shrink_mixers(part: Any, scale: int) -> None:
         _fix(part, ("linear_num_key_heads",), 2)
         _fix(part, ("linear_num_value_heads",), 2 * (values // keys))
     hidden = _number(part, "hidden_size") or 0
-    for names in (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim")):
+    for names in (
+        ("mamba_n_heads", "mamba_d_head"),
+        ("mamba_num_heads", "mamba_head_dim"),
+        ("num_heads", "head_dim"),
+        ("n_mamba_heads", "mamba_headdim"),
+    ):
         heads, width = (_number(part, name) for name in names)
         expand = next((v for v in (getattr(part, n, None) for n in ("mamba_expand", "expand")) if isinstance(v, int)), None)
         if heads and width and expand:
@@ -187,7 +203,10 @@ def _kind(layer: nn.Module) -> str:
 
 
 def _number(part: Any, name: str) -> int | None:
-    value = getattr(part, name, None)
+    try:
+        value = getattr(part, name, None)
+    except (AttributeError, RuntimeError):  # one number for each layer, which has no single value
+        return None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
@@ -203,7 +222,8 @@ def _set(part: Any, names: tuple[str, ...], change: Callable[[int], int]) -> Non
         if old:
             try:
                 setattr(part, name, change(old))
-            except (AttributeError, ValueError, TypeError):
+            except (AttributeError, RuntimeError, ValueError, TypeError):
                 continue
-        elif isinstance(getattr(part, name, None), list) and all(isinstance(v, int) for v in getattr(part, name)):
-            setattr(part, name, [change(v) if v else v for v in getattr(part, name)])
+        values = vars(part).get(name)
+        if isinstance(values, list) and all(isinstance(value, int) for value in values):
+            setattr(part, name, [change(value) if value else value for value in values])

@@ -50,7 +50,9 @@ def leaking(backbone: Any) -> list[str]:
 def test_a_family_that_is_right_is_packed_with_shared_prefixes(family: str, tmp_path: Path) -> None:
     config = run_of(family, tmp_path, "model.sequence_parallel=2", "optim.prefix_sharing=on")
     found = packing_of(config)
-    assert (found.one_row, found.shares) == (False, True) and f"the family {family}" in found.reason
+    assert (found.way, found.shares) == ("packed", True) and f"the family {family}" in found.reason
+    with pytest.raises(ConfigError, match=r"sequence_parallel = 3 does not divide the 4 attention heads of model.path"):
+        packing_of(run_of(family, tmp_path, "model.sequence_parallel=3"))
     made = with_packing(config)
     assert made.model.packing == "packed" and made.optim.prefix_sharing == "on"
 
@@ -59,7 +61,7 @@ def test_a_leak_is_found_named_and_avoided_by_one_row_a_pass(tmp_path: Path, mon
     monkeypatch.setattr(probe, "keep_rows_apart", leaking)
     config = run_of("lfm2", tmp_path)
     found = packing_of(config)
-    assert found.one_row and not found.shares
+    assert found.way == "one_row" and not found.shares
     error = float(found.reason.split("off by ")[1])
     assert error > 0.1 and found.reason.startswith("one row a pass: with packed rows model.path: the family lfm2 is off by")
     made = with_packing(config)
@@ -84,7 +86,7 @@ def test_a_prefix_that_leaks_only_when_it_is_shared_turns_sharing_off(tmp_path: 
     behind = mixers._behind
     monkeypatch.setattr(mixers, "_behind", forgetful)
     found = packing_of(run_of("lfm2", tmp_path))
-    assert (found.one_row, found.shares) == (False, False)
+    assert (found.way, found.shares) == ("packed", False)
     assert float(found.reason.split("off by ")[1]) > 0.1
     assert with_packing(run_of("lfm2", tmp_path)).optim.prefix_sharing == "off"
     with pytest.raises(ConfigError, match=r'optim.prefix_sharing = "on": with shared prefixes'):
@@ -107,6 +109,16 @@ def test_what_is_wrong_in_every_way_is_refused(tmp_path: Path, monkeypatch: pyte
         ModelError, match=r"with packed rows model.path: the family lfm2 is off by .*; with one row a pass .* is off by"
     ):
         packing_of(run_of("lfm2", tmp_path))
+
+
+def test_attention_that_ignores_a_cap_is_replaced_by_the_eager_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers computes Gemma 2 by sdpa if it is not told otherwise, which drops the cap of its attention."""
+    monkeypatch.setattr(probe, "PACKED", "sdpa")  # our own attention out of the way
+    found = packing_of(run_of("gemma2", tmp_path))
+    assert found.way == "one_row_eager" and "one row a pass, with eager attention: with packed rows" in found.reason
+    assert packing_of(run_of("gemma2", tmp_path, "model.packing=one_row")).way == "one_row_eager"
+    with pytest.raises(ModelError, match="with packed rows"):
+        packing_of(run_of("gemma2", tmp_path, "model.packing=packed"))
 
 
 def test_numbers_that_are_not_are_wrong() -> None:
