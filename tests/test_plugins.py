@@ -268,7 +268,7 @@ def test_a_run_of_plugins_alone(shelf: Path) -> None:
         (["model.engine=lifted", "optim.prefix_sharing=on"], 'optim.prefix_sharing = "on": model.engine = "lifted" does not'),
         (["model.engine=lifted", "model.compile=true"], "1 rank cannot compile"),
         (["engine=embeded"], "did you mean 'embedded'"),
-        (["engine=embedded", "engine_args={x=1}"], "unknown argument 'x'; known: none"),
+        (["engine=embedded", "engine_args={x=1}"], "unknown argument 'x'; known: cache"),
         (["model={path='api:openai/x'}"], "api:openai/x cannot be trained: .*can be evaluated"),
     ],
 )  # fmt: skip
