@@ -31,25 +31,26 @@ GcsClient(address=sys.argv[1])
 process, and because Ray writes its log lines past Python."""
 
 
-def check_join(address: str) -> None:
+def check_join(address: str, key: str = "cluster.address") -> None:
     """Raise ResourceError if the cluster at `address` (host:port) cannot be reached, or does not take this process's token.
 
-    "auto" is the cluster that this machine belongs to; a Ray client's server ("ray://host:port") must only answer.
+    `key`: what named it, cluster.address or RAY_ADDRESS. "auto" is the cluster that this machine belongs to; a Ray
+    client's server ("ray://host:port") must only answer.
     """
     if address == "auto":
         address = _here()
+    elsewhere = " (of the environment; unset it to run on this machine alone)" if key == "RAY_ADDRESS" else ""
+    given = f"{key} = {address!r}{elsewhere}"
     host, _, port = address.removeprefix(CLIENT).rpartition(":")
     if not host or not port.isdigit():
         if address in ("auto", "local"):
             return
-        raise ResourceError(
-            f'cluster.address = {address!r}: expected the head as "HOST:PORT" (6379 unless it was set), or "auto"'
-        )
+        raise ResourceError(f'{given}: expected the head as "HOST:PORT" (6379 unless it was set), or "auto"')
     try:
         socket.create_connection((host, int(port)), timeout=REACH_S).close()
     except OSError as problem:
         raise ResourceError(
-            f"cluster.address = {address!r}: nothing answers there ({problem}). On the head: ray start --head --port={port}; its "
+            f"{given}: nothing answers there ({problem}). On the head: ray start --head --port={port}; its "
             "address must be one that this machine reaches, and no firewall may be in between"
         ) from None
     if address.startswith(CLIENT):
@@ -58,12 +59,12 @@ def check_join(address: str) -> None:
         asked = subprocess.run([sys.executable, "-c", PROBE, address], capture_output=True, text=True, timeout=ANSWER_S)
     except subprocess.TimeoutExpired:
         raise ResourceError(
-            f"cluster.address = {address!r}: something listens there, but it did not answer as a Ray head within {ANSWER_S:g} s"
+            f"{given}: something listens there, but it did not answer as a Ray head within {ANSWER_S:g} s"
         ) from None
     if asked.returncode == 0:
         return
     if "AuthenticationError" in asked.stderr:
-        raise ResourceError(_refused(address))
+        raise ResourceError(_refused(given))
     # Not refused by name: Ray itself will say what is wrong, or that all is well.
     log.warning("asking the head at %s whether it can be joined failed: %s", address, asked.stderr.strip()[-500:])
 
@@ -84,11 +85,11 @@ def _here() -> str:
         ) from None
 
 
-def _refused(address: str) -> str:
+def _refused(key: str) -> str:
     mode = os.environ.get("RAY_AUTH_MODE")
     given = next((f"{key} is set" for key in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if os.environ.get(key)), "")
     return (
-        f"cluster.address = {address!r}: the cluster asks for a token, and it does not take this process's: RAY_AUTH_MODE is "
+        f"{key}: the cluster asks for a token, and it does not take this process's: RAY_AUTH_MODE is "
         f"{mode or 'not set'}, {given or 'the token would come from ~/.ray/auth_token'}. Set RAY_AUTH_MODE=token, and give the "
         "head's token (there: ray get-auth-token) as RAY_AUTH_TOKEN, as a file named by RAY_AUTH_TOKEN_PATH, or in "
         "~/.ray/auth_token"

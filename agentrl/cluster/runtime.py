@@ -50,7 +50,7 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
     started_here = not ray.is_initialized()
     if started_here:
         if address:
-            check_join(address)
+            check_join(address, "cluster.address" if cluster.address else "RAY_ADDRESS")
             with tempfile.TemporaryDirectory(prefix="agentrl-shelf-") as staged:
                 _init(address, _join(address, Path(staged)))
         else:

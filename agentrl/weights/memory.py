@@ -62,7 +62,7 @@ class MemoryReceiver(Receiver):
         return None
 
 
-@ROUTES.register("memory")
+@ROUTES.register("memory", traits={"one_process"})
 class MemoryRoute(Route):
     """See the module."""
 

@@ -141,6 +141,7 @@ ROUTES: Registry[type[Route]] = Registry(
     "ROUTES",
     "agentrl.weights",
     traits={
+        "one_process": "stays within a process, so trainer and engine must be in the driver's",
         "cuda": "goes from GPU to GPU, and needs one at both ends",
         "own_gpus": "the engine must be on the trainer's GPUs (rollout.colocate)",
         "other_gpus": "the engine must be on other GPUs than the trainer's",

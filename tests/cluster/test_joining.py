@@ -28,6 +28,17 @@ def test_an_address_at_which_nothing_listens_is_refused_at_once(port: tuple[sock
     assert time.monotonic() - began < joining.REACH_S + 2  # Ray itself takes a minute
 
 
+def test_an_address_of_the_environment_is_named_as_such(port: tuple[socket.socket, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", port[1])
+    with pytest.raises(
+        ResourceError,
+        match=rf"^RAY_ADDRESS = '{port[1]}' \(of the environment; unset it to run on this machine alone\): nothing answers",
+    ):
+        start_ray(ClusterConfig())
+    with pytest.raises(ResourceError, match=r"^cluster.address = '127.0.0.1:1': nothing answers"):
+        start_ray(ClusterConfig(address="127.0.0.1:1"))
+
+
 def test_what_listens_but_is_no_head_is_given_up(port: tuple[socket.socket, str], monkeypatch: pytest.MonkeyPatch) -> None:
     port[0].listen()
     monkeypatch.setattr(joining, "ANSWER_S", 0.2)

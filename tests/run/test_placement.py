@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from agentrl.backends.vllm import replicas
+from agentrl.config.load import config_from
 from agentrl.config.schema import (
     AlgorithmConfig,
     Choice,
@@ -116,3 +118,29 @@ def test_several_actors_in_the_drivers_process_are_refused_before_a_folder_is_ma
         return
     with pytest.raises(ConfigError, match=r'cluster\.actors = 2.*cluster\.actors = 1 or cluster\.backend = "ray"'):
         check_placement(config, "embedded")
+
+
+@pytest.mark.parametrize(
+    ("backend", "engine", "said"),
+    [
+        ("inline", "embedded", None),
+        ("ray", "embedded", 'cluster.backend = "ray" trains in processes of its own'),
+        ("inline", "vllm", "engine = vllm samples in processes of its own"),
+    ],
+)
+def test_the_route_within_a_process_is_refused_before_a_run_of_several(backend: Any, engine: str, said: str | None) -> None:
+    base = {"env": {"id": "key_value"}, "model": {"init": {}}, "engine": engine, "cluster": {"backend": backend}}
+    config = config_from(base, ["weights.route=memory", "rollout.max_episode_tokens=4096"])
+    if said is None:
+        check_placement(config, engine)
+        return
+    with pytest.raises(ConfigError, match=f'weights.route = "memory" stays within a process, and {re.escape(said)}.*"auto"'):
+        check_placement(config, engine)
+
+
+def test_an_address_that_no_part_of_the_run_would_use_is_refused() -> None:
+    base = {"env": {"id": "key_value"}, "model": {"init": {}}, "engine": "embedded", "cluster": {"backend": "inline"}}
+    with pytest.raises(
+        ConfigError, match=r'cluster.address = "10\.0\.0\.1:6379": .*cluster.backend = "inline".*joins no cluster.*"ray"'
+    ):
+        check_placement(config_from(base, ["cluster.address=10.0.0.1:6379"]), "embedded")

@@ -11,16 +11,19 @@ from agentrl.rollout.engine_maker import ENGINES, Processes
 from agentrl.run.engines import maker_of
 from agentrl.run.placement import roles_of
 from agentrl.train.learner import mesh_of
+from agentrl.weights.route import ROUTES
 
 
 def check_placement(config: TrainConfig, engine_name: str) -> None:
-    """Raise ConfigError if a role's pool is unknown or has another number of processes than the role, and for several
-    actors in the driver's process.
+    """Raise ConfigError if a role's pool is unknown or has another number of processes than the role, for several
+    actors in the driver's process, for a weight route that does not leave a process if there are several, and for the address of
+    a cluster that no part of the run would join.
 
     Reads: cluster, model.lora, engine_args, vllm, algorithm.kl.coef, critic, reward_model, model.sequence_parallel,
-    model.tensor_parallel, model.expert_parallel, rollout.colocate.
+    model.tensor_parallel, model.expert_parallel, rollout.colocate, weights.route.
     """
     cluster = config.cluster
+    _check_one_process(config, engine_name)
     check_roles(cluster)
     if "reference" in cluster.roles and config.model.lora is not None:
         raise ConfigError(
@@ -61,6 +64,23 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
         _check_colocated(config, engine)
     elif "rollout" in pools and engine is not None:
         _check_rollout(config, engine, pools["rollout"][0], [role for role in pools if role != "rollout"])
+
+
+def _check_one_process(config: TrainConfig, engine_name: str) -> None:
+    route, cluster = config.weights.route, config.cluster
+    samples = maker_of(engine_name, config).processes() is not None
+    if route in ROUTES and "one_process" in ROUTES.entry(route).traits:
+        if cluster.backend == "ray":
+            why, instead = 'cluster.backend = "ray" trains in processes of its own', 'cluster.backend = "inline"'
+        else:
+            why, instead = f"engine = {engine_name} samples in processes of its own", "an engine in the driver"
+        if samples or cluster.backend == "ray":
+            raise ConfigError(f'weights.route = "{route}" stays within a process, and {why}; use "auto", or {instead}')
+    if cluster.address and cluster.backend == "inline" and not samples:
+        raise ConfigError(
+            f'cluster.address = "{cluster.address}": with cluster.backend = "inline" and engine = {engine_name} all of the run '
+            'is in this process, which joins no cluster; set cluster.backend = "ray", or cluster.address = ""'
+        )
 
 
 def _check_inline(config: TrainConfig, engine_name: str) -> None:
