@@ -14,7 +14,7 @@ from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError
 from agentrl.train.attention import register_packed_attention
 from agentrl.train.by_size import by_size
-from agentrl.train.engine import TRAIN_ENGINES, compute_dtype
+from agentrl.train.engine import TRAIN_ENGINES, BaseEngine, compute_dtype
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.layout import Layout
 from agentrl.train.loading import Loader, ModuleTensor, materialize
@@ -115,12 +115,6 @@ class TitanEngine(FsdpEngine):
         found: tuple[Tensor, Tensor] = self.module(micro, temperature, entropy)
         return found
 
-    def expert_load(self) -> Tensor | None:
-        """None: torchtitan's routers are not counted."""
-        return None
-
-    def values(self, micro: Micro) -> Tensor:
-        raise ConfigError('model.engine = "titan" computes no values')
-
-    def scores(self, micro: Micro) -> Tensor:
-        raise ConfigError('model.engine = "titan" computes no scores')
+    # Not FsdpEngine's: the role and the adapters that these need are not here, and routers are not counted.
+    values, scores = BaseEngine.values, BaseEngine.scores
+    adapter, frozen_base, expert_load = BaseEngine.adapter, BaseEngine.frozen_base, BaseEngine.expert_load
