@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agentrl.errors import ModelError
+from agentrl.errors import ModelError, RenderError
 from agentrl.render.base import Renderer
 from agentrl.render.chatml import CHATML_TEMPLATE, ChatML
 from agentrl.render.parsers import ForTools, Parser, Syntax
 from agentrl.render.template import TemplateRenderer
+from agentrl.render.turns import SAVE_ANOTHER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,6 +21,12 @@ def make_renderer(tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools 
     `parser` replaces the tool-call parser that is inferred from the chat template's syntax.
     """
     template = tokenizer.chat_template
+    if isinstance(template, dict):
+        names = ", ".join(map(repr, template))
+        raise ModelError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has several chat templates ({names}): save it with "
+            "the one to use (tokenizer.chat_template = tokenizer.chat_template['tool_use'], for example)"
+        )
     if not isinstance(template, str) or not template:
         raise ModelError(
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
@@ -27,4 +34,7 @@ def make_renderer(tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools 
         )
     if template.strip() == CHATML_TEMPLATE.strip() and parser is None:
         return ChatML(tokenizer)
-    return TemplateRenderer(tokenizer, parser)
+    try:
+        return TemplateRenderer(tokenizer, parser)
+    except RenderError as problem:
+        raise ModelError(f"a question and its answer cannot be rendered: {problem}; {SAVE_ANOTHER}") from problem

@@ -20,7 +20,7 @@ from agentrl.render.parsers import SYNTAXES, ForTools, Parser, Syntax, syntax_as
 from agentrl.render.parsers.harmony import HARMONY, harmony_parts
 from agentrl.render.skeleton import ANSWER, CALL, MARK, QUESTION, TOOL, Skeleton, skeleton
 from agentrl.render.template_text import TemplateText
-from agentrl.render.turns import TurnText
+from agentrl.render.turns import SAVE_ANOTHER, TurnText
 from agentrl.trajectory import Message
 
 if TYPE_CHECKING:
@@ -172,13 +172,13 @@ class TemplateRenderer(Renderer):
         try:
             replayed, whole = self._turns.appended(shape, False), self._turns.whole(shape, False)
         except RenderError as problem:
-            raise ModelError(f"the chat template does not render by appending: {problem}") from problem
+            raise ModelError(f"the chat template does not render by appending: {problem}; {SAVE_ANOTHER}") from problem
         if replayed != whole and not self._turns.rewrites_only_the_turn(shape, whole):
             at = next((i for i, (a, b) in enumerate(zip(replayed, whole, strict=False)) if a != b), 0)
             raise ModelError(
                 "the chat template does not render by appending: after "
                 f"{whole[max(0, at - 30) : at]!r} it writes {whole[at : at + 30]!r}, "
-                f"appending gives {replayed[at : at + 30]!r}"
+                f"appending gives {replayed[at : at + 30]!r}; {SAVE_ANOTHER}"
             )
         # Equal text is not enough: a renderer's tokens must be the ones that the model was trained on.
         if self._text.encode(whole, Place.START) != self._text.direct(whole):

@@ -74,6 +74,7 @@ class Form:
     malformed_as_calls: a call that could not be parsed as one without arguments, since the template shows no answer to text.
     content_as_reasoning: what is said beside calls, since the template takes only one of the two.
     nothing: the content of a turn in which nothing was sampled.
+    no_list: without tools there is no list of them, and not an empty one.
     """
 
     reasoning: str = "reasoning_content"
@@ -84,6 +85,7 @@ class Form:
     malformed_as_calls: bool = False
     content_as_reasoning: bool = False
     nothing: str = ""
+    no_list: bool = True
 
 
 class TemplateText:
@@ -106,7 +108,7 @@ class TemplateText:
         try:
             text = self._tokenizer.apply_chat_template(
                 [self._row(message) for message in messages],
-                tools=[self._hidden(tool) for tool in tools] or None,
+                tools=[self._hidden(tool) for tool in tools] or (None if self.form.no_list else []),
                 add_generation_prompt=generate,
                 tokenize=False,
             )

@@ -24,6 +24,7 @@ from agentrl.render.template_text import FRAMES, TemplateText
 from agentrl.trajectory import Message, ToolCall
 
 _THOUGHT = "Qthoughtq"
+SAVE_ANOTHER = "save another chat template with the tokenizer (tokenizer.chat_template = ...; tokenizer.save_pretrained(folder))"
 _ASKED = Message("assistant", MARK)
 _CALLED = Message("assistant", "", (CALL,))
 _FIELDS = ("reasoning_content", "reasoning", "thinking", "chunk")
@@ -34,11 +35,18 @@ class TurnText:
 
     def __init__(self, text: TemplateText) -> None:
         self._text = text
+        try:
+            text.render([QUESTION], generate=True)
+        except RenderError:  # a template for tools alone goes through their list without looking whether there is one
+            text.change(no_list=False)
         # After a turn in a conversation, and at the end of one that nothing follows: some templates differ there.
         self.written_stop = self._first_control([QUESTION, _ASKED, QUESTION])
         if not self.written_stop:
             after = text.render([QUESTION, _ASKED, QUESTION], generate=False).partition(MARK)[2].lstrip()
-            raise ModelError(f"the chat template ends an assistant turn with {after[:40]!r}, which is not a control token")
+            raise ModelError(
+                f"the chat template ends an assistant turn with {after[:40]!r}, which is not a control token, so a policy could "
+                f"not end its turn; if it should be one, add it to the tokenizer (add_special_tokens), or {SAVE_ANOTHER}"
+            )
         self.stop = self._first_control([QUESTION, _ASKED]) or self.written_stop
         self.call_stop = self.stop
         self.opening = text.render([QUESTION], generate=True)

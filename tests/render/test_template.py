@@ -209,3 +209,32 @@ def test_templates_that_do_not_append_are_refused():
     ]:
         with pytest.raises((ModelError, RenderError), match=reason):
             make_renderer(build_tokenizer(IM, template))
+
+
+def test_what_is_wrong_with_a_template_is_said_with_what_to_do():
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    for template, reason in [
+        (plain, r"ends an assistant turn with .*user: .*not a control token.*add_special_tokens.*save another chat template"),
+        ("{{ functions.parts.first }}", "a question and its answer cannot be rendered.*'functions' is undefined.*save another"),
+        ("{{ messages[3].content.x }}", "cannot be rendered.*save another"),
+        (
+            {"default": QWEN25, "tool_use": QWEN25},
+            r"has several chat templates \('default', 'tool_use'\): save it with the one to use",
+        ),
+        (None, "has no chat template; save one with it"),
+    ]:
+        with pytest.raises(ModelError, match=reason):
+            make_renderer(build_tokenizer(IM, template))
+    # One that goes through a list of tools that need not be there.
+    listing = QWEN25.replace("{%- if tools %}", "{%- for t in tools %}{% endfor %}{%- if tools %}")
+    renderer = make_renderer(build_tokenizer(IM, listing))
+    assert renderer.start([Message("user", "x")], TOOLS) and renderer.start([Message("user", "x")], [])
+
+
+def test_the_refusal_of_tools_says_how_turns_end_and_what_to_do():
+    other = QWEN25.replace("<tool_call>\\n", "<call>").replace("\\n</tool_call>", "</call>").replace('"name": ', '"tool": ')
+    renderer = make_renderer(build_tokenizer(IM, other))
+    with pytest.raises(RenderError) as caught:
+        renderer.start([Message("user", "x")], TOOLS)
+    for part in ("does not write tool calls in a syntax", "'<|im_end|>'", '<call>{"tool": "probe_tool"', "model.tool_parser"):
+        assert part in str(caught.value)
