@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -73,6 +73,8 @@ PREFIX = "hf."
 class FsdpEngine(BaseEngine):
     """One rank's part of the model."""
 
+    routing: Routing | None = None
+
     def __init__(
         self,
         path: str,
@@ -107,7 +109,8 @@ class FsdpEngine(BaseEngine):
             use_liger(model, self.device)
         if cfg.tensor_parallel * cfg.expert_parallel > 1:
             check_plans(cfg, model, world)
-        self.routing = Routing(nn.Module() if cfg.compile else model, self.layout.ulysses)
+        if not cfg.compile:  # compiled layers have their routers inside
+            self.routing = Routing(model, self.layout.ulysses)
         self.checkpoints = by_size(cfg.activation_checkpointing, sum(p.numel() for p in model.parameters()))
         if self.checkpoints:
             # The reentrant kind computes no gradient if no input of a layer needs one, which is so with adapters on frozen
@@ -177,14 +180,14 @@ class FsdpEngine(BaseEngine):
         return name.removeprefix(PREFIX)
 
     def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-        with self.routing.passing(micro):
+        with nullcontext() if self.routing is None else self.routing.passing(micro):
             if self.layout.ulysses is not None:
                 micro = shared(micro, self.layout.ulysses)
             out: tuple[Tensor, Tensor] = self.module(micro, temperature, entropy)
         return out
 
     def expert_load(self) -> Tensor | None:
-        return self.routing.take_load()
+        return None if self.routing is None else self.routing.take_load()
 
     def values(self, micro: Micro) -> Tensor:
         if self.layout.ulysses is not None:

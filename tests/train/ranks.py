@@ -35,6 +35,7 @@ from agentrl.cluster.dispatch import Call
 from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.worker import WorkerContext
 from agentrl.config.schema import AlgorithmConfig, Choice, LoraSection, ModelConfig, OptimConfig
+from agentrl.experts import FREE
 from agentrl.train.actor import Actor
 from agentrl.train.attention import PACKED, register_packed_attention
 from agentrl.train.checkpoint import Checkpoints
@@ -44,6 +45,7 @@ from agentrl.train.modules import Micro, PolicyModule, shared
 from agentrl.train.reference import Reference
 from agentrl.train.titan.library import require_torchtitan
 from agentrl.train.ulysses import Ulysses
+from tests import moe
 
 Body = Callable[[WorkerContext], None]
 
@@ -184,6 +186,8 @@ def measured(tiny: str, out: Path, layout: str) -> Body:
         found["broken"] = after_broken(tiny, model, optim, out / f"{layout}, trained", context)
         if "critic" in TRAIN_ENGINES.entry(model.engine).traits:
             found["critic"] = of_critic(tiny, model, optim, context)
+        if "router_replay" in TRAIN_ENGINES.entry(model.engine).traits:
+            found["routed"] = of_routers(str(out / "moe"), model, optim, context)
         if context.rank == 0:
             torch.save(found, out / f"{layout}.pt")
 
@@ -210,6 +214,15 @@ def of_families(out: Path, mesh: dict[str, int]) -> Body:
                 torch.save((metrics, update_log.seen, batch["token_ids"].values(), values), out / f"{name}.pt")
 
     return body
+
+
+def of_routers(path: str, model: ModelConfig, optim: OptimConfig, context: WorkerContext) -> Any:
+    """Metrics and gradients of an update of a mixture of experts whose tokens go where they are told, also in the layers that are
+    computed again."""
+    actor, algorithm = Actor(context), AlgorithmConfig(minibatch=7)
+    actor.init_model(path, model.model_copy(update={"activation_checkpointing": True}), optim)
+    actor._engine.optimizers = update_log = UpdateLog(actor._engine.named())
+    return actor.update(mine(Actor, "update", routed(), algorithm, context), algorithm, step=1), update_log.seen
 
 
 def of_critic(tiny: str, model: ModelConfig, optim: OptimConfig, context: WorkerContext) -> Any:
@@ -392,6 +405,16 @@ def broken() -> Any:
     return batch
 
 
+def routed(experts: int = moe.EXPERTS) -> Any:
+    """The rows of `noisy` whose tokens went to two random experts in each of two layers, the last of each row to none."""
+    batch = noisy()
+    offsets = offsets_of(batch["sampled"])
+    scores = torch.rand(int(offsets[-1]), 2, experts, generator=torch.Generator().manual_seed(7))
+    chosen = scores.topk(moe.CHOSEN).indices.to(torch.uint8)
+    chosen[offsets[1:] - 1] = FREE[torch.uint8]
+    return batch.update({"experts": jagged(chosen, offsets)})
+
+
 BATCHES: dict[str, Callable[[], Any]] = {"ledgers": of_ledgers, "idle": idle}
 
 
@@ -473,6 +496,7 @@ def warm_up(tiny: str) -> None:
 
 
 def main(out: Path, tiny: str) -> None:
+    moe.build("qwen3_moe", out / "moe")
     warm_up(tiny)
     for layout, (mesh, _, _) in LAYOUTS.items():
         join(forked(mesh, out, measured(tiny, out, layout)))

@@ -16,7 +16,7 @@ os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
 
 import torch
 import torch.distributed as dist
-from ranks import forked, join, mine, noisy, weights_on
+from ranks import forked, join, mine, noisy, routed, weights_on
 from torch.distributed.tensor import DTensor
 from train_batches import sharing, toy_optim
 
@@ -25,7 +25,8 @@ from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.worker import WorkerContext
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.train.actor import Actor
-from tests.tiny_families import build_family
+from agentrl.train.engine import TRAIN_ENGINES
+from tests.tiny_families import EXPERTS, build_family
 
 ALGORITHM = AlgorithmConfig(minibatch=7)
 OPTIM = toy_optim(lr=1e-4, micro_tokens=64, max_grad_norm=0.01)
@@ -113,6 +114,8 @@ def updated(path: str, case: Case, context: WorkerContext) -> tuple[Actor, dict[
     engine: Any = actor._engine
     log, rows = Logged(engine), sharing(noisy(), "on") if case.shared else noisy()
     found = {"logprobs": actor.compute_logprob(noisy())["logprobs"].values()}
+    if case.model == "moe" and "router_replay" in TRAIN_ENGINES.entry(case.cfg.engine).traits:
+        found["routed"] = actor.compute_logprob(routed(EXPERTS["num_experts"]))["logprobs"].values()
     found["metrics"] = actor.update(mine(Actor, "update", rows, ALGORITHM, context), ALGORITHM, step=1)
     return actor, {**found, "gradients": list(log.seen), "weights": weights_on(actor)}
 

@@ -25,7 +25,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
 WHAT = [
     (layout, what)
     for layout, (_, model, _) in LAYOUTS.items()
-    for what in [*LOSSES, *(["critic"] if "critic" in TRAIN_ENGINES.entry(model.engine).traits else [])]
+    for what in [
+        *LOSSES,
+        *(["critic"] if "critic" in TRAIN_ENGINES.entry(model.engine).traits else []),
+        *(["routed"] if "router_replay" in TRAIN_ENGINES.entry(model.engine).traits else []),
+    ]
     if layout != "one"
 ]
 
