@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from agentrl.errors import ModelError
@@ -34,7 +35,7 @@ class AttentionForm:
     """softmax over the keys that a query sees of cap tanh(scale q k / cap), without a cap of scale q k.
 
     A query sees the keys up to its own position: with a `window` w the last w of them, with a `chunk` c those of its own run of
-    c positions. `sinks` [H]: a score for each head that takes part in the softmax and has no value.
+    c positions. `sinks` [H]: a score for each head that takes part in the softmax and has no value. `tuning`: see `at_positions`.
     """
 
     scale: float
@@ -42,6 +43,19 @@ class AttentionForm:
     chunk: int | None = None
     cap: float | None = None
     sinks: Tensor | None = None
+    tuning: tuple[float, float] | None = None
+
+    def at_positions(self, query: Tensor, positions: Tensor) -> Tensor:
+        """`query` [T, H, D], with the scales of their positions if those are others than of their places 0, 1, ... in it.
+
+        Llama 4 multiplies the queries of layers without rotary embeddings by s(i) = 1 + a log(1 + floor((i + 1) / f)), i being
+        a token's place in the input: of several rows only the first one's are then right."""
+        if self.tuning is None:
+            return query
+        floor, factor = self.tuning
+        places = torch.arange(len(query), device=query.device)
+        right, given = (1 + factor * torch.log1p(torch.floor((at.double() + 1) / floor)) for at in (positions, places))
+        return query * (right / given).to(query.dtype)[:, None, None]
 
     def plain_up_to(self, length: int) -> bool:
         """Whether it is plain causal attention for rows of so many tokens, but for the scale."""
@@ -80,7 +94,13 @@ def attention_form(
         chunk=_chunk(module, kind),
         cap=cap,
         sinks=sinks,
+        tuning=_tuning(module),
     )
+
+
+def _tuning(module: nn.Module) -> tuple[float, float] | None:
+    asked = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
+    return (float(module.floor_scale), float(module.attn_scale)) if asked else None  # type: ignore[arg-type]
 
 
 def _kind(module: nn.Module) -> str | None:

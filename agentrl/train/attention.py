@@ -62,6 +62,17 @@ class PackedSequences:
     experts: Tensor | None = None
     _cut: dict[int, PackedSequences] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def positions(self) -> Tensor:
+        """The position of each token in its row, which counts a shared prefix: int64 [T]."""
+        counts = self.cu_seqlens.diff().to(torch.int64)
+        before = self.cu_seqlens[:-1].to(torch.int64)
+        if self.spans is not None:
+            before = before - on_device(self.spans[:, 1] - self.spans[:, 0], before.device)
+        total = int(self.cu_seqlens[-1])
+        steps = torch.arange(total, device=before.device)
+        return steps - before.repeat_interleave(counts, output_size=total)
+
     def cut(self, chunk: int) -> PackedSequences:
         """The layout in which each run of `chunk` tokens of a row, counted from its start, is a row of its own: attention
         within runs."""
@@ -177,6 +188,9 @@ def packed_attention(
     )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     group = packed.ulysses
+    if form.tuning is not None:
+        own = slice(None) if group is None else group.slice_of(len(q) * group.size)
+        q = form.at_positions(q, packed.positions[own])
     if form.chunk is not None and form.chunk < packed.longest:
         packed = packed.cut(form.chunk)
     if group is None:

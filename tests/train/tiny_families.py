@@ -68,7 +68,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # model type, and what is n
             "layer_types": ["chunked_attention", "full_attention"],
             "intermediate_size_mlp": 48,
             "num_local_experts": 2,
-            "attn_temperature_tuning": False,
+            "no_rope_layers": [1, 0],
+            "floor_scale": 4,
+            "attn_scale": 0.8,
         },
     ),
     "gemma4": (  # layers with heads of different widths and numbers, of which the last ones use earlier ones' keys

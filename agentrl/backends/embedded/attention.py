@@ -135,7 +135,11 @@ def attend(
     # What the kernels below do not have: one more term of the softmax, a cap, or values of another width than keys.
     plain = form.cap is None and form.sinks is None and widths[0] == widths[1]
     outputs = []
-    for span in _PLAN.get().spans:
+    plan = _PLAN.get()
+    if form.tuning is not None:
+        tuned = form.at_positions(query[0].transpose(0, 1), torch.cat([span.positions for span in plan.spans]))
+        query = tuned.transpose(0, 1)[None]
+    for span in plan.spans:
         flat = slice(span.offset, span.offset + span.tokens)
         # The cache is as large as its largest layer needs.
         kv = span.pool.kv[:, layer, :, : key.shape[1], :, : max(widths)]

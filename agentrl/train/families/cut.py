@@ -49,6 +49,7 @@ _WINDOWS = (
     "sliding_window_size",
     "local_attention",
     "attention_chunk_size",
+    "floor_scale",
     "window_size",
 )
 _CHUNKS = ("chunk_size", "mamba_chunk_size")
