@@ -15,6 +15,7 @@ from agentrl.cluster.shared_folder import check_arrived
 from agentrl.config import TrainConfig
 from agentrl.config.identity import episode_overrides
 from agentrl.errors import AgentrlError, JudgeBudgetError, ResourceError, WorkerDiedError
+from agentrl.run.checks.model import model_notes
 from agentrl.run.checks.sizes import advice
 from agentrl.run.curve import draw_curve
 from agentrl.run.display import Display, percent
@@ -61,7 +62,7 @@ def execute(
         packing = packing_of(config)
         log.info("packing: %s", packing.reason)
         config = with_packing(config)  # one decision for all roles and ranks, before any of them is started
-        for line in (*notes, *_packing_notes(packing), *advice(config)):
+        for line in (*notes, *_packing_notes(packing), *advice(config), *model_notes(config)):
             log.warning(line)
             display.say(f"warning: {line}")
         try:

@@ -258,6 +258,17 @@ def test_what_a_checkpoint_may_hold_beside_the_model_is_counted(folder: Path) ->
         check_tensors(shell, own | {"model.layers.3.eh_proj.weight": Header("F32", (1,))})
 
 
+def test_what_is_not_used_and_what_the_context_cuts_is_a_warning(folder: Path) -> None:
+    base = {"env": {"id": "key_value"}, "model": {"path": str(folder)}, "engine": "embedded"}
+    assert check.model_notes(config_from(base, ["rollout.max_turn_tokens=400"])) == []
+    tensors(**{"model.rotary_emb.inv_freq": torch.zeros(4)})(folder)
+    edited(max_position_embeddings=100)(folder)
+    unused, cut_off = check.model_notes(config_from(base, ["rollout.max_turn_tokens=64"]))
+    assert unused == f"model.path = {folder}: 1 tensors not used: rotary frequencies, which the config determines"
+    assert cut_off.startswith("rollout.max_turn_tokens = 64: after the opening prompt (54 tokens, task seed 1) ")
+    assert "room for 46" in cut_off
+
+
 def test_weights_of_torch_are_as_good(folder: Path) -> None:
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()

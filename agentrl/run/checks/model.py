@@ -13,7 +13,7 @@ from agentrl.config import ModelConfig, TrainConfig
 from agentrl.env import ToolEnv
 from agentrl.errors import ConfigError, ModelError
 from agentrl.run.assembly import context_length, model_length, renderer_of, tokenizer_of
-from agentrl.run.engines import engine_of
+from agentrl.run.engines import engine_name, engine_of
 from agentrl.train.model_files import check_pointers, check_tensors, has_safetensors, has_weights, stored_tensors
 from agentrl.train.pretrained import load_model_config, load_tokenizer, meta_model, unused_ids, vocabulary
 
@@ -77,12 +77,22 @@ def check_prompts(config: TrainConfig, engine: str, env: EnvRef) -> None:
 
 
 def model_notes(config: TrainConfig) -> list[str]:
-    """What is worth a warning: tensors that are not used, turns that the context cuts."""
-    path, found = config.model.path, []
-    if path is not None and has_weights(path) and "messages" not in engine_of(config).traits:
+    """What is worth a warning: tensors of the checkpoint that are not used, and first turns that the context cuts."""
+    path, engine, rollout = config.model.path, engine_name(config), config.rollout
+    if "messages" in engine_of(config).traits:
+        return []
+    found = []
+    if path is not None and has_weights(path):
         shell = meta_model(config.model)
-        stored = stored_tensors(path, getattr(shell.config, "transformers_weights", None))
-        found += [f"model.path = {path}: {note}" for note in check_tensors(shell, stored)]
+        left_out = check_tensors(shell, stored_tensors(path, getattr(shell.config, "transformers_weights", None)))
+        found += [f"model.path = {path}: {note}" for note in left_out]
+    seed, longest = longest_prompt(config, EnvRef.of(config))
+    room = min(context_length(config, engine), rollout.max_episode_tokens) - longest
+    if room < rollout.max_turn_tokens:
+        found.append(
+            f"rollout.max_turn_tokens = {rollout.max_turn_tokens}: after the opening prompt ({longest} tokens, task seed {seed}) "
+            f"the context has room for {room}, where a longer first turn is cut off"
+        )
     return found
 
 
