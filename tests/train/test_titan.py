@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_router_replay import actor_of, routed, updated
 from torch import Tensor
 from train_batches import make_batch, toy_optim
 from transformers import (
@@ -33,6 +34,7 @@ from agentrl.train.modules import Micro
 from agentrl.train.state import load_state
 from agentrl.train.titan.engine import TitanEngine
 from agentrl.train.update import Pack
+from tests import moe
 from tests.e2e.inside import config_of, execute, updates
 
 pytestmark = pytest.mark.skipif(
@@ -100,6 +102,21 @@ def test_packed_rows_are_rows_alone_in_transformers(alone: None, tmp_path: Path,
     for name, parameter in mine.items():
         gradient = theirs[name].grad
         assert (parameter.grad.full_tensor() - gradient).abs().max() < 1e-5 * max(gradient.abs().max(), 1), name
+
+
+def test_tokens_go_to_the_experts_that_are_dictated_and_loads_are_counted(alone: None, tmp_path: Path) -> None:
+    """Metrics, with the loads of the experts, and gradients are FSDP2's: of rows in several micro-batches, with layers computed
+    twice; and other ones where the routers choose."""
+    path, batch = moe.build("qwen3_moe", tmp_path / "m"), routed()
+    both = {name: updated(actor_of(path, 64, engine=name, activation_checkpointing=True), batch) for name in ("fsdp2", "titan")}
+    assert both["titan"][0] == pytest.approx(both["fsdp2"][0], rel=1e-5, abs=1e-6)
+    assert {"experts_max_violation", "experts_entropy", "experts_unused"} < both["titan"][0].keys()
+    _, free = updated(actor_of(path, 64, engine="titan"), batch.exclude("experts"))
+    for name, gradient in both["fsdp2"][1].items():
+        mine, theirs = both["titan"][1][name].full_tensor(), gradient.full_tensor()
+        assert (mine - theirs).abs().max() < 1e-5 * max(1.0, float(theirs.abs().max())), name
+    router = "model.layers.1.mlp.gate.weight"
+    assert (free[router].full_tensor() - both["titan"][1][router].full_tensor()).abs().max() > 1e-4
 
 
 def test_bfloat16_is_fsdp2s(alone: None, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError
@@ -18,7 +17,7 @@ from agentrl.train.engine import TRAIN_ENGINES, BaseEngine, compute_dtype
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.layout import Layout
 from agentrl.train.loading import Loader, ModuleTensor, materialize
-from agentrl.train.modules import Micro, Role, shared
+from agentrl.train.modules import Role
 from agentrl.train.offload import Offloaded
 from agentrl.train.pretrained import empty_causal_lm, load_model_config
 from agentrl.train.titan.library import require_torchtitan
@@ -39,6 +38,7 @@ WRAPPER = "_checkpoint_wrapped_module."
         "shard_gradients",
         "activation_checkpointing",
         "prefix_sharing",
+        "router_replay",
     },
 )
 class TitanEngine(FsdpEngine):
@@ -52,6 +52,7 @@ class TitanEngine(FsdpEngine):
             raise ConfigError(f'model.engine = "titan" computes logprobs, and has no role "{role}"')
         require_torchtitan()
         from agentrl.train.titan.families import family_of, hf_names, titan_config
+        from agentrl.train.titan.routers import TitanRouting
         from agentrl.train.titan.sharding import Sharding, dims_of, sharded_decoder
 
         register_packed_attention()  # also for what it sets for this process
@@ -69,6 +70,7 @@ class TitanEngine(FsdpEngine):
         dims = dims_of(cfg, self.device)
         self.module = sharded_decoder(family, made, dims, Sharding(self.compute_dtype, self.checkpoints))
         self._names = hf_names(family, made, [name.replace(WRAPPER, "") for name in self.module.state_dict()])
+        self.routing = TitanRouting(self.module, self.layout.ulysses)
         self._load(loader)
         self.module.train()
         self.optimizers, self._offloaded = None, Offloaded()
@@ -110,11 +112,6 @@ class TitanEngine(FsdpEngine):
     def _left_out(self, name: str) -> bool:
         return self.tied and name == "lm_head.weight"
 
-    def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-        micro = micro if self.layout.ulysses is None else shared(micro, self.layout.ulysses)
-        found: tuple[Tensor, Tensor] = self.module(micro, temperature, entropy)
-        return found
-
-    # Not FsdpEngine's: the role and the adapters that these need are not here, and routers are not counted.
+    # Not FsdpEngine's: the roles and the adapters that these need are not here.
     values, scores = BaseEngine.values, BaseEngine.scores
-    adapter, frozen_base, expert_load = BaseEngine.adapter, BaseEngine.frozen_base, BaseEngine.expert_load
+    adapter, frozen_base = BaseEngine.adapter, BaseEngine.frozen_base

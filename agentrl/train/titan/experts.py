@@ -9,11 +9,13 @@ import spmd_types
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchtitan.models.common.config_utils import make_moe_config, make_router_config, make_token_dispatcher_config
+from torchtitan.models.common.config_utils import make_moe_config, make_token_dispatcher_config
+from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 
 from agentrl.train.titan.parts import local
+from agentrl.train.titan.routers import Router
 
 NAMES = {
     f"layers.{{}}.moe.routed_experts.inner_experts.{name}": f"model.layers.{{}}.mlp.experts.{name}"
@@ -59,10 +61,9 @@ def experts_config(config: Any) -> Any:
     return make_moe_config(
         num_experts=count,
         load_balance_coeff=None,
-        router=make_router_config(
-            dim=config.hidden_size,
+        router=Router.Config(
             num_experts=count,
-            gate_param_init={},
+            gate=Linear.Config(in_features=config.hidden_size, out_features=count),
             top_k=top,
             score_func="softmax",
             route_norm=config.norm_topk_prob,

@@ -25,6 +25,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 from agentrl.errors import ModelError
 from agentrl.train.titan.experts import NAMES, experts_config, is_sparse, shard_experts
 from agentrl.train.titan.parts import LogprobHead, PackedAttention, Rotary
+from agentrl.train.titan.routers import RoutedBlock
 
 ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies do not depend on the length of a row."""
@@ -105,7 +106,7 @@ def titan_config(family: Family, config: Any, rotary: Any, expert_parallel: bool
     # Weights are loaded, never drawn: no initialization is given.
     sparse = [family.sparse and is_sparse(config, layer) for layer in range(config.num_hidden_layers)]
     layers = [
-        family.block.Config(
+        (RoutedBlock if experts else family.block).Config(
             attention_norm=norm(config.hidden_size),
             ffn_norm=norm(config.hidden_size),
             attention=make_gqa_config(

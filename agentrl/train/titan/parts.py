@@ -4,7 +4,7 @@ them, and a head that returns logprobs. Import it after `library.require_torchti
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,8 +74,9 @@ class LogprobDecoder:
         """Of the tokens `micro.targets`: two float32 [M]."""
         group = micro.packed.ulysses
         part = slice(0, None) if group is None else group.slice_of(len(micro.input_ids))
+        packed = micro.packed if micro.experts is None else replace(micro.packed, experts=micro.experts[part])
         model: Any = super()
-        hidden = local(model.forward(micro.input_ids[None, part], micro.position_ids[None, part], micro.packed))[0]
+        hidden = local(model.forward(micro.input_ids[None, part], micro.position_ids[None, part], packed))[0]
         head: Callable[..., tuple[Tensor, Tensor]] = self.lm_head  # type: ignore[attr-defined]
         if group is None:
             return head(hidden.index_select(0, micro.before), micro.targets, temperature, entropy)
