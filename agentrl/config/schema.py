@@ -360,19 +360,19 @@ class VllmConfig(Frozen):
 
 
 class SglangConfig(Frozen):
-    """SGLang servers that are already running (`engine = "sglang"`), by address: `servers = ["http://10.0.0.5:30000"]`. All serve the
-    run's model; they load its weights when the run starts, and again after each update.
+    """SGLang servers that are already running (`engine = "sglang"`), by address: `servers = ["http://10.0.0.5:30000"]`. All serve
+    the run's model; they load its weights when the run starts, and new ones after each update.
 
-    `update`: how they get weights: "disk" (they read files in `weights.folder`, which they must see under the same path, as the
-    model's folder) or "tensor" (in the body of a request, which takes no common folder). `seeds`: whether a server must draw with
-    the seeds of its requests (`--enable-deterministic-inference`), without which no run can be repeated. `timeout`: seconds after
-    which a server that does not answer counts as dead, and its requests go to another one; `load_timeout`: the same while it loads
-    weights. `api_key_env`: the environment variable with the servers' API key."""
+    `update`: how they get weights: "files" (they read files in `weights.folder`, which they must see under the same path, as the
+    model's folder) or "http" (in the bodies of requests, which takes no common folder). `seeds`: whether a server must draw with
+    the seeds of its requests (`--enable-deterministic-inference`), without which no run can be repeated. `timeout`: seconds
+    after which a server that does not answer counts as dead, and its requests go to another one; `load_timeout`: the same while
+    it loads weights. `api_key_env`: the environment variable with the servers' API key."""
 
     servers: list[str] = Field(default_factory=list)
-    update: Literal["disk", "tensor"] = "disk"
+    update: Literal["files", "http"] = "files"
     seeds: bool = True
-    timeout: Positive = 30.0
+    timeout: Positive = 120.0
     load_timeout: Positive = 600.0
     api_key_env: str | None = None
 

@@ -1,17 +1,14 @@
-"""The contract on the SGLang engine, with a stand-in of its server (tests/sglang_stand_in)."""
-
-import asyncio
+"""The contract on the SGLang engine, with a stand-in of its server (tests/backends/sglang_stand_in)."""
 
 import pytest
 import pytest_asyncio
-from contract import EngineContract, off, prompt_of
+from contract import EngineContract
 from engine_models import parameters
 
 from agentrl.backends.sglang.engine import SglangEngine
 from agentrl.config.schema import SglangConfig
-from agentrl.rollout.engine import Sampling
+from tests.backends.sglang_stand_in.server import StandIn
 from tests.publishing import publish
-from tests.sglang_stand_in.server import Settings, StandIn
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

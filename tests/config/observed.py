@@ -233,6 +233,34 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
     }
 
 
+def sglang_client(config: TrainConfig, out: Path) -> Any:
+    """The client of SGLang servers that a run makes, and why a server that ignores seeds is refused."""
+    from agentrl.backends.sglang.facts import Facts, check
+    from agentrl.run import engines
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AGENTRL_TEST_A", "a")
+        patch.setenv("AGENTRL_TEST_B", "b")
+        patch.setattr(engines, "model_context", lambda model: 4096)
+        given = config.sglang if config.sglang.servers else config.sglang.model_copy(update={"servers": ["http://a:1"]})
+        engine: Any = engines.make_engine("sglang", str(out), config.model_copy(update={"sglang": given}))
+    refused = None
+    try:
+        check(Facts("http://a:1", "0", None, 1, 1, 1, False, False, ()), config.sglang, None)
+    except EngineError as problem:
+        refused = "ignores seeds" if "ignores seeds" in str(problem) else str(problem)
+    clients = [server.http._client for server in engine._servers.all]
+    folder = getattr(engine._update, "_parent", None)
+    return {
+        "servers": [server.address for server in engine._servers.all],
+        "update": type(engine._update).__name__ + ("" if folder is None else f" in {folder}"),
+        "load": engine._update._seconds,
+        "timeout": clients[0].timeout.read,
+        "key": clients[0].headers.get("authorization"),
+        "refused": refused,
+    }
+
+
 def chosen_engine(config: TrainConfig, out: Path) -> Any:
     """The engine that a run makes, by its class."""
     from agentrl.run import engines

@@ -32,6 +32,7 @@ EVERY: dict[str, Any] = {  # every section is there, and every table holds somet
     "reward": {"python": {"f": "m:f"}, "judge": {"api_base": "b", "cache": "c", "usd": 1.0, "usd_per_million": [1.0, 2.0]}},
     "stop_at_success": 0.5,
     "engine_args": {"a": 1},
+    "sglang": {"servers": ["http://a:1"], "api_key_env": "E"},
     "vllm": {
         "args": {"a": 1},
         "keep_weights": True,

@@ -44,6 +44,10 @@ def vllm(*names: str) -> Observe:
     return see.only(see.vllm_arguments, *names)
 
 
+def sglang(*names: str) -> Observe:
+    return see.only(see.sglang_client, *names)
+
+
 def warm(*names: str) -> Observe:
     return see.only(see.warming_up, *names)
 
@@ -146,6 +150,27 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
         {"rollout.retries=0": (2, 2), "rollout.retries=1": (4, 4), "rollout.retries=3": (8, 8)},
     ),
     "RolloutConfig.colocate": (see.at("rest"), LOOP, {"rollout.colocate=false": [], "rollout.colocate=true": [0, 1, 2, 3]}),
+    "SglangConfig.servers": (
+        sglang("servers"),
+        "",
+        {
+            'sglang.servers=["http://a:1"]': ["http://a:1"],
+            'sglang.servers=["http://a:1/","http://b:2"]': ["http://a:1", "http://b:2"],
+        },
+    ),
+    "SglangConfig.update": (
+        sglang("update"),
+        "weights.folder=/w",
+        {"sglang.update=files": "FileUpdate in /w", "sglang.update=http": "HttpUpdate"},
+    ),
+    "SglangConfig.seeds": (sglang("refused"), "", {"sglang.seeds=true": "ignores seeds", "sglang.seeds=false": None}),
+    "SglangConfig.timeout": (sglang("timeout"), "", {"sglang.timeout=1.5": 1.5, "sglang.timeout=2.0": 2.0}),
+    "SglangConfig.load_timeout": (sglang("load"), "", {"sglang.load_timeout=1.5": 1.5, "sglang.load_timeout=2.0": 2.0}),
+    "SglangConfig.api_key_env": (
+        sglang("key"),
+        "",
+        {"seed=0": None, "sglang.api_key_env=AGENTRL_TEST_A": "Bearer a", "sglang.api_key_env=AGENTRL_TEST_B": "Bearer b"},
+    ),
     "VllmConfig.replicas": (vllm("replicas"), "", {"vllm.replicas=1": 1, "vllm.replicas=3": 3}),
     "VllmConfig.max_replicas": (vllm("most"), "", {"vllm.replicas=1": None, "vllm.max_replicas=4": 4}),
     "VllmConfig.max_respawns": (vllm("respawns"), "", {"vllm.max_respawns=0": 0, "vllm.max_respawns=2": 2}),

@@ -12,8 +12,8 @@ from agentrl.backends.sglang.files import check_names, weight_files
 from agentrl.backends.sglang.http import ServerDeadError
 from agentrl.backends.sglang.probe import prove_temperature
 from agentrl.backends.sglang.servers import Server, Servers
-from agentrl.backends.sglang.turn import PARTS, WHOLE, Turn
-from agentrl.backends.sglang.updates import DiskUpdate, TensorUpdate, Update
+from agentrl.backends.sglang.turn import PARTS, WHOLE, TurnRequests
+from agentrl.backends.sglang.updates import FileUpdate, HttpUpdate, Update
 from agentrl.backends.sglang.versions import Versions
 from agentrl.config.schema import SglangConfig
 from agentrl.errors import EngineError
@@ -44,14 +44,14 @@ class SglangEngine(Engine, WeightTarget):
         self._servers = Servers(cfg, key)
         self._versions = Versions()
         self._update: Update = (
-            DiskUpdate(self._servers, cfg.load_timeout, folder)
-            if cfg.update == "disk"
-            else TensorUpdate(self._servers, cfg.load_timeout)
+            FileUpdate(self._servers, cfg.load_timeout, folder)
+            if cfg.update == "files"
+            else HttpUpdate(self._servers, cfg.load_timeout)
         )
         self._expected: Expected | None = None
         self._receiver: Receiver | None = None
         self._context = 0
-        self._turns: dict[str, list[tuple[Turn, Server, asyncio.Task[None]]]] = {}
+        self._turns: dict[str, list[tuple[TurnRequests, Server, asyncio.Task[None]]]] = {}
         self._clock = ActiveClock()
         self._unfit: str | None = None
         self._whole = asyncio.Event()
@@ -86,7 +86,7 @@ class SglangEngine(Engine, WeightTarget):
             self._check(token_ids, sampling)
             server = self._servers.route(request_key)
             budget = min(sampling.max_tokens, self._context - len(token_ids))
-            turn = Turn(server.address, list(token_ids), sampling, budget)
+            turn = TurnRequests(server.address, list(token_ids), sampling, budget)
             try:
                 generation = await self._turn(turn, server, request_key)
             except ServerDeadError as cause:
@@ -99,7 +99,7 @@ class SglangEngine(Engine, WeightTarget):
             return generation
         raise AssertionError("the last attempt returns or raises")
 
-    async def _turn(self, turn: Turn, server: Server, key: str) -> Generation:
+    async def _turn(self, turn: TurnRequests, server: Server, key: str) -> Generation:
         """A turn, in as many requests as it takes."""
         server.in_flight += 1
         try:
@@ -119,7 +119,7 @@ class SglangEngine(Engine, WeightTarget):
             server.in_flight -= 1
         return turn.over(turn.finish, self._clock.now())
 
-    def _left(self, key: str, entry: tuple[Turn, Server, asyncio.Task[None]]) -> None:
+    def _left(self, key: str, entry: tuple[TurnRequests, Server, asyncio.Task[None]]) -> None:
         turn, server, task = entry
         self._turns[key].remove(entry)
         if not self._turns[key]:
@@ -128,7 +128,7 @@ class SglangEngine(Engine, WeightTarget):
             task.cancel()
             self._abort_later(turn, server)
 
-    async def _request(self, turn: Turn, server: Server) -> None:
+    async def _request(self, turn: TurnRequests, server: Server) -> None:
         facts = server.facts
         assert facts is not None
         body = turn.request(PARTS if facts.incremental else WHOLE, facts.seeds)
@@ -156,7 +156,7 @@ class SglangEngine(Engine, WeightTarget):
             with contextlib.suppress(ServerDeadError):  # then the request itself reports it
                 await server.http.post("/abort_request", {"rid": turn.rid})
 
-    def _abort_later(self, turn: Turn, server: Server) -> None:
+    def _abort_later(self, turn: TurnRequests, server: Server) -> None:
         async def tell() -> None:
             with contextlib.suppress(EngineError):  # nobody waits for it
                 await server.http.post("/abort_request", {"rid": turn.rid})

@@ -70,8 +70,10 @@ def check(facts: Facts, cfg: SglangConfig, model_type: str | None) -> None:
         raise EngineError(f"{where} cannot be used: {'; '.join(facts.refused)}")
     if model_type is not None and facts.model_type != model_type:
         raise EngineError(f"{where} serves a model of type {facts.model_type!r}, and the run's is {model_type!r}")
-    if cfg.update == "tensor" and facts.replicas > 1:
-        raise EngineError(f'{where} has --dp-size {facts.replicas}, with which it takes no tensors: use sglang.update = "disk"')
+    if cfg.update == "http" and facts.replicas > 1:
+        raise EngineError(
+            f'{where} has --dp-size {facts.replicas}, with which it takes no weights in requests: use sglang.update = "files"'
+        )
     if cfg.seeds and not facts.seeds:
         raise EngineError(
             f"{where} ignores seeds, so no run could be repeated: start it with --enable-deterministic-inference, or set "

@@ -23,7 +23,7 @@ WHOLE, PARTS = 256, 16
 
 
 @dataclass(slots=True)
-class Turn:
+class TurnRequests:
     """What a turn has sampled in its requests so far, and in the current one. `address`: of the server, for messages."""
 
     address: str

@@ -63,7 +63,7 @@ class Update(ABC):
         return None
 
 
-class DiskUpdate(Update):
+class FileUpdate(Update):
     """See the module. `parent`: the folder that the servers see too."""
 
     def __init__(self, servers: Servers, seconds: float, parent: str | None) -> None:
@@ -133,7 +133,7 @@ class DiskUpdate(Update):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class TensorUpdate(Update):
+class HttpUpdate(Update):
     """See the module. SGLang takes pickled tensors, one copy for each of its ranks, if only a few allowed types are in them.
     These are pickled by value, as those from another machine must be."""
 

@@ -1,7 +1,7 @@
 """A stand-in of an SGLang 0.5.23 server: its routes, its request classes, and its answers as its source writes them.
 
-What it samples is real (model.py). What it does with a request was read in SGLang's source: where a request waits while the server
-is paused, which aborts come to nothing, when parts of an answer are sent and what is in them, and what an update does to requests.
+What it samples is real (model.py). What it does with a request was read in SGLang's source: where a request waits while the
+server is paused, which aborts come to nothing, when parts of an answer are sent and what is in them, how an update ends.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ from starlette.routing import Route
 
 from agentrl.backends.embedded.scheduler import Request
 from agentrl.rollout.engine import Sampling
-from tests.sglang_stand_in.model import Model
-from tests.sglang_stand_in.requests import CLASSES, SAMPLING, VERSION, BadRequestError, requests
-
-LOOK = 0.002
-"""Seconds between two looks at what a request has sampled."""
+from tests.backends.sglang_stand_in.model import Model
+from tests.backends.sglang_stand_in.requests import CLASSES, SAMPLING, VERSION, BadRequestError, requests
 
 
 @dataclass
@@ -109,7 +106,7 @@ class StandIn:
         self._loop, self._gate = asyncio.get_running_loop(), asyncio.Event()
         self._gate.set()
         self.model = Model(self.folder)
-        await self.model.engine.start()
+        await self.model.start()
         config = uvicorn.Config(self._app(), host="127.0.0.1", port=self._port, log_level="critical", lifespan="off")
         self._uvicorn = uvicorn.Server(config)
         serving = asyncio.create_task(self._uvicorn.serve())
@@ -122,6 +119,7 @@ class StandIn:
         await self.model.engine.close()
 
     def _app(self) -> Starlette:
+        without = self.settings.without
         posts: dict[str, Callable[[dict[str, Any]], Awaitable[Response]]] = {
             "/generate": self._generate,
             "/abort_request": self._abort,
@@ -131,12 +129,9 @@ class StandIn:
             "/update_weights_from_tensor": self._from_tensor,
         }
         gets = {"/model_info": self._model_info, "/server_info": self._server_info}
-        without = self.settings.without
-        routes = [
-            Route(path, self._posted(path, handler), methods=["POST"]) for path, handler in posts.items() if path not in without
-        ]
-        routes += [Route(path, self._got(path, handler)) for path, handler in gets.items() if path not in without]
-        return Starlette(routes=routes)
+        routes = [Route(path, self._posted(path, handler), methods=["POST"]) for path, handler in posts.items()]
+        routes += [Route(path, self._got(path, handler)) for path, handler in gets.items()]
+        return Starlette(routes=[route for route in routes if route.path not in without])
 
     def _posted(self, path: str, handler: Callable[[dict[str, Any]], Awaitable[Response]]) -> Any:
         async def endpoint(request: HttpRequest) -> Response:
@@ -208,9 +203,9 @@ class StandIn:
         sent = 0
         try:
             while not request.done.done():
-                await asyncio.sleep(LOOK)
-                count = len(request.logprobs)
-                if not request.done.done() and (count - sent >= every or (count and not sent)):
+                await self.model.until(request, sent + every if sent else 1)
+                if not request.done.done():
+                    count = len(request.logprobs)
                     yield self._part(body, request, sent, None)
                     sent = count
             yield self._part(body, request, sent, self._reason(request, params))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,32 @@ class Model:
         eos = self.plain.config.eos_token_id
         self.eos = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
         self._cached = 0
+        self._watched: dict[int, tuple[Request, int, asyncio.Event]] = {}
+
+    async def start(self) -> None:
+        await self.engine.start()
+        batcher = self.engine._batcher
+        assert batcher is not None
+        step = batcher.step
+
+        def watched() -> None:
+            step()
+            for request, tokens, event in self._watched.values():
+                if len(request.logprobs) >= tokens:
+                    event.set()
+
+        batcher.step = watched  # type: ignore[method-assign]
+
+    async def until(self, request: Request, tokens: int) -> None:
+        """Return once a request has that many tokens, or is over."""
+        event = asyncio.Event()
+        self._watched[id(event)] = (request, tokens, event)
+        request.done.add_done_callback(lambda _: event.set())
+        try:
+            if not request.done.done() and len(request.logprobs) < tokens:
+                await event.wait()
+        finally:
+            del self._watched[id(event)]
 
     def submit(self, rid: str, prompt: list[int], sampling: Sampling, seed: int | None) -> Request:
         """Queue a request. SGLang's noise is a function of seed and position."""
@@ -66,7 +93,7 @@ class Model:
         versions = request.versions
         cuts = [0, *(at for at in range(1, len(versions)) if versions[at] != versions[at - 1]), len(versions)]
         first = versions or [max(self.names)]
-        return [{"version": self.names[first[a]], "start": a, "end": b} for a, b in zip(cuts, cuts[1:], strict=False)]
+        return [{"version": self.names[first[a]], "start": a, "end": b} for a, b in pairwise(cuts)]
 
     @torch.inference_mode()
     def top(self, prompt: list[int], temperature: float, count: int) -> list[tuple[float, int, None]]:
