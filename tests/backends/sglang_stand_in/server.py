@@ -98,9 +98,14 @@ class StandIn:
             self._thread.join(30)
 
     def _die(self) -> None:
+        for listener in self._uvicorn.servers:
+            listener.close()
+        self._hang_up()
+        self._uvicorn.should_exit = self._uvicorn.force_exit = True
+
+    def _hang_up(self) -> None:
         for connection in list(self._uvicorn.server_state.connections):
             connection.transport.abort()  # type: ignore[union-attr]
-        self._uvicorn.should_exit = self._uvicorn.force_exit = True
 
     async def _serve(self) -> None:
         self._loop, self._gate = asyncio.get_running_loop(), asyncio.Event()
@@ -116,6 +121,8 @@ class StandIn:
         self._ready.set()
         with contextlib.suppress(BaseException):
             await serving
+        self._hang_up()  # what came in meanwhile; a process that ends leaves no connection open
+        await asyncio.sleep(0)
         await self.model.engine.close()
 
     def _app(self) -> Starlette:
@@ -239,7 +246,7 @@ class StandIn:
         columns = [[value, token, None] for value, token in zip(request.logprobs, ids, strict=True)]
         queued = reason is not None and reason["type"] == "abort" and self.paused is not None
         start = sent if self._args["incremental_streaming_output"] and body["stream"] and not queued else 0
-        meta = {
+        meta: dict[str, Any] = {
             "id": request.key,
             "finish_reason": reason,
             "prompt_tokens": request.prompt,
