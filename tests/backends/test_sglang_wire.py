@@ -258,6 +258,9 @@ async def test_a_wrong_answer_names_what_is_wrong_with_it(answer, message):
     turn.request(16, True)
     with pytest.raises(EngineError, match=re.escape(message)):
         turn.add(answer, versions)
+    without = TurnRequests("http://a:1", [1, 2], Sampling(max_tokens=5, stop_token_ids=(0,)), 5, frozenset({0}))
+    with pytest.raises(EngineError, match="drew the id 0, for which the tokenizer has no token"):
+        without.add(part({"type": "stop", "matched": 0}, [-0.5]), versions)
     right = TurnRequests("http://a:1", [1, 2], Sampling(max_tokens=5, stop_token_ids=(0,)), 5)
     right.add(part({"type": "stop", "matched": 0}, [-0.5]), versions)
     assert right.over("stop", 0.0).versions == [3] and right.finish == "stop"
@@ -298,14 +301,17 @@ async def test_before_a_run_the_servers_are_asked(model_folder, tmp_path, monkey
 
 
 async def test_weights_that_the_files_name_otherwise_cannot_be_published(tmp_path):
-    """Experts are one by one in files and fused in modules; SGLang would pass over the fused names without a word."""
+    """Experts are one by one in files, as they are published, and fused in modules: SGLang would pass over the fused names
+    without a word."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
     AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **heads)).save_pretrained(tmp_path)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    check_names(files, expected_parameters(str(tmp_path), saved=True))
     with pytest.raises(EngineError, match=r"model\.layers\.0\.mlp\.experts\.down_proj and 1 more"):
-        check_names(sorted(tmp_path.glob("*.safetensors")), expected_parameters(str(tmp_path)))
+        check_names(files, expected_parameters(str(tmp_path)))
 
 
 async def test_bodies_are_held_against_the_packages_request_classes():

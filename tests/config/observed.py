@@ -241,7 +241,7 @@ def sglang_client(config: TrainConfig, out: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AGENTRL_TEST_A", "a")
         patch.setenv("AGENTRL_TEST_B", "b")
-        patch.setattr(engines, "model_context", lambda model: 4096)
+        patch.setattr(engines, "model_context", lambda model, trust: 4096)
         given = config.sglang if config.sglang.servers else config.sglang.model_copy(update={"servers": ["http://a:1"]})
         engine: Any = engines.make_engine("sglang", str(out), config.model_copy(update={"sglang": given}))
     refused = None

@@ -35,12 +35,24 @@ class SglangEngine(Engine, WeightTarget):
     back, and takes requests once it has the new weights.
     """
 
+    loads_saved = True
+
     def __init__(
-        self, model: str, cfg: SglangConfig, *, key: str | None = None, folder: str | None = None, model_type: str | None = None
-    ):
+        self,
+        model: str,
+        cfg: SglangConfig,
+        *,
+        key: str | None = None,
+        folder: str | None = None,
+        model_type: str | None = None,
+        trust: bool = False,
+        unused: Sequence[int] = (),
+    ) -> None:
         """`model`: a folder or hub name, whose weights the servers are given at the start. `key`: the servers' API key. `folder`:
-        that they see too (`weights.folder`). `model_type`: as its config says; None if it is not known."""
+        that they see too (`weights.folder`). `model_type`: as its config says; None if it is not known. `trust`: code of the
+        model's own may run. `unused`: ids for which there is no token (`unused_ids`)."""
         self._model, self._cfg, self._model_type = model, cfg, model_type
+        self._trust, self._unused = trust, frozenset(unused)
         self._servers = Servers(cfg, key)
         self._versions = Versions()
         self._update: Update = (
@@ -64,7 +76,7 @@ class SglangEngine(Engine, WeightTarget):
 
     async def start(self) -> None:
         """Give all servers the model's weights, and prove what can be proven. Raises EngineError with server and cause."""
-        expected = expected_parameters(self._model)
+        expected = expected_parameters(self._model, saved=True, trust=self._trust)
         for server in self._servers.all:
             await self._servers.look(server, self._model_type)
         self._context = min(server.facts.context for server in self._servers.all if server.facts is not None)
@@ -86,7 +98,7 @@ class SglangEngine(Engine, WeightTarget):
             self._check(token_ids, sampling)
             server = self._servers.route(request_key)
             budget = min(sampling.max_tokens, self._context - len(token_ids))
-            turn = TurnRequests(server.address, list(token_ids), sampling, budget)
+            turn = TurnRequests(server.address, list(token_ids), sampling, budget, self._unused)
             try:
                 generation = await self._turn(turn, server, request_key)
             except ServerDeadError as cause:

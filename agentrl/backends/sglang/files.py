@@ -47,16 +47,16 @@ def tensors_of(files: list[Path], size: int) -> Iterator[list[Named]]:
 
 
 def check_names(files: list[Path], expected: Expected) -> None:
-    """Raise EngineError if the files name weights in another way than the trainer, which publishes under the names of its
-    modules: SGLang's loaders know those of the files, and skip some others without a word."""
+    """Raise EngineError if the files name weights in another way than the trainer, which publishes under the names that
+    transformers saves a model with: SGLang's loaders know those of the files, and skip some others without a word."""
     stored = {name for path in files for name in _names(path)}
     same = stored | {name for name, other in expected.tied.items() if other in stored}
     aliases = {other for name, other in expected.tied.items() if name in stored}
     unknown = sorted(expected.shapes.keys() - same - aliases)
     if unknown:
         raise EngineError(
-            f"sglang: the model's files have other names for its weights than its modules ({unknown[0]} and {len(unknown) - 1} "
-            "more, as of fused experts), and SGLang loads by those of the files: such a model cannot be trained with this engine"
+            f"sglang: the model's files have other names for its weights than transformers saves it with ({unknown[0]} and "
+            f"{len(unknown) - 1} more), and SGLang loads by those of the files: such a model cannot be trained with this engine"
         )
 
 

@@ -82,16 +82,17 @@ class SglangMaker(EngineMaker):
             key=self._key,
             folder=None if folder is None else str(Path(folder).absolute()),
             model_type=self._model_type(model),
+            trust=self.config.model.trust_remote_code,
+            unused=self.unused,
         )
 
-    @staticmethod
-    def _model_type(model: str | None) -> str | None:
+    def _model_type(self, model: str | None) -> str | None:
         """As the model's config says; None if there is no model yet."""
         if model is None:
             return None
         from transformers import AutoConfig
 
         try:
-            return str(AutoConfig.from_pretrained(model).model_type)
-        except (OSError, ValueError):
+            return str(AutoConfig.from_pretrained(model, trust_remote_code=self.config.model.trust_remote_code).model_type)
+        except (OSError, ValueError, KeyError):
             return None  # said by the check of the model itself

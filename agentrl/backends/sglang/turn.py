@@ -30,6 +30,7 @@ class TurnRequests:
     prompt: list[int]
     sampling: Sampling
     budget: int
+    unused: frozenset[int] = frozenset()
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -72,6 +73,9 @@ class TurnRequests:
         meta = part["meta_info"]
         count = int(meta.get("completion_tokens", 0))
         ids, logprobs = self._columns(meta.get("output_token_logprobs") or [])
+        if lost := self.unused.intersection(ids):
+            # A bias would forbid them, and be in the logprobs: those would no longer be of the whole vocabulary.
+            raise EngineError(f"{self.address} drew the id {min(lost)}, for which the tokenizer has no token")
         # A part has all tokens so far, or the new ones: the last part of an aborted request may have all in either mode.
         if len(ids) == count:
             del self.token_ids[self._from :], self.logprobs[self._from :]
