@@ -114,6 +114,41 @@ async def test_edited_history_and_parallel_requests_fork(renderer):
     assert sorted(sampled) == sorted(every)
 
 
+# Shows the list of tools before the last message of a user, wherever it stands; drops reasoning before it.
+MOVES = """{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' and loop.index0 == ns.last and tools %}<|im_start|>tools {{ tools | tojson }}<|im_end|>{% endif %}
+{{- '<|im_start|>' + m.role + ' ' }}
+{%- if m.reasoning_content and loop.index0 > ns.last %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m.content }}
+{%- for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>
+{%- endfor %}{{ '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant {% endif %}"""  # noqa: E501
+
+
+async def test_a_client_s_conversation_forks_where_the_template_rewrites_it():
+    tokenizer = build_tokenizer([*CONTROL_TOKENS, "<think>", "</think>"], MOVES)
+    renderer = make_renderer(tokenizer)
+    turns = [Message("assistant", "", (ToolCall("get", {"key": "a"}),), reasoning="so"), *(Message("assistant", w) for w in "xy")]
+    engine = Scripted(renderer, turns)
+    async with OpenAiServer(engine, renderer) as server, client_of(server) as client:
+        rows = [{"role": "user", "content": "q"}]
+        answers = [{"role": "tool", "content": "7"}, {"role": "user", "content": "more"}]
+        for answer in [*answers, None]:
+            reply = (await client.chat.completions.create(model="policy", messages=rows, tools=TOOLS)).choices[0].message
+            rows.append(reply.model_dump(exclude_none=True))
+            if answer is not None:
+                ids = {"tool_call_id": reply.tool_calls[0].id} if reply.tool_calls else {}
+                rows.append({**answer, **ids})
+        ledgers = server.take("s").ledgers
+    assert [sum(ledger.sampled) for ledger in ledgers] == [
+        sum(len(renderer.assistant(turn)) for turn in part) for part in (turns[:2], turns[2:])
+    ]
+    last = tokenizer.decode(engine.prompts[-1])
+    assert last.count("<|im_start|>tools") == 1 and last.index("tools") > last.index("q<|im_end|>") and "so</think>" not in last
+    assert tokenizer.decode(engine.prompts[1]).count("so</think>") == 1
+
+
 async def test_sessions_do_not_mix(renderer):
     engine = Scripted(renderer, [Message("assistant", str(i)) for i in range(8)])
     async with OpenAiServer(engine, renderer) as server:

@@ -98,7 +98,7 @@ class AgentSession:
 
         Raises EngineError, RenderError or RequestError; the session is then unchanged.
         """
-        messages = read_messages(rows)
+        messages, renderer = read_messages(rows), renderer.with_tools(tools)
         history = [identity(row) for row in rows]
         signature = json.dumps(list(tools), sort_keys=True)
         parent = self._parent(history, signature, messages, renderer)
@@ -113,7 +113,7 @@ class AgentSession:
         generation = await engine.generate(prompt, sampling, f"{self.key}/{id(ledger):x}")
         kept = generation if stops is None else stops.cut(generation)
         stopped, generation = kept is not generation, kept
-        message = unique_ids(renderer.with_tools(tools).parse(generation.token_ids, generation.finish), turns)
+        message = unique_ids(renderer.parse(generation.token_ids, generation.finish), turns)
         if stops is not None and stopped:
             message = stops.strip(message)
         # While the engine sampled, another request may have continued the same branch: this one then gets its own.
