@@ -6,6 +6,7 @@ conversation of this shape.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,11 @@ Round = tuple[Message, tuple[Message, ...]]
 """An assistant's turn and what followed it."""
 # Of equal rounds this many are kept, and the last one: a template may treat the first one of a kind differently.
 _EQUAL_ROUNDS = 2
+# (reasoning: none, empty or some; calls: 0, 1 or more; whether something is said)
+_Turn = tuple[int, int, bool]
+_Rounds = tuple[tuple[_Turn, tuple[str, ...]], ...]
+Shape = tuple[tuple[str, ...], _Rounds, _Rounds]
+"""Roles before the first turn, rounds that the ledger began with, rounds that were sampled in it. Hashable."""
 
 
 @dataclass(frozen=True)
@@ -44,48 +50,52 @@ class Skeleton:
         return (*self.opening, *(message for turn, answers in self.rounds for message in (turn, *answers)))
 
 
-def skeleton(earlier: Sequence[Message], begun: int, message: Message, following: Sequence[Message]) -> Skeleton:
+def shape_of(earlier: Sequence[Message], begun: int, message: Message, following: Sequence[Message]) -> Shape:
     """Of a ledger that began with the first `begun` messages of `earlier`, before `message` was sampled."""
-    if not begun:
-        return Skeleton((QUESTION,), _rounds([*_from_turn(earlier), message, *following])[1])
-    lead, rounds = _rounds(earlier[:begun])
-    opening = (*lead, *(item for turn, answers in rounds for item in (turn, *answers)))
-    return Skeleton(opening, _rounds([*_from_turn(earlier[begun:]), message, *following])[1])
+    lead, opening = _rounds(earlier[:begun])
+    _, sampled = _rounds([*earlier[begun:], message, *following])
+    return lead or ("user",), opening, sampled
 
 
-def _from_turn(messages: Sequence[Message]) -> Sequence[Message]:
-    first = next((i for i, message in enumerate(messages) if message.role == "assistant"), len(messages))
-    return messages[first:]
+def skeleton(shape: Shape) -> Skeleton:
+    """A conversation of probes in this shape."""
+    lead, opening, sampled = shape
+    began = [Message("system" if role == "system" else "user", "Question") for role in lead]
+    began += [item for turn, answers in map(_probe, opening) for item in (turn, *answers)]
+    return Skeleton(tuple(began), tuple(map(_probe, sampled)))
 
 
-def _rounds(messages: Sequence[Message]) -> tuple[tuple[Message, ...], tuple[Round, ...]]:
-    """What comes before the first turn, and the rounds, as probes."""
-    lead: list[Message] = []
-    rounds: list[tuple[Message, list[str]]] = []
+def _rounds(messages: Sequence[Message]) -> tuple[tuple[str, ...], _Rounds]:
+    """The roles before the first turn, and the rounds."""
+    lead: list[str] = []
+    rounds: list[tuple[_Turn, list[str]]] = []
     for message in messages:
         if message.role == "assistant":
-            rounds.append((_probe(message), []))
-        elif not rounds:
-            lead.append(Message(message.role, "Question"))
-        elif not rounds[-1][1] or rounds[-1][1][-1] != message.role:
-            rounds[-1][1].append(message.role)
-    probes = [(turn, _answers(turn, roles)) for turn, roles in rounds]
-    last = len(probes) - 1
-    kept = [item for i, item in enumerate(probes) if i == last or probes[:i].count(item) < _EQUAL_ROUNDS]
+            reasoning = 2 if message.reasoning else 1 if message.reasoning is not None else 0
+            rounds.append(((reasoning, min(len(message.tool_calls), 2), bool(message.content)), []))
+            continue
+        roles = rounds[-1][1] if rounds else lead
+        if not roles or roles[-1] != message.role:
+            roles.append(message.role)
+    kept: list[tuple[_Turn, tuple[str, ...]]] = []
+    seen: Counter[tuple[_Turn, tuple[str, ...]]] = Counter()
+    for index, (turn, roles) in enumerate(rounds):
+        item = (turn, tuple(roles))
+        seen[item] += 1
+        if seen[item] <= _EQUAL_ROUNDS or index == len(rounds) - 1:
+            kept.append(item)
     return tuple(lead), tuple(kept)
 
 
-def _probe(message: Message) -> Message:
-    reasoning = "Thought" if message.reasoning else message.reasoning
-    calls = (CALL, SECOND)[: len(message.tool_calls)]
-    return Message("assistant", "Said" if message.content or not calls else "", calls, reasoning=reasoning)
-
-
-def _answers(turn: Message, roles: Sequence[str]) -> tuple[Message, ...]:
+def _probe(item: tuple[_Turn, tuple[str, ...]]) -> Round:
+    (reasoning, calls, said), roles = item
+    turn = Message(
+        "assistant", "Said" if said or not calls else "", (CALL, SECOND)[:calls], reasoning=(None, "", "Thought")[reasoning]
+    )
     answers: list[Message] = []
     for role in roles:
         if role == "tool":
-            answers += (ANSWER, SECOND_ANSWER)[: max(1, len(turn.tool_calls))]
+            answers += (ANSWER, SECOND_ANSWER)[: max(1, calls)]
         else:
             answers.append(Message("system" if role == "system" else "user", "More"))
-    return tuple(answers)
+    return turn, tuple(answers)

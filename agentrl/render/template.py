@@ -18,7 +18,7 @@ from agentrl.render.base import Renderer
 from agentrl.render.fragments import Place
 from agentrl.render.parsers import SYNTAXES, ForTools, Parser, Syntax, syntax_asked, syntax_of
 from agentrl.render.parsers.harmony import HARMONY, harmony_parts
-from agentrl.render.skeleton import ANSWER, CALL, MARK, QUESTION, TOOL, Skeleton, skeleton
+from agentrl.render.skeleton import ANSWER, CALL, MARK, QUESTION, TOOL, Shape, Skeleton, shape_of, skeleton
 from agentrl.render.template_text import TemplateText
 from agentrl.render.turns import SAVE_ANOTHER, TurnText
 from agentrl.trajectory import Message
@@ -47,7 +47,7 @@ class TemplateRenderer(Renderer):
         rewrites conversations, its turns have no end token, or the parser cannot read the calls that it writes."""
         self._text = TemplateText(tokenizer)
         self._turns = TurnText(self._text)
-        self._kept: dict[tuple[str, bool], bool] = {}
+        self._kept: dict[tuple[Shape, bool], bool] = {}
         self._tools_offered = False
         self._verify(_SAID)
         self.syntax, self.no_tools = self._find_syntax(parser)
@@ -55,7 +55,7 @@ class TemplateRenderer(Renderer):
         self._parser = parser.parser if isinstance(parser, Syntax) else parser or (known or SYNTAXES["hermes"]).parser
         self._parse_calls = self._bound(())
         # Where the list of tools stands may change what a new message does to the turns before it.
-        self._tools_matter = not self.no_tools and self._keeps(_SAID, tools=True) != self._keeps(_SAID, tools=False)
+        self._tools_matter = not self.no_tools and self._appends(_SAID, True) != self._appends(_SAID, False)
         if not self.no_tools:
             self._check_parser(named=parser is not None)
 
@@ -117,20 +117,19 @@ class TemplateRenderer(Renderer):
         return self._text.encode(self._turns.turn(message), self._text.codec.place_after(self._turns.opening))
 
     def keeps(self, message: Message, following: Sequence[Message], earlier: Sequence[Message] = (), begun: int = 0) -> bool:
-        return self._keeps(skeleton(earlier, begun, message, following), self._tools_offered)
-
-    def _keeps(self, shape: Skeleton, tools: bool) -> bool:
-        key = (repr(shape), tools)
+        key = (shape_of(earlier, begun, message, following), self._tools_offered)
         kept = self._kept.get(key)
         if kept is None:
-            try:
-                kept = self._turns.appended(shape, tools) == self._turns.whole(shape, tools)
-            except RenderError:
-                kept = True  # the template takes no such conversation as a whole, so it can only be appended
             if len(self._kept) >= _SHAPES_REMEMBERED:
                 del self._kept[next(iter(self._kept))]
-            self._kept[key] = kept
+            kept = self._kept[key] = self._appends(skeleton(key[0]), self._tools_offered)
         return kept
+
+    def _appends(self, shape: Skeleton, tools: bool) -> bool:
+        try:
+            return self._turns.appended(shape, tools) == self._turns.whole(shape, tools)
+        except RenderError:
+            return True  # the template takes no such conversation as a whole, so it can only be appended
 
     def _find_syntax(self, parser: Parser | ForTools | Syntax | None) -> tuple[str, str]:
         """The name of the tool-call syntax, and why tools cannot be used ("" if they can)."""

@@ -9,7 +9,7 @@ from render_tokenizers import build_tokenizer
 
 from agentrl.env import Task, ToolEnv
 from agentrl.render import make_renderer
-from agentrl.render.skeleton import skeleton
+from agentrl.render.skeleton import shape_of, skeleton
 from agentrl.reward import compile_spec, load_spec
 from agentrl.rollout.engine import Engine, EngineStats, Generation
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
@@ -212,7 +212,8 @@ def test_a_transcript_of_the_teacher_forks_as_an_episode_does():
 def test_a_shape_holds_each_kind_of_round_twice_and_the_last():
     turns = [Message("assistant", f"a{i}", reasoning="r" if i == 3 else None) for i in range(9)]
     messages = [Message("user", "q"), *(item for turn in turns for item in (turn, USER))]
-    shape = skeleton(messages[:-2], 1, turns[-1], [USER])
+    shape = skeleton(shape_of(messages[:-2], 1, turns[-1], [USER]))
     assert [turn.reasoning for turn, _ in shape.rounds] == [None, None, "Thought", None]
     assert shape.opening == (Message("user", "Question"),)
-    assert skeleton(messages[:-2], 5, turns[-1], [USER]).opening[0] == Message("user", "Question")
+    begun = skeleton(shape_of(messages[:-2], 5, turns[-1], [USER])).opening
+    assert [message.role for message in begun] == ["user", "assistant", "user", "assistant", "user"]
