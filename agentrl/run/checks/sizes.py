@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from agentrl.algorithm import ADVANTAGES
 from agentrl.cluster.devices import card_bytes, has_gpus, joins
 from agentrl.config import Choice, TrainConfig
@@ -11,7 +13,7 @@ from agentrl.run.assembly import context_length
 from agentrl.run.engines import maker_of
 from agentrl.train.engines import check_on_host
 from agentrl.train.memory import width
-from agentrl.train.pretrained import count_parameters, head_dim
+from agentrl.train.pretrained import count_parameters, head_dim, load_model_config
 
 LARGE = 100_000_000
 """Models with at least this many parameters get a warning about learning rates meant for tiny models."""
@@ -25,11 +27,12 @@ FAR = 30.0
 
 
 def check_sizes(config: TrainConfig, engine_name: str) -> None:
-    """Raise ConfigError for groups that are too small to compare, for rows longer than a micro-batch, and for attention heads
-    that the engine cannot compute; and for keys that free GPUs where there are none.
+    """Raise ConfigError for groups that are too small to compare, for rows longer than a micro-batch or than a model computes
+    whatever other rows are with them, and for attention heads that the engine cannot compute; and for keys that free GPUs where
+    there are none.
 
     Reads: rollout.group_size, rollout.max_episode_tokens, optim.micro_tokens, algorithm.advantage, model.path, model.init, vllm,
-    model.cpu_offload, model.offload, cluster; and as `check_heads`.
+    model.trust_remote_code, model.cpu_offload, model.offload, critic, reward_model, cluster; and as `check_heads`.
     """
     check_heads(config, engine_name)
     if not has_gpus(config.cluster, "actor"):
@@ -44,6 +47,31 @@ def check_sizes(config: TrainConfig, engine_name: str) -> None:
             f"= {rollout.max_episode_tokens}, the model takes {context}), and a row is never cut: set optim.micro_tokens to "
             f"at least {longest}, or lower rollout.max_episode_tokens"
         )
+    others = {"critic.path": config.critic, "reward_model.path": config.reward_model}
+    paths = {"model.path": config.model.path, **{key: part.path for key, part in others.items() if part is not None}}
+    for key, path in paths.items():
+        if path is not None:
+            _check_rotary(key, load_model_config(str(path), config.model.trust_remote_code), longest)
+
+
+def _check_rotary(key: str, model: Any, longest: int) -> None:
+    """Rotary embeddings of the kind "longrope" (Phi-3 and 4, MiniCPM) have other frequencies from a length on, for all that is
+    computed with a row of that length: other rows of a micro-batch, and keys that a cache holds; vLLM decides by its limit."""
+    text = model.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        turn = part.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+        if (
+            part.get("rope_type") == "longrope"
+            and turn
+            and longest > turn
+            and part.get("short_factor") != part.get("long_factor")
+        ):
+            raise ConfigError(
+                f"rollout.max_episode_tokens: rows may have {longest} tokens, but the rotary embedding of {key} "
+                f"({text.model_type}) changes at {turn} tokens for all rows that are computed together; set "
+                f"rollout.max_episode_tokens to at most {turn}"
+            )
 
 
 def _check_groups(size: int, advantage: Choice) -> None:
