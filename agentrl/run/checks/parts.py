@@ -37,7 +37,7 @@ def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
     """Raise a UserError if a part cannot be built or does not fit the others. Nothing is started.
 
     Reads: env, tools, engine, engine_args, cluster, api, vllm, model.path, model.init, model.tool_parser, reward,
-    rollout.env_timeout; and as `check_rollout`.
+    rollout.env_timeout, rollout.router_replay; and as `check_rollout`.
     """
     env = EnvRef.of(config)
     built = env.build()
