@@ -57,7 +57,7 @@ proofs: $(BIN)/.test
 		tests/backends/test_sglang.py tests/e2e/test_sglang_run.py \
 		tests/cluster/test_guard.py tests/cluster/test_two_machines.py tests/env/test_env_check.py \
 		tests/render/test_mistral_reference.py \
-		tests/weights/test_publish_moe_vllm.py $(ARGS)
+		tests/weights/test_publish_moe_vllm.py tests/backends/test_vllm_experts.py $(ARGS)
 
 # On a card: each part takes less than 9 minutes, and none needs a network. Elsewhere the tests say why they are skipped.
 gpu:

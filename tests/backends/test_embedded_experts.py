@@ -5,19 +5,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from engine_models import CHAT_REWARD, Chat
+from transformers import AutoModelForCausalLM
 
 from agentrl.backends.embedded.engine import EmbeddedEngine
+from agentrl.config.schema import Choice
 from agentrl.errors import ModelError
 from agentrl.experts import RouterWatch
+from agentrl.render import make_renderer
+from agentrl.reward import compile_spec
+from agentrl.rollout.context.base import make_context_policy
 from agentrl.rollout.engine import Generation, Sampling
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.train.tokenizer import packaged_tokenizer
 from tests import moe
 from tests.publishing import publish
+from tests.tiny_families import build_family
 
 FAMILY = "glm4_moe"
 
@@ -97,6 +107,29 @@ async def test_tokens_keep_the_experts_that_they_were_computed_with_first(engine
     assert np.array_equal(told[:computed], chosen(old, ids)[:computed])
     assert np.array_equal(told[computed:], chosen(new, ids)[computed:-1])
     assert not np.array_equal(chosen(old, ids)[:computed], chosen(new, ids)[:computed])
+
+
+async def test_an_episode_with_a_rewritten_history_has_those_of_all_its_ledgers(tmp_path: Path) -> None:
+    """Eight turns in several ledgers: prompts, answers and what the user says between them."""
+    folder = build_family(tmp_path, "qwen3_moe", tie_word_embeddings=False)
+    engine = EmbeddedEngine(folder, kv_cache_mib=64, router_replay=True)
+    await engine.start()
+    policy = Policy(
+        engine,
+        make_renderer(packaged_tokenizer(512)),
+        context=make_context_policy(Choice(name="keep_recent", args={"tokens": 120, "turns": 1})),
+        router_replay=True,
+    )
+    limits, spec = Limits(8, 16, 4000, 60.0, 60.0, 400), EpisodeSpec(1, "train", 3, 0, key="a")
+    episode = await run_episode(Chat(), policy, spec, limits, compile_spec(CHAT_REWARD))
+    greedy = await run_episode(Chat(), policy.at(0.0), spec, limits, compile_spec(CHAT_REWARD))
+    await engine.close()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert len(episode.ledgers) > 1 and len(episode.turns) == 8
+    for ledger in episode.ledgers:
+        assert ledger.experts is not None and ledger.sampled[-1]
+        assert np.array_equal(np.sort(ledger.experts, -1), chosen(model, ledger.ids())[:-1])
+    assert all(ledger.experts is None for ledger in greedy.ledgers), "nothing is trained on a baseline"
 
 
 async def test_a_dense_model_has_none(model_folder: str) -> None:

@@ -1,0 +1,87 @@
+"""A run of a tiny mixture of experts whose trainer repeats the engine's choices, from config to metrics; and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agentrl.backends.vllm.make import check_replay
+from agentrl.errors import ConfigError
+from agentrl.experts import RouterWatch
+from agentrl.run.checks.routing import check_router_replay
+from agentrl.train.engines import check_train_engine
+from tests import moe
+from tests.e2e.inside import config_of, episodes, execute, updates
+from tests.tiny_families import EXPERTS, build_family
+
+REPLAY = "rollout.router_replay=true"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build_family(tmp_path_factory.mktemp("models") / "moe", "qwen3_moe", tie_word_embeddings=False)
+
+
+def test_what_the_engine_chose_is_repeated_from_the_first_step_on(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ledgers have the experts of a plain forward pass over their tokens, the trainer's logprobs are the engine's; and a run that is
+    told others computes something else."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    short = [f"model.path={model}", REPLAY, "steps=2", "algorithm.proximal=recompute"]
+    run = execute(config_of(tmp_path, "replayed", *short))
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    watch = RouterWatch(plain)
+    for episode in episodes(run, 1):
+        for ledger in episode.ledgers:
+            with torch.inference_mode(), watch.watching():
+                plain(torch.tensor([ledger.ids()]), use_cache=False)
+            assert ledger.experts is not None and ledger.routed == len(ledger) - 1 and bool(ledger.sampled[-1])
+            assert np.array_equal(np.sort(ledger.experts, -1), np.sort(watch.experts(), -1)[:-1])
+    rows = updates(run)
+    assert len(rows) == 2 and max(row["mismatch_max"] for row in rows) < 1e-4
+    assert all(0 <= row["experts_unused"] < 1 and 0 < row["experts_entropy"] <= 1 for row in rows)
+
+    def others(self: Any) -> Any:
+        return (told(self) + 1) % EXPERTS["num_experts"]
+
+    told = RouterWatch.experts
+    monkeypatch.setattr(RouterWatch, "experts", others)
+    wrong = execute(config_of(tmp_path, "told wrong", *short[:2], "steps=1", *short[3:]))
+    assert updates(wrong)[0]["mismatch_max"] > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.path=api:gpt"], 'engine = api does not tell which experts .*: "embedded", "vllm"'),
+        (["model.compile=true"], r"routers of compiled layers cannot be told"),
+    ],
+)
+def test_what_cannot_be_repeated_is_refused_by_name(model: str, tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_router_replay(config_of(tmp_path, "x", f"model.path={model}", REPLAY, *overrides))
+
+
+def test_models_without_routers_that_can_be_told_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[model.init\] is a dense model"):
+        check_router_replay(config_of(tmp_path, "x", REPLAY))
+    sparse = moe.build("phimoe", tmp_path / "sparse")
+    with pytest.raises(ConfigError, match="PhimoeTopKRouter does not choose experts by one topk"):
+        check_router_replay(config_of(tmp_path, "x", f"model.path={sparse}", REPLAY))
+    check_router_replay(config_of(tmp_path, "x"))
+
+
+def test_an_engine_that_cannot_is_refused(model: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path, "x", f"model.path={model}", REPLAY, "model.engine=titan")
+    with pytest.raises(ConfigError, match=r'rollout.router_replay: model.engine = "titan" does not support it.*fsdp2'):
+        check_train_engine(config)
+    for name in ("speculative_config", "enable_expert_parallel", "kv_transfer_config"):
+        vllm = config_of(tmp_path, "x", f"model.path={model}", REPLAY, "engine=vllm", f"vllm.args.{name}=true")
+        with pytest.raises(ConfigError, match=rf"vllm.args.{name}: with rollout.router_replay"):
+            check_replay(vllm.vllm)
