@@ -30,8 +30,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_what_the_engine_chose_is_repeated_from_the_first_step_on(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ledgers have the experts of a plain forward pass over their tokens, the trainer's logprobs are the engine's; and a run that is
-    told others computes something else."""
+    """Ledgers have the experts of a plain forward pass over their tokens, the trainer's logprobs are the engine's; and a run that
+    is told others computes something else."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     short = [f"model.path={model}", REPLAY, "steps=2", "algorithm.proximal=recompute"]
     run = execute(config_of(tmp_path, "replayed", *short))
