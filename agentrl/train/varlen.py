@@ -89,17 +89,17 @@ class WithSinks(torch.autograd.Function):
 
 def _kernel(cu: Tensor, longest: int, scale: float, back: int, grouped: dict[str, Any]) -> Kernel:
     """The two passes of torch's kernel as the operators that `varlen_attn` is made of, which alone give and take lse."""
-    window, causal = [back, 0], back == -1
+    rows: dict[str, Any] = {"cu_seq_q": cu, "cu_seq_k": cu, "max_q": longest, "max_k": longest}
+    seen: dict[str, Any] = {"is_causal": back == -1, "scale": scale, "window_size": [back, 0]}
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        op = torch.ops.torch_attn._varlen_attn
-        found = op(q, k, v, cu, cu, longest, longest, causal, scale, window, **grouped)
+        found = torch.ops.torch_attn._varlen_attn(q, k, v, **rows, **seen, **grouped)
         return found[0], found[1]
 
     def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        op = torch.ops.torch_attn._varlen_attn_backward
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
-        found: tuple[Tensor, Tensor, Tensor] = op(grad, q, k, v, out, lse, cu, cu, longest, longest, causal, state, scale, window)
+        op = torch.ops.torch_attn._varlen_attn_backward
+        found: tuple[Tensor, Tensor, Tensor] = op(grad, q, k, v, out, lse, **rows, **seen, rng_state=state)
         return found
 
     return Kernel(forward, backward)

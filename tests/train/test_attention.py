@@ -18,7 +18,7 @@ from agentrl.backends.exact_attention import exact_attention
 from agentrl.errors import ModelError
 from agentrl.train.attention import PACKED, packed_attention, packed_rows, packed_trees, register_packed_attention
 from agentrl.train.modules import PolicyModule, positions
-from agentrl.train.varlen import Kernel, WithSinks, varlen_takes
+from agentrl.train.varlen import Kernel, WithSinks, varlen_attention, varlen_takes
 
 
 def offsets_for(lengths: list[int]) -> torch.Tensor:
@@ -224,6 +224,39 @@ def test_a_kernel_without_sinks_computes_them_by_its_sums() -> None:
     push = torch.randn(expected.shape)
     grads, wanted = (torch.autograd.grad((out * push).sum(), of) for out, of in ((found, given), (expected, exact)))
     close([found, *grads], [expected, *wanted], 1e-5)
+
+
+@pytest.mark.parametrize(("window", "causal", "back"), [(None, True, -1), (5, False, 4), (9, True, -1)])
+def test_the_varlen_operators_are_called_as_they_are_declared(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, causal: bool, back: int
+) -> None:
+    """With sinks, by torch's own schemas of the private operators (they run on GPUs only); a row of 9 tokens."""
+    import torch.nn.attention.varlen  # declares them
+
+    asked = []
+
+    def noted(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+        operator = getattr(torch.ops.torch_attn, name)
+        arguments = [argument.name for argument in operator.default._schema.arguments]
+
+        def call(*tensors: torch.Tensor, **named: object) -> tuple[torch.Tensor, ...]:
+            given = dict(zip(arguments, tensors, strict=False))
+            assert not given.keys() & named.keys() and {*given, *named} <= set(arguments)
+            asked.append((named["is_causal"], named["window_size"], named["scale"], tuple(given)))
+            lse = torch.zeros(4, 9)  # as its declaration for tracing has it: heads first
+            return (tensors[0], lse, lse) if name == "_varlen_attn" else tensors[1:4]
+
+        return call
+
+    fakes = SimpleNamespace(**{name: noted(name) for name in ("_varlen_attn", "_varlen_attn_backward")})
+    monkeypatch.setattr("agentrl.train.varlen.torch.ops", SimpleNamespace(torch_attn=fakes))
+    q, k, v = (torch.randn(9, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    cu = torch.tensor([0, 9], dtype=torch.int32)
+    out = varlen_attention(q, k, v, cu, 9, AttentionForm(0.3, window=window, sinks=torch.zeros(4)))
+    out.sum().backward()
+    tensors = ("query", "key", "value")
+    assert asked == [(causal, [back, 0], 0.3, tensors), (causal, [back, 0], 0.3, ("grad_out", *tensors, "out", "lse"))]
+    assert torch.allclose(out, q / 2), "a sum of e^0 and a sink of 0: half of it is the sink's"
 
 
 def test_scores_of_a_long_row_exist_for_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
