@@ -17,12 +17,20 @@ STYLES = {
     "rowwise_split_input",
 }
 """Styles of tensor-parallel plans that are tested here."""
-FAMILIES = {"qwen3", "llama", "qwen3_moe"}
-"""Families whose tensor-parallel logprobs and gradients a test compares with those of one rank."""
+EXPERT_FAMILIES = {
+    "cohere2_moe", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "hy_v3", "laguna", "mellum", "minimax_m2",
+    "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "solar_open",
+}  # fmt: skip
+"""Families whose experts may be spread over ranks: the same test compares them."""
+FAMILIES = EXPERT_FAMILIES | {
+    "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_neox", "granite",
+    "helium", "hyperclovax", "jais2", "llama", "ministral", "ministral3", "mistral", "nanochat", "olmo", "olmo2", "olmo3",
+    "phi", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2", "vaultgemma",
+}  # fmt: skip
+"""Families whose tensor-parallel logprobs and gradients a test compares with those of one rank. A plan is no promise: that of
+apertus leaves the gradients of its activations' parameters to each rank's part."""
 EXPERT_STYLES = {"grouped_gemm", "ep_dispatch_experts"}
 """Those of expert-parallel plans: experts stay whole, and tokens travel to the ranks that have theirs."""
-EXPERT_FAMILIES = {"qwen3_moe"}
-"""The same for expert parallelism."""
 
 
 def check_plans(cfg: ModelConfig, model: Any, ranks: int) -> None:

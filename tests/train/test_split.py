@@ -3,6 +3,7 @@ what they save, export and publish is what it would. The ranks' work is done onc
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from agentrl.cluster.launch import launch
 from agentrl.config.schema import ModelConfig
 from agentrl.train.actor import Actor
 from agentrl.train.memory import count, shell
-from tests.conftest import PROOFS
+from agentrl.train.plan_checks import EXPERT_FAMILIES, FAMILIES
+from tests.conftest import PROOFS, proof
 from tests.publishing import weights_of
 
 from train_batches import toy_optim  # isort: skip
@@ -147,3 +149,29 @@ def test_the_memory_that_is_counted_is_what_each_rank_holds(out: Path, name: str
     whole = count(shell(plain), plain, world, 128, trained=True)
     if cfg.tensor_parallel > 1 and cfg.lora is None:  # half of the heads and of the MLP is computed, and kept, on a rank
         assert counted.activations < 0.9 * whole.activations and counted.gradients < 0.8 * whole.gradients
+
+
+@pytest.fixture(scope="module")
+def of_families(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("families")
+    here = Path(__file__).parent
+    paths = [str(here.parents[1]), str(here), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, str(here / "split_families.py"), str(folder), *sorted(FAMILIES | EXPERT_FAMILIES)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        timeout=900,
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@proof
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("family", sorted(FAMILIES | EXPERT_FAMILIES))
+def test_each_family_that_is_admitted_is_right_on_two_ranks(of_families: Path, family: str) -> None:
+    """Each gradient relative to its own size, since a parameter that only some heads reach would be lost in a common one."""
+    found = json.loads((of_families / f"{family}.json").read_text())
+    assert found["logprobs"] < 1e-5 and found["gradients"] < 1e-4 and found["tensors"] > 8, found
