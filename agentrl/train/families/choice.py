@@ -15,6 +15,7 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.train.engine import TRAIN_ENGINES
 from agentrl.train.families.cut import dropouts
 from agentrl.train.families.probe import Kind, Measured, Sample
+from agentrl.train.families.rope import check_lengths
 from agentrl.train.init_model import architecture
 from agentrl.train.pretrained import load_model_config
 
@@ -62,6 +63,8 @@ def packing_of(config: TrainConfig) -> Packing:
     if "families" not in TRAIN_ENGINES.entry(config.model.engine).traits:
         return Packing("packed", True, f"model.engine = {config.model.engine} has models of its own")
     asked = config.model.packing
+    for label, _, model in models_of(config):
+        check_lengths(config, label, model)
     found = [probed(model, kind, label, one_row=asked.startswith("one_row")) for label, kind, model in models_of(config)]
     wrong = [one for one in found if not one.packed.right]
     if wrong and asked == "packed":

@@ -28,7 +28,6 @@ _HIDDEN = ("hidden_size", "dim_model", "embedding_dim", "lru_width", "attention_
 _HEADS = (
     "num_attention_heads",
     "swa_num_attention_heads",
-    "index_n_heads",
     "linear_num_heads",
     "num_decoder_attention_heads",
     "num_attention_heads_per_layer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from agentrl.cluster.worker import WorkerContext
 from agentrl.config.load import config_from
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.errors import ConfigError
-from agentrl.run.dry_run import GIB, memory_of
+from agentrl.run.dry_run import GIB, dry_run, memory_of
 from agentrl.train.actor import Actor
 from agentrl.train.engines import check_train_engine
 
@@ -70,6 +71,13 @@ def test_the_longest_row_and_not_the_cap_is_counted(tmp_path: Path) -> None:
         return next(one.memory.activations for one in found if one.role == "actor")
 
     assert activations("packed") == 16 * activations("one_row")
+
+
+def test_a_dry_run_says_what_was_decided_and_why(tmp_path: Path) -> None:
+    base = {"env": {"id": "key_value"}, "engine": "embedded", "cluster": {"backend": "inline"}}
+    sizes = ["rollout.max_episode_tokens=256", "optim.micro_tokens=512", "engine_args={cache=false}"]
+    config = config_from({**base, "model": {"path": build("lfm2", tmp_path)}}, sizes)
+    assert re.search(r"\nmodel.packing: packed: model.path: the family lfm2 .*as each row alone, to \de-0\d$", dry_run(config))
 
 
 def test_an_engine_with_models_of_its_own_takes_no_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

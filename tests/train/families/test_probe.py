@@ -23,6 +23,8 @@ from agentrl.train.families.cut import cut, keep_layers, kinds_needed, without_d
 from agentrl.train.families.probe import Measured, Sample, small
 from agentrl.train.modules import layers_of
 
+GEMMA = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "attn_logit_softcapping": 2.0}
+
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,11 +116,25 @@ def test_what_is_wrong_in_every_way_is_refused(tmp_path: Path, monkeypatch: pyte
 def test_attention_that_ignores_a_cap_is_replaced_by_the_eager_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers computes Gemma 2 by sdpa if it is not told otherwise, which drops the cap of its attention."""
     monkeypatch.setattr(probe, "PACKED", "sdpa")  # our own attention out of the way
-    found = packing_of(run_of("gemma2", tmp_path))
+    found = packing_of(run_of("gemma2", tmp_path, **GEMMA))
     assert found.way == "one_row_eager" and "one row a pass, with eager attention: with packed rows" in found.reason
-    assert packing_of(run_of("gemma2", tmp_path, "model.packing=one_row")).way == "one_row_eager"
+    assert packing_of(run_of("gemma2", tmp_path, "model.packing=one_row", **GEMMA)).way == "one_row_eager"
     with pytest.raises(ModelError, match="with packed rows"):
-        packing_of(run_of("gemma2", tmp_path, "model.packing=packed"))
+        packing_of(run_of("gemma2", tmp_path, "model.packing=packed", **GEMMA))
+
+
+@pytest.mark.parametrize(("family", "kind"), [("phi3", "longrope"), ("llama", "dynamic")])
+def test_rows_that_change_their_rotary_frequencies_as_they_grow_are_refused(family: str, kind: str, tmp_path: Path) -> None:
+    """Above the length that the model was first trained at, all rows of a pass have other frequencies."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 4096}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [9.0] * 4} if kind == "longrope" else {}
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99, "pad_token_id": 0}
+    more = {"rope_parameters": {**rope, **factors}, "max_position_embeddings": 32768, **sizes}
+    with pytest.raises(ConfigError, match=rf"max_episode_tokens = 4097: .*'{kind}'.* of more than 4096 tokens"):
+        packing_of(run_of(family, tmp_path, "rollout.max_episode_tokens=4097", **more))
+    with pytest.raises(ConfigError, match=r"optim.micro_tokens = 16384: .*more than 4096 tokens"):
+        packing_of(run_of(family, tmp_path, "rollout.max_episode_tokens=4096", "sft.max_steps=2000", **more))
+    assert packing_of(run_of(family, tmp_path, "rollout.max_episode_tokens=4096", **more)).way == "packed"
 
 
 def test_numbers_that_are_not_are_wrong() -> None:
