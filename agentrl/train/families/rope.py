@@ -23,9 +23,9 @@ def check_lengths(config: TrainConfig, label: str, model: Any) -> None:
     for kind, limit in switches(model):
         if longest > limit:
             raise ConfigError(
-                f"{key} = {longest}: the rotary embedding of {label} (rope_type {kind!r}) has other frequencies in a pass with a "
-                f"row of more than {limit} tokens than in one without, so a row is sampled in one way and trained in another; set "
-                f"it to at most {limit}, and vllm.max_model_len too, by which vLLM chooses between them"
+                f"{key} = {longest}: the rotary embedding of {label} (rope_type {kind!r}) has other frequencies in a pass with "
+                f"a row of more than {limit} tokens than in one without, so a row is sampled in one way and trained in another; "
+                f"set it to at most {limit}, and vllm.max_model_len too, by which vLLM chooses between them"
             )
 
 
