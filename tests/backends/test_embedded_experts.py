@@ -132,6 +132,20 @@ async def test_an_episode_with_a_rewritten_history_has_those_of_all_its_ledgers(
     assert all(ledger.experts is None for ledger in greedy.ledgers), "nothing is trained on a baseline"
 
 
+@pytest.mark.parametrize("cache", [True, False])
+async def test_a_routers_bias_stays_while_the_engine_sleeps(folder: str, cache: bool) -> None:
+    """Only parameters are freed and allocated again; then all weights come, the bias too."""
+    engine = EmbeddedEngine(folder, kv_cache_mib=64, cache=cache)
+    await engine.start()
+    before = await ask(engine, prompt_of(20), None)
+    await engine.pause()
+    await engine.sleep()
+    await publish(engine, 1, moe.model(FAMILY).state_dict())
+    after = await ask(engine, prompt_of(20), None, "b")
+    await engine.close()
+    assert after.token_ids == before.token_ids and after.logprobs == pytest.approx(before.logprobs, abs=1e-5)
+
+
 async def test_a_dense_model_has_none(model_folder: str) -> None:
     engine = EmbeddedEngine(model_folder, kv_cache_mib=64, router_replay=True)
     with pytest.raises(ModelError, match="no routers to replay"):

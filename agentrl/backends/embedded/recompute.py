@@ -36,9 +36,8 @@ class RecomputedModel(EmbeddedModel):
         self._watch = None
 
     def allocate(self) -> None:
-        names = dict(self.module.named_parameters())
-        for name, shape in self._expected.shapes.items():
-            names[name].data = torch.empty(shape, dtype=self.module.dtype, device=self.device)
+        for name, parameter in self.module.named_parameters():
+            parameter.data = torch.empty(self._expected.shapes[name], dtype=self.module.dtype, device=self.device)
 
     @torch.inference_mode()
     def forward(self, token_ids: list[int], plan: AttentionPlan, last: list[int]) -> Tensor:
