@@ -206,3 +206,23 @@ def test_a_template_that_shows_no_tools_is_refused_with_tools(real):
     renderer = TemplateRenderer(tokenizer_of(real, shown=False))
     with pytest.raises(RenderError, match=r"ignores tools.*save a chat template for tools"):
         renderer.start([Message("user", "x")], TOOLS)
+
+
+GOOD = [ToolCall("get", {"key": "a"}, id="call_0"), ToolCall("note", {"text": "b"}, id="call_1")]
+BROKEN = ToolCall("get", None, id="call_2", raw="<oops", error="x")
+NAMELESS = ToolCall("", None, id="call_3", raw="<oops", error="x")
+
+
+@with_tools
+@pytest.mark.parametrize("content", ["", "I look."])
+def test_answers_to_calls_of_any_kind_are_shown(real, content):
+    """More calls than the template takes, calls that could not be parsed, and those without a name."""
+    tokenizer, renderer = made(real)
+    user = Message("user", "q")
+    for calls in (GOOD, [GOOD[0], BROKEN], [BROKEN], [BROKEN, NAMELESS]):
+        turn = Message("assistant", content, tuple(calls))
+        answers = [Message("tool", f"4{i}2", tool_call_id=call.id, name=call.name) for i, call in enumerate(calls)]
+        assert isinstance(renderer.keeps(turn, answers, [user], 1), bool)
+        for ids in (renderer.extend("stop", answers), renderer.start([user, turn, *answers], TOOLS)):
+            text = tokenizer.decode(ids)
+            assert all(answer.content in text for answer in answers), (calls, text)
