@@ -139,11 +139,12 @@ def test_bfloat16_is_fsdp2s(alone: None, tmp_path: Path) -> None:
 
 
 def test_a_config_with_the_one_engine_trains_as_with_the_other(tmp_path: Path) -> None:
-    """Two updates from a config, the second on tokens that the embedded engine sampled with published weights; then the
-    checkpoint is exported without torchtitan, and FSDP2 goes on with it."""
+    """Two updates from a config, at a temperature and with a reference, the second on tokens that the embedded engine sampled
+    with published weights; then the checkpoint is exported without torchtitan, and FSDP2 goes on with it."""
     both = {}
     for name in ("titan", "fsdp2"):
-        out = execute(config_of(tmp_path, name, f"model.engine={name}", "steps=2", "checkpoint.every=2", "eval.tasks=1"))
+        keys = ("steps=2", "checkpoint.every=2", "eval.tasks=1", "algorithm.kl.coef=0.1", "rollout.temperature=0.8")
+        out = execute(config_of(tmp_path, name, f"model.engine={name}", *keys))
         both[name] = updates(out)
         export_run(out, tmp_path / f"{name}-exported")
     for mine, theirs in zip(both["titan"], both["fsdp2"], strict=True):
@@ -152,6 +153,7 @@ def test_a_config_with_the_one_engine_trains_as_with_the_other(tmp_path: Path) -
             if not key.startswith("time/"):
                 assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-4), key
         assert mine["grad_norm"] > 0.1 and mine["mismatch_max"] < 1e-5
+    assert both["titan"][1]["kl_reference"] > 1e-4
     mine, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-exported").state_dict() for name in both)
     start = AutoModelForCausalLM.from_pretrained(tmp_path / "titan" / "model").state_dict()
     assert max((mine[name] - theirs[name]).abs().max() for name in theirs) < 1e-5
