@@ -81,6 +81,8 @@ if TITAN:
 if TITAN and LONG:
     replicated = ModelConfig(engine="titan", replicas=2, sequence_parallel=2, activation_checkpointing=True)
     LAYOUTS["four, torchtitan, shared tokens in two replicas"] = ({"dp": 2, "sp": 2}, replicated, 150)
+if LONG:
+    LAYOUTS["four, split matrices"] = ({"dp": 2, "sp": 1, "tp": 2}, ModelConfig(tensor_parallel=2), 150)
 ONE_ROW = ModelConfig(packing="one_row")
 FAMILIES: dict[str, tuple[str, dict[str, int], ModelConfig]] = {  # the model, the mesh, how it is computed
     "lfm2": ("lfm2", {"dp": 1}, ModelConfig()),

@@ -1,4 +1,5 @@
-"""Each of agentrl's own training engines, in one process: without a process group if it can, and in one of one rank."""
+"""Each of agentrl's own training engines, in one process: without a process group if it can, else in one of one rank (the other
+way is a long form)."""
 
 from __future__ import annotations
 
@@ -13,12 +14,18 @@ from engine_contract import Made, TrainEngineContract
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import DependencyError
 from agentrl.train.engine import TRAIN_ENGINES, BaseEngine
+from tests.conftest import proof
 
-WAYS = [(entry.name, grouped) for entry in TRAIN_ENGINES.own() for grouped in (False, True) if grouped or "alone" in entry.traits]
+WAYS = [
+    pytest.param((entry.name, grouped), id=f"{entry.name}, {'in a group' if grouped else 'alone'}", marks=marks)
+    for entry in TRAIN_ENGINES.own()
+    for grouped, marks in ((False, ()), (True, [proof] if "alone" in entry.traits else []))
+    if grouped or "alone" in entry.traits
+]
 
 
 class TestTrainingEngines(TrainEngineContract):
-    @pytest.fixture(params=WAYS, ids=lambda way: f"{way[0]}, {'in a group' if way[1] else 'alone'}")
+    @pytest.fixture(params=WAYS)
     def way(self, request: pytest.FixtureRequest) -> Iterator[str]:
         name, grouped = request.param
         try:

@@ -147,7 +147,7 @@ def test_the_memory_that_is_counted_is_what_each_rank_holds(out: Path, name: str
     assert counted.weights == sum(weights.values()) and counted.optimizer == moments
     plain = cfg.model_copy(update={"tensor_parallel": 1, "expert_parallel": 1, "sequence_parallel": 1})
     whole = count(shell(plain), plain, world, 128, trained=True)
-    if cfg.tensor_parallel > 1 and cfg.lora is None:  # half of the heads and of the MLP is computed, and kept, on a rank
+    if name in SHORT:  # half of the heads and of the MLP is computed, and kept, on a rank
         assert counted.activations < 0.9 * whole.activations and counted.gradients < 0.8 * whole.gradients
 
 
