@@ -189,7 +189,10 @@ def measured(tiny: str, out: Path, layout: str) -> Body:
         if "critic" in TRAIN_ENGINES.entry(model.engine).traits:
             found["critic"] = of_critic(tiny, model, optim, context)
         if "router_replay" in TRAIN_ENGINES.entry(model.engine).traits:
-            found["routed"] = of_routers(str(out / "moe"), model, optim, context)
+            whole = (
+                model if model.tensor_parallel == 1 else model.model_copy(update={"expert_parallel": 2})
+            )  # no part of an expert
+            found["routed"] = of_routers(str(out / "moe"), whole, optim, context)
         if context.rank == 0:
             torch.save(found, out / f"{layout}.pt")
 
