@@ -20,7 +20,7 @@ from agentrl.render.template import TemplateRenderer
 from agentrl.trajectory import Message, ToolCall
 
 HERE = [real for real in REAL if real.path.is_file()]
-EXAMPLES = int(os.environ.get("AGENTRL_TEMPLATE_EXAMPLES") or 4)
+EXAMPLES = int(os.environ.get("AGENTRL_TEMPLATE_EXAMPLES") or 3)
 if not HERE:
     pytest.skip(f"no chat templates in {ROOT}: python .ci/templates.py fetches them", allow_module_level=True)
 quick = settings(max_examples=EXAMPLES, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
