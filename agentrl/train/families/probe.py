@@ -171,7 +171,7 @@ def _small(config: Any, kind: Kind) -> Any:
 @torch.no_grad()
 def perturb(model: nn.Module) -> None:
     """Draw every parameter, and the biases that are buffers (of routers), so that none is without effect."""
-    parts = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n.endswith("bias")}}
+    parts = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n.endswith("bias") and b.dim() == 1}}
     for tensor in parts.values():
         if not tensor.is_floating_point():
             continue

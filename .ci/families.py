@@ -1,0 +1,263 @@
+"""`make families`: the probe over every causal language model of transformers, into docs/families.json and docs/families.md.
+
+    python .ci/families.py                    all families (some minutes)
+    python .ci/families.py --only lfm2 llama  these alone; the others stay as recorded
+    python .ci/families.py --page             prints the page from the record, and measures nothing
+
+The record has an entry for each family: columns that are not measured here (template, parser, vllm) stay as they are, for the
+commands that measure them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+sys.path[:0] = [str(ROOT)]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from specimens import specimen  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from agentrl.errors import ModelError  # noqa: E402
+from agentrl.train.attention import PACKED  # noqa: E402
+from agentrl.train.families.choice import Probed, probed  # noqa: E402
+from agentrl.train.families.probe import TEMPERATURE, Measured, Sample, brief, micro_of  # noqa: E402
+from agentrl.train.modules import shared  # noqa: E402
+from agentrl.train.ulysses import Ulysses  # noqa: E402
+
+RECORD, PAGE = ROOT / "docs" / "families.json", ROOT / "docs" / "families.md"
+BEGIN = "<!-- from docs/families.json; make families -->\n"
+COLUMNS = (
+    "model_type", "architecture", "packed", "shared prefix", "2 ranks", "a run", "template", "parser", "embedded", "vLLM",
+)  # fmt: skip
+OTHERS = ("template", "parser", "vllm")
+LIMIT = 120
+"""Seconds for one family; a model that takes longer is not tried."""
+Entry = dict[str, Any]
+
+
+def families() -> dict[str, str]:
+    """Every causal language model of transformers: its model_type, and its class."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
+    return dict(sorted(names.items()))
+
+
+def measured(family: str) -> Entry:
+    """What the probe finds of a family: errors of each way to compute its rows, and what a run would do."""
+    try:
+        config = specimen(family)
+    except Exception as error:
+        return {"mode": "refused", "why": f"its default config cannot be made: {brief(error)}"}
+    try:
+        found = probed(config, "policy", "", one_row=True)
+    except ModelError as error:
+        return {"mode": "refused", "why": _plain(str(error), family)}
+    entry: Entry = {"packed": _short(found.packed), "shared": _short(found.shared), "one_row": _short(found.one_row)}
+    mode = mode_of(found)
+    entry["mode"] = mode
+    if mode != "packed":
+        worst = found.packed if not found.packed.right else found.shared
+        entry["why"] = worst.why or f"packed rows are off by {worst.error:.1e}"
+    return entry
+
+
+def mode_of(found: Probed) -> str:
+    """What a run with `model.packing = "auto"` does with such a model."""
+    if found.packed.right:
+        return "packed" if found.shared.right else "packed, no sharing"
+    if found.one_row is not None and found.one_row.right:
+        return "one row"
+    return "one row, eager" if found.eager is not None and found.eager.right else "refused"
+
+
+def embedded(family: str) -> str:
+    """Whether the embedded engine serves the family, or why not."""
+    from agentrl.backends.embedded.model import EmbeddedModel
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            Sample(specimen(family)).model.save_pretrained(folder)
+            EmbeddedModel(folder, "float32", torch.device("cpu"))
+        except Exception as error:
+            return str(error).replace(folder, "it").splitlines()[0][:160] if isinstance(error, ModelError) else brief(error)[:160]
+    return "yes"
+
+
+def on_two_ranks(names: list[str], answers: Path) -> None:
+    """Errors of logprobs and gradients if two ranks share the tokens, for each family: a line each in `answers`."""
+    store = answers.with_suffix(".store")
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if not child:
+            try:
+                torch.set_num_threads(1)
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT)
+                )
+                with answers.open("a") if rank == 0 else Path(os.devnull).open("w") as file:
+                    for name in names:
+                        print(json.dumps([name, _shared_tokens(name)]), file=file, flush=True)
+            finally:
+                os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def _shared_tokens(name: str) -> str:
+    """On each rank: the larger of the logprobs' and the gradients' largest error, relative to the largest gradient."""
+    try:
+        sample = Sample(specimen(name))
+        module = sample.module(PACKED)
+        module.requires_grad_(True)
+        micro = micro_of(sample.view, (0, 1, 2, 3), ())
+        alone, slopes = _slopes(module, module(micro, TEMPERATURE, False)[0])
+        both, parts = _slopes(module, module(shared(micro, Ulysses(dist.group.WORLD)), TEMPERATURE, False)[0])  # type: ignore[arg-type]
+        top = max(float(slope.abs().max()) for slope in slopes.values())
+        for part in parts.values():
+            dist.all_reduce(part)
+        worst = max(float((parts[key] - slope).abs().max()) for key, slope in slopes.items()) / top
+        return _short(Measured(max(worst, float((both - alone).abs().max()))))
+    except Exception as error:
+        return brief(error)[:160]
+
+
+def _slopes(module: torch.nn.Module, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.autograd.backward((logprobs * torch.linspace(-1, 1, len(logprobs))).sum())
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+    module.zero_grad()
+    return logprobs.detach(), found
+
+
+def _short(found: Measured | None) -> str:
+    if found is None:
+        return ""
+    return found.why[:160] if found.why else f"{found.error:.1e}"
+
+
+def _plain(message: str, family: str) -> str:
+    """A refusal without what is the same in all of them."""
+    for part in (f": the family {family} ", ": the family ", "; take another model"):
+        message = message.split(part)[-1] if part.startswith(":") else message.split(part)[0]
+    return message[:240]
+
+
+def in_time(call: Callable[[], Any]) -> Any:
+    """The call's result; raises TimeoutError after LIMIT seconds."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not done in {LIMIT} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(LIMIT)
+    try:
+        return call()
+    finally:
+        signal.alarm(0)
+
+
+def measure(names: list[str], record: dict[str, Entry]) -> None:
+    """Bring the entries of those families up to date."""
+    classes = families()
+    for name in names:
+        began = time.monotonic()
+        kept = {key: value for key, value in record.get(name, {}).items() if key in OTHERS}
+        try:
+            entry = in_time(partial(measured, name))
+            if entry["mode"] != "refused":
+                entry["embedded"] = in_time(partial(embedded, name))
+        except TimeoutError as error:
+            entry = {"mode": "refused", "why": str(error)}
+        record[name] = {"architecture": classes[name], **entry, **kept}
+        write(record)
+        print(
+            f"{name}: {entry['mode']} {entry.get('packed', '')} {entry.get('why', '')} ({time.monotonic() - began:.1f} s)",
+            flush=True,
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        answers = Path(folder) / "ulysses"
+        on_two_ranks([name for name in names if record[name]["mode"].startswith("packed")], answers)
+        for line in answers.read_text().splitlines() if answers.exists() else []:
+            name, text = json.loads(line)
+            record[name]["ulysses"] = text
+    write(record)
+
+
+def write(record: dict[str, Entry]) -> None:
+    """The record into its file, in the order of the families' names."""
+    RECORD.write_text(json.dumps({name: record[name] for name in families() if name in record}, indent=1) + "\n")
+
+
+def page_of(record: dict[str, Entry]) -> str:
+    """The part of docs/families.md that is printed from the record."""
+    counts = {mode: sum(entry["mode"] == mode for entry in record.values()) for mode in ("packed", "packed, no sharing")}
+    single = sum(entry["mode"].startswith("one row") for entry in record.values())
+    lines = [
+        f"Of {len(record)} families {sum(counts.values())} are packed, {single} computed one row a pass, and "
+        f"{sum(entry['mode'] == 'refused' for entry in record.values())} refused.\n",
+        f"| {' | '.join(COLUMNS)} |",
+        "|---" * len(COLUMNS) + "|",
+    ]
+    for name, entry in record.items():
+        if entry["mode"] == "refused":
+            continue
+        cells = [_error(entry.get(key, "")) for key in ("packed", "shared", "ulysses")]
+        rest = [str(entry.get(key, "")) for key in ("template", "parser")]
+        engine = "yes" if entry.get("embedded") == "yes" else "no"
+        lines.append(
+            "| "
+            + " | ".join([f"`{name}`", entry["architecture"], *cells, entry["mode"], *rest, engine, entry.get("vllm", "")])
+            + " |"
+        )
+    lines += ["", "One row a pass, and why:", ""]
+    lines += [f"- `{name}`: {entry['why']}" for name, entry in record.items() if entry["mode"] not in ("packed", "refused")]
+    lines += ["", "Refused, and why:", ""]
+    lines += [f"- `{name}`: {entry['why']}" for name, entry in record.items() if entry["mode"] == "refused"]
+    return "\n".join(lines) + "\n"
+
+
+def _error(text: str) -> str:
+    """An error in a cell; a text, which a list below the table has, is a dash."""
+    try:
+        return f"{float(text):.0e}"
+    except ValueError:
+        return "-" if text else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="the probe over every family of transformers")
+    parser.add_argument("--only", nargs="+", metavar="FAMILY")
+    parser.add_argument("--page", action="store_true")
+    args = parser.parse_args()
+    import transformers
+
+    warnings.filterwarnings("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    record: dict[str, Entry] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if not args.page:
+        measure(args.only or list(families()), record)
+    text = PAGE.read_text().split(BEGIN)[0]
+    PAGE.write_text(text + BEGIN + page_of(json.loads(RECORD.read_text())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""docs/families.md says of every causal language model of transformers what the probe finds: the page is that of the record, and
+the record that of the code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.conftest import PROOFS
+
+ROOT = Path(__file__).resolve().parents[3]
+RECORD = ROOT / "docs" / "families.json"
+SOME = (
+    "bart",
+    "deepseek_v3",
+    "gemma2",
+    "gpt_oss",
+    "granite",
+    "lfm2",
+    "llama",
+    "mamba2",
+    "mistral",
+    "qwen3_next",
+    "rwkv",
+    "xlstm",
+)
+
+
+@pytest.fixture(scope="module")
+def table() -> ModuleType:
+    sys.path.insert(0, str(ROOT / ".ci"))
+    import families
+
+    return families  # type: ignore[no-any-return]
+
+
+def test_the_page_is_printed_from_the_record(table: ModuleType) -> None:
+    page = (ROOT / "docs" / "families.md").read_text()
+    assert page.split(table.BEGIN)[1] == table.page_of(json.loads(RECORD.read_text())), "make families"
+
+
+def test_every_family_of_transformers_has_a_row(table: ModuleType) -> None:
+    record = json.loads(RECORD.read_text())
+    assert list(record) == list(table.families())
+    assert all(entry["mode"] == "packed" or entry["why"] for entry in record.values())
+
+
+@pytest.mark.parametrize("family", [*json.loads(RECORD.read_text())] if PROOFS else SOME)
+def test_a_row_is_what_the_probe_finds(table: ModuleType, family: str) -> None:
+    """Its mode and its reason; and errors of the same size, which rounding decides."""
+    found, recorded = table.in_time(lambda: table.measured(family)), json.loads(RECORD.read_text())[family]
+    assert found["mode"] == recorded["mode"], found
+    for key in ("packed", "shared", "one_row"):
+        one, other = (entry.get(key, "") for entry in (found, recorded))
+        try:
+            assert (float(one) > 1e-3) == (float(other) > 1e-3)
+        except ValueError:
+            assert one == other
