@@ -1,29 +1,45 @@
-"""The contract on the SGLang engine, with a stand-in of its server (tests/backends/sglang_stand_in)."""
+"""The contract on the SGLang engine, with a stand-in of its server (tests/backends/sglang_stand_in), or with a real one.
 
+    AGENTRL_SGLANG=http://127.0.0.1:30000 python -m pytest tests/backends/test_sglang.py
+
+A real server serves `engine_models.build_model(FOLDER)`, in float32 and with room for 16384 tokens; it gets the weights of the
+tests from this process. If it does not draw with seeds, the tests that need them are skipped.
+"""
+
+import os
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import httpx
 import pytest
 import pytest_asyncio
 from contract import EngineContract
 from engine_models import parameters
 
 from agentrl.backends.sglang.engine import SglangEngine
+from agentrl.backends.sglang.facts import SERVER
 from agentrl.config.schema import SglangConfig
 from tests.backends.sglang_stand_in.server import StandIn
 from tests.conftest import proof
 from tests.publishing import publish
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+REAL = os.environ.get("AGENTRL_SGLANG")
+SEEDS = REAL is None or bool(httpx.get(REAL + SERVER).json()["enable_deterministic_inference"])
+seeded = pytest.mark.skipif(not SEEDS, reason="the server does not draw with seeds (--enable-deterministic-inference)")
 
 
 @pytest.fixture(scope="module")
 def server(model_folder):
-    with StandIn(model_folder) as server:
+    with StandIn(model_folder) if REAL is None else nullcontext(SimpleNamespace(address=REAL, refused=[])) as server:
         yield server
         assert not server.refused
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(server, model_folder, tmp_path_factory):
-    engine = SglangEngine(model_folder, SglangConfig(servers=[server.address]), folder=str(tmp_path_factory.mktemp("shared")))
+    cfg = SglangConfig(servers=[server.address], seeds=SEEDS)
+    engine = SglangEngine(model_folder, cfg, folder=str(tmp_path_factory.mktemp("shared")))
     await engine.start()
     yield engine
     await engine.close()
@@ -39,7 +55,7 @@ async def engine(running, model):
 
 @pytest.fixture
 def tolerance():
-    return 1e-5
+    return 1e-5 if REAL is None else 1e-3
 
 
 @pytest.fixture
@@ -48,5 +64,8 @@ def context():
 
 
 class TestSglang(EngineContract):
+    both = False
     # The stand-in draws as the embedded engine does, whose draws have a test of their own.
     test_draws_follow_the_renormalized_kept_set = proof(EngineContract.test_draws_follow_the_renormalized_kept_set)
+    test_a_stop_token_is_the_last_id = seeded(EngineContract.test_a_stop_token_is_the_last_id)
+    test_a_seed_fixes_the_sample_whatever_else_runs = seeded(EngineContract.test_a_seed_fixes_the_sample_whatever_else_runs)

@@ -105,6 +105,8 @@ async def test_requests_without_a_seed_do_not_all_draw_the_same(model_folder):
     with StandIn(model_folder) as server:
         async with client(model_folder, server) as engine:
             turns = await asyncio.gather(*(engine.generate(prompt_of(9), Sampling(max_tokens=8), f"{n}") for n in range(3)))
+            with pytest.raises(EngineError, match="set one of"):
+                await engine.generate(prompt_of(9), Sampling(max_tokens=8, top_k=3, top_p=0.6), "both")
         assert len({tuple(turn.token_ids) for turn in turns}) == 3
         ids = [body["rid"] for body in server.posts("/generate") if body.get("stream")]
         assert len({len(rid) for rid in ids}) == 1  # an abort is of all ids that begin with its own
@@ -286,6 +288,7 @@ async def test_before_a_run_the_servers_are_asked(model_folder, tmp_path, monkey
             (model_folder, "http://127.0.0.1:9"): "http://127.0.0.1:9/model_info cannot be reached",
             (model_folder, "127.0.0.1:9"): "'127.0.0.1:9' is no address of a server",
             (model_folder, server.address, "weights.lora=adapter", "model.lora={}"): 'use weights.lora = "merged"',
+            (model_folder, server.address, "rollout.top_k=3", "rollout.top_p=0.6"): "set one of rollout.top_k and rollout.top_p",
             (model_folder, server.address, "sglang.api_key_env=NOT_SET"): "the environment variable NOT_SET is not set",
             (model_folder, server.address, f'sglang.servers=["{server.address}","{server.address}/"]'): "names a server twice",
             (model_folder, server.address, "sglang.servers=[]"): "needs sglang.servers",

@@ -12,7 +12,7 @@ from agentrl.backends.sglang.files import check_names, weight_files
 from agentrl.backends.sglang.http import ServerDeadError
 from agentrl.backends.sglang.probe import prove_temperature
 from agentrl.backends.sglang.servers import Server, Servers
-from agentrl.backends.sglang.turn import PARTS, WHOLE, TurnRequests
+from agentrl.backends.sglang.turn import BOTH, PARTS, WHOLE, TurnRequests
 from agentrl.backends.sglang.updates import FileUpdate, HttpUpdate, Update
 from agentrl.backends.sglang.versions import Versions
 from agentrl.config.schema import SglangConfig
@@ -306,3 +306,5 @@ class SglangEngine(Engine, WeightTarget):
             raise EngineError(f"the prompt has token ids outside [0, {expected.vocab})")
         if sampling.max_tokens < 1:
             raise EngineError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
+        if sampling.top_k and sampling.top_p < 1:
+            raise EngineError(BOTH)

@@ -44,6 +44,10 @@ class SglangMaker(EngineMaker):
                 'weights.lora = "adapter" does not work with engine = "sglang", whose servers do not say which adapter sampled a '
                 'token; use weights.lora = "merged"'
             )
+        from agentrl.backends.sglang.turn import BOTH
+
+        if self.config.rollout.top_k and self.config.rollout.top_p < 1:
+            raise ConfigError(BOTH)
         self._asked  # noqa: B018 - raises
 
     @cached_property

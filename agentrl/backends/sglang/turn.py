@@ -21,6 +21,11 @@ from agentrl.rollout.engine import Finish, Generation, Sampling
 WHOLE, PARTS = 256, 16
 """Tokens between two parts of a streamed answer: if each part repeats all tokens so far, and if it has only the new ones."""
 
+BOTH = (
+    "SGLang takes top_p of the probability of all tokens, and the other engines of that which top_k leaves: together they would "
+    "draw from other tokens; set one of rollout.top_k and rollout.top_p"
+)
+
 
 @dataclass(slots=True)
 class TurnRequests:
