@@ -167,11 +167,13 @@ async def test_a_turn_moves_when_its_server_dies_and_a_server_that_is_back_gets_
 async def test_weights_in_requests_need_no_common_folder(model_folder, model):
     """`update = "http"`: in several requests, of which the last names the version; a copy for each rank."""
     with StandIn(model_folder, Settings({"tp_size": 2})) as server:
+        server.session = True  # left open by a run that was killed
         async with client(model_folder, server, update="http") as engine:
             new = changed(model, seed=1)
             await publish(engine, 5, new, bucket_mib=0.2)
             turn = await engine.generate(prompt_of(9), Sampling(max_tokens=9, seed=1), "a")
         assert set(turn.versions) == {5} and off(load(model_folder), prompt_of(9), turn, weights=new) < 1e-5
+        assert not server.session
         sent = server.posts("/update_weights_from_tensor")
         assert len(sent) > 3 and not server.posts("/update_weights_from_disk")
         assert all(len(body["serialized_named_tensors"]) == 2 for body in sent)

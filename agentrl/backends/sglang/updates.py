@@ -7,6 +7,7 @@ requests back without their caches and computes them again afterwards.
 from __future__ import annotations
 
 import base64
+import contextlib
 import pickle
 import shutil
 import tempfile
@@ -23,6 +24,7 @@ from agentrl.executors import in_thread
 from agentrl.weights.bucket import Named
 
 FROM_DISK, FROM_TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
+BEGIN, END = "/begin_weight_update", "/end_weight_update"
 BODY = 256 << 20
 """Bytes of weights in the body of one request, when a run's first weights are sent."""
 
@@ -150,6 +152,14 @@ class HttpUpdate(Update):
 
     async def start(self, targets: Sequence[Server], name: str) -> None:
         self._targets, self._name, self._last = targets, name, None
+        # A server refuses a second session, and one may be open since a run that was killed.
+        await self._end()
+        await self._servers.post(targets, BEGIN, {}, self._seconds)
+
+    async def _end(self) -> None:
+        for server in self._targets:
+            with contextlib.suppress(EngineError):  # if none is open; what else is wrong, the next call says
+                await server.http.post(END, {}, self._seconds)
 
     async def add(self, tensors: list[Named]) -> None:
         before = self._last
@@ -160,9 +170,11 @@ class HttpUpdate(Update):
     async def finish(self) -> None:
         assert self._last is not None, "an update without tensors"
         await self._send(self._last, self._name)
+        await self._servers.post([server for server in self._targets if server.cause is None], END, {}, self._seconds)
         self._last = None
 
     async def drop(self) -> None:
+        await self._end()
         self._last = None
 
     async def _send(self, text: str, name: str | None) -> None:

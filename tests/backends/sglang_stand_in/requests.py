@@ -30,6 +30,8 @@ CLASSES = {
     "/continue_generation": "ContinueGenerationReqInput",
     "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
     "/update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
+    "/begin_weight_update": "BeginWeightUpdateReqInput",
+    "/end_weight_update": "EndWeightUpdateReqInput",
 }
 """The class of the body that each route takes."""
 SAMPLING = "SamplingParams"
