@@ -39,7 +39,7 @@ def chosen(model: Any, ids: list[int]) -> Any:
 @pytest.mark.parametrize(("family", "ranks"), [("qwen3_moe", 1), ("glm4_moe", 1), ("granitemoe", 2)])
 async def test_experts_are_those_of_a_plain_pass(family: str, ranks: int, tmp_path: Path) -> None:
     """Layers without a router among them (GLM-4-MoE's first), and two tensor-parallel ranks."""
-    cfg = VllmConfig(kv_cache_mib=64, max_model_len=256, max_respawns=0, tensor_parallel=ranks)
+    cfg = VllmConfig(kv_cache_mib=64, max_model_len=512, max_respawns=0, tensor_parallel=ranks)
     engine = VllmEngine(moe.build(family, tmp_path), cfg, router_replay=True)
     await engine.start()
     old, new = moe.model(family), moe.model(family)
@@ -65,14 +65,16 @@ async def test_experts_are_those_of_a_plain_pass(family: str, ranks: int, tmp_pa
         assert all(right(each, 0, answer) for each, answer in zip(prompts, answers, strict=True)), "batched"
         assert (await ask(prompt, None)).experts is None
 
-        running = asyncio.ensure_future(ask(prompt_of(20, 9), 0, "d", 200))
-        while (progress := engine.progress("d")) is None or progress.tokens < 10:
-            await asyncio.sleep(0.01)
+        done = (await engine.stats()).sampled_tokens
+        running = asyncio.ensure_future(ask(prompt_of(20, 9), 0, "d", 400))
+        while (await engine.stats()).sampled_tokens < done + 10:
+            await asyncio.sleep(0)
+        await engine.pause()
         await publish(engine, 1, dict(Saving(new).tensors(iter(new.state_dict().items()))))
         answer = await running
         ids, before = [*prompt_of(20, 9), *answer.token_ids], answer.versions.count(0)
         told, computed = np.sort(answer.experts, -1), 20 + before - 1
-        assert 10 <= before < 200
+        assert 10 <= before < 400
         assert np.array_equal(told[:computed], chosen(old, ids)[:computed]), "as they were computed first"
         assert np.array_equal(told[computed:], chosen(new, ids)[computed:-1])
     finally:
