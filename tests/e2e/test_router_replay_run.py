@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from agentrl.backends.vllm.make import check_replay
 from agentrl.errors import ConfigError
 from agentrl.experts import RouterWatch
 from agentrl.run.checks.routing import check_router_replay
+from agentrl.train.engine import TRAIN_ENGINES
 from agentrl.train.engines import check_train_engine
 from tests import moe
 from tests.e2e.inside import config_of, episodes, execute, updates
@@ -33,7 +35,7 @@ def test_what_the_engine_chose_is_repeated_from_the_first_step_on(
     """Ledgers have the experts of a plain forward pass over their tokens, the trainer's logprobs are the engine's; and a run that
     is told others computes something else."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    short = [f"model.path={model}", REPLAY, "steps=2", "algorithm.proximal=recompute"]
+    short = [f"model.path={model}", REPLAY, "steps=2", "algorithm.proximal=recompute", "rollout.groups=2", "rollout.group_size=2"]
     run = execute(config_of(tmp_path, "replayed", *short))
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     watch = RouterWatch(plain)
@@ -77,10 +79,14 @@ def test_models_without_routers_that_can_be_told_are_refused(tmp_path: Path) -> 
     check_router_replay(config_of(tmp_path, "x"))
 
 
-def test_an_engine_that_cannot_is_refused(model: str, tmp_path: Path) -> None:
-    config = config_of(tmp_path, "x", f"model.path={model}", REPLAY, "model.engine=titan")
-    with pytest.raises(ConfigError, match=r'rollout.router_replay: model.engine = "titan" does not support it.*fsdp2'):
-        check_train_engine(config)
+def test_an_engine_that_cannot_is_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, entry = config_of(tmp_path, "x", f"model.path={model}", REPLAY), TRAIN_ENGINES.entry("fsdp2")
+    unable = SimpleNamespace(name="fsdp2", make=entry.make, traits=entry.traits - {"router_replay"})
+    with monkeypatch.context() as patch:
+        patch.setattr(TRAIN_ENGINES, "entry", lambda name: unable)
+        with pytest.raises(ConfigError, match=r'rollout.router_replay: model.engine = "fsdp2" does not support it'):
+            check_train_engine(config)
+    check_train_engine(config)
     for name in ("speculative_config", "enable_expert_parallel", "kv_transfer_config"):
         vllm = config_of(tmp_path, "x", f"model.path={model}", REPLAY, "engine=vllm", f"vllm.args.{name}=true")
         with pytest.raises(ConfigError, match=rf"vllm.args.{name}: with rollout.router_replay"):
