@@ -228,10 +228,15 @@ def page_of(record: dict[str, Entry]) -> str:
             + " |"
         )
     lines += ["", "One row a pass, and why:", ""]
-    lines += [f"- `{name}`: {entry['why']}" for name, entry in record.items() if entry["mode"] not in ("packed", "refused")]
+    lines += [f"- `{name}`: {_reason(entry)}" for name, entry in record.items() if entry["mode"] not in ("packed", "refused")]
     lines += ["", "Refused, and why:", ""]
-    lines += [f"- `{name}`: {entry['why']}" for name, entry in record.items() if entry["mode"] == "refused"]
+    lines += [f"- `{name}`: {_reason(entry)}" for name, entry in record.items() if entry["mode"] == "refused"]
     return "\n".join(lines) + "\n"
+
+
+def _reason(entry: Entry) -> str:
+    """Why a family is not packed, without marks that a page gives a meaning."""
+    return str(entry["why"]).replace("`", "'").replace("*", "")
 
 
 def _error(text: str) -> str:
