@@ -18,8 +18,9 @@ from agentrl.run.checks import check_config, check_train
 from agentrl.run.engines import engine_name, maker_of
 from agentrl.run.placement import locations_of_roles, placement_table, roles_of
 from agentrl.train.engine import TRAIN_ENGINES
+from agentrl.train.engines import check_train_engine
 from agentrl.train.families.choice import packing_of, with_packing
-from agentrl.train.learner import rests
+from agentrl.train.learner import mesh_of, rests
 from agentrl.train.memory import RoleMemory, numbers, shell, token_bytes, width
 from agentrl.train.modules import Role
 from agentrl.train.pretrained import head_dim, model_context
@@ -58,6 +59,8 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
             return dry_run(config, gpu_memory)
     here = gpu_memory is None or joins(config.cluster)
     (check_train if here else check_config)(checked(config), planned=True)
+    check_train_engine(config)  # of the real model, which `checked` may have replaced by one that is split otherwise
+    mesh_of(config)
     packing = packing_of(config)  # of the real model: `checked` may have put another in its place
     config = with_packing(config)
     maker_of(engine_name(config), config).check()  # `checked` may have put a model with a smaller cache in its place
@@ -105,7 +108,9 @@ def checked(config: TrainConfig) -> TrainConfig:
         return config
     trust = config.model.trust_remote_code
     sizes = {"context": model_context(path, trust), "head_dim": head_dim(path, trust) or InitModelConfig().head_dim}
-    model = config.model.model_copy(update={"path": None, "init": InitModelConfig(**sizes)})
+    # Not split: the checks of the real model say whether it can be.
+    whole = {"tensor_parallel": 1, "expert_parallel": 1}
+    model = config.model.model_copy(update={"path": None, "init": InitModelConfig(**sizes), **whole})
     return config.model_copy(update={"model": model})
 
 

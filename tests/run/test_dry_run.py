@@ -14,7 +14,8 @@ import ray
 from agentrl.cli.main import main
 from agentrl.cluster.devices import planned_elsewhere
 from agentrl.config.load import config_from
-from agentrl.run.dry_run import GIB, Peak, RolePlacement, advice, memory_of, peaks, waiting
+from agentrl.errors import ConfigError
+from agentrl.run.dry_run import GIB, Peak, RolePlacement, advice, dry_run, memory_of, peaks, waiting
 from agentrl.train import by_size
 from agentrl.train.memory import RoleMemory
 
@@ -162,3 +163,22 @@ def test_the_command_needs_no_weights_and_refuses_what_does_not_fit(
     assert main(["train", "quickstart", "--gpu-memory", "80"]) == 2
     assert "--dry-run" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["architecture"]  # nothing was started
+
+
+def test_a_folder_without_a_tokenizer_is_split_as_its_own_sizes_allow(architecture: Path) -> None:
+    """The model that stands in for it in other checks has no experts, and fewer heads."""
+    file = architecture / "config.json"
+    sizes = json.loads(file.read_text()) | {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    experts = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+    file.write_text(json.dumps(sizes | experts | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}))
+
+    def tried(*overrides: str) -> str:
+        base: dict[str, Any] = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"path": str(architecture)}}
+        return dry_run(config_from(base, ["cluster.actors=8", *overrides]), 80.0)
+
+    assert "of 80.0 GiB, in the turn of actor" in tried("model.tensor_parallel=8", "model.expert_parallel=4")
+    with pytest.raises(ConfigError, match="tensor_parallel = 8: the experts of the family 'qwen3_moe'"):
+        tried("model.tensor_parallel=8")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_key_value_heads": 4}))
+    with pytest.raises(ConfigError, match="tensor_parallel = 8 does not divide the model's 4 key heads"):
+        tried("model.tensor_parallel=8", "model.expert_parallel=4")
