@@ -13,7 +13,7 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.train.init_model import init_model
 from tests.backends.sglang_stand_in.server import Settings, StandIn
-from tests.conftest import proof
+from tests.conftest import PROOFS, proof
 from tests.e2e.inside import config_of, episodes, execute, logging_kept, updates
 
 pytestmark = pytest.mark.timeout(240)
@@ -39,24 +39,26 @@ def versions(folder: Path, step: int) -> set[int]:
     return {int(v) for ledger in ledgers for v in np.asarray(ledger.versions)[np.asarray(ledger.sampled)]}
 
 
-def test_a_run_trains_on_two_servers_and_is_resumed(model: Path, tmp_path: Path) -> None:
-    """At T = 0.7, with an evaluation of another model in between: the resumed run brings its weights back to servers that have
+def test_a_run_trains_on_two_servers(model: Path, tmp_path: Path) -> None:
+    """At T = 0.7; `make proofs` resumes it after an evaluation of another model: its weights come back to servers that have
     others by then."""
     with StandIn(str(model), SERVER) as one, StandIn(str(model), SERVER) as two:
         more = [*overrides(model, one, two), "checkpoint.every=1", "algorithm.minibatch=12"]
         folder = execute(config_of(tmp_path, "run", *more, "steps=2"))
-        served = overrides(model, one, two)[1:]
-        assert main(["eval", "key_value", "--model", str(model), "-n", "2", "--out", f"{tmp_path}/eval", *served]) == 0
-        execute(config_of(tmp_path, "run", *more, "steps=3"), resumed=True)
+        if PROOFS:
+            served = overrides(model, one, two)[1:]
+            assert main(["eval", "key_value", "--model", str(model), "-n", "2", "--out", f"{tmp_path}/eval", *served]) == 0
+            execute(config_of(tmp_path, "run", *more, "steps=3"), resumed=True)
         assert one.posts("/generate") and two.posts("/generate") and not one.refused + two.refused
-        loaded = [body["weight_version"].rsplit("-", 1)[1] for body in one.posts("/update_weights_from_disk")]
+        loaded = [int(body["weight_version"].rsplit("-", 1)[1]) for body in one.posts("/update_weights_from_disk")]
+    steps = [1, 2, 3] if PROOFS else [1, 2]
     rows = updates(folder)
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["step"] for row in rows] == steps
     for row in rows:
         assert row["mismatch_max"] < 1e-4, row
     assert max(row["grad_norm"] for row in rows[:2]) > 0.1
-    assert [versions(folder, step) for step in (1, 2, 3)] == [{0}, {1}, {2}]
-    assert loaded[0] == "0" and "1" in loaded and loaded[-1] == "3"
+    assert [versions(folder, step) for step in steps] == [{step - 1} for step in steps]
+    assert sorted(set(loaded)) == [0, *steps] and loaded[-1] == steps[-1]
 
 
 @proof
