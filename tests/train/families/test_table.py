@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from agentrl.train.families.probe import TOLERANCE
 from tests.conftest import PROOFS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,6 +45,6 @@ def test_a_row_is_what_the_probe_finds(table: ModuleType, family: str) -> None:
     for key in ("packed", "shared", "one_row"):
         one, other = (entry.get(key, "") for entry in (found, recorded))
         try:
-            assert (float(one) > 1e-3) == (float(other) > 1e-3)
+            assert (float(one) > TOLERANCE) == (float(other) > TOLERANCE)
         except ValueError:
             assert one == other
