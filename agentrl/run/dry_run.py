@@ -15,6 +15,7 @@ from agentrl.config import TrainConfig
 from agentrl.config.schema import InitModelConfig
 from agentrl.errors import ResourceError
 from agentrl.run.checks import check_config, check_train
+from agentrl.run.checks.routing import check_router_replay
 from agentrl.run.engines import engine_name, maker_of
 from agentrl.run.placement import locations_of_roles, placement_table, roles_of
 from agentrl.train.engine import TRAIN_ENGINES
@@ -59,8 +60,7 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> str:
             return dry_run(config, gpu_memory)
     here = gpu_memory is None or joins(config.cluster)
     (check_train if here else check_config)(checked(config), planned=True)
-    check_train_engine(config)  # of the real model, which `checked` may have replaced by one that is split otherwise
-    mesh_of(config)
+    check_architecture(config)
     packing = packing_of(config)  # of the real model: `checked` may have put another in its place
     config = with_packing(config)
     maker_of(engine_name(config), config).check()  # `checked` may have put a model with a smaller cache in its place
@@ -102,16 +102,23 @@ def waiting(placed: list[RolePlacement]) -> list[str]:
 
 
 def checked(config: TrainConfig) -> TrainConfig:
-    """The config that the checks see: with a model folder that has no tokenizer, a model of its sizes with the packaged one."""
+    """The config that the checks see: with a model folder that has no tokenizer, a dense model of its sizes with the packaged
+    one, which nothing splits."""
     path = config.model.path
     if path is None or not Path(path).is_dir() or any(Path(path).glob("tokenizer*")):
         return config
     trust = config.model.trust_remote_code
     sizes = {"context": model_context(path, trust), "head_dim": head_dim(path, trust) or InitModelConfig().head_dim}
-    # Not split: the checks of the real model say whether it can be.
-    whole = {"tensor_parallel": 1, "expert_parallel": 1}
-    model = config.model.model_copy(update={"path": None, "init": InitModelConfig(**sizes), **whole})
-    return config.model_copy(update={"model": model})
+    plain = {"path": None, "init": InitModelConfig(**sizes), "tensor_parallel": 1, "expert_parallel": 1}
+    rollout = config.rollout.model_copy(update={"router_replay": False})
+    return config.model_copy(update={"model": config.model.model_copy(update=plain), "rollout": rollout})
+
+
+def check_architecture(config: TrainConfig) -> None:
+    """The checks that depend on what `checked` may have put in the model's place: its routers, heads, experts and plans."""
+    check_router_replay(config)
+    check_train_engine(config)
+    mesh_of(config)
 
 
 def memory_of(config: TrainConfig, card: int | None) -> list[RolePlacement]:
@@ -124,7 +131,7 @@ def memory_of(config: TrainConfig, card: int | None) -> list[RolePlacement]:
     maker = maker_of(engine, config)
     model = shell(config.model.model_copy(update={"lora": None}))
     weights = numbers(model.parameters()) * width(dtype)
-    taken = maker.memory(weights, token_bytes(model.hf, dtype), card)
+    taken = maker.memory(weights, token_bytes(model, dtype), card)
     if taken is not None:
         processes = maker.processes()
         ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)

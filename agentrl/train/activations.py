@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from agentrl.train.attention import PackedSequences
 from agentrl.train.logprobs import CHUNK
 from agentrl.train.modules import Micro, PolicyModule, layers_of
 
-COUNTED = "agentrl_counted"
+COUNTED, NOTED = "agentrl_counted", "agentrl_noted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def count_activations(module: nn.Module, tokens: int, dtype: torch.dtype) -> Act
 
     handles = [h for layer in layers for h in (layer.register_forward_pre_hook(mark), layer.register_forward_hook(mark))]
     try:
-        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor), _CountedProducts():
             _forward(module, _micro(tokens))
     finally:
         for handle in handles:
@@ -124,6 +125,47 @@ class _CountedAttention(torch.autograd.Function):
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return out
+
+
+class _CountedProduct(torch.autograd.Function):
+    """Of tokens [S, D], by expert, and the experts' matrices [E, D, F]: [S, F], which keeps what the kernel keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, matrices)
+        return tokens.new_empty(len(tokens), matrices.shape[-1])
+
+
+class _CountedProducts(TorchFunctionMode):
+    """On the meta device torch multiplies the tokens of experts in bfloat16 alone, where the kernels also take float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.nn.functional.grouped_mm, torch._grouped_mm):
+            return _CountedProduct.apply(args[0], args[1])  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
+
+
+def heads_of(module: nn.Module) -> dict[int, tuple[int, int, int]]:
+    """(key heads, width of a key, width of a value) of each layer that attends, by its index: what the layers hand to their
+    attention function, since configs name it in many ways, and latent attention in none. `module`: on the meta device, with the
+    attention `COUNTED`."""
+    found: dict[int, tuple[int, int, int]] = {}
+
+    def note(layer: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        found[layer.layer_idx] = (key.shape[1], key.shape[-1], value.shape[-1])
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+    from transformers import AttentionInterface
+
+    model: Any = module.hf
+    AttentionInterface.register(NOTED, note)
+    model.set_attn_implementation(NOTED)
+    try:
+        with torch.no_grad(), _CountedProducts():
+            _forward(module, _micro(2))
+    finally:
+        model.set_attn_implementation(COUNTED)
+    return found
 
 
 def counted_attention(grouped: bool) -> str:

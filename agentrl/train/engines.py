@@ -46,10 +46,12 @@ def check_train_engine(config: TrainConfig) -> None:
             able = TRAIN_ENGINES.that_are(trait)
             raise ConfigError(f'{words}: model.engine = "{entry.name}" does not support it; engines that do: {able}')
     entry.make.check(config.model, config.cluster.actors)
-    others = (config.critic.path if config.critic else None, config.reward_model.path if config.reward_model else None)
-    for path in others:
-        if path is not None:
+    others = {"critic.path": config.critic, "reward_model.path": config.reward_model}
+    for key, path in {key: part.path for key, part in others.items() if part is not None and part.path is not None}.items():
+        try:
             entry.make.check(config.model.model_copy(update={"path": path, "init": None}), config.cluster.actors)
+        except ConfigError as problem:
+            raise ConfigError(f"{key} = {path}, which is computed as the policy is ([model]): {problem}") from problem
 
 
 def shares_prefixes(cfg: ModelConfig) -> bool:

@@ -29,7 +29,7 @@ from agentrl.train.families.layout import same_when_recomputed
 from agentrl.train.families.mixers import keep_rows_apart
 from agentrl.train.head import backbone
 from agentrl.train.kernels import compile_layers, compiled_head, use_liger
-from agentrl.train.layout import Layout
+from agentrl.train.layout import Layout, check_divides
 from agentrl.train.loading import Loader
 from agentrl.train.lora import inject, merged, without_adapters
 from agentrl.train.memory import RoleMemory, count
@@ -263,6 +263,7 @@ class FsdpEngine(BaseEngine):
         if cfg.replicas > 1 and cfg.expert_parallel > 1:
             raise ConfigError("model.replicas does not work with model.expert_parallel, which has a mesh of its own for experts")
         if parallel:
+            check_divides(cfg, ranks)
             check_plans(cfg, meta_model(cfg), ranks)
 
     @classmethod

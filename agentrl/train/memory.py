@@ -17,7 +17,7 @@ from torch import nn
 
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ModelError
-from agentrl.train.activations import count_activations, counted_attention
+from agentrl.train.activations import count_activations, counted_attention, heads_of
 from agentrl.train.by_size import by_size
 from agentrl.train.lora import inject
 from agentrl.train.modules import MODULES, PolicyModule, Role, layers_of
@@ -163,12 +163,15 @@ def _learning(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return [p for p in parameters if p.requires_grad]
 
 
-def token_bytes(model: Any, dtype: str) -> int:
-    """Bytes of a token in an engine's cache: a key and a value in each layer."""
-    text = model.config.get_text_config()
-    heads = text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return 2 * int(text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * size) * width(dtype)
+def token_bytes(module: nn.Module, dtype: str) -> int:
+    """Bytes of a token in the cache of an engine that keeps a key and a value in each layer, all as wide as the widest.
+    `module`: as `shell` makes it, in any type."""
+    found = heads_of(module)
+    if not found:
+        return 0
+    heads = max(heads for heads, _, _ in found.values())
+    widest = max(max(keys, values) for _, keys, values in found.values())
+    return 2 * (max(found) + 1) * heads * widest * width(dtype)
 
 
 def width(dtype: str | None) -> int:

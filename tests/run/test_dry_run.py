@@ -182,3 +182,36 @@ def test_a_folder_without_a_tokenizer_is_split_as_its_own_sizes_allow(architectu
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_key_value_heads": 4}))
     with pytest.raises(ConfigError, match="tensor_parallel = 8 does not divide the model's 4 key heads"):
         tried("model.tensor_parallel=8", "model.expert_parallel=4")
+
+
+@pytest.fixture
+def sparse(tmp_path: Path) -> Path:
+    """A mixture of experts of which there is only the architecture."""
+    kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "max_position_embeddings": 4096}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "vocab_size": 400}
+    (tmp_path / "sparse").mkdir()
+    (tmp_path / "sparse/config.json").write_text(json.dumps({**kind, **sizes, **experts}))
+    return tmp_path / "sparse"
+
+
+@pytest.mark.parametrize(
+    ("folder", "override", "refused"),
+    [
+        ("sparse", "rollout.router_replay=true model.expert_parallel=2", None),
+        ("sparse", "model.expert_parallel=4", "does not divide cluster.actors = 2"),
+        ("architecture", "rollout.router_replay=true", "is a dense model, which has no routers"),
+        ("architecture", "model.expert_parallel=2", "no expert-parallel plan for the family 'qwen3'"),
+    ],
+)
+def test_an_architecture_is_checked_and_not_the_tiny_model_in_its_place(
+    sparse: Path, architecture: Path, folder: str, override: str, refused: str | None
+) -> None:
+    path = sparse if folder == "sparse" else architecture
+    base: dict[str, Any] = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"path": str(path)}}
+    config = config_from(base, [*override.split(), "cluster.actors=2"])
+    if refused is None:
+        assert "actor" in dry_run(config, 80.0)
+        return
+    with pytest.raises(ConfigError, match=refused):
+        dry_run(config, 80.0)

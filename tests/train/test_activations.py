@@ -17,12 +17,18 @@ from agentrl.train.activations import count_activations
 from agentrl.train.attention import packed_rows
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.init_model import init_model
-from agentrl.train.memory import count, shell
+from agentrl.train.memory import count, shell, token_bytes
 from agentrl.train.modules import Micro, Role
 from tests.conftest import proof
+from tests.tiny_families import build_family
 
 TOKENS = 512
 LORA = LoraSection(rank=4)
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +121,29 @@ def test_the_activations_of_real_models_are_those_that_were_measured(tmp_path: P
     # A kernel that reads a key head once for its whole group saves the difference, in each layer and for keys and values.
     repeated = layers * 8192 * 2 * (heads - 8) * 128 * 2
     assert memory.activations - count(shell(cfg), cfg, 8, 8192, trained=True).activations == repeated
+
+
+def test_the_count_of_a_mixture_of_experts_is_what_a_real_pass_saves(tmp_path: Path) -> None:
+    path = build_family(tmp_path, "qwen3_moe", tie_word_embeddings=False)
+    cfg = ModelConfig(path=path, dtype="float32", activation_checkpointing=False)
+    found = count_activations(shell(cfg, grouped=False), TOKENS, torch.float32)
+    engine, micro = FsdpEngine(path, cfg, 1.0, "policy"), one_row()
+    kept: dict[int, Any] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    own = {p.untyped_storage()._cdata for p in engine.module.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output(engine, micro, "policy")
+    real = sum(storage.nbytes() for key, storage in kept.items() if key not in own)
+    assert found.saved == pytest.approx(real, rel=0.02) and real > 1 << 20
+
+
+def test_a_token_in_the_cache_takes_what_the_layers_hand_to_their_attention(tmp_path: Path) -> None:
+    """Latent attention names its widths otherwise than others do: keys of 8 + 8, values of 16 numbers, 4 heads, 2 layers."""
+    latent = build_family(tmp_path / "latent", "deepseek_v3", **LATENT)
+    plain = build_family(tmp_path / "plain", "qwen3_moe")
+    assert token_bytes(shell(ModelConfig(path=latent)), "float32") == 2 * 2 * 4 * 16 * 4
+    assert token_bytes(shell(ModelConfig(path=plain)), "bfloat16") == 2 * 2 * 2 * 8 * 2
