@@ -242,15 +242,18 @@ class Load:
         self.counts: Tensor | None = None
 
     @contextmanager
-    def counting(self, tokens: int) -> Iterator[None]:
-        """Count what is chosen for the first `tokens` tokens of a pass; the rest is padding."""
+    def counting(self, tokens: int, times: Tensor | None = None) -> Iterator[None]:
+        """Count what is chosen for the first `tokens` tokens of a pass; the rest is padding. `times` int64 [tokens]: how often each
+        counts; None: once."""
 
         def told(layer: int, indices: Tensor) -> None:
             if self.counts is None:
                 self.counts = torch.zeros(len(self._routers), self._routers.experts, dtype=torch.float64, device=indices.device)
-            chosen = indices[:tokens].reshape(-1)
+            chosen = indices[:tokens]
+            once = torch.ones_like(chosen, dtype=torch.float64)
+            weights = once if times is None else once * times[:, None]
             # Not bincount, which makes the host wait for a GPU.
-            self.counts[layer].scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.float64))
+            self.counts[layer].scatter_add_(0, chosen.reshape(-1), weights.reshape(-1))
 
         with self._routers.tell(told, strict=False):
             yield

@@ -27,7 +27,7 @@ class Micro:
     are wanted (never the first of a row), `targets` int64 [M] are the ids and `before` int64 [M] the positions
     of the tokens that predict them; `last` int64 [N] are the positions of the rows' last tokens. Rows that
     share a prefix share its positions. `experts` [T, routers, k]: the experts that the tokens are to go to (experts.py), None:
-    all are sent by the routers.
+    all are sent by the routers. `row_counts` int64 [T]: of how many rows each token is, None: of one.
     """
 
     input_ids: Tensor
@@ -37,6 +37,7 @@ class Micro:
     targets: Tensor
     last: Tensor
     experts: Tensor | None = None
+    row_counts: Tensor | None = None
 
 
 class PolicyModule(nn.Module):

@@ -35,7 +35,10 @@ class Routing:
                 )
             self._routers.check(micro.experts)
         if len(self._routers) and torch.is_grad_enabled() and len(micro.targets):
-            with self._load.counting(own_tokens(len(micro.input_ids), self._group)):
+            # A shared prefix counts for each of its rows: how often it is computed hangs on ranks and micro-batches.
+            own = own_tokens(len(micro.input_ids), self._group)
+            times = None if micro.row_counts is None else micro.row_counts[own]
+            with self._load.counting(own.stop - own.start, times):
                 yield
         else:
             yield
@@ -59,9 +62,9 @@ def _asked() -> Tensor | None:
     return None if packed is None else packed.experts
 
 
-def own_tokens(tokens: int, group: Ulysses | None) -> int:
-    """How many of a micro-batch's tokens are computed on this rank; what pads its share comes after them."""
+def own_tokens(tokens: int, group: Ulysses | None) -> slice:
+    """Which of a micro-batch's tokens are computed on this rank; what pads its share comes after them."""
     if group is None:
-        return tokens
+        return slice(0, tokens)
     local = group.slice_of(tokens + -tokens % group.size)
-    return max(0, min(tokens, int(local.stop)) - int(local.start))
+    return slice(min(tokens, int(local.start)), min(tokens, int(local.stop)))

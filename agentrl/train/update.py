@@ -244,12 +244,13 @@ class Pack:
         experts = self.flat["experts"] if replay and "experts" in view else None
         if experts is not None and not rows:
             experts = free(experts, len(experts))
-        trees = trees_of(view, rows)
+        trees, row_counts = trees_of(view, rows), None
         if trees:
             # Fewer tokens are computed than the rows have: positions in the plain rows become positions among these.
             made = share(view, rows, trees)
             ids, positions = made.token_ids, made.position_ids
             before, last = made.at[before], made.at[last]
+            row_counts = on_device(torch.bincount(made.at, minlength=len(ids)), device)
             if experts is not None:
                 experts = experts[torch.from_numpy(np.unique(made.at.numpy(), return_index=True)[1])]
             packed = packed_trees(made.spans, packed.longest, device)
@@ -257,7 +258,7 @@ class Pack:
         # int32 in the batch; gather needs int64.
         ids, positions, before, targets, last = (on_device(t.long(), device) for t in (ids, positions, before, targets, last))
         experts = None if experts is None else on_device(experts, device)
-        self.micro = Micro(ids, positions, packed, before, targets, last, experts)
+        self.micro = Micro(ids, positions, packed, before, targets, last, experts, row_counts)
 
     def column(self, name: str) -> Tensor:
         values: Tensor = self.flat[name]

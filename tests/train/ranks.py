@@ -193,6 +193,7 @@ def measured(tiny: str, out: Path, layout: str) -> Body:
                 model if model.tensor_parallel == 1 else model.model_copy(update={"expert_parallel": 2})
             )  # no part of an expert
             found["routed"] = of_routers(str(out / "moe"), whole, optim, context)
+            found["loads"] = loads(str(out / "moe"), whole, optim.model_copy(update={"micro_tokens": 400}), context)
         if context.rank == 0:
             torch.save(found, out / f"{layout}.pt")
 
@@ -228,6 +229,17 @@ def of_routers(path: str, model: ModelConfig, optim: OptimConfig, context: Worke
     actor.init_model(path, model.model_copy(update={"activation_checkpointing": True}), optim)
     actor._engine.optimizers = update_log = UpdateLog(actor._engine.named())
     return actor.update(mine(Actor, "update", routed(), algorithm, context), algorithm, step=1), update_log.seen
+
+
+def loads(path: str, model: ModelConfig, optim: OptimConfig, context: WorkerContext) -> list[dict[str, float]]:
+    """Metrics of such an update of rows that begin alike, without shared prefixes and with them."""
+    actor, algorithm, found = Actor(context), AlgorithmConfig(minibatch=7), []
+    actor.init_model(path, model, optim)
+    actor._engine.optimizers = UpdateLog(actor._engine.named())
+    for mode in ("off", "on"):
+        batch, _ = by_token(sharing(noisy(120), mode), 2)
+        found.append(actor.update(mine(Actor, "update", batch, algorithm, context), algorithm, step=1))
+    return found
 
 
 def of_critic(tiny: str, model: ModelConfig, optim: OptimConfig, context: WorkerContext) -> Any:
@@ -418,6 +430,15 @@ def routed(experts: int = moe.EXPERTS) -> Any:
     chosen = scores.topk(moe.CHOSEN).indices.to(torch.uint8)
     chosen[offsets[1:] - 1] = FREE[torch.uint8]
     return batch.update({"experts": jagged(chosen, offsets)})
+
+
+def by_token(batch: Any, routers: int) -> tuple[Any, torch.Tensor]:
+    """The rows, whose tokens went to two experts that hang on the token alone, so that equal prefixes went to the same ones; and
+    these: [ids, routers, 2]."""
+    scores = torch.rand(moe.VOCAB, routers, moe.EXPERTS, generator=torch.Generator().manual_seed(9))
+    table = scores.topk(moe.CHOSEN).indices.to(torch.uint8)
+    ids = batch["token_ids"]
+    return batch.clone().update({"experts": jagged(table[ids.values().long()], offsets_of(ids))}), table
 
 
 BATCHES: dict[str, Callable[[], Any]] = {"ledgers": of_ledgers, "idle": idle}

@@ -72,6 +72,16 @@ def test_loss_and_gradient_are_those_of_one_rank(out: Path, layout: str, what: s
             assert (grad - theirs[name]).abs().max().item() < 1e-5 * max(size, 1.0), name
 
 
+@pytest.mark.parametrize("layout", [layout for layout, what in WHAT if what == "routed"])
+def test_loads_of_experts_are_those_of_one_rank_that_shares_no_prefix(out: Path, layout: str) -> None:
+    """A prefix is computed once on each rank that has rows of it, and counts for each of these rows."""
+    want, one = results(out, "one")["loads"]
+    plain, shared = results(out, layout)["loads"]
+    assert plain["prefix_ratio"] == 1 and shared["prefix_ratio"] > 1 and want["experts_max_violation"] > 0.05
+    for name in (name for name in want if name.startswith("experts_")):
+        assert all(found[name] == pytest.approx(want[name], abs=1e-9) for found in (one, plain, shared)), name
+
+
 @pytest.mark.parametrize("name", [name for name in FAMILIES if "," in name])
 def test_a_family_with_mixers_has_on_two_ranks_the_gradient_of_one(out: Path, name: str) -> None:
     """Rows over ranks, tokens over ranks, and one row a pass; prefixes are shared but in the last."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import by_token, noisy
 from tensordict import TensorDict
 from torch import Tensor
 from train_batches import make_batch, sharing, toy_optim
@@ -169,6 +170,21 @@ def test_loads_are_those_of_the_tokens_that_were_computed(folder: str, plain: An
             counts[layer] += np.bincount(watch.experts()[:, layer].reshape(-1), minlength=moe.EXPERTS)
     want = load_metrics(counts)
     assert {name: metrics[name] for name in want} == pytest.approx(want, abs=1e-9) and len(want) == 3
+
+
+@pytest.mark.parametrize("cap", [200, 4096])
+def test_a_shared_prefix_counts_for_each_row_that_has_it(folder: str, cap: int) -> None:
+    """The loads, counted by numpy over all tokens of all rows, are the same with prefixes computed once and without; with a small
+    cap a prefix is computed once in each of several micro-batches."""
+    batch, table = by_token(noisy(120), 2)
+    counts = np.stack(
+        [np.bincount(table[batch["token_ids"].values(), layer].flatten(), minlength=moe.EXPERTS) for layer in (0, 1)]
+    )
+    want = load_metrics(counts)
+    for mode, ratio in (("off", 1.0), ("on", 1.1)):
+        metrics, _ = updated(actor_of(folder, cap), sharing(batch, mode))
+        assert metrics["prefix_ratio"] >= ratio
+        assert {name: metrics[name] for name in want} == pytest.approx(want, abs=1e-9) and want["experts_max_violation"] > 0.05
 
 
 def test_a_reference_has_routers_of_its_own(folder: str) -> None:
