@@ -243,8 +243,8 @@ class Load:
 
     @contextmanager
     def counting(self, tokens: int, times: Tensor | None = None) -> Iterator[None]:
-        """Count what is chosen for the first `tokens` tokens of a pass; the rest is padding. `times` int64 [tokens]: how often each
-        counts; None: once."""
+        """Count what is chosen for the first `tokens` tokens of a pass; the rest is padding. `times` int64 [tokens]: how often
+        each counts; None: once."""
 
         def told(layer: int, indices: Tensor) -> None:
             if self.counts is None:
