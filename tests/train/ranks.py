@@ -83,6 +83,7 @@ if TITAN and LONG:
     LAYOUTS["four, torchtitan, shared tokens in two replicas"] = ({"dp": 2, "sp": 2}, replicated, 150)
 if LONG:
     LAYOUTS["four, split matrices"] = ({"dp": 2, "sp": 1, "tp": 2}, ModelConfig(tensor_parallel=2), 150)
+LOADS = [*LAYOUTS] if LONG else ["one", "two", "two, shared tokens"]
 ONE_ROW = ModelConfig(packing="one_row")
 FAMILIES: dict[str, tuple[str, dict[str, int], ModelConfig]] = {  # the model, the mesh, how it is computed
     "lfm2": ("lfm2", {"dp": 1}, ModelConfig()),
@@ -193,7 +194,8 @@ def measured(tiny: str, out: Path, layout: str) -> Body:
                 model if model.tensor_parallel == 1 else model.model_copy(update={"expert_parallel": 2})
             )  # no part of an expert
             found["routed"] = of_routers(str(out / "moe"), whole, optim, context)
-            found["loads"] = loads(str(out / "moe"), whole, optim.model_copy(update={"micro_tokens": 400}), context)
+            if layout in LOADS:
+                found["loads"] = loads(str(out / "moe"), whole, optim.model_copy(update={"micro_tokens": 400}), context)
         if context.rank == 0:
             torch.save(found, out / f"{layout}.pt")
 
@@ -233,7 +235,7 @@ def of_routers(path: str, model: ModelConfig, optim: OptimConfig, context: Worke
 
 def loads(path: str, model: ModelConfig, optim: OptimConfig, context: WorkerContext) -> list[dict[str, float]]:
     """Metrics of such an update of rows that begin alike, without shared prefixes and with them."""
-    actor, algorithm, found = Actor(context), AlgorithmConfig(minibatch=7), []
+    actor, algorithm, found = Actor(context), AlgorithmConfig(minibatch=13), []
     actor.init_model(path, model, optim)
     actor._engine.optimizers = UpdateLog(actor._engine.named())
     for mode in ("off", "on"):
