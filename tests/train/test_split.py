@@ -59,7 +59,7 @@ def distance(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 
 @pytest.mark.parametrize("name", THESE)
 def test_logprobs_gradients_norms_and_steps_are_those_of_one_rank(out: Path, name: str) -> None:
-    case, one, many = results(out, name)
+    _, one, many = results(out, name)
     assert (one["logprobs"] - many["logprobs"]).abs().max() < 1e-5 and one["logprobs"].min() < -7
     assert len(one["gradients"]) == len(many["gradients"]) == 2
     for mine, theirs in zip(one["gradients"], many["gradients"], strict=True):
