@@ -29,7 +29,7 @@ def load_tokenizer(path: str, trust: bool = False) -> Any:
     check_path(path, trust)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of a damaged file: a KeyError, or what the Rust library raises, which is no kind of its own
         raise ModelError(f"{path}: no tokenizer can be loaded from it: {_brief(error)}") from error
 
 

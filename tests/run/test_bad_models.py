@@ -154,6 +154,10 @@ FAULTS: dict[str, tuple[Change, list[str]]] = {
         pointer("tokenizer.json"),
         ["tokenizer.json is a git-LFS pointer", "git lfs pull"],
     ),
+    "a damaged tokenizer": (
+        lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        ["no tokenizer can be loaded from it", "added_tokens"],
+    ),
     "no shard": (
         indexed,
         ["1 of the 2 files that model.safetensors.index.json names are not there: model-00002-of-00002"],

@@ -14,7 +14,7 @@ import ray
 from agentrl.cli.main import main
 from agentrl.cluster.devices import planned_elsewhere
 from agentrl.config.load import config_from
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, ModelError
 from agentrl.run.dry_run import GIB, Peak, RolePlacement, advice, dry_run, memory_of, peaks, waiting
 from agentrl.train import by_size
 from agentrl.train.memory import RoleMemory
@@ -214,4 +214,19 @@ def test_an_architecture_is_checked_and_not_the_tiny_model_in_its_place(
         assert "actor" in dry_run(config, 80.0)
         return
     with pytest.raises(ConfigError, match=refused):
+        dry_run(config, 80.0)
+
+
+@pytest.mark.parametrize("found", ["engine_args={}", "engine_args={cache=false}"])
+def test_layers_that_the_embedded_engines_cache_does_not_hold_are_refused_before_the_run(architecture: Path, found: str) -> None:
+    """A KV cache holds no state of a convolution; without a cache there is nothing to hold."""
+    file = architecture / "config.json"
+    kinds = {"layer_types": ["conv", "full_attention"] * 2, "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | kinds))
+    base: dict[str, Any] = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"path": str(architecture)}}
+    config = config_from(base, [found])
+    if "cache" in found:
+        assert "in the turn of actor" in dry_run(config, 80.0)
+        return
+    with pytest.raises(ModelError, match=r"its layers are of the types conv, .*engine_args = \{ cache = false \}"):
         dry_run(config, 80.0)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.config import TrainConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, ModelError
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.engine_maker import ENGINES, EngineMaker, EngineMemory
 
@@ -32,6 +32,12 @@ class EmbeddedMaker(EngineMaker):
     def check(self) -> None:
         if self.config.rollout.router_replay and not self.cache:
             raise ConfigError("engine_args.cache = false: the engine notes no experts then; unset it, or rollout.router_replay")
+        if self.cache and (others := _others(self.config)):
+            # Said here too, since the engine itself can only say so once it has read the weights.
+            raise ModelError(
+                f"model.path = {self.config.model.path}: {others}, and the embedded engine's cache holds keys and values alone; use "
+                "engine = vllm, or engine_args = { cache = false }, with which each token costs a pass over its whole prefix"
+            )
 
     @classmethod
     def suits(cls, gpus: float) -> int:
@@ -59,3 +65,17 @@ class EmbeddedMaker(EngineMaker):
             router_replay=rollout.router_replay,
             cache=self.cache,
         )
+
+
+def _others(config: TrainConfig) -> str:
+    """What layers of the model keep beside keys and values, as far as its config says; empty if nothing."""
+    from transformers import AutoConfig
+
+    from agentrl.backends.embedded.model import ATTENDING
+
+    if config.model.path is None:
+        return ""
+    trust = config.model.trust_remote_code
+    text = AutoConfig.from_pretrained(config.model.path, trust_remote_code=trust).get_text_config()
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENDING)
+    return f"its layers are of the types {', '.join(kinds)}" if kinds else ""
