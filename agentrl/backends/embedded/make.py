@@ -35,8 +35,8 @@ class EmbeddedMaker(EngineMaker):
         if self.cache and (others := _others(self.config)):
             # Said here too, since the engine itself can only say so once it has read the weights.
             raise ModelError(
-                f"model.path = {self.config.model.path}: {others}, and the embedded engine's cache holds keys and values alone; use "
-                "engine = vllm, or engine_args = { cache = false }, with which each token costs a pass over its whole prefix"
+                f"model.path = {self.config.model.path}: {others}, and the embedded engine's cache holds keys and values alone; "
+                "use engine = vllm, or engine_args = { cache = false }, with which each token costs a pass over its whole prefix"
             )
 
     @classmethod
