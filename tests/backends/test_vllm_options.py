@@ -10,13 +10,17 @@ import dataclasses
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from agentrl.backends.vllm import engine_args
+from agentrl.backends.vllm.actor import possible
 from agentrl.backends.vllm.engine import VllmEngine
+from agentrl.backends.vllm.families import check_family, leave_out_tied_head
 from agentrl.backends.vllm.options import environment
 from agentrl.config.load import config_from
 from agentrl.config.schema import ModelConfig
@@ -271,3 +275,63 @@ def test_the_trainer_computes_in_bfloat16_on_a_gpu_unless_told(qwen3_8b: str) ->
         for device in ("cuda", "cpu")
     ]
     assert found == [torch.bfloat16, torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
+
+
+def family(folder: Path, kind: str, **keys: Any) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **keys}))
+    return str(folder)
+
+
+def test_a_window_that_vllm_widens_by_one_key_is_given_one_less(tmp_path: Path) -> None:
+    """Without it a run of tiny Cohere 2 is off by 1.2, with it by 4e-6 (docs/families.md)."""
+    cohere = family(tmp_path / "cohere", "cohere2", sliding_window=32)
+    assert options_of(cohere)["hf_overrides"] == {"sliding_window": 31}
+    given = options_of(cohere, "vllm.args.hf_overrides={sliding_window=40, vocab_size=7}")
+    assert given["hf_overrides"] == {"sliding_window": 40, "vocab_size": 7}
+    assert "hf_overrides" not in options_of(family(tmp_path / "mistral", "mistral", sliding_window=32))
+
+
+@pytest.mark.parametrize(("kind", "on_gpu"), [("gpt_oss", True), ("deepseek_v3", False), ("ernie4_5_moe", False)])
+def test_families_that_vllm_computes_otherwise_are_refused_by_name(kind: str, on_gpu: bool, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(family(tmp_path / kind, kind))
+    with pytest.raises(ConfigError, match=rf"the family {kind} would not be sampled right: .*; use engine = embedded"):
+        check_family(config, cuda=False)
+    if on_gpu:
+        with pytest.raises(ConfigError, match=kind):
+            check_family(config, cuda=True)
+    else:
+        check_family(config, cuda=True)
+    check_family(AutoConfig.from_pretrained(family(tmp_path / "llama", "llama")), cuda=False)
+
+
+def test_a_run_of_such_a_family_is_refused_before_it_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the family deepseek_v3 would not be sampled right"):
+        maker(family(tmp_path / "v3", "deepseek_v3")).check()
+
+
+@pytest.mark.parametrize(("states", "chunked", "cached"), [(True, False, False), (True, None, True), (False, False, True)])
+def test_states_are_cached_only_with_chunked_prefill(states: bool, chunked: bool | None, cached: bool) -> None:
+    """vLLM starts no recurrent model that is to cache prefixes without it."""
+    model = SimpleNamespace(has_inner_state=states)
+    args = SimpleNamespace(enable_prefix_caching=True, enable_chunked_prefill=chunked, create_model_config=lambda: model)
+    assert possible(args).enable_prefix_caching is cached
+
+
+@pytest.mark.parametrize(
+    ("tied", "head", "loaded"),
+    [(True, False, ["a"]), (True, True, ["a", "lm_head.weight"]), (False, False, ["a", "lm_head.weight"])],
+)
+def test_a_tied_head_is_loaded_by_models_that_have_one(tied: bool, head: bool, loaded: list[str]) -> None:
+    """vLLM's Gemma 2 has none, and a publish failed: "There is no module or parameter named 'lm_head'"."""
+
+    class Model(torch.nn.Module):
+        def load_weights(self, weights: Any) -> list[str]:
+            return [name for name, _ in weights]
+
+    model = Model()
+    if head:
+        model.lm_head = torch.nn.Linear(1, 1)
+    for _ in range(2):  # once for each publish
+        leave_out_tied_head(model, tied)
+    assert model.load_weights([("a", 0), ("lm_head.weight", 0)]) == loaded

@@ -44,6 +44,14 @@ def check_sees(model: str) -> None:
         )
 
 
+def possible(args: Any) -> Any:
+    """AsyncEngineArgs without the prefix cache if vLLM has none for the model: states of recurrent layers are kept at the ends of
+    chunks of a prompt, and CPUs compute prompts in one (options.py)."""
+    if args.enable_prefix_caching and args.enable_chunked_prefill is False and args.create_model_config().has_inner_state:
+        args.enable_prefix_caching = False
+    return args
+
+
 class VllmActor:
     """See `VllmEngine`; methods run on the actor's own event loop."""
 
@@ -72,7 +80,7 @@ class VllmActor:
 
         check_calls()
         self._spans = tells_versions()
-        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._options))
+        self._engine = AsyncLLM.from_engine_args(possible(AsyncEngineArgs(**self._options)))
         self._segments = Segments(lambda requests: self._engine.abort(requests))
         self._pace = Pace(lambda: list(self._engine.output_processor.request_states.values()))
         self._looking = asyncio.create_task(self._pace.run())

@@ -9,6 +9,7 @@ from typing import Any
 
 from agentrl.backends.vllm.cache_size import CacheShape, check_fraction, check_room, cpu_mib
 from agentrl.backends.vllm.engine_args import check_args
+from agentrl.backends.vllm.families import check_family, family_of, overrides
 from agentrl.backends.vllm.options import engine_options
 from agentrl.backends.vllm.version import check_version, installed
 from agentrl.config import TrainConfig
@@ -68,6 +69,8 @@ class VllmMaker(EngineMaker):
                 "rollout.colocate: vLLM frees the memory of GPUs only, and its replicas run on CPUs; use engine = embedded"
             )
         check_args(vllm.args, cuda)
+        if (family := family_of(self.config.model)) is not None:
+            check_family(family, cuda)
         if self.config.rollout.router_replay:
             check_replay(vllm)
         check_elastic(self.config)
@@ -118,9 +121,12 @@ class VllmMaker(EngineMaker):
         sizes: dict[str, int] = {"max_model_len": self.context(positions)}
         if not cuda:
             sizes["kv_cache_mib"] = cpu_mib(self.config, self.config.model.computes_in(cuda))
+        given, family = self.config.vllm.args, family_of(self.config.model)
+        if family is not None and (put_right := overrides(family)):
+            given = {**given, "hf_overrides": {**put_right, **given.get("hf_overrides", {})}}
         return VllmEngine(
             model,
-            self.config.vllm.model_copy(update=sizes),
+            self.config.vllm.model_copy(update={**sizes, "args": given}),
             dtype=self.config.model.computes_in(cuda),
             cuda=cuda,
             lora_rank=_adapter_rank(self.config),

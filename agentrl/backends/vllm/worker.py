@@ -13,6 +13,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from agentrl.backends.vllm.families import leave_out_tied_head
 from agentrl.backends.vllm.transfer import Transfer, open_end
 from agentrl.errors import ConfigError
 from agentrl.weights.bucket import Bucket, PlainBucket
@@ -75,10 +76,15 @@ class WeightReceiver:
     device: torch.device
     agentrl_receiver: Receiver | Transfer | None = None
 
+    def _model(self) -> Any:
+        model = self.model_runner.get_model()
+        leave_out_tied_head(model, getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+        return model
+
     def agentrl_begin(self) -> None:
         """Prepare every layer for new weights; what an earlier, failed update left behind is dropped."""
         with set_current_vllm_config(self.vllm_config):
-            model = self.model_runner.get_model()
+            model = self._model()
             finalize_layerwise_reload(model, self.model_config)
             _pack_experts_again(model)
             # vLLM repacks a layer once it is loaded (kernel layouts, quantization); this restores the layout that files have,
@@ -98,7 +104,7 @@ class WeightReceiver:
         route, slot_bytes, receivers, where = offer
         given = Offer(route, slot_bytes, receivers, tuple(where))
         try:
-            receiver = open_end(given, base + self.rank, self.vllm_config, self.device, self.model_runner.get_model())
+            receiver = open_end(given, base + self.rank, self.vllm_config, self.device, self._model())
         except ConfigError as problem:
             # Returned, not raised: vLLM's call across processes keeps the text of an exception, not its class.
             return str(problem)

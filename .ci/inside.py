@@ -1,0 +1,71 @@
+"""vLLM's replica in the process of a run, in place of a Ray actor: for many short runs, each of which would import vLLM thrice.
+
+All the rest is as in any run: agentrl's engine, actor and worker extension, and vLLM's engine in a child process, forked here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+
+def prepare() -> None:
+    """Import vLLM, once for all children. To be called before any thread is started."""
+    from agentrl.backends.vllm.options import environment
+
+    os.environ.update({**environment(False), "VLLM_WORKER_MULTIPROC_METHOD": "fork"})
+    import vllm.v1.engine.async_llm
+    import vllm.v1.engine.core
+    import vllm.v1.executor.uniproc_executor
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
+class Local:
+    """Stands in for the handle of a Ray actor."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._actor, name)
+
+        def stream(*args: Any) -> AsyncIterator[Any]:
+            return _parts(method(*args))
+
+        return SimpleNamespace(
+            remote=lambda *args: asyncio.ensure_future(method(*args)), options=lambda **_: SimpleNamespace(remote=stream)
+        )
+
+
+async def _parts(results: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for part in results:
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(part)
+        yield future
+
+
+@contextmanager
+def in_process() -> Iterator[None]:
+    """Replicas that are started in the body are in this process, and Ray is not needed."""
+    from agentrl.backends.vllm import engine, replicas, weight_sync
+    from agentrl.backends.vllm.actor import VllmActor
+    from agentrl.run import session
+
+    ray = SimpleNamespace(is_initialized=lambda: True, kill=lambda actor: None, put=lambda data: data, ObjectRef=object)
+
+    def spawn(self: Any, number: int, placed: Any = None) -> Any:
+        return replicas.Replica(number, Local(VllmActor(self._options)))
+
+    with (
+        patch.object(engine, "ray", ray),
+        patch.object(replicas, "ray", ray),
+        patch.object(weight_sync, "ray", ray),
+        patch.object(replicas.Replicas, "_spawn", spawn),
+        patch.object(session, "needs_ray", lambda config: False),
+    ):
+        yield
