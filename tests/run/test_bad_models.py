@@ -118,6 +118,10 @@ def other_tokenizer(folder: Path) -> None:
 ROW = torch.zeros(2, 32)
 LAYER, HEAD = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"
 FAULTS: dict[str, tuple[Change, list[str]]] = {
+    "a broken template": (
+        lambda folder: (folder / "chat_template.jinja").write_text("{% if %}"),
+        ["the chat template refused the messages", "save another chat template"],
+    ),
     "no template": (
         lambda folder: (folder / "chat_template.jinja").unlink(),
         ["no chat template", "instruction-tuned", "CHATML_TEMPLATE"],

@@ -48,9 +48,8 @@ def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
     scorer = scorer_of(config, inputs.spec)
     check_rollout(config, env)
     if inputs.tokenizer is not None:
-        renderer = renderer_of(config.model, inputs.tokenizer)
         try:
-            renderer.start([Message("user", "Question")], tools)
-        except RenderError as problem:
-            raise ModelError(f"{config.model.path}: {problem}") from problem
+            renderer_of(config.model, inputs.tokenizer).start([Message("user", "Question")], tools)
+        except (ModelError, RenderError) as problem:
+            raise ModelError(f"model.path = {config.model.path}: {problem}") from problem
     return env, scorer
