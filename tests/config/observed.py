@@ -198,6 +198,11 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
 
     seen: dict[str, Any] = {}
 
+    def arguments(**given: Any) -> SimpleNamespace:
+        seen.update(given)
+        model = SimpleNamespace(has_inner_state=False)
+        return SimpleNamespace(**{"enable_chunked_prefill": None, **given}, create_model_config=lambda: model)
+
     class Started:
         @staticmethod
         def from_engine_args(args: Any) -> Any:
@@ -210,7 +215,7 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
         name: ModuleType(name)
         for name in ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.async_llm")
     }
-    vars(modules["vllm.engine.arg_utils"])["AsyncEngineArgs"] = lambda **given: seen.update(given)
+    vars(modules["vllm.engine.arg_utils"])["AsyncEngineArgs"] = arguments
     vars(modules["vllm.v1.engine.async_llm"])["AsyncLLM"] = Started
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "model_context", lambda model, trust: 4096)

@@ -58,8 +58,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
             carded(owner, name)
     packed, backward = Pack.__init__, FsdpEngine.backward
 
-    def init(self: Pack, *args: Any) -> None:
-        packed(self, *args)
+    def init(self: Pack, *args: Any, **named: Any) -> None:
+        packed(self, *args, **named)
         self.compact = self.compact.as_subclass(OnCard)
 
     monkeypatch.setattr(Pack, "__init__", init)
