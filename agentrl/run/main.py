@@ -7,7 +7,8 @@ import errno
 import logging
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,9 +56,8 @@ def execute(
     """
     _quiet()
     raise_gc_threshold()
-    _log_to(folder)
     outcome = RunOutcome(only_warm_start=only_warm_start)
-    with Display() as display, RunLog(folder, display, config.trackers) as run_log:
+    with _log_to(folder), Display() as display, RunLog(folder, display, config.trackers) as run_log:
         display.say(f"agentrl train: {folder.path} ({'resumed' if resumed else 'new'})")
         packing = packing_of(config)
         log.info("packing: %s", packing.reason)
@@ -226,10 +226,18 @@ def _quiet() -> None:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
-def _log_to(folder: RunFolder) -> None:
+@contextmanager
+def _log_to(folder: RunFolder) -> Iterator[None]:
     handler = logging.FileHandler(folder.log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("agentrl")
     logger.setLevel(logging.INFO)
     logger.propagate = False  # to the file alone: lines on the console would garble the live display
     logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        # A process may go on without the run, and with a folder that is no longer there.
+        logger.removeHandler(handler)
+        handler.close()
+        logger.propagate = True
