@@ -29,11 +29,12 @@ from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig, TrainConfig
 from agentrl.env import ToolEnv
 from agentrl.executors import in_thread, share_the_lock
+from agentrl.files import atomic_write_all
 from agentrl.render import make_renderer
 from agentrl.reward import Context, compile_spec
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.run import rollout as run_rollout
-from agentrl.run.folder import atomic_write_all, lines
+from agentrl.run.folder import lines
 from agentrl.tool import Tool, tool
 from agentrl.tool.toolbox import Toolbox
 from agentrl.train.tokenizer import packaged_tokenizer

@@ -33,6 +33,7 @@ LEVELS = {
     "columns": 0,
     "trajectory": 0,
     "executors": 0,
+    "files": 0,
     "shelves": 0,
     "spans": 0,
     "registry": 0,

@@ -11,9 +11,9 @@ from typing import Any
 from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, eval_weights
 from agentrl.errors import UserError
+from agentrl.files import atomic_write
 from agentrl.run.display import Display
 from agentrl.run.eval_session import EvalSession, open_live
-from agentrl.run.folder import atomic_write
 from agentrl.run.official import official
 from agentrl.run.report import make_report
 from agentrl.run.rollout import RolloutOutcome, RolloutRequest, run_rollout

@@ -25,6 +25,7 @@ from typing import Any
 from agentrl.config import TrainConfig, to_toml
 from agentrl.config.origin import Origins
 from agentrl.errors import ConfigError, ResourceError
+from agentrl.files import atomic_write, atomic_write_all
 from agentrl.trajectory import Group, Trajectory
 
 
@@ -154,24 +155,3 @@ def lines(rows: Iterable[Trajectory | Group]) -> Iterator[str]:
     for row in rows:
         yield from row.json_chunks()
         yield "\n"
-
-
-def atomic_write(path: Path, text: str) -> None:
-    """Write to a temporary file, fsync, rename: readers (and a kill) find the old file or the new one, never half of one."""
-    atomic_write_all(path, [text])
-
-
-def atomic_write_all(path: Path, parts: Iterable[str]) -> None:
-    """The same for a text in parts, with one part at a time in memory. If producing a part raises, the old file stays."""
-    # In the same folder, because a rename is atomic only within one file system.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())  # before the rename: after a power loss the new name could otherwise have no content
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

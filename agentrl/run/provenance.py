@@ -11,9 +11,10 @@ from pathlib import Path
 from agentrl.config import TrainConfig
 from agentrl.config.identity import Identity, differences
 from agentrl.errors import CatalogError, ConfigError, ModelError, RewardSpecError
+from agentrl.files import atomic_write
 from agentrl.run.checks import check_train
 from agentrl.run.contents import code_of, contents_of
-from agentrl.run.folder import RunFolder, atomic_write
+from agentrl.run.folder import RunFolder
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.learner import policy_updates
 from agentrl.train.optim import rate

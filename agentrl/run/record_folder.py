@@ -14,11 +14,11 @@ from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, the_env
 from agentrl.config.identity import check_same_identity
 from agentrl.errors import ReplayError
+from agentrl.files import atomic_write
 from agentrl.rollout.replay.record import Recorder
 from agentrl.rollout.replay.tape import Recorded
 from agentrl.run.assembly import Inputs
 from agentrl.run.engines import talks_in_messages
-from agentrl.run.folder import atomic_write
 from agentrl.train.pretrained import load_model_config, load_tokenizer
 
 FORMAT = 1

@@ -17,13 +17,13 @@ from agentrl.config.envs import the_env
 from agentrl.config.identity import Identity, check_same_identity, identity_of
 from agentrl.errors import ConfigError
 from agentrl.executors import share_the_lock
+from agentrl.files import atomic_write
 from agentrl.rollout.clock import Watch
 from agentrl.rollout.evaluate import fault_of, run_tasks, success_rate
 from agentrl.run.checks.suite import suite_notes
 from agentrl.run.contents import contents_of
 from agentrl.run.display import Display
 from agentrl.run.eval_session import EvalSession, open_live, open_replay
-from agentrl.run.folder import atomic_write
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.record_folder import RecordFolder
 from agentrl.trajectory import Trajectory

@@ -6,7 +6,6 @@ loaded: a disk, or a person, may change what was written, and a model with a fli
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import CheckpointError
+from agentrl.files import atomic_write, file_sha256
 
 MANIFEST = "manifest.json"
 _READERS = 4
@@ -63,12 +63,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Replace the manifest: a reader sees the old one or the new one, never half of one."""
-    aside = folder / f".{MANIFEST}"
-    with aside.open("w", encoding="utf-8") as file:
-        json.dump(manifest, file)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(folder / MANIFEST)
+    atomic_write(folder / MANIFEST, json.dumps(manifest))
     sync_folder(folder)
 
 
@@ -87,9 +82,4 @@ def _size(said: Any) -> int:
 
 def _sums(paths: Sequence[Path]) -> list[str]:
     with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-sums") as pool:  # hashlib lets go of the interpreter's lock
-        return list(pool.map(_sum, paths))
-
-
-def _sum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return list(pool.map(file_sha256, paths))

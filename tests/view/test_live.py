@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import agentrl.view.library as module
-from agentrl.run.folder import atomic_write
+from agentrl.files import atomic_write
 from agentrl.view.library import Library
 from agentrl.view.server import guarded, make_app
 from tests.view.folders import episode, run_folder

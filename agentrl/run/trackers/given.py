@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from agentrl.run.folder import RunFolder, atomic_write
+from agentrl.files import atomic_write
+from agentrl.run.folder import RunFolder
 
 
 class GivenRows:
