@@ -11,12 +11,14 @@ import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError
+from agentrl.files import atomic_write, file_sha256
 from agentrl.shelves import user_folder
 
 SOURCES = "AGENTRL_SOURCES"
@@ -69,8 +71,16 @@ def record_file(suite: str) -> Path:
 def read_record(suite: str) -> InstallRecord | None:
     """The record of a suite's installation; None if it is not installed. Raises ConfigError for a damaged one."""
     file = record_file(suite)
-    if not file.is_file():
+    try:
+        stat = file.stat()
+    except OSError:
         return None
+    return _read_record(suite, file, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=64)  # an environment asks for each episode
+def _read_record(suite: str, file: Path, modified: int, size: int) -> InstallRecord:
+    """The record in a file as it was at that time."""
     try:
         raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return InstallRecord(**{**raw, "files": {name: SourceFile(**one) for name, one in raw["files"].items()}})
@@ -82,9 +92,7 @@ def write_record(record: InstallRecord) -> Path:
     """Write a suite's record, in place of an older one; returns its path."""
     file = record_file(record.suite)
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_suffix(f".{os.getpid()}.tmp")
-    aside.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
-    aside.replace(file)
+    atomic_write(file, json.dumps(asdict(record), indent=1) + "\n")
     return file
 
 
@@ -165,11 +173,8 @@ def read_files(folder: Path, patterns: Iterable[str]) -> dict[str, SourceFile]:
 
 def file_of(path: Path) -> SourceFile:
     """A file's size, time and hash."""
-    stat, digest = path.stat(), sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return SourceFile(stat.st_size, stat.st_mtime_ns, digest.hexdigest())
+    stat = path.stat()
+    return SourceFile(stat.st_size, stat.st_mtime_ns, file_sha256(path))
 
 
 def fingerprint(files: Mapping[str, SourceFile]) -> str:
