@@ -25,8 +25,20 @@ def api_name(model: str | None) -> str | None:
     return model.removeprefix(API) if model is not None and model.startswith(API) else None
 
 
+class TranscriptMaker(EngineMaker):
+    """Of an engine whose ids are numbers of messages in a transcript; a subclass has `make_with`."""
+
+    def context(self, positions: int) -> int:
+        return UNBOUNDED
+
+    def make(self, model: str, positions: int, ray_options: Sequence[Mapping[str, Any]] = ()) -> Engine:
+        from agentrl.backends.api.engine import Transcript
+
+        return self.make_with(Transcript())
+
+
 @ENGINES.register("api", traits={"messages"})
-class ApiMaker(EngineMaker):
+class ApiMaker(TranscriptMaker):
     """The model of `api:NAME`, called as the section `api` says."""
 
     @classmethod
@@ -47,14 +59,6 @@ class ApiMaker(EngineMaker):
             raise ConfigError("rollout.top_k: API models take no top_k")
         if importlib.util.find_spec("litellm") is None:
             raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
-
-    def context(self, positions: int) -> int:
-        return UNBOUNDED
-
-    def make(self, model: str, positions: int, ray_options: Sequence[Mapping[str, Any]] = ()) -> LiteLlmEngine:
-        from agentrl.backends.api.engine import Transcript
-
-        return self.make_with(Transcript())
 
     def make_with(self, transcript: Transcript) -> LiteLlmEngine:
         """The engine over the caller's transcript; its `renderer` is the one to use."""

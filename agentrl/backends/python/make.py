@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from agentrl.backends.api.make import UNBOUNDED
+from agentrl.backends.api.make import TranscriptMaker
 from agentrl.errors import ConfigError
 from agentrl.given import is_given, taken
 from agentrl.rollout.engine import Engine
-from agentrl.rollout.engine_maker import ENGINES, EngineMaker
+from agentrl.rollout.engine_maker import ENGINES
 
 if TYPE_CHECKING:
     from agentrl.backends.api.engine import Transcript
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @ENGINES.register("python_function", traits={"messages"})
-class PythonMaker(EngineMaker):
+class PythonMaker(TranscriptMaker):
     """The function that was given under the model's name."""
 
     @classmethod
@@ -36,14 +35,6 @@ class PythonMaker(EngineMaker):
             raise ConfigError(f"model.path = {name!r}: expected the name of a function: agentrl.give(function)")
         if self.config.rollout.top_k or self.config.rollout.top_p < 1:
             raise ConfigError("rollout.top_k, rollout.top_p: a Python policy draws by itself")
-
-    def context(self, positions: int) -> int:
-        return UNBOUNDED
-
-    def make(self, model: str, positions: int, ray_options: Sequence[Mapping[str, Any]] = ()) -> FunctionEngine:
-        from agentrl.backends.api.engine import Transcript
-
-        return self.make_with(Transcript())
 
     def make_with(self, transcript: Transcript) -> FunctionEngine:
         """The engine over the caller's transcript."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from agentrl.backends.api.make import UNBOUNDED
+from agentrl.backends.api.make import TranscriptMaker
 from agentrl.env.scripts import SCRIPTS
 from agentrl.errors import ConfigError, hinted
 from agentrl.rollout.engine import Engine
-from agentrl.rollout.engine_maker import ENGINES, EngineMaker
+from agentrl.rollout.engine_maker import ENGINES
 
 if TYPE_CHECKING:
     from agentrl.backends.api.engine import Transcript
@@ -25,7 +24,7 @@ def is_script(model: str | None) -> bool:
 
 
 @ENGINES.register("scripted_policy", traits={"messages"})
-class ScriptedMaker(EngineMaker):
+class ScriptedMaker(TranscriptMaker):
     """The script of that name, which plays each environment's own episodes: gold, idle, refuse, echo or spam."""
 
     @classmethod
@@ -44,14 +43,6 @@ class ScriptedMaker(EngineMaker):
             raise ConfigError(f"--policy {name}: expected {', '.join(SCRIPTS)}{hinted(name, SCRIPTS)}")
         if self.config.rollout.top_k or self.config.rollout.top_p < 1:
             raise ConfigError("rollout.top_k, rollout.top_p: a scripted policy draws nothing")
-
-    def context(self, positions: int) -> int:
-        return UNBOUNDED
-
-    def make(self, model: str, positions: int, ray_options: Sequence[Mapping[str, Any]] = ()) -> ScriptedEngine:
-        from agentrl.backends.api.engine import Transcript
-
-        return self.make_with(Transcript())
 
     def make_with(self, transcript: Transcript) -> ScriptedEngine:
         """The engine over the caller's transcript."""
