@@ -28,6 +28,7 @@ from agentrl.executors import TOOLS
 from agentrl.trajectory import Json
 
 COLLECT_S = 0.5
+ANSWERS_S = 1800.0  # a bound of what hangs: a caller with a limit of its own (a step's, a tool's) kills the process at that
 ENDS_S = 5.0  # for a process that closed its pipe to end
 TOLD = 1500  # characters of what a process wrote before it ended that an error shows
 
@@ -78,8 +79,17 @@ class ForeignProcess:
             raise
 
     def ask(self, function: str, values: dict[str, Json]) -> Json:
-        """Call a function of the script; blocks. Raises EnvError for what it raises, and if the process ends instead or writes
-        what is no answer, after which it is killed."""
+        """Call a function of the script; blocks, at most `ANSWERS_S`. Raises EnvError for what it raises, and if the process ends
+        instead, writes what is no answer or gives none, after which it is killed."""
+        late = threading.Timer(ANSWERS_S, self.kill)
+        late.daemon = True
+        late.start()
+        try:
+            return self._ask(function, values)
+        finally:
+            late.cancel()
+
+    def _ask(self, function: str, values: dict[str, Json]) -> Json:
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps({"call": function, "with": values}) + "\n")

@@ -177,6 +177,15 @@ def test_a_call_that_hangs_takes_no_process_from_the_next_if_it_is_cancelled(poo
     pool.end()
 
 
+def test_a_blocking_call_that_hangs_has_an_end(pool: Foreign, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.env.foreign.ANSWERS_S", 0.3)
+    with pytest.raises(EnvError, match=r"the benchmark's process ended with exit code -9 in spin"):
+        pool.ask("spin")
+    monkeypatch.undo()
+    assert pool.ask("count") == 1
+    pool.end()
+
+
 def test_nothing_is_left_of_a_process_that_ends(pool: Foreign) -> None:
     folder, child = cast(list[Any], pool.ask("holds"))
     assert Path(folder).is_dir()
