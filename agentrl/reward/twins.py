@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from agentrl.errors import ReplayError
 from agentrl.reward.frozen import FrozenState
 from agentrl.reward.unscorable import UnscorableError
 from agentrl.reward.values import brief
@@ -196,6 +197,8 @@ class Twins:
             twin.run(play(twin, legs, played, states=self.states, gold=gold))
         except UnscorableError as error:
             played.fault = error
+        except ReplayError:  # a record lacks it: no fault of the environment
+            raise
         except (Exception, SystemExit) as error:  # an author's code may raise anything, which must not stop a run
             log.exception("a replay failed (task %s)", record.task.id)
             played.fault = UnscorableError(f"the replay environment failed: {type(error).__name__}: {error}")
@@ -239,8 +242,7 @@ def _open(kept: OfTask, make: MakeEnv, record: Trajectory) -> Twin:
 
 
 def _fresh(kept: OfTask, make: MakeEnv, record: Trajectory) -> Twin:
-    env = make(record.task)
-    twin: Twin = env.as_twin() if hasattr(env, "as_twin") else PlainTwin(env)
+    twin = twin_of(make(record.task))
     kept.scripted = twin.scripted
     try:
         twin.open(record)
@@ -313,14 +315,25 @@ class PlainTwin:
         return None
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            work.send(None)
-        except StopIteration:
-            return
-        raise RuntimeError("a replay environment without an event loop was awaited")
+        run_at_once(work)
 
     def close(self) -> None:
         self._env.close()
+
+
+def twin_of(env: Any) -> Twin:
+    """An environment as a twin: its own form of one, if it has any."""
+    found: Twin = env.as_twin() if hasattr(env, "as_twin") else PlainTwin(env)
+    return found
+
+
+def run_at_once(work: Coroutine[Any, Any, None]) -> None:
+    """Run what awaits nothing that would have to be waited for. Raises RuntimeError if it does."""
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    raise RuntimeError("a replay environment without an event loop was awaited")
 
 
 def tool_texts(observation: Sequence[Message]) -> list[str]:

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "reward"))
 from rounds_env import Cabinet, by_round, played, put, swap, task_of
 from test_reward_rounds import Guest
 
+from agentrl.errors import ReplayError
 from agentrl.rollout.replay.play import Replayer
 from agentrl.rollout.replay.record import Recorder
 from agentrl.rollout.replay.tape import Recorded
@@ -48,3 +49,22 @@ def test_a_record_changes_no_score_and_holds_what_a_replay_needs(kind: type[Cabi
     never: Any = None
     assert scores(replayer.replay_env(never)) == plain
     assert scores(replayer.replay_env(never), -1) == plain  # whichever episode comes first
+
+
+def test_what_a_record_lacks_ends_the_replay_and_is_no_outage(tmp_path: Path) -> None:
+    """Another course than the recorded one, and a record of an older version."""
+    right, *_ = made = episodes(Cabinet)
+    recorder = Recorder(tmp_path / "calls.jsonl")
+    by_round(make=recorder.replay_env(lambda task: Cabinet())).score(right)
+    recorder.close()
+    never: Any = None
+    tape = Recorded.read(tmp_path / "calls.jsonl")
+    with pytest.raises(ReplayError, match="expected one of the recorded calls"):
+        by_round(make=Replayer(tape).replay_env(never)).score(made[1])
+    for key, answer in tape.replay_envs.items():
+        if isinstance(answer, dict) and "over" in answer:
+            tape.replay_envs[key] = {"answers": answer["answers"]}
+    with pytest.raises(
+        ReplayError, match=r"calls\.jsonl: its replays of calls were recorded by an older version; record it again"
+    ):
+        by_round(make=Replayer(tape).replay_env(never)).score(right)

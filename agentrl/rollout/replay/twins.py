@@ -8,7 +8,7 @@ from typing import Any
 
 from agentrl.env.userside import RecordedUser
 from agentrl.errors import ReplayError
-from agentrl.reward.twins import PlainTwin, Taken, Twin
+from agentrl.reward.twins import Taken, Twin, run_at_once, twin_of
 from agentrl.rollout.replay.tape import Recorded, RecordWriter, current_episode, digest
 from agentrl.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory
 
@@ -44,7 +44,7 @@ class RecordingReplayEnv:
         self._env, self._writer = env, writer
 
     def as_twin(self) -> Twin:
-        return RecordingTwin(self._env.as_twin() if hasattr(self._env, "as_twin") else PlainTwin(self._env), self._writer)
+        return RecordingTwin(twin_of(self._env), self._writer)
 
 
 class RecordingTwin:
@@ -120,6 +120,8 @@ class TapedTwin:
     async def take(self, turn: Message | ToolCall) -> Taken:
         self._course.add(turn)
         answer = self._find(self._course.done)
+        if not isinstance(answer, dict) or "over" not in answer:
+            raise ReplayError(f"{self._tape.path}: its replays of calls were recorded by an older version; record it again")
         results = [ToolResult(row["call_id"], row["name"], row["content"], None, row["error"]) for row in answer["results"]]
         return Taken(answer["answers"], results, answer["over"])
 
@@ -130,7 +132,7 @@ class TapedTwin:
         return None
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        PlainTwin.run(self, work)  # type: ignore[arg-type]
+        run_at_once(work)
 
     def close(self) -> None: ...
 
