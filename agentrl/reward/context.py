@@ -11,14 +11,14 @@ from typing import Any
 from agentrl.config.schema import JudgeConfig, RewardConfig
 from agentrl.given import PREFIX, names, taken
 from agentrl.reward.judge.client import Judge, JudgeSettings
-from agentrl.reward.leaf import Context, ReplayEnv
+from agentrl.reward.leaf import AsTwin, Context, ReplayEnv
 from agentrl.reward.spec import load_spec
 from agentrl.reward.view import View
 from agentrl.shelves import function_named
 from agentrl.trajectory import Task
 
 
-def make_context(config: RewardConfig, *, replay_env: Callable[[Task], ReplayEnv] | None = None) -> Context:
+def make_context(config: RewardConfig, *, replay_env: Callable[[Task], ReplayEnv | AsTwin] | None = None) -> Context:
     """The Context for `compile_spec`.
 
     Functions are imported here because the run's own config names them; a spec can never cause an import.

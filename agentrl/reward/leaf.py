@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from agentrl.reward.twins import Twins
+from agentrl.reward.twins import Twin, Twins
 from agentrl.reward.unscorable import UnscorableError as UnscorableError
 from agentrl.reward.view import View
 from agentrl.trajectory import Json, Message, Task, ToolCall, ToolResult
@@ -47,6 +47,12 @@ class ReplayEnv(Protocol):
     def close(self) -> None: ...
 
 
+class AsTwin(Protocol):
+    """What plays an episode once more in a way of its own (`agentrl.reward.twins.Twin`), with its user's turns."""
+
+    def as_twin(self) -> Twin: ...
+
+
 class JudgeClient(Protocol):
     """Asks a judge model; `agentrl.reward.judge.Judge` is one. Always answers a Verdict, even on failure."""
 
@@ -67,7 +73,7 @@ class Context:
     about the last 256 tasks: the members of a group share that of their task.
     """
 
-    replay_env: Callable[[Task], ReplayEnv] | None = None
+    replay_env: Callable[[Task], ReplayEnv | AsTwin] | None = None
     python: Mapping[str, PythonLeaf] = field(default_factory=dict)
     judge: JudgeClient | None = None
     replays: Twins = field(default_factory=Twins, repr=False, compare=False)

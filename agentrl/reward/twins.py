@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from agentrl.errors import ReplayError
 from agentrl.reward.frozen import FrozenState
+from agentrl.reward.unscorable import FailedTwinError as FailedTwinError
 from agentrl.reward.unscorable import UnscorableError
 from agentrl.reward.values import brief
 from agentrl.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory
@@ -201,7 +202,7 @@ class Twins:
             raise
         except (Exception, SystemExit) as error:  # an author's code may raise anything, which must not stop a run
             log.exception("a replay failed (task %s)", record.task.id)
-            played.fault = UnscorableError(f"the replay environment failed: {type(error).__name__}: {error}")
+            played.fault = FailedTwinError(f"the replay environment failed: {type(error).__name__}: {error}")
         finally:
             if twin is not None:
                 twin.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentrl.env import Message, Task, ToolCall, ToolEnv
+from agentrl.env.users import ModelUser
 from agentrl.errors import ToolError
 from agentrl.reward import Context, Scorer, compile_spec
 from agentrl.tool import tool
@@ -75,6 +76,33 @@ class Cabinet(ToolEnv):
         return "locked"
 
 
+class Guest(Cabinet):
+    """A model is the user: it turns the cabinet by a tool of its own, says a line, and each of its turns brings `swap`."""
+
+    scripted = False
+    asked = 0
+
+    async def setup(self, task: Task) -> None:
+        await super().setup(task)
+        self.toolbox.remove("swap")
+        self.user = ModelUser(complete=self._said)
+
+    @staticmethod
+    async def _said(messages: object) -> str | Message:
+        Guest.asked += 1
+        return Message("user", "", (put("guest", str(Guest.asked)),)) if Guest.asked % 2 else f"line {Guest.asked}"
+
+    async def user_reply(self, message: Message) -> list[Message] | None:
+        if "swap" not in self.toolbox:
+            self.toolbox.add(Cabinet.swap)
+        return await ToolEnv.user_reply(self, message)
+
+    @tool(by="user", inline=True, name="put")
+    def guest_put(self, drawer: str, thing: str) -> str:
+        """the guest puts"""
+        return Cabinet.put.function(self, drawer, thing)
+
+
 def put(drawer: str, thing: str) -> ToolCall:
     return ToolCall("put", {"drawer": drawer, "thing": thing})
 
@@ -104,8 +132,8 @@ def played(task: Task, rounds: list[list[list[ToolCall]]], env: ToolEnv | None =
     return env.trajectory
 
 
-def by_round(*leaves: str, make: Any = lambda task: Cabinet()) -> Scorer:
-    """All of the leaves in every round that has gold calls."""
+def by_round(*leaves: str, make: Any = lambda task: Cabinet(), through: Any = lambda context: context) -> Scorer:
+    """All of the leaves in every round that has gold calls. `through` may wrap the context."""
     root = {
         "op": "all",
         "scope": "round",
@@ -113,4 +141,4 @@ def by_round(*leaves: str, make: Any = lambda task: Cabinet()) -> Scorer:
         "when": {"$": "/task/gold/rounds", "at": "round", "ne": []},
         "of": [{"use": name, "args": dict(BY_ROUND)} for name in leaves or ("state.match", "results.contains")],
     }
-    return compile_spec({"agentrl_reward": 1, "name": "rounds", "root": root}, context=Context(replay_env=make))
+    return compile_spec({"agentrl_reward": 1, "name": "rounds", "root": root}, context=through(Context(replay_env=make)))

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounds_env import Cabinet, by_round, played, put, swap, task_of
+from rounds_env import Cabinet, Guest, by_round, played, put, swap, task_of
 
-from agentrl.env import ToolEnv
 from agentrl.env.branch import branch
 from agentrl.env.copying import Forks, FrozenEnv
-from agentrl.env.users import ModelUser
 from agentrl.reward import Context, compile_spec
 from agentrl.reward.course import course_of
 from agentrl.reward.replay import replay, replay_answers
@@ -146,33 +144,6 @@ def test_of_a_turn_that_was_cut_the_calls_that_were_answered_are_made_again(stop
     episode.turns[1:], episode.stop = [cut], getattr(type(episode.stop), stop)
     episode.messages[-1] = cut.message
     assert by_round("state.match").score(episode).value == 1
-
-
-class Guest(Cabinet):
-    """A model is the user: it turns the cabinet by a tool of its own, says a line, and each of its turns brings `swap`."""
-
-    scripted = False
-    asked = 0
-
-    async def setup(self, task: Task) -> None:
-        await super().setup(task)
-        self.toolbox.remove("swap")
-        self.user = ModelUser(complete=self._said)
-
-    @staticmethod
-    async def _said(messages: object) -> str | Message:
-        Guest.asked += 1
-        return Message("user", "", (put("guest", str(Guest.asked)),)) if Guest.asked % 2 else f"line {Guest.asked}"
-
-    async def user_reply(self, message: Message) -> list[Message] | None:
-        if "swap" not in self.toolbox:
-            self.toolbox.add(Cabinet.swap)
-        return await ToolEnv.user_reply(self, message)
-
-    @tool(by="user", inline=True, name="put")
-    def guest_put(self, drawer: str, thing: str) -> str:
-        """the guest puts"""
-        return Cabinet.put.function(self, drawer, thing)
 
 
 def test_a_model_user_is_never_asked_by_a_twin_and_its_recorded_calls_are_made_again() -> None:

@@ -31,13 +31,15 @@ from agentrl.env import Message, Task, ToolEnv
 from agentrl.errors import ToolTimeoutError
 from agentrl.tool import tool
 
+BUMP = {"name": "bump", "arguments": {}}
+
 
 class Rough(ToolEnv):
     id = "test/Rough-v0"
     summary = "rough"
 
     def make_task(self, rng_seed, split):
-        return Task(f"rough/{split}/{rng_seed}", rng_seed, split, {}, {"calls": [{"name": "bump", "arguments": {}}]})
+        return Task(f"rough/{split}/{rng_seed}", rng_seed, split, {}, {"calls": [BUMP], "rounds": [[], [], [], [BUMP]]})
 
     def prompt(self, task):
         return [Message("system", "talk"), Message("user", "begin")]
@@ -74,6 +76,7 @@ SPEC = {
         "op": "mean",
         "of": [
             {"use": "state.match", "args": {"replay": {"$": "/task/gold/calls"}}},
+            {"use": "state.match", "args": {"replay": {"$": "/task/gold/rounds"}}, "scope": "round", "reduce": "mean"},
             {"use": "cost.seconds", "args": {"max": 1.0}},
             {"use": "cost.turns", "args": {"max": 8}},
         ],
@@ -84,7 +87,7 @@ PAIRS = [(task, member) for task in range(6) for member in range(2)]
 
 
 def scorer(env: EnvRef, io: EpisodeIO) -> Scorer:
-    return compile_spec(SPEC, context=Context(replay_env=io.replay_env(lambda task: env.build())))
+    return compile_spec(SPEC, context=io.scoring(Context(replay_env=lambda task: env.build())))
 
 
 @pytest.fixture

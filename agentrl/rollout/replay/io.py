@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from agentrl.catalog import EnvRef
 from agentrl.env import ToolEnv
 from agentrl.reward import Context
-from agentrl.reward.leaf import JudgeClient
+from agentrl.reward.leaf import AsTwin, JudgeClient, ReplayEnv
+from agentrl.reward.twins import Twins
 from agentrl.rollout.engine import Engine
 from agentrl.trajectory import Json, Task, Trajectory
 
-ReplayEnvMaker = Callable[[Task], Any]
+ReplayEnvMaker = Callable[[Task], ReplayEnv | AsTwin]
 Entries = Mapping[int, dict[str, Json]]
 
 
@@ -38,14 +38,19 @@ class EpisodeIO:
         return client
 
     def replay_env(self, make: ReplayEnvMaker) -> ReplayEnvMaker:
-        """The maker of the environments in which gold replays run."""
+        """The maker of the environments in which calls are replayed."""
         return make
+
+    def replays(self) -> Twins:
+        """What plays and keeps the replays of calls."""
+        return Twins()
 
     def scoring(self, context: Context) -> Context:
         """The context of a reward spec, with its judge and replay environments passed through this object."""
         judge = None if context.judge is None else self.judge(context.judge)
-        build = None if context.replay_env is None else self.replay_env(context.replay_env)
-        return replace(context, judge=judge, replay_env=build)
+        if context.replay_env is None:
+            return replace(context, judge=judge)
+        return replace(context, judge=judge, replay_env=self.replay_env(context.replay_env), replays=self.replays())
 
     def ready(self, episode: str) -> Trajectory | None:
         """The episode's trajectory if the episode need not be run at all."""

@@ -14,11 +14,12 @@ from agentrl.env import Action, Message, Observation, StepResult, Task, ToolEnv
 from agentrl.errors import EngineError, EnvError, ToolTimeoutError, UserError
 from agentrl.reward.judge import Verdict
 from agentrl.reward.leaf import JudgeClient
+from agentrl.reward.twins import Twins
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Usage
 from agentrl.rollout.replay.io import Entries, EpisodeIO, ReplayEnvMaker
 from agentrl.rollout.replay.record import engine_ask, env_key
-from agentrl.rollout.replay.tape import Recorded, TapeRow, current_episode, digest, diverged, outcome_of
-from agentrl.rollout.replay.twins import TapedReplayEnv
+from agentrl.rollout.replay.tape import Numbers, Recorded, TapeRow, current_episode, digest, diverged, outcome_of
+from agentrl.rollout.replay.twins import TapedReplayEnv, TapedTwins
 from agentrl.tool import Tool, Toolbox
 from agentrl.trajectory import Json, StopReason, ToolCall, ToolResult, Trajectory, Turn, user_calls_of
 
@@ -44,6 +45,9 @@ class Replayer(EpisodeIO):
     def replay_env(self, make: ReplayEnvMaker) -> ReplayEnvMaker:
         return lambda task: TapedReplayEnv(self.record, task)
 
+    def replays(self) -> Twins:
+        return TapedTwins(self.record)
+
     def ready(self, episode: str) -> Trajectory | None:
         row = self.record.rows.get((episode, "whole", 0))
         return None if row is None else Trajectory.from_json(row.answer)
@@ -63,18 +67,6 @@ class Replayer(EpisodeIO):
         trajectory.timings = dict(row.answer["timings"])
 
 
-class _Counter:
-    """Numbers calls from 0."""
-
-    def __init__(self) -> None:
-        self._next: dict[tuple[str, str], int] = {}
-
-    def number(self, episode: str, kind: str) -> int:
-        number = self._next.get((episode, kind), 0)
-        self._next[episode, kind] = number + 1
-        return number
-
-
 class TapedEnv(ToolEnv):
     """An environment that answers what the recorded one answered."""
 
@@ -82,7 +74,7 @@ class TapedEnv(ToolEnv):
         super().__init__()
         self.id = str(key["env"])  # type: ignore[misc]
         self._tape, self._episode, self._key = record, episode, key
-        self._numbers = _Counter()
+        self._numbers = Numbers()
 
     def make_task(self, rng_seed: int, split: str) -> Task:
         raise UserError("a replay has only the recorded tasks")
@@ -127,7 +119,7 @@ class TapedEnv(ToolEnv):
         return 0.0
 
     def _take(self, kind: str, ask: Json) -> Json:
-        return self._tape.take(self._episode, kind, self._numbers.number(self._episode, kind), ask).answer
+        return self._tape.take(self._episode, kind, self._numbers.next(self._episode, kind), ask).answer
 
     def _change(self, answer: Mapping[str, Json]) -> None:
         record = self.trajectory
@@ -148,11 +140,11 @@ class ReplayEngine(Engine):
 
     def __init__(self, record: Recorded) -> None:
         self._tape = record
-        self._numbers = _Counter()
+        self._numbers = Numbers()
         self._known: dict[str, list[int]] = {}
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        row = self._tape.find(request_key, "engine", self._numbers.number(request_key, "engine"))
+        row = self._tape.find(request_key, "engine", self._numbers.next(request_key, "engine"))
         ask, expected = engine_ask(token_ids, sampling), self._expected(row)
         if digest(ask) != row.asked:
             raise diverged(self._tape.path, row, expected, ask)
@@ -183,11 +175,11 @@ class ReplayJudge:
 
     def __init__(self, record: Recorded) -> None:
         self._tape = record
-        self._numbers = _Counter()
+        self._numbers = Numbers()
 
     def ask(self, key: str, request: Any) -> Any:
         episode = current_episode()
-        row = self._tape.take(episode, "judge", self._numbers.number(episode, "judge"), asdict(request))
+        row = self._tape.take(episode, "judge", self._numbers.next(episode, "judge"), asdict(request))
         return Verdict(**row.answer)
 
     async def aask(self, key: str, request: Any) -> Any:

@@ -15,10 +15,12 @@ from agentrl.env import Action, Message, Observation, StepResult, ToolEnv
 from agentrl.env.wrapper import ToolWrapper
 from agentrl.errors import EngineError, EnvError, ReplayError, ToolTimeoutError
 from agentrl.reward.leaf import JudgeClient
+from agentrl.reward.twins import Twins
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway
+from agentrl.rollout.episode import scoring_failed
 from agentrl.rollout.replay.io import Entries, EpisodeIO, ReplayEnvMaker
 from agentrl.rollout.replay.tape import RecordWriter, common, current_episode, digest, outcome_of
-from agentrl.rollout.replay.twins import RecordingReplayEnv
+from agentrl.rollout.replay.twins import RecordingReplayEnv, RecordingTwins
 from agentrl.trajectory import Json, StopReason, Trajectory, Turn, UserCall
 
 
@@ -43,15 +45,19 @@ class Recorder(EpisodeIO):
         return RecordingJudge(client, self.writer)
 
     def replay_env(self, make: ReplayEnvMaker) -> ReplayEnvMaker:
-        return lambda task: RecordingReplayEnv(make(task), self.writer)
+        return lambda task: RecordingReplayEnv(make, task, self.writer)
+
+    def replays(self) -> Twins:
+        return RecordingTwins(self.writer)
 
     def transcript(self, owner: str) -> tuple[Entries, Callable[[int, Json], None]]:
         known = self._transcripts.get(owner, {})
         return known, lambda number, entry: self.writer.add(owner, "transcript", number, None, entry)
 
     def ended(self, episode: str, trajectory: Trajectory) -> None:
-        """Close an episode. One that was cut by a timeout is stored whole: a replay cannot know when a timeout fires."""
-        if episode in self._cut or "policy_s" in (trajectory.cause or {}):
+        """Close an episode. One that was cut by a timeout, or its scoring, is stored whole: a replay cannot know when a timeout
+        fires."""
+        if episode in self._cut or "policy_s" in (trajectory.cause or {}) or scoring_failed(trajectory):
             self._cut.discard(episode)
             self.writer.add(episode, "whole", 0, None, trajectory.to_json())
             return

@@ -3,11 +3,11 @@
     {"episode": "heldout3.m0", "kind": "engine", "call": 2, "asked": digest, "ask": {...}, "answer": {...}, "sum": ...}
 
 `kind` is what was called: `engine`, `reset`, `step` and `end` (the environment: its answers include its tools and its
-simulated user), `judge`, `replay_env` (the environment of a gold replay), `transcript` (an API model's numbered
-messages); `done` closes an episode with its outcome, `whole` holds an episode that was cut by a timeout. `call` counts
-within (episode, kind), `asked` is the digest of the whole request. `sum` chains every line to the previous ones, so an
-edited, missing or inserted line is detected when the record is read (protects against mistakes, not against attacks:
-anybody can compute a new chain).
+simulated user), `judge`, `replay_env` (the environment of a replay of calls), `replay_failed` (a replay of calls, if it
+failed), `transcript` (an API model's numbered messages); `done` closes an episode with its outcome, `whole` holds an
+episode that a timeout cut, or its scoring. `call` counts within (episode, kind), `asked` is the digest of the whole
+request. `sum` chains every line to the previous ones, so an edited, missing or inserted line is detected when the record
+is read (protects against mistakes, not against attacks: anybody can compute a new chain).
 
 A `reset` starts its episode from scratch: what an interrupted attempt left before it does not count.
 """
@@ -73,6 +73,18 @@ def outcome_of(trajectory: Trajectory) -> dict[str, Json]:
         "metrics": trajectory.metrics,
         "trajectory": digest(content_of(trajectory)),
     }
+
+
+class Numbers:
+    """Numbers the calls of each (episode, kind) from 0, for a replay."""
+
+    def __init__(self) -> None:
+        self._next: Counter[tuple[str, str]] = Counter()
+
+    def next(self, episode: str, kind: str) -> int:
+        """The number of the call that is made now."""
+        self._next[episode, kind] += 1
+        return self._next[episode, kind] - 1
 
 
 class RecordWriter:

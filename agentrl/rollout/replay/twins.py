@@ -1,84 +1,148 @@
-"""Twins of a recorded run: what a replay of calls answered is stored by what was done so far, because episodes share it."""
+"""Replays of calls under a record: twins (`agentrl.reward.twins`) that write down their answers, and twins that answer from them.
+
+A twin's answer (a row of kind `replay_env`) is found by what it depends on: the task, what the record's user did, and the turns
+so far; episodes that do the same share it. A replay that failed (`replay_failed`) is its own episode's, found by its number
+there: the next replay of the same calls may not fail.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from agentrl.env.userside import RecordedUser
 from agentrl.errors import ReplayError
-from agentrl.reward.twins import Taken, Twin, run_at_once, twin_of
-from agentrl.rollout.replay.tape import Recorded, RecordWriter, current_episode, digest
+from agentrl.reward.twins import (
+    Copies,
+    FailedTwinError,
+    GoldLegs,
+    Leg,
+    MakeEnv,
+    Path,
+    Taken,
+    Twin,
+    TwinPass,
+    Twins,
+    run_at_once,
+    twin_of,
+)
+from agentrl.rollout.replay.tape import Numbers, Recorded, RecordWriter, current_episode, digest
 from agentrl.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory
 
-_KIND = "replay_env"
+_ANSWER = "replay_env"
+_FAILED = "replay_failed"
 
 
-class Deeds:
-    """What was done on a twin so far, as JSON: its task, its turns, and what its user, who answers as the record's did, answered.
-    What the policy said is left out if that decides nothing (`scripted`)."""
+def _begun(task: Task) -> str:
+    return digest(["twin", asdict(task)])
+
+
+class _Course:
+    """What a twin's next answer depends on, as a digest `at` that each turn extends."""
 
     def __init__(self, record: Trajectory, scripted: bool) -> None:
-        self.done: list[Json] = [asdict(record.task)]
         self._heard: list[Json] = RecordedUser.of(record).row()["answers"]
         self._scripted, self._texts = scripted, 0
-        if any(made.turn < 0 for made in record.user_calls):
-            self.done.append({"opening": self._heard[0]})
+        self.at = digest([_begun(record.task), self._heard[:1]])
 
     def add(self, turn: Message | ToolCall) -> None:
+        """Of a text only what somebody hears counts: nobody does if the user is scripted, and so one pass serves many."""
         if isinstance(turn, ToolCall):
-            self.done.append({"user": asdict(turn)})
+            done: Json = {"user": asdict(turn)}
         elif turn.tool_calls:
-            self.done.append(asdict(turn))
+            done = asdict(turn)
         else:
             self._texts += 1
-            answer = self._heard[self._texts] if self._texts < len(self._heard) else None
-            self.done.append({"answer": answer, "text": None if self._scripted else turn.content})
+            said = None if self._scripted else turn.content
+            done = {"said": said, "user": self._heard[self._texts : self._texts + 1]}
+        self.at = digest([self.at, done])
+
+    @property
+    def state(self) -> str:
+        return digest([self.at, "state"])
+
+
+# -- recorded --------------------------------------------------------------------------------------
+
+
+class RecordingTwins(Twins):
+    """Passes of which the failed ones are recorded."""
+
+    def __init__(self, writer: RecordWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def gold(self, make: MakeEnv, record: Trajectory, gold: Json, legs: GoldLegs, path: Path) -> TwinPass:
+        return self._noted({"gold": gold}, super().gold(make, record, gold, legs, path))
+
+    def made(self, make: MakeEnv, record: Trajectory, legs: Sequence[Leg]) -> TwinPass:
+        return self._noted({}, super().made(make, record, legs))
+
+    def _noted(self, ask: Json, played: TwinPass) -> TwinPass:
+        number = self._writer.number(current_episode(), _FAILED)
+        if isinstance(played.fault, FailedTwinError):
+            answer = {"rounds": len(played.ends), "error": str(played.fault)}
+            self._writer.add(current_episode(), _FAILED, number, ask, answer)
+        return played
+
+
+class _Log:
+    """The rows of one task's twins."""
+
+    def __init__(self, writer: RecordWriter, task: Task) -> None:
+        self._writer, self._task = writer, task
+
+    def add(self, asked: str, what: str, answer: Json) -> None:
+        self._writer.add("", _ANSWER, 0, {"task": self._task.id, "what": what}, answer, asked=asked)
 
 
 class RecordingReplayEnv:
-    """An environment for replays whose answers are recorded."""
+    """In place of an environment for replays: twins whose answers are recorded."""
 
-    def __init__(self, env: Any, writer: RecordWriter) -> None:
-        self._env, self._writer = env, writer
+    def __init__(self, make: Callable[[Task], Any], task: Task, writer: RecordWriter) -> None:
+        self._make, self._task, self._log = make, task, _Log(writer, task)
 
     def as_twin(self) -> Twin:
-        return RecordingTwin(twin_of(self._env), self._writer)
+        return RecordingTwin(twin_of(self._make(self._task)), self._log)
 
 
 class RecordingTwin:
     """A twin whose answers are recorded."""
 
-    def __init__(self, twin: Twin, writer: RecordWriter) -> None:
-        self._twin, self._writer = twin, writer
+    def __init__(self, twin: Twin, log: _Log) -> None:
+        self._twin, self._log = twin, log
         self.scripted = twin.scripted
-        self._course: Deeds
+        self._course: _Course
 
     @property
     def talks(self) -> bool:
         return self._twin.talks
 
     def open(self, record: Trajectory) -> None:
-        self._course = Deeds(record, self.scripted)
         self._twin.open(record)
-        self._write("twin", {"scripted": self.scripted, "talks": self.talks}, [asdict(record.task), "twin"])
+        self.opened(record)
+        self._log.add(_begun(record.task), "begin", {"scripted": self.scripted, "talks": self.talks})
+
+    def opened(self, record: Trajectory) -> None:
+        """The twin stands as the record's task begins."""
+        self._course = _Course(record, self.scripted)
 
     async def take(self, turn: Message | ToolCall) -> Taken:
         self._course.add(turn)
         taken = await self._twin.take(turn)
-        done = self._course.done
         results = [{"call_id": r.call_id, "name": r.name, "content": r.content, "error": r.error} for r in taken.results]
-        self._write({"last": done[-1]}, {"answers": taken.answers, "results": results, "over": taken.over}, done)
+        self._log.add(self._course.at, "turn", {"answers": taken.answers, "results": results, "over": taken.over})
         return taken
 
     def state(self) -> Json:
         state = self._twin.state()
-        self._write("state", state, [*self._course.done, "state"])
+        self._log.add(self._course.state, "state", state)
         return state
 
-    def copies(self) -> None:
-        return None
+    def copies(self) -> Copies | None:
+        made = self._twin.copies()
+        return None if made is None else RecordingCopies(made, self._log)
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         self._twin.run(work)
@@ -86,47 +150,95 @@ class RecordingTwin:
     def close(self) -> None:
         self._twin.close()
 
-    def _write(self, ask: Json, answer: Json, done: list[Json]) -> None:
-        self._writer.add("", _KIND, len(self._course.done) - 1, ask, answer, asked=digest(done))
+
+class RecordingCopies:
+    """Makes recording twins of copies."""
+
+    def __init__(self, copies: Copies, log: _Log) -> None:
+        self._copies, self._log, self.size = copies, log, copies.size
+
+    def twin(self, record: Trajectory) -> Twin:
+        twin = RecordingTwin(self._copies.twin(record), self._log)
+        twin.opened(record)
+        return twin
+
+
+# -- replayed --------------------------------------------------------------------------------------
+
+
+class TapedTwins(Twins):
+    """Passes of which those fail that failed under the record."""
+
+    def __init__(self, record: Recorded) -> None:
+        super().__init__()
+        self._tape, self._numbers = record, Numbers()
+
+    def gold(self, make: MakeEnv, record: Trajectory, gold: Json, legs: GoldLegs, path: Path) -> TwinPass:
+        failed = self._failed({"gold": gold})
+        if failed is None:
+            return super().gold(make, record, gold, legs, path)
+        return self._until(failed, make, record, legs()[0], gold=True)
+
+    def made(self, make: MakeEnv, record: Trajectory, legs: Sequence[Leg]) -> TwinPass:
+        failed = self._failed({})
+        return super().made(make, record, legs) if failed is None else self._until(failed, make, record, legs)
+
+    def _failed(self, ask: Json) -> Mapping[str, Json] | None:
+        """How this replay failed. Raises ReplayError if it was another one that did."""
+        episode = current_episode()
+        number = self._numbers.next(episode, _FAILED)
+        if (episode, _FAILED, number) not in self._tape.rows:
+            return None
+        found: Mapping[str, Json] = self._tape.take(episode, _FAILED, number, ask).answer
+        return found
+
+    def _until(
+        self, failed: Mapping[str, Json], make: MakeEnv, record: Trajectory, legs: Sequence[Leg], gold: bool = False
+    ) -> TwinPass:
+        """The rounds before the fault, and the fault."""
+        before = legs[: failed["rounds"]]
+        played = self._play(self._of(record.task), make, record, before, gold=gold) if before else TwinPass()
+        played.fault = played.fault or FailedTwinError(failed["error"])
+        return played
 
 
 class TapedReplayEnv:
-    """An environment for replays, from the record."""
+    """In place of an environment for replays: twins from the record."""
 
     def __init__(self, record: Recorded, task: Task) -> None:
-        self._record, self._task = record, task
+        self._tape, self._task = record, task
 
     def as_twin(self) -> Twin:
-        return TapedTwin(self._record, self._task)
+        """Raises ReplayError if the record has none of the task."""
+        row = self._tape.replay_envs.get(_begun(self._task))
+        if row is None:
+            raise ReplayError(
+                f"{self._tape.path}: episode {current_episode()}: it has no replays of calls of task {self._task.id} (was it "
+                "recorded by an older version, or with another reward spec?); record it again (--record)"
+            )
+        return TapedTwin(self._tape, row)
 
 
 class TapedTwin:
     """A twin that answers what the recorded one answered."""
 
-    def __init__(self, tape: Recorded, task: Task) -> None:
-        known = tape.replay_envs.get(digest([asdict(task), "twin"]), {"scripted": True, "talks": False})
-        self.scripted: bool = known["scripted"]
-        self._talks: bool = known["talks"]
-        self._tape = tape
-        self._course: Deeds
-
-    @property
-    def talks(self) -> bool:
-        return self._talks
+    def __init__(self, record: Recorded, row: Mapping[str, Json]) -> None:
+        self._tape, self.scripted, self.talks = record, bool(row["scripted"]), bool(row["talks"])
+        self._task, self._turns = "", 0
+        self._course: _Course
 
     def open(self, record: Trajectory) -> None:
-        self._course = Deeds(record, self.scripted)
+        self._course, self._task = _Course(record, self.scripted), record.task.id
 
     async def take(self, turn: Message | ToolCall) -> Taken:
         self._course.add(turn)
-        answer = self._find(self._course.done)
-        if not isinstance(answer, dict) or "over" not in answer:
-            raise ReplayError(f"{self._tape.path}: its replays of calls were recorded by an older version; record it again")
+        self._turns += 1
+        answer = self._find(self._course.at, turn)
         results = [ToolResult(row["call_id"], row["name"], row["content"], None, row["error"]) for row in answer["results"]]
         return Taken(answer["answers"], results, answer["over"])
 
     def state(self) -> Json:
-        return self._find([*self._course.done, "state"])
+        return self._find(self._course.state, "the state")
 
     def copies(self) -> None:
         return None
@@ -136,11 +248,10 @@ class TapedTwin:
 
     def close(self) -> None: ...
 
-    def _find(self, done: list[Json]) -> Json:
-        asked = digest(done)
+    def _find(self, asked: str, what: object) -> Json:
         if asked not in self._tape.replay_envs:
             raise ReplayError(
-                f"{self._tape.path}: episode {current_episode()}, replay of calls {len(done) - 1} of task "
-                f"{done[0]['id']}: expected one of the recorded calls, got {done[-1]}"
+                f"{self._tape.path}: episode {current_episode()}, replay of calls {self._turns} of task {self._task}: "
+                f"expected one of the recorded calls, got {what}"
             )
         return self._tape.replay_envs[asked]
