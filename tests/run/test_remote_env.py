@@ -21,14 +21,14 @@ from agentrl.env.remote.sessions import SessionLimits
 from agentrl.errors import CatalogError, ConfigError, UserError
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
-from agentrl.reward import Context, compile_spec, make_context
+from agentrl.reward import compile_spec, make_context
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.replay.play import Replayer
 from agentrl.rollout.replay.record import Recorder
 from agentrl.rollout.replay.tape import Recorded
 from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import check_eval
-from agentrl.run.checks.remote import check_remote, check_rounds, remote_lines
+from agentrl.run.checks.remote import check_remote, remote_lines
 from agentrl.run.contents import contents_of
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import StopReason
@@ -102,24 +102,6 @@ def test_what_cannot_be_played_there_is_refused_before_the_run(
     monkeypatch.setattr("agentrl.env.remote.client.CHECK_PATIENCE", 0.1)
     with pytest.raises(UserError, match=why):
         check_remote(made(server, *overrides))
-
-
-def test_a_spec_that_replays_by_round_is_refused_there(server: Running) -> None:
-    context = Context(replay_env=lambda task: pytest.fail("nothing is replayed"))
-    gold = {"$": "/task/gold/rounds"}
-    leaf = {"use": "state.match", "args": {"replay": gold}}
-    for root, refused in (
-        ({**leaf, "args": {"replay": {"$": "/task/gold/calls"}}}, False),
-        ({**leaf, "scope": "round", "reduce": "all"}, True),
-        ({"op": "all", "of": [{"op": "all", "scope": "round", "reduce": "all", "of": [leaf]}]}, True),
-    ):
-        scorer = compile_spec({"agentrl_reward": 1, "name": "by_round", "root": root, "success": root}, context=context)
-        check_rounds(made(None), scorer)
-        if not refused:
-            check_rounds(made(server), scorer)
-            continue
-        with pytest.raises(ConfigError, match=r"env\.url: reward spec 'by_round' replays gold calls round by round"):
-            check_rounds(made(server), scorer)
 
 
 def test_one_of_several_environments_may_be_elsewhere(server: Running) -> None:

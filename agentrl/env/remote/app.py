@@ -100,11 +100,13 @@ class EnvApp:
         read = json.loads(body) if body else {}
         if not isinstance(read, dict):
             raise RefusedError(400, "bad_request", "the body is no JSON object")
-        if read.get("protocol", wire.PROTOCOL) != wire.PROTOCOL:
+        if (theirs := read.get("protocol", wire.PROTOCOL)) != wire.PROTOCOL:
+            older = "client" if isinstance(theirs, int) and theirs < wire.PROTOCOL else "server"
             raise RefusedError(
                 400,
                 "protocol",
-                f"the server (agentrl {__version__}) speaks protocol {wire.PROTOCOL}, the client {read['protocol']}",
+                f"the server (agentrl {__version__}) speaks protocol {wire.PROTOCOL}, the client {theirs}; upgrade the {older}'s "
+                "agentrl",
             )
         return read
 

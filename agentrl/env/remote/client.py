@@ -16,6 +16,7 @@ from agentrl.env.remote import wire
 from agentrl.env.remote.link import Link, LostError
 from agentrl.env.remote.wire import Asked
 from agentrl.env.spaces import Action, Observation
+from agentrl.env.twin import EnvTwin
 from agentrl.env.users import GOLD
 from agentrl.env.userside import RecordedUser
 from agentrl.errors import EnvError, RemoteEnvError, UserError
@@ -72,6 +73,7 @@ class RemoteEnv(ToolEnv):
         self._boot, self._digest = "", ""
         self._told = 0  # so many messages of the record are the server's; what follows is a turn that it never got
         self._released = True
+        self._has_user = False
         self._calls_there: dict[str, Waiting] = {}
         self._offered: Mapping[str, Tool] = {}
         self._ready = True
@@ -150,6 +152,14 @@ class RemoteEnv(ToolEnv):
 
     def state(self) -> Json:
         return None if self._record is None else self._record.state
+
+    @property
+    def has_user(self) -> bool:
+        """As the server last said; False before an episode."""
+        return self._has_user
+
+    def as_twin(self) -> EnvTwin:
+        return EnvTwin(self, bool(self.card["scripted"]))
 
     # -- an episode --------------------------------------------------------------------------------------
 
@@ -312,6 +322,8 @@ class RemoteEnv(ToolEnv):
     def _take(self, answer: Mapping[str, Json]) -> None:
         """Bring the record up to date. Raises the fault that the answer tells of."""
         self._have, self._boot = answer["number"], answer["boot"]
+        if "has_user" in answer:  # else it has let its environment go
+            self._has_user, self._ended = answer["has_user"], answer["has_finished"]
         if "record" in answer:
             self._take_record(answer["record"])
             self._open = answer["open"]

@@ -157,7 +157,10 @@ class EnvSession:
         return answer if self._record is None else {**answer, "record": wire.record_row(self._record)}
 
     def _state(self, number: int) -> dict[str, Json]:
-        return {"number": number, "boot": self._home.boot, "open": self._env is not None and self._env.is_open}
+        state: dict[str, Json] = {"number": number, "boot": self._home.boot}
+        if self._env is None:
+            return {**state, "open": False}
+        return {**state, "open": self._env.is_open, "has_user": self._env.has_user, "has_finished": self._env.has_finished}
 
     def _let_go(self) -> None:
         """Of an episode that is over only the record stays, for as long as a client may ask again."""

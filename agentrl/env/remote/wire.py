@@ -16,7 +16,7 @@ from agentrl.tool import Tool, Toolbox
 from agentrl.tool.tool import Options
 from agentrl.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory, Turn, UserCall
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised if a message changes its meaning; client and server must have the same."""
 
 WAIT_SECONDS = 20.0

@@ -22,7 +22,7 @@ from agentrl.run.checks.model import check_models, check_other_models, check_pro
 from agentrl.run.checks.parts import check_assembly, check_engine, check_model
 from agentrl.run.checks.placement import check_placement
 from agentrl.run.checks.preflight import check_preflight
-from agentrl.run.checks.remote import check_remote, check_rounds
+from agentrl.run.checks.remote import check_remote
 from agentrl.run.checks.reward import check_decided, check_judge, check_success
 from agentrl.run.checks.rollout import check_trainable
 from agentrl.run.checks.routing import check_router_replay
@@ -79,7 +79,6 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
             one = alone(config, env)
             check_remote(one)
             ref, scorers[env.called] = check_assembly(one)
-            check_rounds(one, scorers[env.called])
             check_agent(one, ref)
             check_trainable(one)
     check_held_out(config)
@@ -126,7 +125,6 @@ def check_eval(config: TrainConfig) -> None:
             one = alone(config, env)
             check_remote(one)
             ref, scorers[env.called] = check_assembly(one)
-            check_rounds(one, scorers[env.called])
             check_agent(one, ref)
             check_decided(scorers[env.called])
             check_prompts(one, engine_name(config), ref)

@@ -6,8 +6,6 @@ from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.config.envs import each
 from agentrl.errors import ConfigError
-from agentrl.reward.node import LeafNode, Node
-from agentrl.reward.score import Scorer
 
 
 def check_remote(config: TrainConfig) -> None:
@@ -50,28 +48,6 @@ def check_remote(config: TrainConfig) -> None:
         )
     if config.sft is not None and not card["teacher"]:
         raise ConfigError(f"env.id: {card['env']['id']} at {ref.at.url} has no teacher, so [sft] cannot warm a model up on it")
-
-
-def check_rounds(config: TrainConfig, scorer: Scorer) -> None:
-    """Raise ConfigError if the spec replays round by round and the environment is elsewhere: what its user says between rounds
-    does not reach a replay there, whose tools and state would be those of the first round.
-
-    Reads: env, reward.
-    """
-    ref = EnvRef.of(config)
-    nodes = [scorer.root, *([] if scorer.success is None else [scorer.success])]
-    if ref.at is not None and any(_replays_rounds(node, None) for node in nodes):
-        raise ConfigError(
-            f"env.url: reward spec {scorer.name!r} replays gold calls round by round, which an environment elsewhere "
-            f"({ref.at.url}) cannot do; run where the environment is (without env.url)"
-        )
-
-
-def _replays_rounds(node: Node, scope: str | None) -> bool:
-    scope = node.mods.scope or scope
-    if isinstance(node, LeafNode) and scope == "round" and "replay" in node.leaf.args:
-        return True
-    return any(_replays_rounds(child, scope) for child in node.children())
 
 
 def remote_lines(config: TrainConfig) -> list[str]:

@@ -87,7 +87,7 @@ async def play(env: ToolEnv, seed: int, split: str, scorer: Any) -> tuple[list[A
     seen: list[Any] = [(observation, info, env.toolbox.schemas())]
     for turn in turns_of(env, seed):
         result = await env.astep(turn)
-        seen.append((result, env.trajectory.state, env.toolbox.schemas()))
+        seen.append((result, env.trajectory.state, env.toolbox.schemas(), env.has_user, env.has_finished))
         if result[2] or result[3]:
             break
     await env.aclose()
@@ -112,6 +112,7 @@ async def test_an_episode_over_http_is_the_episode_in_process(name: str, servers
         assert one.make_task(seed, split) == two.make_task(seed, split)
         assert one.task_count(split) == two.task_count(split)
         assert one.toolbox.schemas() == two.toolbox.schemas()
+        assert one.as_twin().scripted == two.as_twin().scripted
         first, second = await play(one, seed, split, scorers[0]), await play(two, seed, split, scorers[1])
         assert first == second
     assert not servers[env_id].app.sessions.episodes

@@ -39,6 +39,7 @@ class Phones:
             "splits": ["train"],
             "order_free": False,
             "idle_share": 0.0,
+            "scripted": False,
             "task_count": {},
             "toolbox": toolbox,
         }
