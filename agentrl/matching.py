@@ -1,4 +1,4 @@
-"""Patterns and JSON Schemas of others against what a policy wrote: with a time limit, and never for long on an event loop.
+"""Patterns of others against what a policy wrote: with a time limit, and never for long on an event loop.
 
 A regular expression may take exponential time on a text that is made for it, and `re` can neither be stopped nor lets another
 thread run meanwhile. `regex`, which reads the same expressions, can and does.
@@ -6,26 +6,25 @@ thread run meanwhile. `regex`, which reads the same expressions, can and does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import regex
-from jsonschema import Draft202012Validator, ValidationError, validators
 
 from agentrl.executors import QUICK, TooLongError
 
 AT_ONCE_S = 0.005
 """Seconds that a match may take on an event loop."""
-SCHEMA_S = 1.0
-"""Seconds that a pattern of a JSON Schema may take in all."""
 
 
 def within_seconds(look: Callable[..., Any], text: str, seconds: float) -> Any:
     """`look(text)`, where `look` is a method of a compiled `regex` pattern.
 
-    Raises TimeoutError after `seconds`, and TooLongError if it takes long and is tried at once (`executors.at_once`).
+    Raises TimeoutError after `seconds`, TextTooLongError, which is one, for a text of more than `MOST_TEXT` characters, and
+    TooLongError if it takes long and is tried at once (`executors.at_once`).
     """
+    if len(text) > MOST_TEXT:
+        raise TextTooLongError(f"a text of {len(text)} characters, of which no pattern is looked for in more than {MOST_TEXT}")
     hurry = QUICK.get() and seconds > AT_ONCE_S
     try:
         return look(text, timeout=AT_ONCE_S if hurry else seconds)
@@ -35,31 +34,55 @@ def within_seconds(look: Callable[..., Any], text: str, seconds: float) -> Any:
         raise
 
 
-@cache
-def _compiled(pattern: str) -> Any:
-    return regex.compile(pattern, regex.VERSION0)  # as in `re`
+MOST_PATTERN = 10_000
+"""Characters of a pattern."""
+MOST_COPIES = 10_000
+"""Parts that a pattern may have, each as often as it must match at least: `regex` writes out that many copies of it."""
+MOST_TEXT = 1_000_000
+"""Characters of a text that a pattern is looked for in: what groups found is remembered at each of them."""
+_TOKEN = regex.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d*)(?:,\d*)?\}|[()]|.", regex.DOTALL)
+_RECURSION = regex.compile(r"\(\?(?:R|[+-]?\d+|&\w*|P>\w*)\)")
+_SPACED = regex.compile(r"\(\?[\w-]*x")
 
 
-def _found(pattern: str, text: str) -> bool:
+def compile_pattern(pattern: str, flags: int = regex.VERSION0) -> Any:
+    """A pattern of `regex`. Raises ValueError, which says why, if it is none, or could cost more than the time limit of its
+    match: if it is long, repeats so often that its compiled form fills the memory, or calls itself."""
+    if len(pattern) > MOST_PATTERN:
+        raise ValueError(f"a pattern of {len(pattern)} characters; at most {MOST_PATTERN} are allowed")
+    if _RECURSION.search(pattern):
+        raise ValueError(f"{pattern[:80]!r} calls itself, which no time limit ends")
+    if (copies := _copies(pattern)) > MOST_COPIES:
+        raise ValueError(f"{pattern[:80]!r} repeats a part {copies:.0e} times; at most {MOST_COPIES} are allowed")
     try:
-        return within_seconds(_compiled(pattern).search, text, SCHEMA_S) is not None
-    except TimeoutError:
-        raise TimeoutError(f"the pattern {pattern!r} took longer than {SCHEMA_S:g} s on {len(text)} characters") from None
+        return regex.compile(pattern, flags)
+    except (regex.error, RecursionError, OverflowError) as problem:
+        raise ValueError(f"{pattern[:80]!r} is not a regular expression: {problem}") from None
 
 
-def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    if validator.is_type(instance, "string") and not _found(pattern, instance):
-        yield ValidationError(f"{instance!r} does not match {pattern!r}")
+def _copies(pattern: str) -> float:
+    """How many copies its parts are at most, if each repeat is written out as often as it must match."""
+    flat = _SPACED.search(pattern) is not None  # comments may hold brackets, so each repeat counts as if nested in all others
+    groups, last = [0.0], 0.0
+    for token in _TOKEN.finditer(pattern):
+        match token.group():
+            case "(":
+                groups.append(0.0)
+                last = 0.0
+            case ")":
+                last = groups.pop() if len(groups) > 1 else 0.0
+                groups[-1] += last
+            case _ if token.group(1) is not None:
+                times = float(token.group(1) or 0)
+                groups[-1] += last * max(times - 1, 0)
+                last *= max(times, 1)
+                if flat:
+                    groups = [max(item, 1) * max(times, 1) for item in groups]
+            case _:
+                last = 1.0
+                groups[-1] += 1
+    return sum(groups)
 
 
-def _pattern_properties(validator: Any, patterns: Mapping[str, Any], instance: Any, schema: Any) -> Iterator[ValidationError]:
-    if validator.is_type(instance, "object"):
-        for pattern, inner in patterns.items():
-            for name, value in instance.items():
-                if _found(pattern, name):
-                    yield from validator.descend(value, inner, path=name, schema_path=pattern)
-
-
-_extend: Callable[..., Any] = validators.extend
-SchemaValidator = _extend(Draft202012Validator, {"pattern": _pattern, "patternProperties": _pattern_properties})
-"""jsonschema's validator of draft 2020-12, whose patterns have a limit: it also raises TimeoutError and TooLongError."""
+class TextTooLongError(TimeoutError):
+    """A text is longer than `MOST_TEXT`, so that no pattern is looked for in it."""

@@ -15,12 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError, best_match
-
 from agentrl.env.families import held_out_families
 from agentrl.env.seeds import content_split, task_rng
 from agentrl.errors import DependencyError, TaskDataError
+from agentrl.schemas import BadSchemaError, checked_validator, first_fault
 from agentrl.tool.validate import nearest
 from agentrl.trajectory import Json, Task
 
@@ -145,12 +143,11 @@ def load_tasks(
     return TaskSet(place.name, {split: [row for row in rows if row.split == split] for split in splits})
 
 
-def _validator(schema: Mapping[str, Json], place: Path) -> Draft202012Validator:
+def _validator(schema: Mapping[str, Json], place: Path) -> Any:
     try:
-        Draft202012Validator.check_schema(schema)
-    except SchemaError as problem:
-        raise TaskDataError(f"{place}: its declared schema is not a JSON Schema: {problem.message}") from problem
-    return Draft202012Validator(schema)
+        return checked_validator(schema)
+    except BadSchemaError as problem:
+        raise TaskDataError(f"{place}: its declared schema is not a JSON Schema: {problem}") from problem
 
 
 def _files(place: Path) -> list[Path]:
@@ -219,12 +216,15 @@ def _without_nulls(value: Any) -> Any:
 def _row(
     where: str,
     raw: Any,
-    validator: Draft202012Validator,
+    validator: Any,
     to_task: ToTask | None,
     split_column: str,
     named: str | None,
 ) -> Row:
-    error = best_match(validator.iter_errors(raw))
+    try:
+        error = first_fault(validator, raw)
+    except TimeoutError as late:
+        raise TaskDataError(f"{where}: {late}") from late
     if error is not None:
         place = "/".join(str(part) for part in error.absolute_path)
         raise TaskDataError(f"{where}: field {place or '(the row)'}: {error.message[:200]}")

@@ -7,6 +7,8 @@ text and the reason, so that the environment can answer it and a reward spec can
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -76,16 +78,36 @@ def strict_json(text: str, start: int = 0) -> tuple[Json, int]:
     """Decode one JSON value at `start` (leading white space allowed); returns it and the position after it.
 
     Raises ValueError for anything that is not standard JSON (including NaN and Infinity), for nesting over
-    64 levels and for lone surrogates, which no tokenizer can encode.
+    64 levels, for numbers beyond the range of a double, and for lone surrogates, which no tokenizer can encode.
     """
-    while start < len(text) and text[start] in " \t\r\n":
-        start += 1
+    blank = _JSON_BLANK.match(text, start)
     try:
-        value, end = _DECODER.raw_decode(text, start)
+        value, end = _decoded(text, blank.end() if blank else start)
     except RecursionError:
         raise ValueError("JSON nested too deep") from None
     check_json(value)
     return value, end
+
+
+def _decoded(text: str, start: int) -> tuple[Json, int]:
+    if len(text) <= _WINDOW:
+        return _DECODER.raw_decode(text, start)
+    # An error counts the lines of all that comes before it, so a long text with many broken calls is read through windows.
+    # One that may have been cut by the window's end is read again through one of twice the size.
+    size = _WINDOW
+    while True:
+        window = text[start : start + size]
+        whole = start + size >= len(text)
+        try:
+            value, end = _DECODER.raw_decode(window)
+        except json.JSONDecodeError as problem:
+            cut = problem.pos > len(window) - _LONGEST_WORD or problem.msg.startswith("Unterminated string")
+            if whole or not cut:
+                raise ValueError(f"{problem.msg}: char {start + problem.pos}") from None
+        else:
+            if whole or end < len(window):
+                return value, start + end
+        size *= 2
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -93,10 +115,14 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_WINDOW = 16_384
+_LONGEST_WORD = 16  # characters: "-Infinity" or an escape, of which a window may hold the beginning
+_JSON_BLANK, _BLANK = re.compile(r"[ \t\r\n]*"), re.compile(r"\s*")
 
 
 # Decoded values are encoded again deeper in the call stack, where less of the recursion limit is left.
 _MAX_DEPTH = 64
+_MAX_BITS = 1023  # of an integer that a double can hold
 
 
 def check_json(value: Json) -> None:
@@ -110,15 +136,39 @@ def check_json(value: Json) -> None:
                 inner.extend(item.values())
             elif isinstance(item, list):
                 inner.extend(item)
-            elif isinstance(item, str) and not item.isascii():
-                try:
-                    item.encode()
-                except UnicodeEncodeError:
-                    raise ValueError("lone surrogate in a string") from None
+            elif isinstance(item, str):
+                if not item.isascii():
+                    _check_encodable(item)
+            elif item.bit_length() > _MAX_BITS if isinstance(item, int) else isinstance(item, float) and not math.isfinite(item):
+                raise ValueError("a number beyond the range of a double")
         if not inner:
             return
         level = inner
     raise ValueError(f"JSON nested deeper than {_MAX_DEPTH}")
+
+
+def _check_encodable(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("lone surrogate in a string") from None
+
+
+def skip_blanks(text: str, at: int) -> int:
+    """The position from `at` on that is not white space. A copy of the rest of the text, to strip it, would cost each call of a
+    turn the length of the turn."""
+    found = _BLANK.match(text, at)
+    return found.end() if found else at
+
+
+def broken_end(text: str, body: int, opening: str, closing: str) -> tuple[int, bool]:
+    """Where a broken block, whose body begins at `body`, ends: after its closing mark, before the next opening mark, or with the
+    text, whichever is first; and whether it has a closing mark."""
+    following = text.find(opening, body)
+    limit = following if following >= 0 else len(text)
+    # Up to there only: of many blocks that no mark closes, each would look through the whole text.
+    close = text.find(closing, body, limit)
+    return (close + len(closing), True) if close >= 0 else (limit, False)
 
 
 def _block(text: str, start: int, call_id: str) -> tuple[ToolCall, int]:
@@ -128,7 +178,7 @@ def _block(text: str, start: int, call_id: str) -> tuple[ToolCall, int]:
         value, end = strict_json(text, body)
     except ValueError as problem:
         return _broken(text, start, call_id, f"not valid JSON: {problem}")
-    close = end + len(text[end:]) - len(text[end:].lstrip())
+    close = skip_blanks(text, end)
     if not text.startswith(CLOSE, close):
         return _broken(text, start, call_id, f"expected {CLOSE} after the JSON object")
     stop = close + len(CLOSE)
@@ -137,15 +187,8 @@ def _block(text: str, start: int, call_id: str) -> tuple[ToolCall, int]:
 
 def _broken(text: str, start: int, call_id: str, error: str) -> tuple[ToolCall, int]:
     """A malformed block ends at its closing tag, the next opening tag or the end of the text, whichever is first."""
-    body = start + len(OPEN)
-    close = text.find(CLOSE, body)
-    following = text.find(OPEN, body)
-    if close >= 0 and (following < 0 or close < following):
-        stop = close + len(CLOSE)
-    else:
-        stop = following if following >= 0 else len(text)
-        error = f"no {CLOSE}: {error}"
-    return malformed(call_id, text[start:stop], error), stop
+    stop, closed = broken_end(text, start + len(OPEN), OPEN, CLOSE)
+    return malformed(call_id, text[start:stop], error if closed else f"no {CLOSE}: {error}"), stop
 
 
 def _render(call: ToolCall) -> str:

@@ -74,7 +74,10 @@ class McpSession:
         for name in wanted or ():
             if name not in known:
                 raise EnvError(f"MCP server {self.name!r} has no tool {name!r}; it has {', '.join(known)}")
-        return [self._tool(client, item) for item in listed if wanted is None or item.name in wanted]
+        try:
+            return [self._tool(client, item) for item in listed if wanted is None or item.name in wanted]
+        except TypeError as problem:
+            raise EnvError(f"MCP server {self.name!r}: {problem}") from problem
 
     async def close(self) -> None:
         """End the session, and the server's process if this session started it."""

@@ -19,7 +19,7 @@ from agentrl.executors import TOOLS
 from agentrl.tool.options import DEFAULT, Blame, OnTimeout, Options
 from agentrl.tool.process import Child, child_for, function_ref
 from agentrl.tool.schema import Hidden, Signature, conversion_problem, read_signature
-from agentrl.tool.validate import Problem, as_called, as_object, compile_validator
+from agentrl.tool.validate import Problem, as_called, as_object, compile_validator, safe_schema
 from agentrl.trajectory import Json
 
 _AT_ONCE: nullcontext[None] = nullcontext()  # keeps nothing, so calls may share it
@@ -73,9 +73,11 @@ class Tool:
         """A tool with an existing schema (from an MCP server or a dataset), which the policy is shown as it is; `function` takes
         keyword arguments, among them those named in `hidden`, which the environment fills in (`ToolEnv.hidden`).
 
-        Raises ValueError if the schema shows one of those. What arguments are checked against is `Options.check`; with "strict"
-        the schema must be valid JSON Schema, which the first call finds out.
+        Raises ValueError if the schema shows one of those, and TypeError, which names the place, if it could fetch something,
+        never end or fill the memory (`agentrl.schemas`). What arguments are checked against is `Options.check`; with "strict" the
+        schema must be valid JSON Schema, which is found out when the tool is added to a toolbox.
         """
+        safe_schema(name, parameters)
         if shown := [name for name in hidden if name in parameters.get("properties", {})]:
             raise ValueError(f"tool {name}: its schema shows the policy {shown[0]!r}, which is to be hidden")
         return cls(function, name, options, explicit=Signature(description, dict(parameters), tuple(hidden), dict))
@@ -89,8 +91,12 @@ class Tool:
 
     @cached_property
     def signature(self) -> Signature:
-        """Read once. Raises TypeError if the function's parameters have no JSON form."""
-        return self.explicit or read_signature(self.function, method=self.method)
+        """Read once. Raises TypeError if the function's parameters have no JSON form, or one that should not be used."""
+        if self.explicit is not None:
+            return self.explicit
+        signature = read_signature(self.function, method=self.method)
+        safe_schema(self.name, signature.parameters)
+        return signature
 
     @cached_property
     def schema(self) -> dict[str, Json]:

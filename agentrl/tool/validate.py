@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from jsonschema import Draft202012Validator, ValidationError
-from jsonschema.exceptions import SchemaError, best_match
+from jsonschema import ValidationError
 
 from agentrl.errors import did_you_mean
-from agentrl.matching import SchemaValidator
+from agentrl.schemas import BadSchemaError, check_schema, checked_validator, first_fault
 from agentrl.trajectory import Json
 
 
@@ -30,25 +29,33 @@ Check = Callable[[Json], Problem | None]
 
 def compile_validator(name: str, parameters: Mapping[str, Json]) -> Check:
     """A function from arguments to the first problem, or None; equal schemas share it. Raises TypeError for a bad schema; the
-    function raises TimeoutError if a pattern takes too long, and TooLongError on an event loop (`agentrl.matching`)."""
+    function raises TimeoutError if it takes too long, and TooLongError on an event loop (`agentrl.schemas`)."""
     # By content: tools that are made anew for each episode (from an MCP server, or by a wrapper) compile nothing anew.
+    safe_schema(name, parameters)
     try:
         return _compiled(json.dumps(parameters))
-    except SchemaError as problem:
-        raise TypeError(f"tool {name}: its parameters are not a valid JSON Schema: {problem.message}") from problem
+    except BadSchemaError as problem:
+        raise TypeError(f"tool {name}: its parameters are not a valid JSON Schema: {problem}") from problem
+
+
+def safe_schema(name: str, parameters: Mapping[str, Json]) -> None:
+    """Raises TypeError, which names the tool and the place, if its schema could fetch something, never end or fill the memory."""
+    try:
+        check_schema(parameters)
+    except BadSchemaError as problem:
+        raise TypeError(f"tool {name}: the schema of its parameters cannot be used, {problem}") from problem
 
 
 @lru_cache(maxsize=4096)
 def _compiled(text: str) -> Check:
     parameters = json.loads(text)
-    Draft202012Validator.check_schema(parameters)
-    validator = SchemaValidator(parameters)
+    validator = checked_validator(parameters)
     simple = _simple(parameters)
 
     def check(arguments: Json) -> Problem | None:
         if simple is not None and _fits(simple, arguments):
             return None
-        error = best_match(validator.iter_errors(arguments))
+        error = first_fault(validator, arguments)
         return None if error is None else _problem(error, parameters)
 
     return check

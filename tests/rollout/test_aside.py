@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentrl import matching
+from agentrl import schemas
 from agentrl.config import RolloutConfig
 from agentrl.env import ToolEnv
 from agentrl.env.users import RuleUser
@@ -217,7 +217,7 @@ def test_arguments_are_checked_in_a_thread_if_they_are_long(size: int) -> None:
 
 def test_a_pattern_that_never_ends_is_answered_and_the_loop_goes_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """`re` took 0.1 s for 22 letters, twice that for each more, with the interpreter's lock: here it would be 10 years."""
-    monkeypatch.setattr(matching, "SCHEMA_S", 0.2)
+    monkeypatch.setattr(schemas, "SCHEMA_S", 0.2)
     schema = {"type": "object", "properties": {"name": {"type": "string", "pattern": "^(a|aa)+$"}}, "required": ["name"]}
     box = Toolbox([Tool.from_schema("named", "", schema, lambda name: name)])
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from agentrl.backends.endpoint.errors import RequestError
 from agentrl.backends.endpoint.fields import parameters as parameters_of
+from agentrl.schemas import BadSchemaError, check_schema
 from agentrl.trajectory import Json, Message, ToolCall
 
 CHOICES = 128
@@ -103,7 +104,16 @@ def json_schema(form: Json, where: str) -> Json:
     schema = form.get("schema") or as_dict(form.get("json_schema") or {}, where).get("schema")
     if kind != "json_schema" or not isinstance(schema, dict):
         raise RequestError(f"{where}: expected the type 'text', 'json_object' or 'json_schema' with a schema")
+    _check(schema, f"{where}: schema")
     return schema
+
+
+def _check(schema: Json, where: str) -> None:
+    """Raises RequestError if a grammar should not be made of the schema."""
+    try:
+        check_schema(schema)
+    except BadSchemaError as problem:
+        raise RequestError(f"{where}: {problem}") from None
 
 
 def with_names(messages: Sequence[Message]) -> list[Message]:
@@ -129,6 +139,7 @@ def tool(name: Json, description: Json, parameters: Json, where: str) -> dict[st
     if not isinstance(description, str | None):
         raise RequestError(f"{where}: description: expected text")
     schema = {} if parameters is None else parameters_of(parameters, f"{where}: parameters")
+    _check(schema, f"{where}: parameters")
     row: dict[str, Json] = {"name": name} | ({"description": description} if description else {})
     return {"type": "function", "function": {**row, "parameters": schema or {"type": "object", "properties": {}}}}
 

@@ -370,7 +370,10 @@ class RemoteEnv(ToolEnv):
             while len(_tables) >= _MOST_TABLES and digest not in _tables:
                 del _tables[next(iter(_tables))]
             if digest not in _tables:
-                _tables[digest] = wire.tools_of(row["rows"], self._link.url)
+                try:
+                    _tables[digest] = wire.tools_of(row["rows"], self._link.url)
+                except TypeError as problem:
+                    raise RemoteEnvError(f"{self._link.url}: it offers a tool that cannot be used: {problem}") from problem
             self._digest, self._offered = digest, _tables[digest]
         self._box.table = self._offered
         if first:

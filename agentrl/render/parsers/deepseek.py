@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 
 from agentrl.render.parsers.syntax import Parsed, Syntax, blocks
-from agentrl.render.toolcalls import call_from_json, malformed, strict_json
+from agentrl.render.toolcalls import broken_end, call_from_json, malformed, skip_blanks, strict_json
 from agentrl.trajectory import Json, ToolCall
 
 _BEGIN, _END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 _AROUND = re.compile("<｜tool▁calls▁(?:begin|end)｜>")
-_FENCED = re.compile(r"[^\S\n]*([^\n]*?)[^\S\n]*\n```json\n")
-_FENCE_END = re.compile(r"\s*```\s*")
+_FENCE, _FENCE_END = "\n```json\n", "```"
 
 
 def parse_deepseek(text: str) -> Parsed:
@@ -34,20 +33,22 @@ def parse_deepseek(text: str) -> Parsed:
 
 def _body(text: str, start: int) -> tuple[str, Json, int]:
     """Name, arguments and the position after them. Raises ValueError."""
-    separator = text.find(_SEP, start)
+    following = text.find(_BEGIN, start)
+    separator = text.find(_SEP, start, following if following >= 0 else len(text))
     if separator < 0:
         raise ValueError(f"expected {_SEP}")
     name, begin = text[start:separator].strip(), separator + len(_SEP)
-    fenced = _FENCED.match(text, begin)
-    if fenced is not None:
-        name, begin = fenced.group(1), fenced.end()
+    line = text.find("\n", begin, following if following >= 0 else len(text))
+    fenced = line >= 0 and text.startswith(_FENCE, line)
+    if fenced:
+        name, begin = text[begin:line].strip(), line + len(_FENCE)
     value, end = _json(text, begin)
-    if fenced is not None:
-        fence = _FENCE_END.match(text, end)
-        if fence is None:
+    end = skip_blanks(text, end)
+    if fenced:
+        if not text.startswith(_FENCE_END, end):
             raise ValueError("expected ``` after the arguments")
-        return name, value, fence.end()
-    return name, value, end + len(text[end:]) - len(text[end:].lstrip())
+        end = skip_blanks(text, end + len(_FENCE_END))
+    return name, value, end
 
 
 def _json(text: str, start: int) -> tuple[Json, int]:
@@ -59,13 +60,8 @@ def _json(text: str, start: int) -> tuple[Json, int]:
 
 def _broken(text: str, start: int, call_id: str, error: str) -> tuple[list[ToolCall], int]:
     """A malformed call ends with its own end, before the next call, or with the text."""
-    body = start + len(_BEGIN)
-    close, following = text.find(_END, body), text.find(_BEGIN, body)
-    if close >= 0 and (following < 0 or close < following):
-        stop = close + len(_END)
-    else:
-        stop, error = (following if following >= 0 else len(text)), f"no {_END}: {error}"
-    return [malformed(call_id, text[start:stop], error)], stop
+    stop, closed = broken_end(text, start + len(_BEGIN), _BEGIN, _END)
+    return [malformed(call_id, text[start:stop], error if closed else f"no {_END}: {error}")], stop
 
 
 DEEPSEEK = Syntax("deepseek", parse_deepseek, seen=lambda call: _BEGIN in call)

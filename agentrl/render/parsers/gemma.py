@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 
 from agentrl.render.parsers.syntax import Parsed, Parser, Syntax, blocks
-from agentrl.render.toolcalls import malformed, strict_json
+from agentrl.render.toolcalls import broken_end, malformed, strict_json
 from agentrl.trajectory import Json, ToolCall
 
-_NAME = re.compile(r"call:([^{}\s]+)\{")
+_NAME = re.compile(r"call:([^{}\s<]+)\{")
 _BARE = re.compile(r"[^,{}\[\]<]*")
-_KEY = re.compile(r"\s*([^:{}\[\],<]*?)\s*:")
+_KEY = re.compile(r"([^:{}\[\],<]*):")
 _MAX_DEPTH = 64
 
 
@@ -93,7 +93,7 @@ class _Reader:
                 match = _KEY.match(self.text, at)
                 if match is None:
                     raise ValueError("expected a key and ':'")
-                key, at = match.group(1), match.end()
+                key, at = match.group(1).strip(), match.end()
             found[key], at = self.value(at, depth)
             if self.text.startswith("}", at):
                 return found, at + 1
@@ -117,13 +117,8 @@ class _Reader:
 
 def _broken(text: str, start: int, call_id: str, error: str, name: str, tokens: _Tokens) -> tuple[list[ToolCall], int]:
     """A malformed call ends with its own end, before the next call, or with the text."""
-    body = start + len(tokens.open)
-    close, following = text.find(tokens.close, body), text.find(tokens.open, body)
-    if close >= 0 and (following < 0 or close < following):
-        stop = close + len(tokens.close)
-    else:
-        stop, error = (following if following >= 0 else len(text)), f"no {tokens.close}: {error}"
-    return [malformed(call_id, text[start:stop], error, name)], stop
+    stop, closed = broken_end(text, start + len(tokens.open), tokens.open, tokens.close)
+    return [malformed(call_id, text[start:stop], error if closed else f"no {tokens.close}: {error}", name)], stop
 
 
 _GEMMA4 = _Tokens("<|tool_call>", "<tool_call|>", '<|"|>')

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from agentrl.render.parsers.syntax import ForTools, Parsed, Syntax, blocks
 from agentrl.render.schema_values import argument_value
-from agentrl.render.toolcalls import CLOSE, OPEN, malformed
+from agentrl.render.toolcalls import CLOSE, OPEN, malformed, skip_blanks
 from agentrl.trajectory import Json, ToolCall
 
-_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_NAME = re.compile(r"\s*([^\s<][^<\n]*?)\s*(?=<arg_key>|$)")
+_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 
 
 def parse_glm(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
@@ -32,20 +30,32 @@ def parse_glm(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
 
 
 def _call(body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[str, Any]] | None) -> ToolCall:
-    head = _NAME.match(body)
-    if head is None:
+    position = body.find(_KEY) if _KEY in body else len(body)
+    name = body[:position].strip()
+    if not name or "<" in name or "\n" in name:
         return malformed(call_id, raw, "expected a function name")
-    name = head.group(1)
     schema = None if schemas is None else schemas.get(name, {})
     arguments: dict[str, Json] = {}
-    position = head.end()
-    while (pair := _PAIR.match(body, position)) is not None:
-        key = pair.group(1).strip()
-        arguments[key] = argument_value(pair.group(2), key, schema)
-        position = pair.end()
+    while (pair := _pair(body, position)) is not None:
+        key, value, position = pair
+        arguments[key] = argument_value(value, key, schema)
     if body[position:].strip():
         return malformed(call_id, raw, "expected <arg_key>KEY</arg_key> and <arg_value>value</arg_value>", name)
     return ToolCall(name=name, arguments=arguments, id=call_id, raw=raw)
+
+
+def _pair(body: str, position: int) -> tuple[str, str, int] | None:
+    """Key, value and the position after the pair that begins at `position`; None if there is none. By finds, each of which looks
+    at what it takes only: an expression for the pair would look through the rest of the text for every key without a value."""
+    begin = skip_blanks(body, position)
+    key_end = body.find(_KEY_END, begin) if body.startswith(_KEY, begin) else -1
+    if key_end < 0:
+        return None
+    value = skip_blanks(body, key_end + len(_KEY_END))
+    end = body.find(_VALUE_END, value) if body.startswith(_VALUE, value) else -1
+    if end < 0:
+        return None
+    return body[begin + len(_KEY) : key_end].strip(), body[value + len(_VALUE) : end], end + len(_VALUE_END)
 
 
 GLM = Syntax(

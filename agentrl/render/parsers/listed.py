@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from agentrl.render.parsers.syntax import Parsed, Syntax, blocks
-from agentrl.render.toolcalls import call_from_json, malformed, strict_json
+from agentrl.render.toolcalls import broken_end, call_from_json, malformed, skip_blanks, strict_json
 from agentrl.trajectory import ToolCall
 
 _OPEN, _CLOSE = "<|tool_call|>", "<|/tool_call|>"
@@ -20,8 +20,8 @@ def parse_listed(text: str) -> Parsed:
             value, end = strict_json(text, start + len(_OPEN))
         except ValueError as problem:
             return _broken(text, start, call_id, f"not valid JSON: {problem}")
-        rest = text[end:].lstrip()
-        stop = len(text) - len(rest.removeprefix(_CLOSE)) if rest.startswith(_CLOSE) else end
+        rest = skip_blanks(text, end)
+        stop = rest + len(_CLOSE) if text.startswith(_CLOSE, rest) else end
         raw, first = text[start:stop], int(call_id.removeprefix("call_"))
         items = value if isinstance(value, list) else [value]
         if not items:
@@ -33,10 +33,7 @@ def parse_listed(text: str) -> Parsed:
 
 def _broken(text: str, start: int, call_id: str, error: str) -> tuple[list[ToolCall], int]:
     """Where a broken list ends is not known: at its closing tag, before the next opening one, or with the turn."""
-    body = start + len(_OPEN)
-    close, following = text.find(_CLOSE, body), text.find(_OPEN, body)
-    ends = [end for end in (close + len(_CLOSE) if close >= 0 else -1, following) if end >= 0]
-    stop = min(ends, default=len(text))
+    stop, _ = broken_end(text, start + len(_OPEN), _OPEN, _CLOSE)
     return [malformed(call_id, text[start:stop], error)], stop
 
 

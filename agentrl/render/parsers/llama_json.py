@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from agentrl.render.grammar import llama_rules
 from agentrl.render.parsers.syntax import Parsed, Syntax
-from agentrl.render.toolcalls import call_from_json, malformed, strict_json
+from agentrl.render.toolcalls import call_from_json, malformed, skip_blanks, strict_json
 from agentrl.trajectory import ToolCall
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -34,11 +34,12 @@ def parse_llama_json(text: str) -> Parsed:
             break
         key = "arguments" if isinstance(value, dict) and "arguments" in value else "parameters"
         calls.append(call_from_json(value, call_id, body[position:end], key))
-        rest = body[end:].lstrip()
-        if rest and not rest.startswith((";", "{")):
-            calls.append(malformed(f"call_{len(calls)}", rest, "expected ';' between two calls"))
+        position = skip_blanks(body, end)
+        if position < len(body) and not body.startswith((";", "{"), position):
+            calls.append(malformed(f"call_{len(calls)}", body[position:], "expected ';' between two calls"))
             break
-        position = len(body) - len(rest.removeprefix(";").lstrip())
+        if body.startswith(";", position):
+            position = skip_blanks(body, position + 1)
     return said.strip(), tuple(calls)
 
 

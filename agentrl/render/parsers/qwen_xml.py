@@ -12,8 +12,8 @@ from agentrl.render.schema_values import argument_value
 from agentrl.render.toolcalls import malformed
 from agentrl.trajectory import Json, ToolCall
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_FUNCTION, _FUNCTION_END = re.compile(r"<function=([^>\n]*)>"), "</function>"
+_PARAMETER, _PARAMETER_END = re.compile(r"\s*<parameter=([^>\n]*)>\n?"), "</parameter>"
 
 
 def parse_qwen_xml(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
@@ -38,23 +38,25 @@ def parse_qwen_xml(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed
 
 
 def _xml_call(body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[str, Any]] | None, *, closed: bool) -> ToolCall:
-    match = _FUNCTION.fullmatch(body)
-    if match is None or not closed:
+    body = body.strip() if closed else ""
+    head = _FUNCTION.match(body)
+    if head is None or head.end() > len(body) - len(_FUNCTION_END) or not body.endswith(_FUNCTION_END):
         what = "expected <function=NAME>...</function>" if closed else "no </tool_call>"
         return malformed(call_id, raw, what)
-    name, inner = match.group(1).strip(), match.group(2)
+    name, inner = head.group(1).strip(), body[head.end() : len(body) - len(_FUNCTION_END)]
     if not name:
         return malformed(call_id, raw, "expected a function name")
     schema = None if schemas is None else schemas.get(name, {})
     arguments: dict[str, Json] = {}
     position = 0
-    for parameter in _PARAMETER.finditer(inner):
-        # What stands between two parameters would be dropped without a word.
-        if inner[position : parameter.start()].strip():
+    # From one to the next, and never by a search: what stands between two parameters would be dropped without a word.
+    while (parameter := _PARAMETER.match(inner, position)) is not None:
+        end = inner.find(_PARAMETER_END, parameter.end())
+        if end < 0:
             break
         key = parameter.group(1).strip()
-        arguments[key] = argument_value(parameter.group(2), key, schema)
-        position = parameter.end()
+        arguments[key] = argument_value(inner[parameter.end() : end].removesuffix("\n"), key, schema)
+        position = end + len(_PARAMETER_END)
     if inner[position:].strip():
         return malformed(call_id, raw, "expected <parameter=KEY>value</parameter>", name)
     return ToolCall(name=name, arguments=arguments, id=call_id, raw=raw)

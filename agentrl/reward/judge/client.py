@@ -15,12 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import jsonschema
-
 from agentrl.errors import JudgeBudgetError
 from agentrl.reward.judge.budget import Budget
 from agentrl.reward.judge.cache import VerdictCache
 from agentrl.reward.judge.load import load_litellm
+from agentrl.schemas import first_fault, validator
 from agentrl.trajectory import Json
 
 _CHARACTERS_PER_TOKEN = 2  # low on purpose, for an upper bound on a prompt's cost
@@ -219,7 +218,7 @@ def _verdict(response: Any, request: VerdictRequest) -> Json:
         verdict = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise _Fault(f"the judge's answer is not JSON: {text[:120]!r}", again=True) from error
-    fault = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(request.schema).iter_errors(verdict))
+    fault = first_fault(validator(request.schema), verdict)
     if fault is not None:
         raise _Fault(f"the judge's verdict does not fit its schema: {fault.message[:200]}", again=True)
     return verdict

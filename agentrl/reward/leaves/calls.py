@@ -6,12 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import jsonschema
-
-from agentrl.matching import SchemaValidator
 from agentrl.reward.leaf import BY, Args, Context, Leaf, Reading, UnscorableError, object_schema
 from agentrl.reward.values import brief
 from agentrl.reward.view import View
+from agentrl.schemas import BadSchemaError, checked_validator, first_fault
 from agentrl.trajectory import Json, ToolCall
 
 _VALIDATORS: dict[str, Any] = {}
@@ -94,7 +92,7 @@ def _fault(call: ToolCall, schemas: Mapping[str, Json] | None, validators: dict[
     if call.name not in validators:
         validators[call.name] = _validator(schemas[call.name])
     try:
-        error = jsonschema.exceptions.best_match(validators[call.name].iter_errors(call.arguments))
+        error = first_fault(validators[call.name], call.arguments)
     except TimeoutError as late:
         raise UnscorableError(str(late)) from late
     return None if error is None else str(brief(error.message))
@@ -108,8 +106,7 @@ def _validator(schema: Json) -> Any:
         if len(_VALIDATORS) >= _MOST_VALIDATORS:
             _VALIDATORS.clear()
         try:
-            SchemaValidator.check_schema(schema)
-        except jsonschema.exceptions.SchemaError as error:
-            raise UnscorableError(f"a tool's parameters are not a JSON Schema: {error.message}") from error
-        _VALIDATORS[key] = SchemaValidator(schema)
+            _VALIDATORS[key] = checked_validator(schema)
+        except BadSchemaError as error:
+            raise UnscorableError(f"a tool's parameters are not a JSON Schema: {error}") from error
     return _VALIDATORS[key]

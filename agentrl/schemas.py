@@ -1,0 +1,376 @@
+"""JSON Schemas of others (a tool's, a server's, a task's): looked through before they are used, and used with a time limit.
+
+A schema is a small program: it may name documents to fetch, call itself without end, hold patterns that take exponential time, or
+be as large as its author likes. `check_schema` refuses such a one by the place of what is wrong; what `validator` makes retrieves
+nothing, and `first_fault` ends after `SCHEMA_S`. Draft 2020-12 (https://json-schema.org/draft/2020-12), but for
+`$id` and `$schema` below the root, and references to other documents.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+from urllib.parse import unquote
+
+from jsonschema import Draft202012Validator, ValidationError, validators
+from jsonschema.exceptions import best_match
+from referencing.jsonschema import EMPTY_REGISTRY
+
+from agentrl.executors import QUICK, TooLongError
+from agentrl.matching import AT_ONCE_S, compile_pattern, within_seconds
+
+SCHEMA_S = 1.0
+"""Seconds that a value's check against a schema may take in all."""
+MOST_DEPTH = 64
+"""Levels of objects and arrays in a schema."""
+MOST_NODES = 100_000
+"""Values in a schema, all levels together."""
+MOST_CHARACTERS = 1_000_000
+"""Characters of all names and texts in a schema."""
+MOST_WORK = 10_000
+"""Schemas that one value may have to fit at once: those of `allOf`, `anyOf`, `$ref` and the like, and theirs."""
+MOST_CHAIN = 64
+"""How many references and the like may lead from one to the next before a value is looked into."""
+
+
+class BadSchemaError(ValueError):
+    """A schema is not one that can be used: `place` (a JSON Pointer), what was found there, what to do."""
+
+    def __init__(self, place: str, found: str, remedy: str) -> None:
+        super().__init__(f"at {place or '(the root)'}: {found}; {remedy}")
+        self.place = place
+
+
+Kind = Literal["schema", "map", "data"]
+_DATA = frozenset({"const", "default", "enum", "examples"})
+_MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_LISTS, _ONES = ("allOf", "anyOf", "oneOf"), ("not", "if", "then", "else")
+
+
+def check_schema(schema: Any) -> None:
+    """Raises BadSchemaError if using the schema could fetch something, never end, or take more time or memory than it is worth.
+    What is only of no meaning is not looked at (`checked_validator` does that)."""
+    try:
+        text = json.dumps(schema)
+    except (TypeError, ValueError, RecursionError):
+        text = ""  # the walk says what it is
+    if text and len(text) <= MOST_CHARACTERS:
+        _check_text(text)
+    else:
+        _Walk(schema).check()
+
+
+@lru_cache(maxsize=4096)
+def _check_text(text: str) -> None:
+    _Walk(json.loads(text)).check()
+
+
+@dataclass
+class _Walk:
+    """One look through a schema; iterative, since a deep one would overflow."""
+
+    root: Any
+    nodes: int = 0
+    characters: int = 0
+    anchors: dict[str, Any] = field(default_factory=dict)
+    schemas: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    references: list[tuple[dict[str, Any], str, str]] = field(default_factory=list)
+    uses: dict[str, str] = field(default_factory=dict)
+
+    def check(self) -> None:
+        if not isinstance(self.root, dict | bool):
+            raise BadSchemaError("", f"a schema is an object, not {_short(self.root)}", "give an object")
+        self._look(self.root, "")
+        targets: dict[tuple[int, str], Any] = {}
+        for holder, key, place in self.references:  # grows while targets that are no schemas otherwise are looked at
+            target = targets[id(holder), key] = self._target(holder[key], f"{place}/{key}")
+            if id(target) not in self.schemas:
+                self._look(target, f"{place}/{key}")
+        if "unevaluatedProperties" in self.uses and "patternProperties" in self.uses:
+            raise BadSchemaError(
+                self.uses["unevaluatedProperties"],
+                "unevaluatedProperties in a schema with patternProperties, whose patterns would have no time limit",
+                "use additionalProperties",
+            )
+        _check_work(self.schemas, targets)
+
+    def _look(self, start: Any, where: str) -> None:
+        stack: list[tuple[Any, str, int, Kind]] = [(start, where, 1, "schema")]
+        while stack:
+            node, place, depth, kind = stack.pop()
+            self._count(node, place, depth)
+            if isinstance(node, dict):
+                if kind == "schema":
+                    self.schemas[id(node)] = node, place
+                    self._look_at(node, place)
+                for key, value in node.items():
+                    inner: Kind = "data" if kind == "data" or (kind == "schema" and key in _DATA) else "schema"
+                    if kind == "schema" and key in _MAPS:
+                        inner = "map"
+                    stack.append((value, f"{place}/{_escaped(key)}", depth + 1, inner))
+            elif isinstance(node, list | tuple):
+                stack += [(item, f"{place}/{i}", depth + 1, "schema" if kind == "map" else kind) for i, item in enumerate(node)]
+
+    def _count(self, node: Any, place: str, depth: int) -> None:
+        shown = place if len(place) < 200 else f"{place[:200]}..."
+        self.nodes += 1
+        if depth > MOST_DEPTH:
+            raise BadSchemaError(shown, f"nested deeper than {MOST_DEPTH} levels", "define parts under $defs and refer to them")
+        if self.nodes > MOST_NODES:
+            raise BadSchemaError(shown, f"a schema of more than {MOST_NODES} values", "leave out what a model need not know")
+        texts = list(node) if isinstance(node, dict) else [node] if isinstance(node, str) else []
+        for text in texts:
+            if not isinstance(text, str):
+                raise BadSchemaError(shown, f"the key {_short(text)} is no string", "give JSON")
+            self.characters += len(text)
+            if not text.isascii() and _lone_surrogate(text):
+                raise BadSchemaError(shown, "a lone surrogate in a text", "give Unicode text")
+        if self.characters > MOST_CHARACTERS:
+            raise BadSchemaError(
+                shown, f"a schema of more than {MOST_CHARACTERS} characters", "leave out what a model need not know"
+            )
+        if isinstance(node, float) and not math.isfinite(node):
+            raise BadSchemaError(shown, f"{node} is not JSON", "give a finite number")
+        if not isinstance(node, dict | list | tuple | str | int | float | None):
+            raise BadSchemaError(shown, f"{type(node).__name__} is not JSON", "give JSON")
+
+    def _look_at(self, node: dict[str, Any], place: str) -> None:
+        for key in ("$id", "$schema"):
+            if place and isinstance(node.get(key), str):
+                raise BadSchemaError(
+                    f"{place}/{key}", f"{_short(node[key])} begins a schema of its own within a schema", "leave it out"
+                )
+        for key in ("$anchor", "$dynamicAnchor"):
+            if isinstance(node.get(key), str):
+                self.anchors[node[key]] = node
+        self.references += [(node, key, place) for key in _REFERENCES if key in node]
+        patterns = [(f"{place}/pattern", node["pattern"])] if isinstance(node.get("pattern"), str) else []
+        if isinstance(node.get("patternProperties"), dict):
+            patterns += [(f"{place}/patternProperties", pattern) for pattern in node["patternProperties"]]
+        for where, pattern in patterns:
+            try:
+                compile_pattern(pattern)
+            except ValueError as problem:
+                raise BadSchemaError(where, str(problem), "write a shorter or simpler pattern") from None
+        for key in ("unevaluatedProperties", "patternProperties"):
+            if key in node:
+                self.uses.setdefault(key, f"{place}/{key}")
+
+    def _target(self, reference: Any, place: str) -> Any:
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            raise BadSchemaError(
+                place,
+                f"a reference to {_short(reference)}, which would have to be fetched; nothing is",
+                "put that schema under $defs and refer to it by '#/$defs/NAME'",
+            )
+        name = unquote(reference[1:])
+        target = self._pointed(name) if name.startswith("/") or not name else self.anchors.get(name)
+        if not isinstance(target, dict | bool):
+            raise BadSchemaError(place, f"a reference to {_short(reference)}, where there is no schema", "define it under $defs")
+        return target
+
+    def _pointed(self, pointer: str) -> Any:
+        found = self.root
+        for part in pointer.split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict):
+                found = found.get(name)
+            elif isinstance(found, list) and name.isdecimal() and len(name) < 7 and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                return None
+        return found
+
+
+def _check_work(schemas: Mapping[int, tuple[Any, str]], targets: Mapping[tuple[int, str], Any]) -> None:
+    """Raises BadSchemaError if a value that fits a schema has to fit, at the same place, too many others, or this one again."""
+    work: dict[int, tuple[int, int]] = {}  # schemas in all, and the longest chain
+    for first in schemas:
+        stack, open_ones = [first], set[int]()
+        while stack:
+            number = stack[-1]
+            node, place = schemas[number]
+            if number in work:
+                stack.pop()
+                continue
+            following = [id(item) for item in _at_once(node, targets) if id(item) in schemas]
+            rest = [item for item in following if item not in work]
+            if not rest:
+                own = [work[item] for item in following]
+                work[number] = 1 + sum(item[0] for item in own), 1 + max((item[1] for item in own), default=0)
+                if work[number][0] > MOST_WORK or work[number][1] > MOST_CHAIN:
+                    raise BadSchemaError(
+                        place, f"one value would have to fit {work[number][0]} schemas at once", "write fewer alternatives"
+                    )
+                open_ones.discard(number)
+                stack.pop()
+                continue
+            open_ones.add(number)
+            if again := [item for item in rest if item in open_ones]:
+                raise BadSchemaError(
+                    place,
+                    f"it leads to itself by way of {schemas[again[0]][1] or 'the root'}",
+                    "refer to it below a property or item",
+                )
+            stack += rest
+
+
+def _at_once(node: dict[str, Any], targets: Mapping[tuple[int, str], Any]) -> Iterator[dict[str, Any]]:
+    """The schemas that the same value has to be compared with."""
+    found = [targets[id(node), key] for key in _REFERENCES if (id(node), key) in targets]
+    for key in _LISTS:
+        found += node[key] if isinstance(node.get(key), list) else []
+    found += [node[key] for key in _ONES if key in node]
+    found += node["dependentSchemas"].values() if isinstance(node.get("dependentSchemas"), dict) else []
+    return (item for item in found if isinstance(item, dict))
+
+
+def _lone_surrogate(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _escaped(key: Any) -> str:
+    return str(key)[:80].replace("~", "~0").replace("/", "~1")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict | list | tuple):
+        return "an object" if isinstance(value, dict) else "an array"
+    return repr(value[:80] if isinstance(value, str) else value)
+
+
+_LATE: contextvars.ContextVar[float] = contextvars.ContextVar("agentrl_schema_late", default=math.inf)
+
+
+def _in_time() -> float:
+    """The seconds that are left. Raises TimeoutError, and TooLongError on an event loop, if there are none."""
+    left = _LATE.get() - time.monotonic()
+    if left > 0:
+        return left
+    if QUICK.get():
+        raise TooLongError
+    raise TimeoutError(f"the check against its schema took longer than {SCHEMA_S:g} s")
+
+
+def _found(pattern: str, text: str) -> bool:
+    left = _in_time()
+    try:
+        return within_seconds(_compiled(pattern).search, text, min(left, SCHEMA_S)) is not None
+    except TimeoutError:
+        if QUICK.get():
+            raise TooLongError from None
+        raise TimeoutError(f"the pattern {pattern!r} took longer than {SCHEMA_S:g} s on {len(text)} characters") from None
+
+
+_compiled = lru_cache(maxsize=4096)(compile_pattern)
+Keyword = Callable[[Any, Any, Any, Any], Any]
+_PLAIN: dict[str, Keyword] = dict(Draft202012Validator.VALIDATORS)
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if validator.is_type(instance, "string") and not _found(pattern, instance):
+        yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+def _pattern_properties(validator: Any, patterns: Mapping[str, Any], instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if validator.is_type(instance, "object"):
+        for pattern, inner in patterns.items():
+            for name, value in instance.items():
+                if _found(pattern, name):
+                    yield from validator.descend(value, inner, path=name, schema_path=pattern)
+
+
+def _additional(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    """`additionalProperties`: jsonschema's own looks for the patterns beside it with `re`."""
+    if not schema.get("patternProperties") or not validator.is_type(instance, "object"):
+        yield from _PLAIN["additionalProperties"](validator, wanted, instance, schema) or ()
+        return
+    known, patterns = schema.get("properties", {}), list(schema["patternProperties"])
+    others = [name for name in instance if name not in known and not any(_found(pattern, name) for pattern in patterns)]
+    if isinstance(wanted, dict):
+        for name in others:
+            yield from validator.descend(instance[name], wanted, path=name)
+    elif not wanted and others:
+        yield ValidationError(f"{', '.join(map(repr, sorted(others)))} match none of the patterns {patterns!r}")
+
+
+def _unique(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    """`uniqueItems`: jsonschema's own compares each object with each."""
+    if wanted and validator.is_type(instance, "array") and len({_identity(item) for item in instance}) < len(instance):
+        yield ValidationError(f"{instance!r} has non-unique elements")
+
+
+def _identity(value: Any) -> Any:
+    """Equal for what JSON Schema calls equal: 1 and 1.0 are, 1 and true are not."""
+    if isinstance(value, dict):
+        return "object", frozenset((key, _identity(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return "array", tuple(map(_identity, value))
+    return isinstance(value, bool), value
+
+
+def _multiple(validator: Any, of: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    try:
+        yield from _PLAIN["multipleOf"](validator, of, instance, schema) or ()
+    except (OverflowError, ValueError, ZeroDivisionError):
+        yield ValidationError(f"a number too large to say whether it is a multiple of {of}")
+
+
+def _timed(keyword: Keyword) -> Keyword:
+    def check(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
+        _in_time()
+        return keyword(validator, value, instance, schema)
+
+    return check
+
+
+_extend: Callable[..., Any] = validators.extend
+_OWN: dict[str, Keyword] = {
+    "additionalProperties": _additional, "multipleOf": _multiple, "pattern": _pattern, "patternProperties": _pattern_properties,
+    "uniqueItems": _unique,
+}  # fmt: skip
+SchemaValidator = _extend(Draft202012Validator, {name: _timed(keyword) for name, keyword in {**_PLAIN, **_OWN}.items()})
+"""jsonschema's validator of draft 2020-12, whose patterns and work have a limit (`first_fault`)."""
+
+
+def validator(schema: Any) -> Any:
+    """A `SchemaValidator` of a schema of agentrl's own, or one that was checked; it retrieves nothing."""
+    return SchemaValidator(schema, registry=EMPTY_REGISTRY)
+
+
+def checked_validator(schema: Any) -> Any:
+    """The same of anyone's schema. Raises BadSchemaError if it should not be used (`check_schema`), or is no JSON Schema."""
+    check_schema(schema)
+    if (fault := first_fault(_META, schema, at_once=False)) is not None:
+        place = "".join(f"/{_escaped(part)}" for part in fault.absolute_path)
+        raise BadSchemaError(place, fault.message[:300], "see https://json-schema.org/draft/2020-12")
+    return validator(schema)
+
+
+_META = SchemaValidator(Draft202012Validator.META_SCHEMA)
+
+
+def first_fault(validator: Any, instance: Any, *, at_once: bool = True) -> ValidationError | None:
+    """The error that says most of why the instance does not fit, or None. Raises TimeoutError after `SCHEMA_S`, and TooLongError
+    if it takes long and is tried at once (`executors.at_once`), unless `at_once` is false."""
+    hurry = at_once and QUICK.get()
+    late, quick = _LATE.set(time.monotonic() + (AT_ONCE_S if hurry else SCHEMA_S)), QUICK.set(hurry)
+    try:
+        found: ValidationError | None = best_match(validator.iter_errors(instance))
+        return found
+    except RecursionError:
+        raise TimeoutError("the value is nested too deep to be checked against its schema") from None
+    finally:
+        _LATE.reset(late)
+        QUICK.reset(quick)

@@ -1,0 +1,67 @@
+"""Long texts in every tool-call syntax, made to cost a parser much: a part of a call, and then one thing over and over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+BLANKS = (" ", "\n", "a", "é", "\\", '"', "'", "{", "[", "(", "9", ",", "]", "}", "\ue000", "🙂", '{"a":', "[{},", "-", "e9", "<")
+"""What is repeated in every syntax, besides its own parts."""
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "hermes": ("<tool_call>", "\n", '{"name": "f", "arguments": ', '{"k": ', '"v"', "}", "}", "\n", "</tool_call>"),
+    "qwen_xml": ("<tool_call>", "\n", "<function=", "f", ">", "<parameter=", "k", ">", "\n", "v", "\n", "</parameter>",
+        "</function>", "\n", "</tool_call>"),
+    "glm": ("<tool_call>", "f", "\n", "<arg_key>", "k", "</arg_key>", "\n", "<arg_value>", "v", "</arg_value>", "\n",
+        "</tool_call>"),
+    "llama_json": ("<|python_start|>", "p", "<|python_end|>", "<|python_tag|>", '{"name": "f", "parameters": ', "{}", "}", ";",
+        " "),
+    "mistral": ("[TOOL_CALLS]", "f", "[CALL_ID]", "abc", "[ARGS]", "{", '"k": 1', "}", " "),
+    "deepseek": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", "f", "\n",
+        "```json\n", '{"k": 1}', "\n", "```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    "deepseek_dsml": ("<｜DSML｜function_calls>", "\n", '<｜DSML｜invoke name="', "f", '">', "\n",
+        '<｜DSML｜parameter name="', "k", '" string="true">', "v", "</｜DSML｜parameter>", "\n",
+        "</｜DSML｜invoke>", "\n", "</｜DSML｜function_calls>"),
+    "granite": ("<|tool_call|>", "[", '{"name": "f", "arguments": {}}', ", ", "]", " "),
+    "phi": ("<|tool_call|>", "[", '{"name": "f", "arguments": {}}', ", ", "]", "\n", "<|/tool_call|>"),
+    "gemma": ("<|tool_call>", "call:", "f", "{", "k", ":", '<|"|>', "v", '<|"|>', ",", "k2", ":", "1", "}", "<tool_call|>"),
+    "function_gemma": ("<start_function_call>", "call:", "f", "{", "k", ":", "<escape>", "v", "<escape>", ",", "k2", ":", "1",
+        "}", "<end_function_call>"),
+    "pythonic": ("[", "f", "(", "k=", "'v'", ", ", "j=", "-1", ")", ", ", "]"),
+    "lfm2": ("<|tool_call_start|>", "[", "f", "(", "k=", "'v'", ")", ", ", "]", "<|tool_call_end|>"),
+    "olmo": ("<function_calls>", "\n", "f", "(", "k=", "'v'", ")", "\n", "</function_calls>"),
+    "harmony": ("<|start|>", "assistant", "<|channel|>", "commentary", " ", "to=functions.f", " ", "<|constrain|>json",
+        "<|message|>", "{}", "<|call|>", "<|end|>"),
+}  # fmt: skip
+"""A call of each syntax, in the parts between which a parser decides something."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`before`, then `again` as often as fits, then `after`."""
+
+    before: str
+    again: str
+    after: str
+
+    def text(self, characters: int) -> str:
+        times = max(1, (characters - len(self.before) - len(self.after)) // len(self.again))
+        return self.before + self.again * times + self.after
+
+    def __str__(self) -> str:
+        return f"{self.before!r} + {self.again!r} * N + {self.after!r}"
+
+
+def shapes(syntax: str) -> Iterator[Shape]:
+    """After each beginning of a call: each of its parts, each of `BLANKS`, and the parts up to there, again and again; with what
+    is left of the call after them, and without."""
+    parts = PARTS[syntax]
+    seen: set[tuple[str, str, str]] = set()
+    for cut in range(len(parts) + 1):
+        before, rest = "".join(parts[:cut]), "".join(parts[cut:])
+        spans = ["".join(parts[begin:end]) for end in (cut, len(parts)) for begin in range(end)]
+        for again in dict.fromkeys((*BLANKS, *parts, *spans)):
+            for after in ("", rest):
+                if (before, again, after) not in seen:
+                    seen.add((before, again, after))
+                    yield Shape(before, again, after)
