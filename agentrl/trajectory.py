@@ -396,6 +396,26 @@ def detached(value: Json) -> Json:
     return whole
 
 
+def identical(one: Json, other: Json) -> bool:
+    """Whether two JSON values are equal and of the same types throughout: 1 is neither true nor 1.0, as it is in Python."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or one != other:
+        return False
+    rest = [(one, other)]
+    while rest:
+        here, there = rest.pop()
+        keyed = isinstance(here, Mapping)
+        for a, b in ((item, there[key]) for key, item in here.items()) if keyed else zip(here, there, strict=True):
+            if a is b:
+                continue
+            if type(a) is not type(b):
+                return False
+            if isinstance(a, Mapping | list | tuple):
+                rest.append((a, b))
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One problem instance. `data` may reach the policy; `gold` never does (no observation, no info)."""

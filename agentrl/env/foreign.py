@@ -66,8 +66,11 @@ class ForeignProcess:
 
     @property
     def lives(self) -> bool:
-        """Whether it has not ended."""
-        return self._process.poll() is None
+        """Whether it has not ended. What it started ends with it, however it does."""
+        if self._process.returncode is None and self._process.poll() is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.returncode is None
 
     async def call(self, function: str, values: dict[str, Json]) -> Json:
         """`ask`, awaited. If the caller is cancelled, the process is killed: it is in the middle of an answer, which nobody else
@@ -123,7 +126,8 @@ class ForeignProcess:
     def kill(self) -> None:
         """Kill it and what it started; whoever waits for its answer gets EnvError."""
         if self.lives:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def end(self) -> None:
@@ -152,7 +156,7 @@ class Foreign:
         self.command, self.most = tuple(command), most
         self._idle: list[ForeignProcess] = []
         self._out: set[ForeignProcess] = set()
-        self._taken = 0
+        self._taken, self._parent = 0, os.getpid()
         self._free = threading.Condition()
 
     async def call(self, function: str, /, **values: Any) -> Json:
@@ -223,6 +227,14 @@ class Foreign:
         for process in idle:
             process.end()
 
+    def close(self) -> None:
+        """End all processes, also those that somebody holds. Nothing in a fork, of which they are not the children."""
+        if os.getpid() != self._parent:
+            return
+        self.end()
+        for process in list(self._out):
+            process.end()
+
 
 _POOLS: dict[tuple[int, tuple[str, ...], int], Foreign] = {}
 _LOCK = threading.Lock()
@@ -236,5 +248,5 @@ def foreign(python: str, script: Path, arguments: Sequence[str] = (), most: int 
     with _LOCK:
         if key not in _POOLS:
             _POOLS[key] = Foreign(command, most)
-            atexit.register(_POOLS[key].end)
+            atexit.register(_POOLS[key].close)
         return _POOLS[key]

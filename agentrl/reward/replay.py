@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentrl.reward.course import EpisodeRounds
 from agentrl.reward.frozen import FrozenState
@@ -58,29 +58,51 @@ def _gold(context: Context, view: View, rounds: Sequence[Json]) -> TwinPass:
     key = ("gold", id(rounds)) if view.scope == "round" else ("gold", "episode", id(rounds[0]))
     known = view.memo.get(key)
     if known is None:
-        texts = _texts(view.trajectory, view.course)[: len(rounds) - 1]
-
-        def path(scripted: bool) -> tuple[Any, ...]:
-            return tuple(None if text is None else text[1:] if scripted else text for text in texts)
-
+        record = view.trajectory
+        if any(map(_has_calls_of_the_user, rounds)) and record.user_calls:
+            record = replace(record, user_calls=[])  # those of the gold are made in their place
+        opening = _opening(record, view.course)
+        texts = _texts(record, view.course)[: len(rounds)] if view.scope == "round" else [RoundTexts()]
         assert context.replay_env is not None
-        played = context.replays.gold(context.replay_env, view.trajectory, rounds, lambda: _gold_legs(rounds, texts), path)
+        played = context.replays.gold(
+            context.replay_env,
+            record,
+            rounds,
+            lambda: _gold_legs(rounds, texts),
+            lambda scripted: (opening, *_path(texts, scripted)),
+        )
         known = view.memo[key] = (rounds, played)  # with what it is a replay of, so that its id stays its own
     found: TwinPass = known[1]
     return found
 
 
-def _gold_legs(rounds: Sequence[Json], texts: Sequence[tuple[str, ...] | None]) -> tuple[list[Leg], UnscorableError | None]:
-    """The rounds to play, one more than there are texts between them; and what is wrong with the gold after them, if it is."""
+def _has_calls_of_the_user(part: Json) -> bool:
+    return isinstance(part, (list, tuple)) and any(isinstance(call, Mapping) and call.get("by") == "user" for call in part)
+
+
+def _path(rounds: Sequence[RoundTexts], scripted: bool) -> list[Any]:
+    """What was said from the first round's calls to the last's: in turn the texts inside of a round, and the one at its end. Of a
+    scripted user's episode without what the policy said."""
+    way: list[Any] = []
+    for texts in rounds:
+        way.append(tuple(text.answer if scripted else text for text in texts.inside))
+        way.append(texts.end.answer if texts.end is not None and scripted else texts.end)
+    return way[:-1]
+
+
+def _gold_legs(rounds: Sequence[Json], texts: Sequence[RoundTexts]) -> tuple[list[Leg], UnscorableError | None]:
+    """The rounds to play; and what is wrong with the gold after them, if it is. What was said inside of a round is said after its
+    gold calls, because nothing tells between which of them."""
     legs: list[Leg] = []
     count = 0
-    for part, text in zip(rounds, (*texts, None), strict=False):
+    for part, said in zip(rounds, texts, strict=False):
         try:
             calls = [_gold_turn(call, count + place) for place, call in enumerate(gold_calls(part, "literal"))]
         except UnscorableError as error:
             return legs, error
         count += len(calls)
-        legs.append(Leg(calls, None if text is None else Message("assistant", text[0])))
+        inside = [Message("assistant", text.said) for text in said.inside]
+        legs.append(Leg([*calls, *inside], None if said.end is None else Message("assistant", said.end.said)))
     return legs, None
 
 
@@ -130,13 +152,39 @@ def _again(turn: Turn) -> Message:
     return Message(said.role, said.content, calls, said.tool_call_id, said.name, said.reasoning)
 
 
-def _texts(record: Trajectory, course: EpisodeRounds) -> list[tuple[str, ...] | None]:
-    """For each round but the last: the text that ended it and what the user then did and said, or None if a turn with calls ended
-    it."""
-    found: list[tuple[str, ...] | None] = []
-    for turn, said, now, after in zip(record.turns, course.said, course.rounds, course.rounds[1:], strict=False):
+class Text(NamedTuple):
+    """A text of the policy's, and what its user then did and said."""
+
+    said: str
+    answer: tuple[str, ...]
+
+
+class RoundTexts(NamedTuple):
+    """The texts of a round: those to which the user said nothing, and the one at its end, None if that is a turn with calls."""
+
+    inside: Sequence[Text] = ()
+    end: Text | None = None
+
+
+def _texts(record: Trajectory, course: EpisodeRounds) -> list[RoundTexts]:
+    """Of each round."""
+    found: list[RoundTexts] = []
+    inside: list[Text] = []
+    for turn, said, now, after in zip(record.turns, course.said, course.rounds, (*course.rounds[1:], None), strict=False):
+        text = None if turn.message.tool_calls else Text(turn.message.content, _answer(record, turn.index, said))
         if now != after:
-            did = (f"{made.call.name} {made.call.arguments}" for made in record.user_calls if made.turn == turn.index)
-            words = (message.content for message in said)
-            found.append(None if turn.message.tool_calls else (turn.message.content, *did, *words))
-    return found
+            found.append(RoundTexts(inside, text))
+            inside = []
+        elif text is not None:
+            inside.append(text)
+    return found or [RoundTexts()]
+
+
+def _opening(record: Trajectory, course: EpisodeRounds) -> tuple[str, ...]:
+    """What the user did and said before the first turn."""
+    return _answer(record, -1, [message for message in record.messages[: course.opening] if message.role == "user"])
+
+
+def _answer(record: Trajectory, turn: int, said: Sequence[Message]) -> tuple[str, ...]:
+    did = (f"{made.call.name} {made.call.arguments}" for made in record.user_calls if made.turn == turn)
+    return (*did, *(message.content for message in said))

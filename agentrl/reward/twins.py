@@ -18,7 +18,7 @@ from agentrl.reward.frozen import FrozenState
 from agentrl.reward.unscorable import FailedTwinError as FailedTwinError
 from agentrl.reward.unscorable import UnscorableError
 from agentrl.reward.values import brief
-from agentrl.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory
+from agentrl.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory, identical
 
 log = logging.getLogger(__name__)
 MakeEnv = Callable[[Task], Any]  # a ReplayEnv (`agentrl.reward.leaf`)
@@ -170,14 +170,14 @@ class Twins:
         with kept.playing:
             for wanted, states, way, played in kept.golds:
                 here = path(kept.scripted)
-                if states >= self.states and way[: len(here)] == here and wanted == gold:
+                if states >= self.states and way[: len(here)] == here and identical(wanted, gold):
                     return played
             rounds, wrong = legs()
             played = self._play(kept, make, record, rounds, gold=True)
             played.fault = played.fault or wrong
             if played.fault is None:  # else the next one tries again, as a fault may pass
                 here = path(kept.scripted)
-                others = [item for item in kept.golds if item[0] != gold or here[: len(item[2])] != item[2]]
+                others = [item for item in kept.golds if not identical(item[0], gold) or here[: len(item[2])] != item[2]]
                 kept.golds = [*others[-7:], (gold, self.states, here, played)]
         self._trim(kept)
         return played
@@ -213,9 +213,10 @@ class Twins:
         with self._lock:
             kept = self._kept.get(new.key)
             # Compared and not hashed: that takes a tenth of the time.
-            if kept is None or (kept.task is not task and kept.task != task):
+            if kept is None or not (identical(kept.task.data, task.data) and identical(kept.task.gold, task.gold)):
                 self._held -= 0 if kept is None else kept.held
                 kept = self._kept[new.key] = new
+            kept.task = task  # the next question is about the same object, mostly
             self._kept.move_to_end(new.key)
         return kept
 

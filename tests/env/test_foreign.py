@@ -194,6 +194,20 @@ def test_nothing_is_left_of_a_process_that_ends(pool: Foreign) -> None:
     assert _gone(child)
 
 
+def test_nothing_is_left_of_a_process_that_was_killed_from_outside_while_somebody_held_it(pool: Foreign) -> None:
+    """Its holder never gives it back: the end of this process does, and of what it started as well."""
+    process = pool.take()
+    folder, child = cast(list[Any], process.ask("holds", {}))
+    os.kill(process._process.pid, 9)
+    assert _gone(process._process.pid)
+    pool.close()
+    assert not Path(folder).parent.exists()
+    assert _gone(child)
+    pool.give(process)  # too late
+    assert pool.ask("count") == 1
+    pool.end()
+
+
 def test_nothing_is_left_if_the_run_is_killed_in_the_middle_of_a_call(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     run = (

@@ -21,7 +21,7 @@ from agentrl.reward.course import course_of
 from agentrl.reward.replay import replay, replay_answers
 from agentrl.reward.view import episode_view
 from agentrl.tool import Tool, tool
-from agentrl.trajectory import Message, Task, ToolCall, ToolResult
+from agentrl.trajectory import Message, Task, ToolCall, ToolResult, Trajectory
 
 
 def test_tools_that_arrive_with_a_users_turn_are_there_on_the_twin() -> None:
@@ -169,6 +169,103 @@ def test_a_gold_call_of_the_users_own_is_made_by_the_user() -> None:
     assert scorer.score(episode).value == 0 and Guest.asked == 2
     episode.state = {"drawers": {"a": ["x", "x"]}, "round": 0}
     assert scorer.score(episode).value == 1  # of the answers only the policy's has to be read
+
+
+@pytest.mark.parametrize(("thing", "value"), [("1", 1), ("7", 0)])
+def test_of_gold_that_names_the_users_calls_the_records_own_are_not_made_beside_them(thing: str, value: float) -> None:
+    """In the record the guest put "1" after the first round; what it says is played all the same, and brings `swap`."""
+    gold = [[put("a", "x")], [put("guest", thing), swap("a", "guest")]]
+    task = task_of(gold)
+    first, (users, last) = task.gold["rounds"]
+    task = replace(task, gold={"rounds": [first, [{**users, "by": "user"}, last]]})
+    Guest.asked = 0
+    env = Guest()
+    episode = played(task, [[[put("a", "x")]], [[swap("a", "guest")]]], env)
+    assert [made.call.arguments["thing"] for made in episode.user_calls] == ["1", "3"]
+    episode.user_calls.pop()  # as of an episode that was cut after its last call
+    del episode.messages[-1], episode.turns[-1]
+    episode.messages.pop()
+    parts = by_round("state.match", make=lambda task: Guest()).score(episode).evidence["root"]["parts"]
+    assert [part["value"] for part in parts] == [1, value]
+
+
+class Patient(Cabinet):
+    """Its user says nothing to "wait", and notes it: a round may have several texts."""
+
+    scripted = False
+
+    async def user_reply(self, message: Message) -> list[Message] | None:
+        if not message.content.startswith("wait"):
+            return await super().user_reply(message)
+        self.drawers.setdefault("waited", []).append(message.content)
+        return []
+
+
+def test_a_text_that_the_user_says_nothing_to_ends_no_round_and_is_heard_by_both_twins() -> None:
+    """Of three members one waits in the first round, one in the second (twice), one never: each has its own gold."""
+    gold = [[put("a", "x")], [put("a", "y")]]
+    task = task_of(gold)
+
+    def episode(*turns: Message | str | ToolCall) -> Trajectory:
+        env = Patient()
+        env.reset(seed=0, options={"task": task})
+        for turn in turns:
+            env.step(Message("assistant", "", (turn,)) if isinstance(turn, ToolCall) else turn)
+        return env.trajectory
+
+    x, y = put("a", "x"), put("a", "y")
+    members = [
+        episode(x, "wait", "done", y, "done"),
+        episode(x, "done", "wait 1", y, "wait 2", "done"),
+        episode(x, "done", y, "done"),
+        episode(x, "wait", "done", x, "done"),
+    ]
+    assert members[1].state == {"drawers": {"a": ["x", "y"], "waited": ["wait 1", "wait 2"]}, "round": 2}
+    for order in (1, -1):
+        scorer = by_round(make=lambda task: Patient())
+        assert [scorer.score(one).value for one in members[::order]][::order] == [1, 1, 1, 0]
+
+
+def test_a_user_that_turned_the_cabinet_before_its_first_words_has_its_own_gold() -> None:
+    """Two members, whose users say the same and opened in different ways."""
+
+    class Opens(Guest):
+        async def prompt(self, task: Task) -> list[Message]:
+            return [Message("user", await self.ask_user() or "")]
+
+        @staticmethod
+        async def _said(messages: Any) -> str | Message:
+            Guest.asked += 1
+            return (
+                "go on"
+                if any(row["role"] == "assistant" for row in messages)
+                else Message("user", "", (put("guest", str(Guest.asked)),))
+            )
+
+    gold = [[put("a", "x")], [put("a", "y")]]
+    Guest.asked = 0
+    members = [played(task_of(gold), [[[call] for call in calls] for calls in gold], Opens()) for _ in range(2)]
+    things = [[made.call.arguments["thing"] for made in one.user_calls] for one in members]
+    assert len(things[0]) == len(things[1]) == 1 and things[0] != things[1]
+    scorer = by_round(make=lambda task: Opens())
+    assert [scorer.score(one).value for one in members] == [1, 1]
+
+
+def test_tasks_that_differ_in_a_type_only_share_no_gold() -> None:
+    """1 is equal to True in Python, and is not in JSON."""
+
+    class Shows(Cabinet):
+        @tool(inline=True)
+        def show(self) -> str:
+            """shows"""
+            return f"flag {json.dumps(self.task.data['flag'])}"
+
+    gold = [[ToolCall("show", {})], [put("a", "y")]]
+    tasks = [task_of(gold, flag=[flag]) for flag in (1, True, 1.0)]
+    members = [played(task, [[[call] for call in calls] for calls in gold], Shows()) for task in tasks]
+    assert [one.turns[0].results[0].content for one in members] == ["flag [1]", "flag [true]", "flag [1.0]"]
+    scorer = by_round(make=lambda task: Shows())
+    assert [scorer.score(one).value for one in members] == [1, 1, 1]
 
 
 drawers = st.sampled_from("ab")
