@@ -26,6 +26,22 @@ def hinted(word: object, known: Iterable[object], *, show: Callable[[str], str] 
     return f"; {hint}" if hint else ""
 
 
+def known_word(word: str, known: Iterable[str], where: str) -> str:
+    """`word`, which is one of `known`. Raises ConfigError with `where` it stands ("tau2: domain"), what is near it, or all that
+    is known."""
+    names = list(known)
+    if word not in names:
+        raise ConfigError(f"{where} = {word!r}; {did_you_mean(word, names, 'known: ' + ', '.join(names))}")
+    return word
+
+
+def within(number: int, least: int, most: int, where: str) -> int:
+    """`number`, if least <= number <= most. Raises ConfigError with `where` it stands and the range."""
+    if not least <= number <= most:
+        raise ConfigError(f"{where} = {number!r}; expected a number within {least}..{most}")
+    return number
+
+
 class AgentrlError(Exception):
     """Base of every error that agentrl raises on purpose."""
 

@@ -221,6 +221,14 @@ def changes(base: Any, now: Any) -> dict[str, Json]:
     return {"set": dict(sorted(found["set"].items())), "removed": sorted(found["removed"])}
 
 
+def changed_texts(base: Any, now: Any) -> dict[str, str]:
+    """`changes` by place, as the JSON text of each value that was set, and "deleted" for one that was removed: equal if and only
+    if the databases have the same text, as hashes of such a text do (5 and 5.0 are two texts)."""
+    found = changes(base, now)
+    texts = {place: json.dumps(value, sort_keys=True) for place, value in found["set"].items()}
+    return texts | dict.fromkeys(found["removed"], "deleted")
+
+
 def _compare(base: Any, now: Any, place: str, found: dict[str, Json]) -> None:
     if not (isinstance(base, dict) and isinstance(now, dict)):
         if type(base) is type(now) is str and base == now:

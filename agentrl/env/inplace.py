@@ -10,6 +10,8 @@ import ast
 import importlib
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -49,6 +51,15 @@ def import_in_place(module: str, folder: Path, *, extra: str | None = None) -> M
             raise ConfigError(f"{module} does not load on Python {running}: {problem}; use a newer Python") from problem
         finally:
             sys.path.remove(str(folder.parent))
+
+
+@contextmanager
+def named_if_missing(suite: str) -> Iterator[None]:
+    """What a benchmark's code raises for a file that it does not find becomes a ConfigError with the file's name."""
+    try:
+        yield
+    except FileNotFoundError as missing:
+        raise ConfigError(f"{suite}: {missing.filename} is missing") from missing
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from agentrl.env.passk import pass_hat_k
 from agentrl.env.suite import OfficialRow, Played, SuiteEnv
@@ -76,6 +77,22 @@ def pass_hat_rows(episodes: Sequence[Played], prefix: str = "") -> list[Official
         mean = statistics.fmean(pass_hat_k(len(won), sum(won), k) for won in found.values())
         rows.append(OfficialRow(f"{prefix}pass^{k}", mean, len(found), None, note))
     return rows
+
+
+def groups(episodes: Iterable[Played], of: Callable[[Played], Iterable[str]]) -> dict[str, list[Played]]:
+    """Episodes by the names that `of` gives each (several, if it counts in several), in the order of their first."""
+    found: dict[str, list[Played]] = {}
+    for one in episodes:
+        for name in of(one):
+            found.setdefault(name, []).append(one)
+    return found
+
+
+def pass_hat_table(episodes: Sequence[Played], of: str) -> list[OfficialRow]:
+    """`pass_hat_rows` for each value of the tasks' `data[of]`, and the plain mean of their pass^1."""
+    rows = [pass_hat_rows(part, f"{name} ") for name, part in sorted(groups(episodes, lambda one: [one.data[of]]).items())]
+    first = [replace(known[0], weight=1 / len(rows)) for known in rows if known]
+    return [*(row for known in rows for row in known), weighted_row(f"mean of {of}s pass^1", first)]
 
 
 def left_out(episodes: Sequence[Played], scored: int) -> str:

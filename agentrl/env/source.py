@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -150,6 +151,28 @@ def checkout_version(folder: Path) -> str:
         if (git / "HEAD").is_file():
             return _commit(git) or "no version"
     return "no version"
+
+
+def need(folder: Path, names: Iterable[str]) -> None:
+    """Raises ConfigError naming the first of files and folders (relative to `folder`) that is missing."""
+    for name in names:
+        if not (folder / name).exists():
+            raise ConfigError(f"{name} is missing")
+
+
+def found_version(folder: Path) -> str:
+    """The version of a checkout or package: what its `pyproject.toml` says, what is written beside an installed package
+    (`NAME-*.dist-info`), else `checkout_version`. Raises ConfigError for a `pyproject.toml` that is none."""
+    project = folder / "pyproject.toml"
+    if project.is_file():
+        try:
+            said = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {}).get("version")
+        except ValueError as problem:
+            raise ConfigError(f"pyproject.toml: {problem}") from None
+        if said is not None:
+            return str(said)
+    beside = sorted(folder.parent.glob(f"{folder.name}-*.dist-info"))
+    return beside[-1].name.removesuffix(".dist-info").partition("-")[2] if beside else checkout_version(folder)
 
 
 def _commit(git: Path) -> str:

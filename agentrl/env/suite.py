@@ -4,8 +4,7 @@
         id, suite, module, obtain = "me/Toy-v0", "toy", None, "git clone https://..."
         files = ("data/*.json",)                                    # what tasks and checkers come from
 
-        @classmethod
-        def check_source(cls, folder): ...                          # the version; ConfigError naming the file that is missing
+        needs = ("data",)                                           # without which a folder is not the benchmark's
         def load(self): ...                                         # yields a SuiteTask for each task
         def prompt(self, task): ...                                 # and the rest of a ToolEnv
 
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +23,7 @@ from typing import Any, ClassVar
 
 from agentrl.env.base import ToolEnv
 from agentrl.env.families import held_out_families
-from agentrl.env.source import find_source
+from agentrl.env.source import find_source, found_version, need
 from agentrl.errors import ConfigError, TaskDataError, did_you_mean
 from agentrl.trajectory import Json, StopReason, Task
 
@@ -79,8 +77,9 @@ class SuiteEnv(ToolEnv):
     `suite`: the name of `agentrl env install NAME`; several classes may share one. `module`: the importable package that holds
     the benchmark, if one does. `obtain`: what a person does to get it, told by every error. `own`: a folder beside the class's
     file that is used if nothing is installed. `files`: glob patterns, below the source, of what tasks and checkers come from.
+    `needs`: files and folders, below the source, without which it is not the benchmark's.
     `beside`: parameters that the list of tasks does not depend on (which interpreter runs the benchmark, say).
-    All but `files` are constants of the class body, since listing reads source text and runs nothing.
+    All but `files` and `needs` are constants of the class body, since listing reads source text and runs nothing.
     """
 
     suite: ClassVar[str] = ""
@@ -88,6 +87,7 @@ class SuiteEnv(ToolEnv):
     obtain: ClassVar[str] = ""
     own: ClassVar[str | None] = None
     files: ClassVar[tuple[str, ...]] = ("**/*",)
+    needs: ClassVar[tuple[str, ...]] = ()
     beside: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, *, source: str | None = None, **base: Any) -> None:
@@ -97,10 +97,10 @@ class SuiteEnv(ToolEnv):
         self.source, self.version = type(self).located(source)
 
     @classmethod
-    @abstractmethod
     def check_source(cls, folder: Path) -> str:
-        """The benchmark's version at a folder. Raises ConfigError naming the file that is missing."""
-        raise NotImplementedError(f"{cls.__name__}.check_source")
+        """The benchmark's version at a folder (see `found_version`). Raises ConfigError naming what of `needs` is missing."""
+        need(folder, cls.needs)
+        return found_version(folder)
 
     @classmethod
     def official(cls, episodes: Sequence[Played]) -> Sequence[OfficialRow]:

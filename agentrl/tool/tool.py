@@ -82,6 +82,15 @@ class Tool:
             raise ValueError(f"tool {name}: its schema shows the policy {shown[0]!r}, which is to be hidden")
         return cls(function, name, options, explicit=Signature(description, dict(parameters), tuple(hidden), dict))
 
+    @classmethod
+    def published(cls, declared: Mapping[str, Any], run: Callable[..., Any], **options: Any) -> Tool:
+        """A benchmark's tool as it publishes it: `declared` is {"name", "description", "parameters"}, which the policy is shown.
+        `run(env, **arguments)` answers. Its own code says what arguments are worth, so nothing checks them before, and the calls
+        of a turn are made one after the other. `options`: others, as in `Options`."""
+        made = Options(**{"check": "off", "parallel": False, **options})
+        name, parameters = declared["name"], declared.get("parameters", {})
+        return replace(cls.from_schema(name, declared.get("description", ""), parameters, run, made), method=True)
+
     def with_options(self, **changes: Any) -> Tool:
         """The same tool with some options replaced."""
         made = replace(self, options=replace(self.options, **changes))

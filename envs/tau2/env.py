@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from agentrl.env import Message, Task, ToolCall
 from agentrl.env.inplace import text_constant
-from agentrl.env.official import pass_hat_rows, weighted_row
+from agentrl.env.official import pass_hat_table
+from agentrl.env.scenario import AskedUser, message_of, two_sided_turns
 from agentrl.env.suite import OfficialRow, Played, SuiteEnv, SuiteTask
 from agentrl.env.users import ModelUser, UserModel
-from agentrl.errors import ConfigError, did_you_mean
+from agentrl.errors import known_word
 from agentrl.tool.validate import Problem
 from agentrl.trajectory import Json
 
-from .domains import NAMES, changes, domain, load_module, load_tasks
+from .domains import NAMES, Domain, domain, load_tasks
 
 STOPS = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
-ALL_NAMES = f"known: {', '.join(NAMES)}, all"
 GUIDES = {False: "simulation_guidelines.md", True: "simulation_guidelines_tools.md"}
 
 
@@ -33,6 +29,7 @@ class Tau2(SuiteEnv):
     summary = "tau2-bench: customers of an airline, a shop, a telephone company, with its own tools, policies and scoring"
     suite = "tau2"
     obtain = "git clone https://github.com/sierra-research/tau2-bench"
+    needs = ("pyproject.toml", "src/tau2/environment/environment.py", f"data/tau2/user_simulator/{GUIDES[False]}")
     files = (
         "pyproject.toml",
         "src/tau2/agent/llm_agent.py",
@@ -60,20 +57,12 @@ class Tau2(SuiteEnv):
         `user_args`. `max_steps`, `max_errors`: messages, and refused calls, after which tau2 ends an episode with 0. Raises
         ConfigError for another domain, and as every suite."""
         super().__init__(**base)
-        if domain not in (*NAMES, "all"):
-            raise ConfigError(f"tau2: domain = {domain!r}; {did_you_mean(domain, NAMES, ALL_NAMES)}")
+        known_word(domain, (*NAMES, "all"), "tau2: domain")
         self.domains, self.full = NAMES if domain == "all" else (domain,), full
         self.model, self.user_args = user, dict(user_args or {})
         self.max_steps, self.max_errors = max_steps, max_errors
         self.world: Any = None
         self.ended, self.errors, self.said = "", 0, 0
-
-    @classmethod
-    def check_source(cls, folder: Path) -> str:
-        for name in ("pyproject.toml", "src/tau2/environment/environment.py", f"data/tau2/user_simulator/{GUIDES[False]}"):
-            if not (folder / name).is_file():
-                raise ConfigError(f"{name} is missing")
-        return str(tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
 
     def load(self) -> Iterable[SuiteTask]:
         for name in self.domains:
@@ -84,12 +73,14 @@ class Tau2(SuiteEnv):
 
     # -- the episode -------------------------------------------------------------------------------
 
+    @property
+    def here(self) -> Domain:
+        """The running task's domain."""
+        return domain(self.source, self.task.data["domain"])
+
     async def setup(self, task: Task) -> None:
-        here, types = domain(self.source, task.data["domain"]), load_module(self.source, "data_model.tasks")
-        self.world, self.ended, self.errors, self.said = here.fresh(), "", 0, 0
-        start = types.InitialState.model_validate(task.data["start"] or {})
-        self.world.set_state(start.initialization_data, start.initialization_actions, start.message_history or [])
-        self.toolbox.table, self.user_toolbox.table = here.tools, here.user_tools
+        self.world, self.ended, self.errors, self.said = self.here.begin(task.data["start"]), "", 0, 0
+        self.toolbox.table, self.user_toolbox.table = self.here.tools, self.here.user_tools
         self.user = self.gold_user(task) if self.model == "gold" else self._model_user(task)
 
     def user_models(self) -> Sequence[UserModel]:
@@ -110,7 +101,7 @@ class Tau2(SuiteEnv):
         opening = [Message("system", form.format(agent_instruction=own, domain_policy=self.world.get_policy()))]
         history = (task.data["start"] or {}).get("message_history") or []
         greeting = text_constant(code / "orchestrator/orchestrator.py", "DEFAULT_FIRST_AGENT_MESSAGE")
-        opening += [_as_message(one) for one in history] or [Message("assistant", greeting)]
+        opening += [message_of(one) for one in history] or [Message("assistant", greeting)]
         if opening[-1].role == "assistant":
             said, self.said = await self.ask_user(opening), 1
             opening += [] if said is None else [Message("user", said)]
@@ -146,61 +137,25 @@ class Tau2(SuiteEnv):
         return bool(over)
 
     def state(self) -> Json:
-        here, types = domain(self.source, self.task.data["domain"]), load_module(self.source, "data_model.tasks")
-        pairs = zip((self.world.tools, self.world.user_tools), (here.pristine.tools, here.pristine.user_tools), strict=True)
-        agents, users = (None if now is None else changes(now.db, was.db) for now, was in pairs)
-        unmet = [one for one in self.task.gold["assertions"] if not self._holds(types, one)]
-        return {"ended": self.ended, "changes": {"agent": agents, "user": users}, "unmet": unmet}
+        unmet = [one for one in self.task.gold["assertions"] if not self._holds(one)]
+        return {"ended": self.ended, "changes": self.here.changes(self.world), "unmet": unmet}
 
-    def _holds(self, types: Any, assertion: Json) -> bool:
+    def _holds(self, assertion: Json) -> bool:
         try:
-            checked = types.EnvAssertion.model_validate(assertion)
+            checked = self.here.types.EnvAssertion.model_validate(assertion)
             return bool(self.world.run_env_assertion(checked, raise_assertion_error=False))
         except ValueError:  # what it is about does not exist; theirs raises
             return False
 
-    def gold_user(self, task: Task) -> GoldUser:
-        return GoldUser(task)
+    # -- scripted policies, official metrics -------------------------------------------------------
+
+    def gold_user(self, task: Task) -> AskedUser:
+        return AskedUser(task.data["scenario"], task.gold["calls"])
 
     def gold_turns(self, task: Task) -> list[Message]:
-        turns = []
-        for by, calls in groupby(task.gold["calls"], lambda call: call["by"]):
-            if by == "user":
-                turns.append(Message("assistant", "Please use " + ", ".join(call["name"] for call in calls)))
-            else:
-                turns += [Message("assistant", "", (ToolCall(call["name"], call["arguments"]),)) for call in calls]
-        return [*turns, Message("assistant", "\n".join([*task.gold["say"], "That is all."]))]
+        return [*two_sided_turns(task.gold["calls"]), Message("assistant", "\n".join([*task.gold["say"], "That is all."]))]
 
     @classmethod
     def official(cls, episodes: Sequence[Played]) -> Sequence[OfficialRow]:
         """pass^k of each domain, and pass^1 of their mean, as the leaderboard has it."""
-        names = sorted({one.data["domain"] for one in episodes})
-        rows = {name: pass_hat_rows([one for one in episodes if one.data["domain"] == name], f"{name} ") for name in names}
-        first = [replace(of[0], weight=1 / len(names)) for of in rows.values() if of]
-        return [*(row for of in rows.values() for row in of), weighted_row("mean of domains pass^1", first)]
-
-
-class GoldUser:
-    """The customer by script: says the scenario; makes its next gold calls if the agent names their tools; otherwise leaves."""
-
-    def __init__(self, task: Task) -> None:
-        runs = groupby(task.gold["calls"], lambda call: call["by"])
-        self.opening: str | None = task.data["scenario"]
-        self.runs = [tuple(ToolCall(call["name"], call["arguments"]) for call in calls) for by, calls in runs if by == "user"]
-
-    async def reply(self, conversation: Sequence[Message]) -> str | Message | None:
-        last = conversation[-1]
-        if self.opening is not None:
-            said, self.opening = self.opening, None
-            return said
-        if last.role == "tool":
-            return "I have done that."
-        if self.runs and all(call.name in last.content for call in self.runs[0]):
-            return Message("user", "", self.runs.pop(0))
-        return None
-
-
-def _as_message(theirs: Mapping[str, Any]) -> Message:
-    """A message of a task's history."""
-    calls = tuple(ToolCall(call["name"], call["arguments"], id=call["id"]) for call in theirs.get("tool_calls") or ())
-    return Message(theirs["role"], theirs.get("content") or "", calls, tool_call_id=theirs.get("id"))
+        return pass_hat_table(episodes, "domain")

@@ -16,6 +16,7 @@ from tau2_source import TASKS, write_source
 from agentrl.catalog import EnvRef, find_env
 from agentrl.catalog.scoring import find_spec
 from agentrl.env import Message, ToolCall
+from agentrl.env.branch import changed_texts
 from agentrl.env.inplace import import_in_place, text_constant
 from agentrl.env.suite import Played
 from agentrl.env.users import ScriptedUser, UserModel
@@ -311,15 +312,15 @@ def test_the_official_table_is_pass_hat_k_by_domain_and_the_mean_of_domains(sour
 def test_a_record_of_changes_is_equal_where_their_hashes_are(source: Path) -> None:
     domains = load_module(Path(str(find_env("tau2").path)).with_name("domains.py"))
     here = domains.domain(source, "retail")
-    one, two = here.fresh().tools.db, here.fresh().tools.db
+    one, two = here.begin(None).tools.db, here.begin(None).tools.db
     was = here.pristine.tools.db
-    assert domains.changes(one, was) == domains.changes(two, was)
+    assert changed_texts(was, one) == changed_texts(was, two) == {}
     one.lamps["desk"].watts, two.lamps["desk"].watts = 6, 6.0  # two texts of one number: tau2's hash tells them apart
-    assert domains.changes(one, was) != domains.changes(two, was)
+    assert changed_texts(was, one) != changed_texts(was, two)
     one.lamps["desk"].watts = 6.0
-    assert domains.changes(one, was) == domains.changes(two, was)
+    assert changed_texts(was, one) == changed_texts(was, two)
     del one.lamps["hall"]
-    assert domains.changes(one, was)["/lamps/hall"] == "deleted" and "/lamps/hall" not in domains.changes(two, was)
+    assert changed_texts(was, one)["/lamps/hall"] == "deleted" and "/lamps/hall" not in changed_texts(was, two)
     assert was.lamps["desk"].watts == 5.0 and len(TASKS) == 7
 
 
