@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 
 FOLDER = "AGENTRL_FOREIGN_FOLDER"  # the variable that names the folder for temporary files
 
@@ -29,6 +30,8 @@ def main() -> None:
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the run still finishes its step
+    # What scripts may import of ours, by a name that nobody else has.
+    _load(str(Path(__file__).resolve().with_name("foreign_tools.py")), "agentrl_foreign")
     del sys.argv[0], sys.path[0]  # the folder of this file, whose modules must not shadow a benchmark's
     folder, parent = os.environ[FOLDER], os.getppid()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -54,8 +57,8 @@ def _end_with(parent: int, folder: str) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _load(path: str) -> object:
-    spec = importlib.util.spec_from_file_location("agentrl_foreign_script", path)
+def _load(path: str, name: str = "agentrl_foreign_script") -> object:
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

@@ -150,13 +150,23 @@ class ModelUser:
     async def reply(self, conversation: Sequence[Message]) -> str | Message | Parting | None:
         """With a stop word it leaves, and what else it said are its last words. Raises EnvError if the model does not answer: the
         episode is then unscored."""
-        answer = await self._complete([{"role": "system", "content": self.system}, *turned(conversation)])
+        answer = await self._complete(await self.shown(conversation))
         said = answer if isinstance(answer, Message) else Message("user", answer)
+        if self.leaves(said):
+            return self._left(said.content)
         if said.tool_calls:
             return said
         if not said.content.strip():
             raise EnvError(f"the model that plays the user ({self.model}) said nothing")
-        return self._left(said.content) if any(stop in said.content for stop in self.stops) else said.content.strip()
+        return said.content.strip()
+
+    async def shown(self, conversation: Sequence[Message]) -> list[dict[str, Any]]:
+        """What the model reads, in OpenAI's form. A benchmark with a form of its own overrides this, and may set `tools`."""
+        return [{"role": "system", "content": self.system}, *turned(conversation)]
+
+    def leaves(self, said: Message) -> bool:
+        """Whether a message ends the conversation."""
+        return not said.tool_calls and any(stop in said.content for stop in self.stops)
 
     def _left(self, text: str) -> Parting | None:
         for stop in self.stops:

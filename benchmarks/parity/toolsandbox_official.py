@@ -62,7 +62,7 @@ class ScriptedUser(OpenAIAPIUser):
 
 def official(name: str, turns: list[Any], lines: int) -> dict[str, Any]:
     """What its command writes of a scenario (`run_scenario`: 0 if the play raises), and what the tools answered."""
-    inside.COUNT = inside.itertools.count()
+    inside.ANEW()
     scenario = inside.SCENARIOS[name]
     roles = {
         RoleType.USER: ScriptedUser(lines),

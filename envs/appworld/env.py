@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from agentrl.env import Message, Task, ToolCall
-from agentrl.env.foreign import foreign, python_of
-from agentrl.env.suite import OfficialRow, Played, SuiteEnv, SuiteTask
-from agentrl.errors import ConfigError
+from agentrl.env import Message, Task
+from agentrl.env.foreign_suite import ForeignSuite, HeldWorld
+from agentrl.env.official import groups, in_percent, mean_row, whole_row
+from agentrl.env.scenario import calling
+from agentrl.env.suite import OfficialRow, Played, SuiteTask
 from agentrl.tool import tool
 from agentrl.trajectory import Json
-
-from .table import official_rows
-from .world import World
 
 SPLITS = {"train": "train", "dev": "heldout", "test_normal": "test_normal", "test_challenge": "test_challenge"}
 SYSTEM = """You do tasks for {first_name} {last_name} ({email}, {phone_number}) by writing Python code, which runs in a shell \
@@ -26,7 +23,7 @@ apis.supervisor. Nobody answers questions. You see only what is printed. When th
 apis.supervisor.complete_task(), with answer=... if the task asks for one. It is {datetime}."""
 
 
-class AppWorld(SuiteEnv):
+class AppWorld(ForeignSuite):
     """An episode is a world in a process of AppWorld's own Python; its one tool runs code in it."""
 
     id = "agentrl/AppWorld-v0"
@@ -36,26 +33,14 @@ class AppWorld(SuiteEnv):
     obtain = "pip install appworld; appworld install; appworld download data"
     files = ("data/datasets/*.txt", "data/tasks/*/specs.json", "data/tasks/*/ground_truth/*", "data/tasks/*/dbs/*")
     splits = ("train", "heldout", "test_normal", "test_challenge")
-    beside = frozenset({"python", "processes"})
-    shared = frozenset({"python", "processes", "source", "version"})
-
-    def __init__(self, *, python: str | None = None, processes: int = 2, **base: Any) -> None:
-        """`python`: the interpreter that has AppWorld, by default that of SOURCE/.venv, else this one. `processes` (1..256):
-        worlds at the same time, each in a process of its own; more episodes than that wait.
-
-        Raises ConfigError for a number outside this range."""
-        super().__init__(**base)
-        if not 1 <= processes <= 256:
-            raise ConfigError(f"appworld: processes = {processes!r}; expected a number within 1..256")
-        self.python, self.processes = python_of(self.source, python), processes
-        self.world: World | None = None
-        self.verdict: dict[str, Json] | None = None
+    needs = ("data/datasets/train.txt", "data/tasks", "data/base_dbs")
+    script = Path(__file__).with_name("inside.py")
+    world: HeldWorld | None = None
+    verdict: dict[str, Json] | None = None
 
     @classmethod
     def check_source(cls, folder: Path) -> str:
-        for name in ("data/datasets/train.txt", "data/tasks", "data/base_dbs"):
-            if not (folder / name).exists():
-                raise ConfigError(f"it has no {name}")
+        super().check_source(folder)
         specs = next(iter(sorted((folder / "data" / "tasks").glob("*/specs.json"))), None)
         return f"AppWorld data {'of no task' if specs is None else json.loads(specs.read_text())['db_version']}"
 
@@ -86,9 +71,7 @@ class AppWorld(SuiteEnv):
     # -- the episode -------------------------------------------------------------------------------
 
     async def setup(self, task: Task) -> None:
-        self.verdict = None
-        script = Path(__file__).with_name("inside.py")
-        self.world = World(foreign(self.python, script, (str(self.source),), self.processes), task.data["name"])
+        self.verdict, self.world = None, HeldWorld(self.inside, ("start", {"task": task.data["name"]}))
         await self.world.start()
 
     async def teardown(self) -> None:
@@ -107,7 +90,7 @@ class AppWorld(SuiteEnv):
             code: Python
         """
         assert self.world is not None
-        done = await self.world.ask("execute", code=code)
+        done = await self.world.act("execute", code=code)
         if done["completed"]:
             self.finish()
         return str(done["output"])
@@ -128,9 +111,16 @@ class AppWorld(SuiteEnv):
         file = self.source / "data" / "tasks" / task.data["name"] / "ground_truth" / "compiled_solution.py"
         if not file.is_file():
             raise NotImplementedError(f"{task.id}: the solution is not in its data (AppWorld publishes those of train and dev)")
-        code = f"{file.read_text()}\nsolution(apis, requester)"
-        return [Message("assistant", "", (ToolCall("execute", {"code": code}),))]
+        return [calling([("execute", {"code": f"{file.read_text()}\nsolution(apis, requester)"})])]
 
     @classmethod
     def official(cls, episodes: Sequence[Played]) -> Sequence[OfficialRow]:
-        return official_rows(episodes)
+        """AppWorld's own table, in percent: task goal completion (TGC, the share of tasks that pass all their tests) and scenario
+        goal completion (SGC, the share of scenarios, three variants of one task, of which all do) by dataset and difficulty."""
+        rows: list[OfficialRow] = []
+        for dataset, played in sorted(groups(episodes, lambda one: [one.data["dataset"]]).items()):
+            levels = groups(played, lambda one: [str(one.data["difficulty"])] * (one.data["difficulty"] is not None))
+            parts = {dataset: played, **{f"{dataset}, level {level}": part for level, part in sorted(levels.items())}}
+            for name, part in parts.items():
+                rows += [in_percent(mean_row(f"TGC {name}", part)), in_percent(whole_row(f"SGC {name}", part))]
+        return rows

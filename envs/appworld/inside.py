@@ -27,15 +27,11 @@ AppWorld: Any = importlib.import_module("appworld").AppWorld  # which reads the 
 WORLD: Any = None
 
 
-def start(task: str, codes: list[str]) -> dict[str, Any]:
-    """Begin a task, and run what was run in it before; what that gave last."""
+def start(task: str) -> None:
+    """Begin a task, in place of the one before."""
     global WORLD
     close()
     WORLD = AppWorld(task_id=task, experiment_name="agentrl")
-    done: dict[str, Any] = {"output": "", "completed": False}
-    for code in codes:
-        done = execute(code)
-    return done
 
 
 def execute(code: str) -> dict[str, Any]:

@@ -9,8 +9,6 @@ is left in this process, and any process can answer for any episode.
 from __future__ import annotations
 
 import base64
-import datetime
-import itertools
 import json
 import os
 import random
@@ -18,8 +16,6 @@ import re
 import sys
 import time
 import types
-import uuid
-from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, sys.argv[1])
@@ -28,6 +24,7 @@ if sys.argv[2] != "machine":
     time.tzset()
 
 import dill
+from agentrl_foreign import beside, steady
 from tool_sandbox.common import execution_context as contexts
 from tool_sandbox.common.message_conversion import Message, openai_tool_call_to_python_code, to_openai_messages
 from tool_sandbox.common.scenario import Scenario
@@ -52,29 +49,9 @@ class Agent(BaseRole):
     role_type = Role.AGENT
 
 
-class Clock(datetime.datetime):
-    """Their `datetime.datetime`, of which an episode's time begins at NOW and goes on by a second a message."""
-
-    @classmethod
-    def now(cls, tz: Any = None) -> Any:
-        passed = max(contexts.get_current_context().max_sandbox_message_index, 0)
-        return cls.fromisoformat(sys.argv[2]) + datetime.timedelta(seconds=passed)
-
-
-def _steady() -> None:
-    """With a NOW, the clock and the ids that their modules see are the same for the same calls."""
-    clock = types.SimpleNamespace(**{**vars(datetime), "datetime": Clock})
-    for name, module in list(sys.modules.items()):
-        if name.startswith("tool_sandbox"):
-            if getattr(module, "datetime", None) is datetime:
-                module.datetime = clock  # type: ignore[attr-defined]
-            if getattr(module, "uuid4", None) is uuid.uuid4:
-                module.uuid4 = lambda: uuid.uuid5(uuid.NAMESPACE_OID, f"{Clock.now()} {next(COUNT)}")  # type: ignore[attr-defined]
-
-
-COUNT = itertools.count()
-if sys.argv[2] != "machine":
-    _steady()
+# An episode's time begins at NOW and goes on by a second a message.
+NOW = None if sys.argv[2] == "machine" else sys.argv[2]
+ANEW = steady("tool_sandbox", NOW, lambda: max(contexts.get_current_context().max_sandbox_message_index, 0))
 random.seed(42)  # as their command does, before it makes the scenarios
 SCENARIOS: dict[str, Scenario] = named_scenarios(preferred_tool_backend=ToolBackend.DEFAULT)
 NETWORK = {name for name, value in vars(rapid_api_search_tools).items() if getattr(value, "is_tool", False)}
@@ -190,8 +167,7 @@ def verdict(name: str, context: str) -> dict[str, Any]:
 
 
 def _load(context: str) -> None:
-    global COUNT
-    COUNT = itertools.count()
+    ANEW()
     contexts.set_current_context(dill.loads(base64.b64decode(context)))
 
 
@@ -206,10 +182,4 @@ def _now(name: str) -> dict[str, Any]:
 
 def gold(name: str) -> list[Any] | None:
     """Turns that reach every milestone, if these determine them: a text, or a call's name and arguments. See `gold.py`."""
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    spec = spec_from_file_location("agentrl_toolsandbox_gold", Path(__file__).with_name("gold.py"))
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.gold(sys.modules[__name__], name)  # type: ignore[no-any-return]
+    return beside(__file__, "gold").gold(sys.modules[__name__], name)  # type: ignore[no-any-return]

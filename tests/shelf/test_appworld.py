@@ -85,7 +85,7 @@ def test_tasks_splits_and_families_are_those_of_the_data(env: SuiteEnv, root: Pa
     assert "Ada Moss (ada@example.com, 5550100100)" in system.content and "2023-05-18" in system.content
     assert user.content == "Note plums." and env.version == "AppWorld data 0.1.0"
     (root / "data" / "datasets" / "train.txt").unlink()
-    with pytest.raises(ConfigError, match=r"it has no data/datasets/train.txt\nTo get it: .*appworld download data"):
+    with pytest.raises(ConfigError, match=r"data/datasets/train.txt is missing\nTo get it: .*appworld download data"):
         type(env).located.__func__(type("Fresh", (type(env),), {}), str(root))  # type: ignore[attr-defined]
 
 
