@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What an OSError has as `errno` if a disk, or the user's part of it, is full."""
@@ -33,6 +33,12 @@ def known_word(word: str, known: Iterable[str], where: str) -> str:
     if word not in names:
         raise ConfigError(f"{where} = {word!r}; {did_you_mean(word, names, 'known: ' + ', '.join(names))}")
     return word
+
+
+def members(names: Iterable[str], groups: Mapping[str, Iterable[str]], where: str) -> tuple[str, ...]:
+    """What the named groups hold, each once, in the order of `names` (one thing may be a group of itself). Raises ConfigError as
+    `known_word`."""
+    return tuple(dict.fromkeys(one for name in names for one in groups[known_word(name, groups, where)]))
 
 
 def within(number: int, least: int, most: int, where: str) -> int:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any, Self
 
 from agentrl.errors import ConfigError, DependencyError
 
@@ -51,6 +52,26 @@ def import_in_place(module: str, folder: Path, *, extra: str | None = None) -> M
             raise ConfigError(f"{module} does not load on Python {running}: {problem}; use a newer Python") from problem
         finally:
             sys.path.remove(str(folder.parent))
+
+
+class PackageInPlace:
+    """A package's folder and its modules. Copies of an environment share it, and it is a key of caches: it is its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __hash__(self) -> int:
+        return hash(self.folder)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and isinstance(other, PackageInPlace) and other.folder == self.folder
+
+    def module(self, name: str) -> ModuleType:
+        """A module by its name in the package ("constants.enums"); raises as `import_in_place`."""
+        return import_in_place(f"{self.folder.name}.{name}", self.folder)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +29,33 @@ def read_call(text: str, function: Callable[[str], Callable[..., Any]]) -> tuple
         parameters = [name for name in inspect.signature(function(node.func.id)).parameters if name != "self"]
         named = dict(zip(parameters, places, strict=False)) | named
     return node.func.id, named
+
+
+def public_methods(classes: Mapping[str, type]) -> dict[str, str]:
+    """The public methods of classes, each with the name of the last class that has it."""
+    return {
+        method: name
+        for name, one in classes.items()
+        for method, _ in inspect.getmembers(one, inspect.isroutine)
+        if method[0] != "_"
+    }
+
+
+def answer_of(api: Any, name: str, arguments: Mapping[str, Json], fault: str = "Error during execution: {}") -> str:
+    """What a call of a method gives, as text: JSON for a dictionary that has a JSON form, else `str`; for an exception, `fault`
+    with its words. `api` None: Python's words for a name that nothing has."""
+    try:
+        if api is None:
+            raise NameError(f"name {name!r} is not defined")
+        result = getattr(api, name)(**arguments)
+    except Exception as problem:  # whatever the benchmark's code raises is its answer
+        return fault.format(problem)
+    if isinstance(result, dict):
+        try:
+            return json.dumps(result)
+        except (TypeError, ValueError):
+            return str(result)
+    return str(result)
 
 
 def public_state(value: Any) -> Json:

@@ -20,6 +20,13 @@ def calling(calls: Iterable[tuple[str, Mapping[str, Json]]]) -> Message:
     return Message("assistant", "", tuple(ToolCall(name, dict(arguments)) for name, arguments in calls))
 
 
+def round_turns(rounds: Iterable[Sequence[Asked]]) -> list[Message]:
+    """The turns of a solution by rounds of a conversation: the calls of each round at once, if it has some, and then a text, to
+    which the user answers."""
+    pairs = [(calling((call["name"], call["arguments"]) for call in calls), Message("assistant", "done")) for calls in rounds]
+    return [turn for pair in pairs for turn in pair if turn.tool_calls or turn.content]
+
+
 def message_of(row: Mapping[str, Any]) -> Message:
     """A message as benchmarks write it: {"role", "content"}, of an assistant or user with "tool_calls" ({"name", "arguments",
     "id"}), of a tool with the "id" of the call that it answers."""

@@ -5,20 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 from agentrl.env import Message, Task, ToolCall
-from agentrl.env.python_api import public_state
+from agentrl.env.means import MeansTable, spread_rows
+from agentrl.env.official import groups
+from agentrl.env.python_api import answer_of, public_state
+from agentrl.env.scenario import calling, message_of, round_turns
 from agentrl.env.suite import WHOLE, OfficialRow, Played, SuiteEnv, SuiteTask
 from agentrl.env.twin import EnvTwin
 from agentrl.errors import ConfigError
 from agentrl.reward.possible import possible_call
 from agentrl.tool import Problem
+from agentrl.tool.written import as_json, as_python, as_verbose_xml, as_xml
 from agentrl.trajectory import Json
 
-from .formats import spoken
-from .package import Package
-from .table import official_rows
-from .tools import answer, api_tools, method_tools, recorded
+from .package import CLASSES, Package
+from .tools import api_tools, method_tools, recorded
+
+TABLE = MeansTable(
+    means={
+        "simple": ("simple_python", "simple_java", "simple_javascript"),
+        "non-live": ("simple", "multiple", "parallel", "parallel_multiple"),
+        "live": ("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple"),
+        "hallucination": ("irrelevance", "live_irrelevance"),
+        "multi-turn": ("multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param", "multi_turn_long_context"),
+        "web search": ("web_search_base", "web_search_no_snippet"),
+        "memory": ("memory_kv", "memory_vector", "memory_rec_sum"),
+        "agentic": ("web search", "memory"),
+    },
+    weights={"non-live": 0.1, "live": 0.1, "hallucination": 0.1, "multi-turn": 0.3, "agentic": 0.4},
+    over_tasks={"live": {"live_simple": 258, "live_multiple": 1053, "live_parallel": 16, "live_parallel_multiple": 24}},
+)
+FORMATS = {"python": as_python, "json": as_json, "verbose_xml": as_verbose_xml, "concise_xml": as_xml}
 
 
 class Bfcl(SuiteEnv):
@@ -31,6 +50,8 @@ class Bfcl(SuiteEnv):
     module = "bfcl_eval"
     obtain = "pip install --no-deps bfcl-eval filelock mpmath (memory: overrides rank_bm25)"
     files = ("utils.py", "constants/*.py", "data/**/*.json", "eval_checker/multi_turn_eval/func_source_code/*.py")
+    needs = ("utils.py", "constants/category_mapping.py", "data/possible_answer", "data/multi_turn_func_doc",
+             CLASSES.replace(".", "/"))  # fmt: skip
     max_output = 1_000_000
     scripted = True
     beside = frozenset({"memory"})
@@ -58,12 +79,11 @@ class Bfcl(SuiteEnv):
         self.made: Json = None
 
     @classmethod
-    def check_source(cls, folder: Path) -> str:
-        return Package.version(folder)
-
-    @classmethod
     def official(cls, episodes: Sequence[Played]) -> Sequence[OfficialRow]:
-        return official_rows(episodes)
+        """The leaderboard's table; format sensitivity, which is in none of its means, as how far the formats are apart."""
+        found = groups(episodes, lambda one: [one.data["category"]])
+        styles = found.pop("format_sensitivity", [])
+        return [*TABLE.rows(found), *spread_rows("format sensitivity", styles, lambda one: [one.data["style"]])]
 
     # -- tasks -------------------------------------------------------------------------------------
 
@@ -77,7 +97,7 @@ class Bfcl(SuiteEnv):
         return (task for category in self.categories for task in self.package.tasks(category))
 
     def prompt(self, task: Task) -> list[Message]:
-        return [_said(item) for item in self.package.opening(task, self.apis)]
+        return [message_of(item) for item in self.package.opening(task, self.apis)]
 
     # -- the episode -------------------------------------------------------------------------------
 
@@ -88,12 +108,10 @@ class Bfcl(SuiteEnv):
             for function in () if task.data["style"] else task.data["shown"]:
                 self.toolbox.add(recorded(self.package, function))
             return self.finish()  # the first turn is the last one
-        self.apis = self.package.instances(task.id, task.data, self.memory)
-        self.methods = self.package.methods(tuple(task.data["classes"]))
-        later = {name for names in task.data["later"].values() for name in names}
-        offered = api_tools(self.package, tuple(task.data["classes"]))
-        self.toolbox.table = {name: tool for name, tool in offered.items() if name not in later}
-        self.toolbox.unlisted = method_tools(self.package, tuple(task.data["classes"]))
+        classes, later = tuple(task.data["classes"]), {name for names in task.data["later"].values() for name in names}
+        self.apis, self.methods = self.package.instances(task.id, task.data, self.memory), self.package.methods(classes)
+        self.toolbox.table = {name: tool for name, tool in api_tools(self.package, classes).items() if name not in later}
+        self.toolbox.unlisted = method_tools(self.package, classes)
         return None
 
     async def user_reply(self, message: Message) -> list[Message] | None:
@@ -106,7 +124,7 @@ class Bfcl(SuiteEnv):
         if arrived := self.task.data["later"].get(str(self.round)):
             offered = api_tools(self.package, tuple(self.task.data["classes"]))
             self.toolbox.table = {**self.toolbox.table, **{name: offered[name] for name in arrived}}
-        return [_said(item) for item in rounds[self.round]] or [
+        return [message_of(item) for item in rounds[self.round]] or [
             Message("user", self.package.texts.DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC)
         ]
 
@@ -125,11 +143,11 @@ class Bfcl(SuiteEnv):
             if not self.replays and self.steps > self.package.texts.MAXIMUM_STEP_LIMIT:
                 self.round += 1  # if it was the last one, the episode is judged all the same
                 self.finish()
-        return answer(self.apis.get(self.methods.get(name, "")), name, arguments)
+        return answer_of(self.apis.get(self.methods.get(name, "")), name, arguments)
 
     def error_text(self, call: ToolCall, problem: Problem) -> str:
         if problem.kind == "unknown_tool" and "classes" in self.task.data:
-            return answer(None, call.name, {})
+            return answer_of(None, call.name, {})
         return super().error_text(call, problem)
 
     async def conclude(self) -> None:
@@ -148,24 +166,19 @@ class Bfcl(SuiteEnv):
     def gold_turns(self, task: Task) -> list[Message]:
         scoring, gold = task.data["scoring"], task.gold
         if scoring == "rounds":
-            turns = [
-                (_calls((call["name"], call["arguments"]) for call in calls), Message("assistant", "done"))
-                for calls in gold["rounds"]
-            ]
-            return [turn for pair in turns for turn in pair if turn.tool_calls or turn.content]
+            return round_turns(gold["rounds"])
         if scoring in ("ast", "text"):
             declared = {function["name"]: function["parameters"] for function in task.data["functions"]}
             calls = [possible_call(call, declared, task.data["language"]) for call in gold["calls"]]
-            return [_calls(calls) if scoring == "ast" else Message("assistant", spoken(calls, task.data["style"]))]
+            return [calling(calls) if scoring == "ast" else Message("assistant", spoken(calls, task.data["style"]))]
         if scoring == "some":
-            return [_calls([(task.data["functions"][0]["name"], {})])]
+            return [calling([(task.data["functions"][0]["name"], {})])]
         said = "no function fits" if scoring == "none" else gold["answers"][0]
         return [Message("assistant", said) for _ in task.data["question"]]
 
 
-def _calls(calls: Iterable[tuple[str, Mapping[str, Json]]]) -> Message:
-    return Message("assistant", tool_calls=tuple(ToolCall(name, dict(arguments)) for name, arguments in calls))
-
-
-def _said(item: Mapping[str, Any]) -> Message:
-    return Message(item["role"], item["content"])
+def spoken(calls: Sequence[tuple[str, Mapping[str, Json]]], style: str) -> str:
+    """An answer that makes the calls in a format (`ret_fmt=json&tool_call_tag=True&...`)."""
+    asked = {key: values[0] for key, values in parse_qs(style).items()}
+    text = FORMATS[asked["ret_fmt"]](calls)
+    return f"<TOOLCALL>{text}</TOOLCALL>" if asked["tool_call_tag"] == "True" else text

@@ -5,85 +5,49 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
-from inspect import getmembers, isroutine
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agentrl.env.inplace import import_in_place
-from agentrl.env.python_api import read_call
+from agentrl.env.inplace import PackageInPlace
+from agentrl.env.python_api import public_methods, read_call
 from agentrl.env.suite import SuiteTask
-from agentrl.errors import ConfigError, EnvError, did_you_mean
+from agentrl.errors import ConfigError, EnvError, members
 from agentrl.shelves import user_folder
 from agentrl.trajectory import Json, Task
 
-_CLASSES = "eval_checker.multi_turn_eval.func_source_code"
-_NEEDED = (
-    "utils.py",
-    "constants/category_mapping.py",
-    "data/possible_answer",
-    "data/multi_turn_func_doc",
-    _CLASSES.replace(".", "/"),
-)
+CLASSES = "eval_checker.multi_turn_eval.func_source_code"
+SCORING = {"irrelevance": "none", "live_irrelevance": "none", "live_relevance": "some", "format_sensitivity": "text"}
 
 
-class Package:
-    """The package at a folder. Copies of an environment share it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Package:
-        return self
-
-    def __hash__(self) -> int:
-        return hash(self.folder)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Package) and other.folder == self.folder
-
-    @staticmethod
-    def version(folder: Path) -> str:
-        """Raises ConfigError naming what is missing."""
-        for name in _NEEDED:
-            if not (folder / name).exists():
-                raise ConfigError(f"no {name} (the folder to name is the package itself, bfcl_eval)")
-        found = sorted(folder.parent.glob("bfcl_eval-*.dist-info"))
-        return found[-1].name.removesuffix(".dist-info").partition("-")[2] if found else "a checkout"
+class Package(PackageInPlace):
+    """The package at a folder."""
 
     def module(self, name: str) -> ModuleType:
         # Its program makes folders for its results when imported, beside the package unless told where.
         os.environ.setdefault("BFCL_PROJECT_ROOT", str(user_folder() / "bfcl"))
-        return import_in_place(f"{self.folder.name}.{name}", self.folder)
+        return super().module(name)
 
-    # -- categories --------------------------------------------------------------------------------
+    # -- categories and tasks ----------------------------------------------------------------------
 
     def chosen(self, names: Sequence[str]) -> tuple[str, ...]:
         """The categories of names and groups, each once. Raises ConfigError for one that is unknown or cannot be played."""
         mapping = self.module("constants.category_mapping")
         memories = [f"{name}_prereq" for name in mapping.MEMORY_CATEGORY]
-        groups = {
-            **mapping.TEST_COLLECTION_MAPPING,
-            "memory_prereq": memories,
-            **{n: [n] for n in (*mapping.ALL_CATEGORIES, *memories)},
-        }
-        found: list[str] = []
-        for name in names:
-            if name not in groups:
-                raise ConfigError(f"bfcl: params.category {name!r}: {did_you_mean(name, groups, 'known: ' + ', '.join(groups))}")
-            found += groups[name]
-        if web := [name for name in found if name.startswith("web_search")]:
-            raise ConfigError(
-                f"bfcl: params.category: {web[0]} searches the web, which its tasks cannot do without a network and a key"
-            )
-        for name in (name for name in found if name.startswith("memory")):
-            self.module(f"{_CLASSES}.{name.removesuffix('_prereq')}")
-        if "format_sensitivity" in found:
-            self.module("model_handler.utils")
-        return tuple(dict.fromkeys(found))
-
-    # -- tasks -------------------------------------------------------------------------------------
+        alone = {name: [name] for name in (*mapping.ALL_CATEGORIES, *memories)}
+        groups = {**mapping.TEST_COLLECTION_MAPPING, "memory_prereq": memories, **alone}
+        found = members(names, groups, "bfcl: params.category")
+        for name in found:
+            if name.startswith("web_search"):
+                raise ConfigError(
+                    f"bfcl: params.category: {name} searches the web, which its tasks cannot do without a network and a key"
+                )
+            if name.startswith("memory"):
+                self.module(f"{CLASSES}.{name.removesuffix('_prereq')}")
+            if name == "format_sensitivity":
+                self.module("model_handler.utils")
+        return found
 
     def tasks(self, category: str) -> Iterator[SuiteTask]:
         """Every task of a category, in the leaderboard's order."""
@@ -99,29 +63,27 @@ class Package:
 
     def _turn(self, category: str, row: Mapping[str, Json], shown: Mapping[str, Json], gold: Json) -> SuiteTask:
         style = row["id"].split(":")[1] if category == "format_sensitivity" else ""
-        scoring = {"irrelevance": "none", "live_irrelevance": "none", "live_relevance": "some", "format_sensitivity": "text"}
         language = category.removeprefix("simple_") if category in ("simple_java", "simple_javascript") else "python"
         family = category if not style else row["id"].split(":")[2].rsplit("_", 1)[0]
-        data = {"category": category, "scoring": scoring.get(category, "ast"), "language": language, "style": style,
+        data = {"category": category, "scoring": SCORING.get(category, "ast"), "language": language, "style": style,
                 "question": row["question"], "functions": row["function"], "shown": shown["function"]}  # fmt: skip
         return SuiteTask(row["id"], family, data, {"calls": gold or []})
 
     def _conversation(self, category: str, row: Mapping[str, Json], shown: Mapping[str, Json], gold: Json) -> SuiteTask:
         later = {turn: [doc["name"] for doc in docs] for turn, docs in row.get("missed_function", {}).items()}
-        remembers, scenario = category.startswith("memory"), row.get("scenario", "")
-        data = {"category": category, "scoring": "rounds", "question": row["question"], "classes": row["involved_classes"],
+        classes, scenario = row["involved_classes"], row.get("scenario", "")
+        data = {"category": category, "scoring": "rounds", "question": row["question"], "classes": classes,
                 "later": later, "config": row.get("initial_config", {}), "scenario": scenario,
                 "after": row.get("depends_on", [])}  # fmt: skip
-        if remembers:
+        if category.startswith("memory"):
             data["scoring"] = "said" if gold else "played"
             return SuiteTask(row["id"], f"memory {scenario}", data, {"answers": gold or ["understood"]})
-        rounds = [[self.read_call(text, row["involved_classes"]) for text in calls] for calls in gold]
-        return SuiteTask(row["id"], "multi_turn " + "+".join(sorted(row["involved_classes"])), data, {"rounds": rounds})
+        rounds = [[self._read_call(text, tuple(classes)) for text in calls] for calls in gold]
+        return SuiteTask(row["id"], "multi_turn " + "+".join(sorted(classes)), data, {"rounds": rounds})
 
-    def read_call(self, text: str, classes: Sequence[str]) -> Json:
+    def _read_call(self, text: str, classes: tuple[str, ...]) -> Json:
         """A gold call, which is written in Python."""
-        made = self.methods(tuple(classes))
-        name, arguments = read_call(text, lambda name: getattr(self.api(made[name]), name))
+        name, arguments = read_call(text, lambda name: getattr(self.api(self.methods(classes)[name]), name))
         return {"name": name, "arguments": arguments}
 
     # -- classes -----------------------------------------------------------------------------------
@@ -135,18 +97,15 @@ class Package:
     @lru_cache(maxsize=256)  # noqa: B019 - a package is a folder
     def methods(self, classes: tuple[str, ...]) -> dict[str, str]:
         """Public methods and their classes, of the last one that has it."""
-        return {name: one for one in classes for name, _ in getmembers(self.api(one), isroutine) if not name.startswith("_")}
+        return public_methods({name: self.api(name) for name in classes})
 
     @lru_cache(maxsize=256)  # noqa: B019 - as above
     def documented(self, classes: tuple[str, ...]) -> tuple[Mapping[str, Json], ...]:
         """The functions that the leaderboard shows of classes."""
         files = self.module("constants.executable_backend_config").MULTI_TURN_FUNC_DOC_FILE_MAPPING
-        load = self.module("utils").load_file
-        hint = self.module("utils").add_language_specific_hint_to_function_doc
-        rows = [
-            {"id": "multi_turn_0", "function": load(self.folder / "data" / "multi_turn_func_doc" / files[one])} for one in classes
-        ]
-        return tuple(function for row in hint(rows) for function in row["function"])
+        utils, folder = self.module("utils"), self.folder / "data" / "multi_turn_func_doc"
+        rows = [{"id": "multi_turn_0", "function": utils.load_file(folder / files[one])} for one in classes]
+        return tuple(function for row in utils.add_language_specific_hint_to_function_doc(rows) for function in row["function"])
 
     def instances(self, task_id: str, data: Mapping[str, Json], memory: Path | None) -> dict[str, Any]:
         """Fresh objects of a task's classes. Raises EnvError if a memory should be there and is not."""
@@ -171,8 +130,9 @@ class Package:
 
     # -- texts -------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def texts(self) -> Any:
+        """The leaderboard's constants of prompts, and of limits."""
         return self.module("constants.default_prompts")
 
     def opening(self, task: Task, apis: Mapping[str, Any]) -> list[dict[str, str]]:

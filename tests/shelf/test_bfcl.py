@@ -161,7 +161,7 @@ def test_what_cannot_be_played_is_refused_by_name() -> None:
             toy(category)
     with pytest.raises(ConfigError, match=r"has no bfcl_eval\..*memory_vector"):
         make_env("bfcl", source=str(TOY), category="memory_kv").package.module("memory_vector")
-    with pytest.raises(ConfigError, match=r"no utils\.py"):
+    with pytest.raises(ConfigError, match=r"utils\.py is missing"):
         make_env("bfcl", source=str(TOY.parent))
 
 
