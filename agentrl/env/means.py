@@ -44,11 +44,12 @@ class MeansTable:
         return value, sum(known[1] for _, known in parts if known), all(known is not None and known[2] for _, known in parts)
 
     def _overall(self, known: Mapping[str, _Known]) -> list[OfficialRow]:
-        n = sum(known[name][1] for name in self.weights)
+        parts = {name: known.get(name, (0.0, 0, False)) for name in self.weights}
+        n = sum(part[1] for part in parts.values())
         if not n:
             return []
-        value = sum(weight * known[name][0] for name, weight in self.weights.items())
-        if missing := [name for name in self.weights if not known[name][2]]:
+        value = sum(weight * parts[name][0] for name, weight in self.weights.items())
+        if missing := [name for name, part in parts.items() if not part[2]]:
             said = f"not every category was played (in {', '.join(missing)})"
             as_zero = OfficialRow(AS_ZERO, value, n, None, "what the leaderboard would show of this; no model's accuracy")
             return [OfficialRow("overall", None, n, None, said), as_zero]

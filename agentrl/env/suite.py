@@ -4,7 +4,7 @@
         id, suite, module, obtain = "me/Toy-v0", "toy", None, "git clone https://..."
         files = ("data/*.json",)                                    # what tasks and checkers come from
 
-        needs = ("data",)                                           # without which a folder is not the benchmark's
+        required = ("data",)                                           # without which a folder is not the benchmark's
         def load(self): ...                                         # yields a SuiteTask for each task
         def prompt(self, task): ...                                 # and the rest of a ToolEnv
 
@@ -77,9 +77,9 @@ class SuiteEnv(ToolEnv):
     `suite`: the name of `agentrl env install NAME`; several classes may share one. `module`: the importable package that holds
     the benchmark, if one does. `obtain`: what a person does to get it, told by every error. `own`: a folder beside the class's
     file that is used if nothing is installed. `files`: glob patterns, below the source, of what tasks and checkers come from.
-    `needs`: files and folders, below the source, without which it is not the benchmark's.
+    `required`: files and folders, below the source, without which it is not the benchmark's.
     `beside`: parameters that the list of tasks does not depend on (which interpreter runs the benchmark, say).
-    All but `files` and `needs` are constants of the class body, since listing reads source text and runs nothing.
+    All but `files` and `required` are constants of the class body, since listing reads source text and runs nothing.
     """
 
     suite: ClassVar[str] = ""
@@ -87,7 +87,7 @@ class SuiteEnv(ToolEnv):
     obtain: ClassVar[str] = ""
     own: ClassVar[str | None] = None
     files: ClassVar[tuple[str, ...]] = ("**/*",)
-    needs: ClassVar[tuple[str, ...]] = ()
+    required: ClassVar[tuple[str, ...]] = ()
     beside: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, *, source: str | None = None, **base: Any) -> None:
@@ -98,8 +98,8 @@ class SuiteEnv(ToolEnv):
 
     @classmethod
     def check_source(cls, folder: Path) -> str:
-        """The benchmark's version at a folder (see `found_version`). Raises ConfigError naming what of `needs` is missing."""
-        need(folder, cls.needs)
+        """The benchmark's version at a folder (see `found_version`). Raises ConfigError naming what of `required` is missing."""
+        need(folder, cls.required)
         return found_version(folder)
 
     @classmethod

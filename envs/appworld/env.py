@@ -33,7 +33,7 @@ class AppWorld(ForeignSuite):
     obtain = "pip install appworld; appworld install; appworld download data"
     files = ("data/datasets/*.txt", "data/tasks/*/specs.json", "data/tasks/*/ground_truth/*", "data/tasks/*/dbs/*")
     splits = ("train", "heldout", "test_normal", "test_challenge")
-    needs = ("data/datasets/train.txt", "data/tasks", "data/base_dbs")
+    required = ("data/datasets/train.txt", "data/tasks", "data/base_dbs")
     script = Path(__file__).with_name("inside.py")
     world: HeldWorld | None = None
     verdict: dict[str, Json] | None = None

@@ -50,7 +50,7 @@ class Bfcl(SuiteEnv):
     module = "bfcl_eval"
     obtain = "pip install --no-deps bfcl-eval filelock mpmath (memory: overrides rank_bm25)"
     files = ("utils.py", "constants/*.py", "data/**/*.json", "eval_checker/multi_turn_eval/func_source_code/*.py")
-    needs = ("utils.py", "constants/category_mapping.py", "data/possible_answer", "data/multi_turn_func_doc",
+    required = ("utils.py", "constants/category_mapping.py", "data/possible_answer", "data/multi_turn_func_doc",
              CLASSES.replace(".", "/"))  # fmt: skip
     max_output = 1_000_000
     scripted = True

@@ -29,7 +29,7 @@ class Tau2(SuiteEnv):
     summary = "tau2-bench: customers of an airline, a shop, a telephone company, with its own tools, policies and scoring"
     suite = "tau2"
     obtain = "git clone https://github.com/sierra-research/tau2-bench"
-    needs = ("pyproject.toml", "src/tau2/environment/environment.py", f"data/tau2/user_simulator/{GUIDES[False]}")
+    required = ("pyproject.toml", "src/tau2/environment/environment.py", f"data/tau2/user_simulator/{GUIDES[False]}")
     files = (
         "pyproject.toml",
         "src/tau2/agent/llm_agent.py",

@@ -37,7 +37,7 @@ class ToolSandbox(ForeignSuite):
     suite = "toolsandbox"
     obtain = "git clone https://github.com/apple/ToolSandbox"
     files = ("tool_sandbox/**/*.py",)
-    needs = ("tool_sandbox/common/evaluation.py", "tool_sandbox/scenarios/__init__.py", "tool_sandbox/tools/__init__.py")
+    required = ("tool_sandbox/common/evaluation.py", "tool_sandbox/scenarios/__init__.py", "tool_sandbox/tools/__init__.py")
     beside = ForeignSuite.beside | {"user", "user_options", "now", "parallel"}
     shared = ForeignSuite.shared | {"user_model", "user_options", "parallel", "network"}
     script = Path(__file__).with_name("inside.py")
