@@ -94,11 +94,22 @@ class _Builder:
         if "reduce" in node and not narrowed:
             self.fail(join(pointer, "reduce"), "there is nothing to reduce: the node has no scope of its own")
         if mods.emit == "step" and not narrowed:
-            self.fail(join(pointer, "emit"), "only a node with a scope (round, turn or call) has steps to emit at")
+            self._spread(node, mods, pointer)
         if mods.emit == "step" and mute is not None:
             self.fail(join(pointer, "emit"), f"cannot emit at steps: {mute}")
         # The group is what the node is compared with: its own child still sees the whole episode.
         return scope if own == "group" else own
+
+    def _spread(self, node: Mapping[str, Any], mods: Mods, pointer: str) -> None:
+        """Refuses a node without a scope whose value is no sum of turns' shares."""
+        kind = LEAVES.get(str(node.get("use")))
+        if kind is None or not kind.spreads(node.get("args", {})):
+            self.fail(
+                join(pointer, "emit"),
+                "only a node with a scope (round, turn or call), or calls.match with credit matched or partial, has steps to emit at",
+            )
+        if mods.clip is not None:
+            self.fail(join(pointer, "emit"), f"{pointer} clips the total, so a step has no share of its own")
 
     def _mute(self, node: Mapping[str, Any], mods: Mods, pointer: str) -> str | None:
         """Why no node below this one can emit at steps; None if it can."""

@@ -18,10 +18,12 @@ REF: dict[str, Any] = {"$ref": "#/$defs/ref"}
 
 
 class Reading(NamedTuple):
-    """A leaf's result: a value in [0, 1], or None (could not score), and the evidence as JSON."""
+    """A leaf's result: a value in [0, 1], or None (could not score), and the evidence as JSON. `turns`: of a leaf that `spreads`,
+    each turn's share of the value (turn index: share); they add up to it."""
 
     value: float | None
     evidence: Json
+    turns: Mapping[int, float] | None = None
 
 
 class PendingError(Exception):
@@ -92,6 +94,11 @@ class Leaf(ABC):
         """`args` as in the spec, references not yet followed. Raises ValueError for invalid ones."""
         self.args = args
         self.context = context
+
+    @classmethod
+    def spreads(cls, args: Args) -> bool:
+        """Whether a value by these arguments is a sum of turns' shares, so that a node without a scope can emit it at them."""
+        return False
 
     def blocks(self) -> bool:
         """Whether `read` may take long (a replay, a user's function) and so must not run on an event loop."""

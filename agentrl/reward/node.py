@@ -238,19 +238,20 @@ class LeafNode(Node):
         kept = frame.readings.get(place)
         if kept is None:
             kept = frame.readings[place] = self._read(view, frame)
-        # A copy, because the node modifies its result.
-        return Result(kept.value, kept.evidence, kept.steps, kept.skipped)
+        # A copy, because the node modifies its result; a node that has a scope emits its parts' values instead.
+        steps = dict(kept.steps) if self.mods.emit == "step" and self.mods.scope is None else {}
+        return Result(kept.value, kept.evidence, steps, kept.skipped)
 
     def _read(self, view: View, frame: Frame) -> Result:
         try:
             args = self.leaf.args if self._resolve is None else self._resolve(view)
-            value, evidence = self.leaf.read(view, args)
+            value, evidence, turns = self.leaf.read(view, args)
         except UnscorableError as error:
             return Result(None, {"unscored": str(error)})
         except PendingError as error:
             frame.pending[error.key] = error.request
             return Result(None, {"unscored": "waits for an answer"})
-        return Result(value, {"evidence": evidence})
+        return Result(value, {"evidence": evidence}, dict(turns or {}))
 
 
 class ConstantNode(Node):

@@ -60,7 +60,10 @@ MODS: Schema = {
     },
     "scope": {"enum": list(SCOPES), "description": "evaluate once for each part of this kind"},
     "reduce": {"enum": list(REDUCES), "description": "how the parts become one value (default mean)"},
-    "emit": {"enum": ["step", "terminal"], "description": "reward each part at its turn, or all at the end"},
+    "emit": {
+        "enum": ["step", "terminal"],
+        "description": "reward each part (of calls.match without a scope: each matched call) at its turn, or all at the end",
+    },
     "when": {"$ref": "#/$defs/predicate"},
 }
 _NODE: Schema = {"$ref": "#/$defs/node"}

@@ -188,6 +188,29 @@ def test_emissions_keep_their_share_through_sum_mean_gate_and_scale():
     assert run({**gate, "if": HALF, "gte": 2}, four_turns()).turns == {}
 
 
+SHARED = leaf("calls.match", {"expect": {"$": "/task/gold/calls"}, "compare": "superset", "credit": "matched"}, emit="step")
+
+
+def test_matched_calls_are_paid_once_at_the_turns_that_made_them():
+    """Gold f(1), f(2), g(3), g(4); made f(2) and h, then f(2) again and g(3), then f(1): three of four are there, each a quarter,
+    and what was made again earns nothing."""
+    wanted = [{"name": name, "arguments": {"x": x}} for name, x in (("f", 1), ("f", 2), ("g", 3), ("g", 4))]
+    turns = [[call("f", x=2), call("h")], [call("f", x=2), call("g", x=3)], "on", [call("f", x=1)], "end"]
+    trajectory = episode(*turns, task_gold={"calls": wanted})
+    assert run({**SHARED, "emit": "terminal"}, trajectory).turns == {}
+    score = run(op("sum", weigh(SHARED, 0.5), {"use": "text.equals", "args": {"expect": "end"}, "weight": 0.5}), trajectory)
+    assert score.value == 0.875 and score.turns == {0: 0.125, 1: 0.125, 3: 0.125} and score.terminal == 0.5
+    # The share of a partly right call, and a value that `scale` turns round: f(x=9) has one of name and x right.
+    partly = {**SHARED, "args": {**SHARED["args"], "credit": "partial", "compare": "exact"}, "scale": [0, -2]}
+    short = episode([call("f", x=9)], [call("f", x=1)], task_gold={"calls": wanted[:1]})
+    assert (run(partly, short).value, run(partly, short).turns) == (-1.0, {1: -1.0})
+    half = episode([call("f", x=9)], "end", task_gold={"calls": wanted[:1]})
+    assert (run(partly, half).value, run(partly, half).turns) == (-1.0, {0: -1.0})
+    # The same leaf twice in a spec, once with its turns and once without.
+    both = op("sum", SHARED, {**SHARED, "emit": "terminal"})
+    assert run(both, trajectory).turns == {0: 0.25, 1: 0.25, 3: 0.25} and run(both, trajectory).terminal == 0.75
+
+
 # -- credit ----------------------------------------------------------------------------------------
 
 

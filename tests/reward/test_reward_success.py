@@ -47,6 +47,7 @@ ENVS = {
     "toolrl_parity": None, "judge": None, "schema": None, "openenv": None,
     "function_calling": "function_calling", "harbor": "harbor", "mcp": "mcp", "python": "python", "search": "search",
     "service_desk": "service_desk", "sql": "sql", "workspace": "workspace", "workspace_dense": "workspace",
+    "workspace_turns": "workspace",
 }  # fmt: skip
 SHELF_SPECS = {path.stem: ENVS.get(path.stem, "key_value") for path in sorted(SHELF.glob("*.json"))}
 

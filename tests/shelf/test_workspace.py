@@ -280,6 +280,27 @@ def test_the_dense_spec_pays_for_part_of_the_work():
     assert 0.0 < values[-2] < 1.0 and len(set(values)) >= 3
 
 
+def test_the_spec_by_turns_pays_each_right_change_once_where_it_was_made():
+    """Gold, with a lookup before it and its first change made twice: half of the reward at the turns of the first makings, in equal
+    shares, the other half at the end only if making it twice changed nothing."""
+    env = build("workspace", calls=8, requests=2, missing=0.0, withheld=0.0, questions=0.0)
+    by_turn = compile_spec(find_reward("workspace_turns"))
+    env.reset(seed=1)
+    writes = [(call["name"], call["arguments"]) for call in env.task.gold["writes"]]
+    gold = env.gold_turns(env.task)
+    made = [[(call.name, call.arguments) for call in turn.tool_calls] for turn in gold]
+    first = next(place for place, calls in enumerate(made) if calls and calls[0] in writes)
+    for turn in [*gold[: first + 1], gold[first], *gold[first + 1 :]]:
+        env.step(turn)
+    score = by_turn.score(env.trajectory)
+    places = [place + (place > first) for place, calls in enumerate(made) if any(call in writes for call in calls)]
+    assert len(places) == len(writes) >= 3
+    assert score.turns == pytest.approx(dict.fromkeys(places, 0.5 / len(writes)))
+    assert score.terminal in (0.0, 0.5) and (score.success is True) == (score.terminal == 0.5)
+    paid = build("workspace", reward="workspace_turns")
+    assert [null_score(paid, 0, "train", name) for name in ("spam", "echo", "done")] == [0.0] * 3
+
+
 def test_the_user_takes_questions_for_what_they_are():
     requests = [
         {"text": "one", "slot": {"words": ["time"], "reply": "At 09:00."}, "question": False, "withheld": None,

@@ -84,6 +84,10 @@ class CallsMatch(Leaf):
         if self.credit == "toolrl" and (self.order != "free" or self.form != "literal" or "arguments" in args):
             raise ValueError("credit: toolrl needs order free and form literal, without 'arguments'")
 
+    @classmethod
+    def spreads(cls, args: Args) -> bool:
+        return args.get("credit") in ("matched", "partial") and args.get("assign") != "reuse"
+
     def read(self, view: View, args: Args) -> Reading:
         gold = self._gold(view, args["expect"], args.get("declared"))
         made = _written(args["made"], view) if "made" in args else view.made(self.by)
@@ -95,7 +99,9 @@ class CallsMatch(Leaf):
         if self.credit == "all":
             # A sum of quotients may end just below 1.
             value = 1.0 if value >= 1.0 - 1e-9 else 0.0
-        return Reading(value, _evidence(made, gold, pairs, credits))
+        size = _size(len(made), len(gold), self.compare)
+        shares = _shares(made, pairs, credits, size) if size and self.spreads(self.args) else None
+        return Reading(value, _evidence(made, gold, pairs, credits), shares)
 
     def _rule(self, args: Args) -> CallRule:
         language = args.get("language", "python")
@@ -193,10 +199,25 @@ def _best_parts(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRu
 
 def _ratio(total: float, made: int, gold: int, compare: str) -> float:
     """Matched share; no calls made earn nothing unless none were expected."""
-    size = {"exact": max(made, gold), "superset": gold, "subset": made}[compare]
+    size = _size(made, gold, compare)
     if size == 0:
         return 1.0 if gold == 0 else 0.0
     return min(total / size, 1.0)
+
+
+def _size(made: int, gold: int, compare: str) -> int:
+    return {"exact": max(made, gold), "superset": gold, "subset": made}[compare]
+
+
+def _shares(made: Sequence[Made], pairs: assign.Pairs, credits: Sequence[float], size: int) -> dict[int, float]:
+    """Each turn's share of the value: the credit of the pairs that its calls are in. A gold call is in one pair at most, so the
+    same call made again earns nothing."""
+    shares: dict[int, float] = {}
+    for (i, _), credit in zip(pairs, credits, strict=True):
+        if credit:
+            turn = made[i].turn.index
+            shares[turn] = shares.get(turn, 0.0) + credit / size
+    return shares
 
 
 def _evidence(made: Sequence[Made], gold: Sequence[GoldCall], pairs: assign.Pairs, credits: Sequence[float]) -> dict[str, Any]:

@@ -69,8 +69,8 @@ class TextContains(Leaf):
         text = spoken(view, args.get("where", "answer"))
         if text is None:
             return Reading(0.0, {"text": None, "expected": brief(wanted), "why": "no final answer"})
-        value, evidence = texts_found([text], wanted, args)
-        return Reading(value, {"text": brief(text), **evidence})
+        found = texts_found([text], wanted, args)
+        return Reading(found.value, {"text": brief(text), **found.evidence})
 
 
 def texts_found(texts: Sequence[str], wanted: Sequence[str], args: Args) -> Reading:
