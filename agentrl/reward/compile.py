@@ -106,7 +106,7 @@ class _Builder:
         if kind is None or not kind.spreads(node.get("args", {})):
             self.fail(
                 join(pointer, "emit"),
-                "only a node with a scope (round, turn or call), or calls.match with credit matched or partial, has steps to emit at",
+                "only a node with a scope (round, turn or call) emits at steps, or calls.match with credit matched or partial",
             )
         if mods.clip is not None:
             self.fail(join(pointer, "emit"), f"{pointer} clips the total, so a step has no share of its own")

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -250,6 +251,54 @@ async def test_below_the_threshold_nothing_is_rewritten() -> None:
     assert [m.content for m in rewritten or [] if m.role == "tool"] == ["[99 characters left out]"] * 2 + ["z" * 99]
     assert await Truncate(keep=1, tokens=200).rewrite(moment) is None
     assert await Truncate(keep=1, tokens=119).rewrite(moment) is not None
+
+
+def conversation(*said: str) -> list[Message]:
+    """u...: the user's words, c...: a turn with a call, t...: its answer."""
+    roles = {"u": "user", "c": "assistant", "t": "tool"}
+    return [Message(roles[text[0]], text) for text in said]
+
+
+async def test_truncate_lets_old_turns_go_once_their_output_is_gone() -> None:
+    """Ten turns of 40 characters with answers of two: nothing is left to replace (a marker is longer), so the older five turns
+    go, and of what the user said the request that the kept turns are about. The next time, half of what is there goes again."""
+
+    async def ask(instruction: Message, tokens: int) -> str | None:
+        raise AssertionError("nothing is summarized")
+
+    turn = ["c" * 40, "t1"]
+    messages = conversation("u task", *turn * 2, "u first", *turn, "u second", *turn * 7)
+    full = Moment(messages, 1, tokens=101, turn_tokens=20, context=120, ask=ask)
+    first = await Truncate(keep=2).rewrite(full)
+    shown = ["u task", "[5 earlier turns were left out]", "u second", *turn * 5]
+    assert first is not None and [message.content for message in first] == shown
+    second = await Truncate(keep=2).rewrite(replace(full, messages=[*first, *conversation(*turn, "u third")]))
+    # Six turns: three go; what the user says now stays in its place, and the request before it went with its turns.
+    assert second is not None
+    assert [message.content for message in second] == ["u task", "[8 earlier turns were left out]", *turn * 3, "u third"]
+    # `keep` turns stay whatever happens, and a first turn that fills the context alone is left as it is.
+    assert await Truncate(keep=2).rewrite(replace(full, messages=conversation("u task", *turn * 2))) is None
+    assert await Truncate(keep=0).rewrite(replace(full, messages=conversation("u task", *turn))) is None
+    # Output goes alone if that is a quarter of it all: 11 of 85 characters in six of eight turns are too few, 56 of 130 enough.
+    for size, kept in ((35, 4), (80, 8)):
+        long = conversation("u task", *["c" * 50, "t" * size] * 8)
+        found = await Truncate(keep=2).rewrite(replace(full, messages=long))
+        assert found is not None and sum(message.role == "assistant" for message in found) == kept
+
+
+async def test_keep_recent_never_loses_the_request_that_is_worked_on() -> None:
+    async def ask(instruction: Message, tokens: int) -> str | None:
+        raise AssertionError("nothing is summarized")
+
+    turn = ["c1", "t1"]
+    policy, task = KeepRecent(turns=2), "u task"
+    full = Moment(conversation(task, *turn, "u request", *turn * 3), 1, tokens=101, turn_tokens=20, context=120, ask=ask)
+    first = await policy.rewrite(full)
+    assert [m.content for m in first or []] == [task, "[2 earlier turns were left out]", "u request", *turn * 2]
+    second = await policy.rewrite(replace(full, messages=[*(first or []), *conversation(*turn)]))
+    assert [m.content for m in second or []] == [task, "[3 earlier turns were left out]", "u request", *turn * 2]
+    third = await policy.rewrite(replace(full, messages=[*(second or []), *conversation("u next", *turn)]))
+    assert [m.content for m in third or []] == [task, "[4 earlier turns were left out]", *turn, "u next", *turn]
 
 
 async def test_a_compaction_leaves_room_for_the_request_and_the_summary() -> None:

@@ -1,7 +1,7 @@
 """200 calls in a context of 4,096 tokens, under each context policy: what the model sees at every turn, by a second computation;
 that the gold still scores; and what a policy that acts on what it sees alone still knows.
 
-`truncate` keeps every call, and 200 of them are longer than that: it plays in 18,000 tokens here, and ends full in 4,096.
+`truncate` keeps every call while that leaves room; 200 of them are longer than that, and then the older half of the turns goes.
 `make proofs` has the 200 calls, `make test` 50 of the same kind."""
 
 from __future__ import annotations
@@ -83,18 +83,32 @@ def turns_of(shown: Sequence[Message]) -> list[int]:
 
 
 def without_old_output(shown: list[Message], summary: str) -> list[Message]:
-    kept = turns_of(shown)[-4]
-    marked = [replace(m, content=f"[{len(m.content)} characters left out]") for m in shown[:kept]]
-    return [new if m.role == "tool" and len(new.content) < len(m.content) else m
-            for m, new in zip(shown[:kept], marked, strict=True)] + shown[kept:]  # fmt: skip
+    """Markers before the last four turns; the older half of the turns goes too, if that saves less than a quarter."""
+    turns = turns_of(shown)
+    marked = [replace(m, content=f"[{len(m.content)} characters left out]") for m in shown[: turns[-4]]]
+    short = [new if m.role == "tool" and len(new.content) < len(m.content) else m
+             for m, new in zip(shown[: turns[-4]], marked, strict=True)] + shown[turns[-4] :]  # fmt: skip
+    here, then = (sum(map(characters, messages[turns[0] :])) for messages in (shown, short))
+    return last_turns(short, max(4, len(turns) // 2)) if here - then < here / 4 else short
+
+
+def characters(message: Message) -> int:
+    written = "".join(f"{call.name}{call.raw}" for call in message.tool_calls)
+    return len(message.content + written)
 
 
 def last_six(shown: list[Message], summary: str) -> list[Message]:
-    first, last = turns_of(shown)[0], turns_of(shown)[-6]
-    found = [re.fullmatch(r"\[(\d+) earlier turns were left out\]", m.content) for m in shown[:first]]
-    gone = len(turns_of(shown)) - 6 + sum(int(match[1]) for match in found if match)
-    opening = [m for m, match in zip(shown[:first], found, strict=True) if not match]
-    return [*opening, Message("user", f"[{gone} earlier turns were left out]"), *shown[last:]]
+    return last_turns(shown, 6)
+
+
+def last_turns(shown: list[Message], count: int) -> list[Message]:
+    """System and first request, the note, the request that the kept turns begin in the middle of if none comes in them."""
+    cut = turns_of(shown)[-count]
+    found = re.fullmatch(r"\[(\d+) earlier turns were left out\]", shown[2].content)
+    gone = len(turns_of(shown)) - count + (int(found[1]) if found else 0)
+    said = [m for m in shown[3 if found else 2 : cut] if m.role == "user"]
+    request = [] if any(m.role == "user" for m in shown[cut:]) else said[-1:]
+    return [*shown[:2], Message("user", f"[{gone} earlier turns were left out]"), *request, *shown[cut:]]
 
 
 def summed_up(shown: list[Message], summary: str) -> list[Message]:
@@ -106,7 +120,7 @@ def summed_up(shown: list[Message], summary: str) -> list[Message]:
 @pytest.mark.parametrize(
     ("context", "kept", "reserve", "room"),
     [
-        (Truncate(keep=4), without_old_output, 0, 18_000 if PROOFS else 6000),
+        (Truncate(keep=4), without_old_output, 0, CONTEXT if PROOFS else 3200),
         (KeepRecent(turns=6), last_six, 0, CONTEXT),
         (Compact(summary_tokens=40, prompt=SUM_UP, keep=2), summed_up, 40 + len(SUM_UP), CONTEXT),
     ],
@@ -238,9 +252,7 @@ async def test_what_the_context_no_longer_holds_is_known_from_notes_or_a_summary
     policy: str, notes: bool, reward: float, stop: StopReason, renderer: Renderer
 ) -> None:
     env = Vault(scorer=None)
-    # Calls stay under `truncate`, so that 70 of them need more room than the other policies do.
-    room = 5000 if policy == "truncate" else 1500
-    trajectory, engine = await played(env, door_opener(notes), renderer, POLICIES[policy], ANSWER, room, 100)
+    trajectory, engine = await played(env, door_opener(notes), renderer, POLICIES[policy], ANSWER, 1500, 100)
     assert (trajectory.stop, trajectory.reward) == (stop, reward), trajectory.messages[-1]
     if policy != "stop":
         assert trajectory.rewrites and (notes or policy == "compact" or "code=" not in engine.prompts[-1])

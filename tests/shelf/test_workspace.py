@@ -281,8 +281,8 @@ def test_the_dense_spec_pays_for_part_of_the_work():
 
 
 def test_the_spec_by_turns_pays_each_right_change_once_where_it_was_made():
-    """Gold, with a lookup before it and its first change made twice: half of the reward at the turns of the first makings, in equal
-    shares, the other half at the end only if making it twice changed nothing."""
+    """Gold, with a lookup before it and its first change made twice: half of the reward at the turns of the first makings, in
+    equal shares, the other half at the end only if making it twice changed nothing."""
     env = build("workspace", calls=8, requests=2, missing=0.0, withheld=0.0, questions=0.0)
     by_turn = compile_spec(find_reward("workspace_turns"))
     env.reset(seed=1)

@@ -19,7 +19,8 @@ _NOTE = re.compile(r"\[(\d+) earlier turns were left out\]")
 @dataclass(frozen=True, kw_only=True)
 class KeepRecent(ContextPolicy):
     """If a full next turn would no longer fit in `tokens` (by default the context), the episode continues with its opening
-    messages, a note that says how many turns were left out, and the last `turns` turns with their answers.
+    messages, a note that says how many turns were left out, and the last `turns` turns with their answers. If the user has said
+    nothing since, what the user said last before them stays too: it is the request that they work on.
     """
 
     turns: Annotated[int, Field(ge=1)]
@@ -32,11 +33,15 @@ class KeepRecent(ContextPolicy):
 
 
 def recent(messages: Sequence[Message], turns: int) -> list[Message]:
-    """The opening, the note, and the last `turns` turns of a conversation that has more than that."""
+    """The opening, the note, the request that is worked on if the cut would take it, and the last `turns` turns of a conversation
+    that has more than that."""
     starts = assistant_turns(messages)
-    opening, kept = messages[: starts[0]], messages[starts[-turns] :]
-    # A conversation that was cut before already has a note: its count is added to the new one.
-    notes = [_NOTE.fullmatch(message.content) for message in opening]
-    before = sum(int(note[1]) for note in notes if note)
+    kept = messages[starts[-turns] :]
+    # A conversation that was cut before already has a note: its count is added to the new one, and the opening ends with it.
+    notes = [(place, found) for place, m in enumerate(messages[: starts[0]]) if (found := _NOTE.fullmatch(m.content))]
+    opening = notes[0][0] if notes else starts[0]
+    before = sum(int(found[1]) for _, found in notes)
     note = Message("user", f"[{before + len(starts) - turns} earlier turns were left out]")
-    return [*(m for m, old in zip(opening, notes, strict=True) if old is None), note, *kept]
+    said = [m for m in messages[opening + len(notes) : starts[-turns]] if m.role == "user"]
+    request = [] if any(m.role == "user" for m in kept) else said[-1:]
+    return [*messages[:opening], note, *request, *kept]

@@ -1,7 +1,8 @@
-"""`truncate`: old tool output is replaced by a short marker."""
+"""`truncate`: old tool output is replaced by a short marker; once that frees too little, the oldest turns go."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -9,7 +10,12 @@ from typing import Annotated
 from pydantic import Field
 
 from agentrl.rollout.context.base import CONTEXTS, ContextPolicy, Moment, assistant_turns
+from agentrl.rollout.context.keep_recent import recent
 from agentrl.trajectory import Message
+
+WORTH = 0.25
+"""The least share of the conversation that replacing old output must free; a smaller one would start a ledger, whose whole
+prompt is computed again, every few turns, and in the end free nothing."""
 
 
 @CONTEXTS.register("truncate")
@@ -18,8 +24,9 @@ class Truncate(ContextPolicy):
     """If a full next turn would no longer fit in `tokens` (by default the context), the tool output before
     the last `keep` turns is replaced by a marker, all of it at once, so that it does not happen every turn.
 
-    Calls and the policy's own text stay. If nothing is left to replace, the episode continues until the
-    context is full.
+    Calls and the policy's own text stay, until they are what fills the context: if the markers free less than a quarter of what
+    follows the opening messages (in characters), the older half of the turns go too, as under `keep_recent`, but never the last
+    `keep`.
     """
 
     tokens: Annotated[int, Field(ge=1)] | None = None
@@ -31,6 +38,10 @@ class Truncate(ContextPolicy):
             return None
         old = starts[-self.keep] if self.keep else len(moment.messages)
         messages = [*elided(moment.messages[:old]), *moment.messages[old:]]
+        before, after = _length(moment.messages[starts[0] :]), _length(messages[starts[0] :])
+        turns = max(self.keep, len(starts) // 2, 1)
+        if before - after < WORTH * before and turns < len(starts):
+            messages = recent(messages, turns)
         # An unchanged conversation must not start a ledger: the whole prompt would be computed, and kept, a second time.
         return None if messages == list(moment.messages) else messages
 
@@ -45,3 +56,10 @@ def _elided(message: Message) -> Message:
     if message.role != "tool" or len(marker) >= len(message.content):
         return message
     return replace(message, content=marker)
+
+
+def _length(messages: Sequence[Message]) -> int:
+    """Characters of texts, thoughts and calls."""
+    calls = [call for message in messages for call in message.tool_calls]
+    texts = sum(len(message.content) + len(message.reasoning or "") for message in messages)
+    return texts + sum(len(call.name) + len(call.raw or json.dumps(call.arguments)) for call in calls)
