@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from agentrl.tool import Tool, Toolbox
 from agentrl.trajectory import Message, Task
@@ -55,9 +55,18 @@ def copy_parts(source: Any, target: object, names: Iterable[str]) -> dict[str, A
     return parts
 
 
-class FrozenEnv:
-    """An environment that was reset, as it was then, from which environments in the same state are made: what `fork` gives, ten
-    times as quickly. `size`: about how many bytes it holds."""
+class Copier(Protocol):
+    """An environment as a reset left it, and what makes environments in that state. `size`: about how many bytes it holds."""
+
+    size: int
+
+    def copied(self) -> Any:
+        """A new environment, which shares nothing with any other."""
+        ...
+
+
+class PickleCopier:
+    """By a pickle: what `fork` gives, ten times as quickly."""
 
     def __init__(self, env: Any, names: Iterable[str]) -> None:
         """Raises what pickling raises for an attribute that cannot be pickled and AsideError for one that only a copy of all at
@@ -76,8 +85,7 @@ class FrozenEnv:
         # In memory, objects take about ten times as much as their pickle.
         self.size: int = 11 * len(self._packed)
 
-    def thaw(self) -> Any:
-        """A new environment, which shares nothing with any other."""
+    def copied(self) -> Any:
         kind: Any = type(self._env)
         made = kind.__new__(kind)
         made.__dict__.update(self._env.__dict__)
@@ -98,8 +106,8 @@ class AsideError(Exception):
     """What has a way of its own to be copied, and so is not pickled, holds what is pickled: the copy would have it twice."""
 
 
-class Forks:
-    """An environment that was reset, of which only its own `fork` makes copies."""
+class ForkCopier:
+    """By the environment's own `fork`."""
 
     size: int = 1 << 20  # not known
 
@@ -110,29 +118,26 @@ class Forks:
         )
         self._env = env
 
-    def thaw(self) -> Any:
+    def copied(self) -> Any:
         return self._env.fork()
 
 
-class Around:
-    """Copies of a wrapped environment."""
+class WrapperCopier:
+    """Of a wrapped environment: a wrapper around a copy of what it wraps."""
 
     def __init__(self, wrapper: Any, inner: Copier) -> None:
         self._wrapper, self._inner = wrapper, inner
         self.size: int = inner.size
 
-    def thaw(self) -> Any:
-        return self._wrapper.around(self._inner.thaw())
-
-
-Copier = FrozenEnv | Forks | Around
+    def copied(self) -> Any:
+        return self._wrapper.around(self._inner.copied())
 
 
 def copier(env: Any, names: Iterable[str] | None) -> Copier | None:
     """What makes copies of an environment, of which `names` are the attributes that are not shared; without them, its own `fork`
     does. None if copies of it would share a part of its episode."""
     try:
-        return Forks(env) if names is None else FrozenEnv(env, names)
+        return ForkCopier(env) if names is None else PickleCopier(env, names)
     except HeldError:
         return None
     except Exception:  # whatever an author's class raises when it is pickled: `fork` may copy it all the same

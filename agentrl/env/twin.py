@@ -8,12 +8,12 @@ from typing import Any
 from agentrl.env.copying import Copier
 from agentrl.env.sync import run_sync
 from agentrl.env.userside import RecordedUser
-from agentrl.reward.twins import Taken, tool_texts
+from agentrl.reward.twin import TurnOutcome, tool_texts
 from agentrl.trajectory import Json, Message, ToolCall, Trajectory
 
 
 class EnvTwin:
-    """A ToolEnv as a twin (`agentrl.reward.twins.Twin`). `scripted`: what its user does depends on nothing that is said."""
+    """A ToolEnv as a twin (`agentrl.reward.twin.Twin`). `scripted`: what its user does depends on nothing that is said."""
 
     def __init__(self, env: Any, scripted: bool) -> None:
         self.env, self.scripted = env, scripted
@@ -26,11 +26,11 @@ class EnvTwin:
         """A user that may be a model is not asked: the record's is played in its place."""
         self.env.reset(seed=record.task.seed, options={"task": record.task, "user": RecordedUser.of(record)})
 
-    async def take(self, turn: Message | ToolCall) -> Taken:
+    async def take(self, turn: Message | ToolCall) -> TurnOutcome:
         if isinstance(turn, ToolCall):
-            return Taken([], [await self.env.auser_call(turn)], self.env.has_finished)
+            return TurnOutcome([], [await self.env.auser_call(turn)], self.env.has_finished)
         observation, _, terminated, truncated, _ = await self.env.astep(turn)
-        return Taken(tool_texts(observation), self.env.last_results, terminated or truncated)
+        return TurnOutcome(tool_texts(observation), self.env.last_results, terminated or truncated)
 
     def state(self) -> Json:
         return self.env.state() if self.env.is_open else self.env.trajectory.state
@@ -65,7 +65,7 @@ class EnvCopies:
         self.size = copier.size
 
     def twin(self, record: Trajectory) -> EnvTwin:
-        env = self._copier.thaw()
+        env = self._copier.copied()
         if env.unwrapped.user is not None:
             env.unwrapped.user = RecordedUser.of(record)
         return CopiedTwin(env, self._scripted)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count, pairwise
+from itertools import count
 
 from agentrl.env.users import Parting, User
 from agentrl.errors import EnvError, UserLimitError
+from agentrl.reward.course import course_of, turn_places
 from agentrl.tool import Toolbox
 from agentrl.trajectory import Json, Message, ToolCall, ToolResult, Trajectory, UserCall
 
@@ -37,12 +38,6 @@ def heard(record: Trajectory, before: Sequence[Message] = ()) -> list[Message]:
     return found
 
 
-def turn_places(record: Trajectory) -> list[int]:
-    """Where the policy's turns stand among the messages: the last of role "assistant", since an opening may have some too."""
-    spoken = [at for at, message in enumerate(record.messages) if message.role == "assistant"]
-    return spoken[max(0, len(spoken) - len(record.turns)) :]
-
-
 def _as_messages(calls: Sequence[UserCall]) -> list[Message]:
     found: list[Message] = []
     for turn, step in dict.fromkeys((made.turn, made.step) for made in calls):
@@ -51,6 +46,12 @@ def _as_messages(calls: Sequence[UserCall]) -> list[Message]:
         answers = [made.result for made in same if made.result is not None]
         found += [Message("tool", result.content, tool_call_id=result.call_id, name=result.name) for result in answers]
     return found
+
+
+def _steps(record: Trajectory, turn: int, words: Sequence[Message]) -> list[Message | Parting | None]:
+    """What the user did after a turn: its messages with calls, and its words, or None if it said none."""
+    calls = _as_messages([made for made in record.user_calls if made.turn == turn])
+    return [*(message for message in calls if message.role == "user"), words[0] if words else None]
 
 
 async def ask(
@@ -120,20 +121,15 @@ class RecordedUser:
     @classmethod
     def of(cls, record: Trajectory) -> RecordedUser:
         """The user of an episode."""
-        places = turn_places(record)
-        ends = [*places, len(record.messages)]
-        spans = [(-1, 0, ends[0])] + [(turn, at + 1, end) for turn, (at, end) in enumerate(pairwise(ends))]
-        answers: list[list[Message | Parting | None]] = []
-        for turn, start, end in spans:
-            if turn >= 0 and record.messages[start - 1].tool_calls:
-                continue
-            said = [message for message in record.messages[start:end] if message.role == "user"]
-            made = [made for made in record.user_calls if made.turn == turn]
-            words = said[-1 if turn < 0 else 0] if said else None
-            answers.append([*(message for message in _as_messages(made) if message.role == "user"), words])
+        course = course_of(record)
+        opening = record.messages[: course.opening]
+        answers = [_steps(record, -1, [message for message in opening if message.role == "user"][-1:])]
+        for turn, said in zip(record.turns, course.said, strict=True):
+            if not turn.message.tool_calls:
+                answers.append(_steps(record, turn.index, said[:1]))
         if record.parting and answers[-1][-1] is None:
             answers[-1][-1] = Parting(record.parting)
-        return cls(sum(map(_is_text, record.messages[: ends[0]])), answers)
+        return cls(sum(map(_is_text, opening)), answers)
 
     async def reply(self, conversation: Sequence[Message]) -> str | Message | Parting | None:
         """Raises EnvError for a text that the record has no answer to."""

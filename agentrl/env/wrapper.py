@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentrl.env.base import Opening, StepResult, Teacher, ToolEnv
-from agentrl.env.copying import Around, Copier, Snapshot
+from agentrl.env.copying import Copier, Snapshot, WrapperCopier
 from agentrl.env.spaces import Action, Observation
 from agentrl.env.twin import EnvTwin
 from agentrl.env.users import User, UserModel
@@ -233,7 +233,7 @@ class ToolWrapper(ToolEnv):
 
     def copier(self) -> Copier | None:
         inner = self.env.copier()
-        return None if inner is None else Around(self, inner)
+        return None if inner is None else WrapperCopier(self, inner)
 
     @property
     def holds(self) -> bool:

@@ -17,14 +17,19 @@ class EpisodeRounds:
     rounds: list[int]
 
 
+def turn_places(trajectory: Trajectory) -> list[int]:
+    """Where the policy's turns stand among the messages: the last of role "assistant", since an opening history has some too."""
+    spoken = [place for place, message in enumerate(trajectory.messages) if message.role == "assistant"]
+    return spoken[max(0, len(spoken) - len(trajectory.turns)) :]
+
+
 def course_of(trajectory: Trajectory) -> EpisodeRounds:
-    """The policy's turns are the last assistant messages of the record: those before them are of the opening history, which has
-    no rounds. A record with fewer assistant messages than turns (no messages, say) is one round."""
+    """The rounds of the turns; an opening history has none. A record with fewer assistant messages than turns (no messages, say)
+    is one round."""
     turns, messages = trajectory.turns, trajectory.messages
-    places = [place for place, message in enumerate(messages) if message.role == "assistant"]
+    places = turn_places(trajectory)
     if len(places) < len(turns):
         return EpisodeRounds(len(messages), [[] for _ in turns], [0] * len(turns))
-    places = places[len(places) - len(turns) :]
     said: list[list[Message]] = []
     rounds: list[int] = []
     for number, place in enumerate(places):

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from agentrl.reward.twins import Twin, Twins
+from agentrl.reward.twin import Twin
+from agentrl.reward.twins import Twins
 from agentrl.reward.unscorable import UnscorableError as UnscorableError
 from agentrl.reward.view import View
 from agentrl.trajectory import Json, Message, Task, ToolCall, ToolResult
@@ -50,7 +51,7 @@ class ReplayEnv(Protocol):
 
 
 class AsTwin(Protocol):
-    """What plays an episode once more in a way of its own (`agentrl.reward.twins.Twin`), with its user's turns."""
+    """What plays an episode once more in a way of its own (`agentrl.reward.twin.Twin`), with its user's turns."""
 
     def as_twin(self) -> Twin: ...
 

@@ -10,7 +10,7 @@ from agentrl.reward.course import EpisodeRounds
 from agentrl.reward.frozen import FrozenState
 from agentrl.reward.gold import GoldCall, gold_calls
 from agentrl.reward.leaf import Context, UnscorableError
-from agentrl.reward.twins import Leg, RoundEnd, TwinPass
+from agentrl.reward.twins import RoundEnd, RoundTurns, TwinPass
 from agentrl.reward.view import View
 from agentrl.trajectory import Json, Message, StopReason, ToolCall, Trajectory, Turn, detached
 
@@ -68,8 +68,8 @@ def _gold(context: Context, view: View, rounds: Sequence[Json]) -> TwinPass:
             context.replay_env,
             record,
             rounds,
-            lambda: _gold_legs(rounds, texts),
-            lambda scripted: (opening, *_path(texts, scripted)),
+            lambda: _gold_rounds(rounds, texts),
+            lambda scripted: (opening, *_user_side(texts, scripted)),
         )
         known = view.memo[key] = (rounds, played)  # with what it is a replay of, so that its id stays its own
     found: TwinPass = known[1]
@@ -80,30 +80,30 @@ def _has_calls_of_the_user(part: Json) -> bool:
     return isinstance(part, (list, tuple)) and any(isinstance(call, Mapping) and call.get("by") == "user" for call in part)
 
 
-def _path(rounds: Sequence[RoundTexts], scripted: bool) -> list[Any]:
+def _user_side(rounds: Sequence[RoundTexts], scripted: bool) -> list[Any]:
     """What was said from the first round's calls to the last's: in turn the texts inside of a round, and the one at its end. Of a
     scripted user's episode without what the policy said."""
-    way: list[Any] = []
+    side: list[Any] = []
     for texts in rounds:
-        way.append(tuple(text.answer if scripted else text for text in texts.inside))
-        way.append(texts.end.answer if texts.end is not None and scripted else texts.end)
-    return way[:-1]
+        side.append(tuple(text.answer if scripted else text for text in texts.inside))
+        side.append(texts.end.answer if texts.end is not None and scripted else texts.end)
+    return side[:-1]
 
 
-def _gold_legs(rounds: Sequence[Json], texts: Sequence[RoundTexts]) -> tuple[list[Leg], UnscorableError | None]:
+def _gold_rounds(rounds: Sequence[Json], texts: Sequence[RoundTexts]) -> tuple[list[RoundTurns], UnscorableError | None]:
     """The rounds to play; and what is wrong with the gold after them, if it is. What was said inside of a round is said after its
     gold calls, because nothing tells between which of them."""
-    legs: list[Leg] = []
+    found: list[RoundTurns] = []
     count = 0
     for part, said in zip(rounds, texts, strict=False):
         try:
             calls = [_gold_turn(call, count + place) for place, call in enumerate(gold_calls(part, "literal"))]
         except UnscorableError as error:
-            return legs, error
+            return found, error
         count += len(calls)
         inside = [Message("assistant", text.said) for text in said.inside]
-        legs.append(Leg([*calls, *inside], None if said.end is None else Message("assistant", said.end.said)))
-    return legs, None
+        found.append(RoundTurns([*calls, *inside], None if said.end is None else Message("assistant", said.end.said)))
+    return found, None
 
 
 def _gold_turn(gold: GoldCall, number: int) -> Message | ToolCall:
@@ -116,20 +116,20 @@ def _made(context: Context, view: View) -> TwinPass:
     """The pass over the record's own turns; one for all leaves and all rounds."""
     if "made" not in view.memo:
         assert context.replay_env is not None
-        legs = _made_legs(view.trajectory, view.course)
-        view.memo["made"] = context.replays.made(context.replay_env, view.trajectory, legs)
+        rounds = _made_rounds(view.trajectory, view.course)
+        view.memo["made"] = context.replays.made(context.replay_env, view.trajectory, rounds)
     found: TwinPass = view.memo["made"]
     return found
 
 
-def _made_legs(record: Trajectory, course: EpisodeRounds) -> list[Leg]:
+def _made_rounds(record: Trajectory, course: EpisodeRounds) -> list[RoundTurns]:
     turns = _answered(record)
-    legs = [Leg([]) for _ in range(course.rounds[-1] + 1 if course.rounds else 0)]
-    for number in range(len(legs)):
+    found = [RoundTurns([]) for _ in range(course.rounds[-1] + 1 if course.rounds else 0)]
+    for number in range(len(found)):
         here = [turn for turn, place in zip(turns, course.rounds, strict=False) if place == number]
         text = here[-1].message if here and not here[-1].message.tool_calls else None
-        legs[number] = Leg([_again(turn) for turn in (here if text is None else here[:-1])], text)
-    return legs
+        found[number] = RoundTurns([_again(turn) for turn in (here if text is None else here[:-1])], text)
+    return found
 
 
 def _answered(record: Trajectory) -> Sequence[Turn]:

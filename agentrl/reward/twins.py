@@ -1,4 +1,4 @@
-"""Twins: environments on which an episode's rounds are played once more, with its own calls or with the gold ones.
+"""Passes over an episode's rounds, which twins (`agentrl.reward.twin`) play once more with its own calls or with the gold ones.
 
 A pass goes through all rounds of the episode on one twin: a round's calls, its state and answers, then the text that ends it, to
 which the twin's user replies as the record's did. All leaves and all rounds share a pass, and the members of a group the gold's.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from agentrl.errors import ReplayError
 from agentrl.reward.frozen import FrozenState
+from agentrl.reward.twin import Copies, Twin, twin_of
 from agentrl.reward.unscorable import FailedTwinError as FailedTwinError
 from agentrl.reward.unscorable import UnscorableError
 from agentrl.reward.values import brief
@@ -22,62 +23,12 @@ from agentrl.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajec
 
 log = logging.getLogger(__name__)
 MakeEnv = Callable[[Task], Any]  # a ReplayEnv (`agentrl.reward.leaf`)
-Path = Callable[[bool], tuple[Any, ...]]
-GoldLegs = Callable[[], "tuple[Sequence[Leg], UnscorableError | None]"]
-
-
-class Taken(NamedTuple):
-    """What came of one turn: the tools' answers as the policy reads them, their results, and whether the episode is over."""
-
-    answers: list[str]
-    results: Sequence[ToolResult]
-    over: bool
-
-
-class Twin(Protocol):
-    """An environment that plays an episode once more; `agentrl.env.twin.EnvTwin` is that of a ToolEnv.
-
-    `scripted`: what its user does depends on nothing that the policy says. `talks`: somebody listens to a turn without calls.
-    """
-
-    scripted: bool
-
-    @property
-    def talks(self) -> bool: ...
-
-    def open(self, record: Trajectory) -> None:
-        """Begin the record's task, with the record's user in place of one that is a model."""
-        ...
-
-    async def take(self, turn: Message | ToolCall) -> Taken:
-        """Take one assistant turn, or make one call of the user's own."""
-        ...
-
-    def state(self) -> Json:
-        """The state; of an episode that is over, as it was at its end."""
-        ...
-
-    def copies(self) -> Copies | None:
-        """What makes twins in the state of this one, which is left as it is; None if it cannot be copied."""
-        ...
-
-    def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run what awaits `take` to its end."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Copies(Protocol):
-    """Makes twins that hold nothing outside of themselves, of `size` bytes each."""
-
-    size: int
-
-    def twin(self, record: Trajectory) -> Twin: ...
+UserSide = Callable[[bool], tuple[Any, ...]]
+GoldRounds = Callable[[], "tuple[Sequence[RoundTurns], UnscorableError | None]"]
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class RoundTurns:
     """One round to play: `turns`, each an assistant message (or a call of the user's own), and the text that ends the round, None
     if a turn with calls does."""
 
@@ -116,8 +67,17 @@ class TwinPass:
         return sum((end.state.size if end.state else 0) + sum(map(len, end.answers)) for end in self.ends)
 
 
+class GoldPass(NamedTuple):
+    """A pass over gold rounds: which, whether with states, and what its user heard and did between them."""
+
+    gold: Json
+    states: bool
+    side: tuple[Any, ...]
+    played: TwinPass
+
+
 @dataclass(slots=True)
-class OfTask:
+class TaskReplays:
     """What is kept of one task: how to copy its twin, and the gold passes. By the locks one thread makes what others wait for."""
 
     task: Task
@@ -125,7 +85,7 @@ class OfTask:
     copyable: bool = True
     copies: Copies | None = None
     held: int = 0
-    golds: list[tuple[Json, bool, tuple[Any, ...], TwinPass]] = field(default_factory=list)
+    golds: list[GoldPass] = field(default_factory=list)
     opening: threading.Lock = field(default_factory=threading.Lock)
     playing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -136,7 +96,7 @@ class OfTask:
     @property
     def size(self) -> int:
         held = 0 if self.copies is None else self.copies.size
-        return held + sum(played.size for _, _, _, played in self.golds)
+        return held + sum(one.played.size for one in self.golds)
 
 
 class Twins:
@@ -150,7 +110,7 @@ class Twins:
         self._most, self._most_bytes, self.states = most, most_bytes, states
         self._lock = threading.Lock()
         self._held = 0
-        self._kept: OrderedDict[tuple[str, int, str], OfTask] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int, str], TaskReplays] = OrderedDict()
 
     def __reduce__(self) -> tuple[type[Twins], tuple[int, int, bool]]:
         """A copy, here or in another process, starts empty."""
@@ -159,43 +119,45 @@ class Twins:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def gold(self, make: MakeEnv, record: Trajectory, gold: Json, legs: GoldLegs, path: Path) -> TwinPass:
-        """The pass over the gold rounds `gold`, of which `legs` gives those that the record came to, and what is wrong
+    def gold(self, make: MakeEnv, record: Trajectory, gold: Json, rounds: GoldRounds, user_side: UserSide) -> TwinPass:
+        """The pass over the gold rounds `gold`, of which `rounds` gives those that the record came to, and what is wrong
         with the next one.
 
-        `path`: what happened in the record between the rounds, as far as it decides what a twin's user does; its argument says
-        whether that is scripted, whatever the policy says. A pass whose path begins with another's serves both.
+        `user_side`: what happened in the record between the rounds, as far as it decides what a twin's user does; its argument
+        says whether that is scripted, whatever the policy says. A pass of which it begins with another's serves both.
         """
         kept = self._of(record.task)
         with kept.playing:
-            for wanted, states, way, played in kept.golds:
-                here = path(kept.scripted)
-                if states >= self.states and way[: len(here)] == here and identical(wanted, gold):
-                    return played
-            rounds, wrong = legs()
-            played = self._play(kept, make, record, rounds, gold=True)
+            for one in kept.golds:
+                here = user_side(kept.scripted)
+                if one.states >= self.states and one.side[: len(here)] == here and identical(one.gold, gold):
+                    return one.played
+            turns, wrong = rounds()
+            played = self._play(kept, make, record, turns, gold=True)
             played.fault = played.fault or wrong
             if played.fault is None:  # else the next one tries again, as a fault may pass
-                here = path(kept.scripted)
-                others = [item for item in kept.golds if not identical(item[0], gold) or here[: len(item[2])] != item[2]]
-                kept.golds = [*others[-7:], (gold, self.states, here, played)]
+                here = user_side(kept.scripted)
+                others = [one for one in kept.golds if not identical(one.gold, gold) or here[: len(one.side)] != one.side]
+                kept.golds = [*others[-7:], GoldPass(gold, self.states, here, played)]
         self._trim(kept)
         return played
 
-    def made(self, make: MakeEnv, record: Trajectory, legs: Sequence[Leg]) -> TwinPass:
+    def made(self, make: MakeEnv, record: Trajectory, rounds: Sequence[RoundTurns]) -> TwinPass:
         """The pass over the record's own rounds."""
         kept = self._of(record.task)
         first = kept.copies is None
-        played = self._play(kept, make, record, legs)
+        played = self._play(kept, make, record, rounds)
         if first and kept.copies is not None:
             self._trim(kept)
         return played
 
-    def _play(self, kept: OfTask, make: MakeEnv, record: Trajectory, legs: Sequence[Leg], gold: bool = False) -> TwinPass:
+    def _play(
+        self, kept: TaskReplays, make: MakeEnv, record: Trajectory, rounds: Sequence[RoundTurns], gold: bool = False
+    ) -> TwinPass:
         played, twin = TwinPass(), None
         try:
             twin = _open(kept, make, record)
-            twin.run(play(twin, legs, played, states=self.states, gold=gold))
+            twin.run(play(twin, rounds, played, states=self.states, gold=gold))
         except UnscorableError as error:
             played.fault = error
         except ReplayError:  # a record lacks it: no fault of the environment
@@ -208,8 +170,8 @@ class Twins:
                 twin.close()
         return played
 
-    def _of(self, task: Task) -> OfTask:
-        new = OfTask(task)
+    def _of(self, task: Task) -> TaskReplays:
+        new = TaskReplays(task)
         with self._lock:
             kept = self._kept.get(new.key)
             # Compared and not hashed: that takes a tenth of the time.
@@ -220,7 +182,7 @@ class Twins:
             self._kept.move_to_end(new.key)
         return kept
 
-    def _trim(self, kept: OfTask) -> None:
+    def _trim(self, kept: TaskReplays) -> None:
         """Count what a task holds anew, and let go of those not asked for longest."""
         with self._lock:
             if self._kept.get(kept.key) is not kept:
@@ -231,7 +193,7 @@ class Twins:
                 self._held -= self._kept.popitem(last=False)[1].held
 
 
-def _open(kept: OfTask, make: MakeEnv, record: Trajectory) -> Twin:
+def _open(kept: TaskReplays, make: MakeEnv, record: Trajectory) -> Twin:
     """A twin as its reset leaves it: a copy of the task's first one, if it can be copied."""
     with kept.opening:
         if kept.copies is None and kept.copyable:
@@ -243,7 +205,7 @@ def _open(kept: OfTask, make: MakeEnv, record: Trajectory) -> Twin:
     return _fresh(kept, make, record) if kept.copies is None else kept.copies.twin(record)
 
 
-def _fresh(kept: OfTask, make: MakeEnv, record: Trajectory) -> Twin:
+def _fresh(kept: TaskReplays, make: MakeEnv, record: Trajectory) -> Twin:
     twin = twin_of(make(record.task))
     kept.scripted = twin.scripted
     try:
@@ -254,17 +216,17 @@ def _fresh(kept: OfTask, make: MakeEnv, record: Trajectory) -> Twin:
     return twin
 
 
-async def play(twin: Twin, legs: Sequence[Leg], played: TwinPass, *, states: bool, gold: bool = False) -> None:
+async def play(twin: Twin, rounds: Sequence[RoundTurns], played: TwinPass, *, states: bool, gold: bool = False) -> None:
     """Play the rounds on a twin that was just reset, and add each one's end to `played`.
 
     Raises UnscorableError if the twin ends before the last call: an environment's fault is never a 0. Of `gold` calls none may be
     refused either: the text of a refusal would be what an episode has to read.
     """
-    calls, done, over = sum(leg.calls for leg in legs), 0, False
-    for leg in legs:
+    calls, done, over = sum(one.calls for one in rounds), 0, False
+    for one in rounds:
         answers: list[str] = []
-        for turn in (*leg.turns, *(() if leg.text is None or leg is legs[-1] else (leg.text,))):
-            if turn is leg.text:
+        for turn in (*one.turns, *(() if one.text is None or one is rounds[-1] else (one.text,))):
+            if turn is one.text:
                 played.ends.append(RoundEnd(FrozenState(twin.state()) if states else None, answers))
             made = turn.tool_calls if isinstance(turn, Message) else (turn,)
             if not made and (over or not twin.talks):
@@ -276,7 +238,7 @@ async def play(twin: Twin, legs: Sequence[Leg], played: TwinPass, *, states: boo
             if gold:
                 _check_accepted(taken.results, made, f"{done} of {calls}")
             answers += taken.answers
-        if leg.text is None or leg is legs[-1]:
+        if one.text is None or one is rounds[-1]:
             played.ends.append(RoundEnd(FrozenState(twin.state()) if states else None, answers))
 
 
@@ -286,58 +248,3 @@ def _check_accepted(results: Sequence[ToolResult], calls: Sequence[ToolCall], pl
             raise UnscorableError(
                 f"the replay environment refused gold call {place}, {calls[-1].name}: {result.error}: {brief(result.content)}"
             )
-
-
-class PlainTwin:
-    """A twin of an environment that has no more than `reset`, `step`, `state` and `close` (`agentrl.reward.leaf.ReplayEnv`)."""
-
-    def __init__(self, env: Any) -> None:
-        self._env = env
-        self.scripted = bool(getattr(env, "scripted", True))
-
-    @property
-    def talks(self) -> bool:
-        return bool(getattr(self._env, "has_user", False))
-
-    def open(self, record: Trajectory) -> None:
-        self._env.reset(seed=record.task.seed, options={"task": record.task})
-
-    async def take(self, turn: Message | ToolCall) -> Taken:
-        if isinstance(turn, ToolCall):
-            return Taken([], [self._env.user_call(turn)], False)
-        outcome: Any = self._env.step(turn)
-        record: Trajectory | None = getattr(self._env, "trajectory", None)
-        results = record.turns[-1].results if turn.tool_calls and record is not None and record.turns else ()
-        return Taken(tool_texts(outcome[0]), results, bool(outcome[2] or outcome[3]))
-
-    def state(self) -> Json:
-        return self._env.state()
-
-    def copies(self) -> None:
-        return None
-
-    def run(self, work: Coroutine[Any, Any, None]) -> None:
-        run_at_once(work)
-
-    def close(self) -> None:
-        self._env.close()
-
-
-def twin_of(env: Any) -> Twin:
-    """An environment as a twin: its own form of one, if it has any."""
-    found: Twin = env.as_twin() if hasattr(env, "as_twin") else PlainTwin(env)
-    return found
-
-
-def run_at_once(work: Coroutine[Any, Any, None]) -> None:
-    """Run what awaits nothing that would have to be waited for. Raises RuntimeError if it does."""
-    try:
-        work.send(None)
-    except StopIteration:
-        return
-    raise RuntimeError("a replay environment without an event loop was awaited")
-
-
-def tool_texts(observation: Sequence[Message]) -> list[str]:
-    """The tools' answers among the new messages."""
-    return [message.content for message in observation if message.role == "tool"]

@@ -17,7 +17,7 @@ import pytest
 from pydantic import BaseModel
 
 from agentrl.env.branch import BranchDict, branch, changes, looking
-from agentrl.env.copying import FrozenEnv
+from agentrl.env.copying import PickleCopier
 from agentrl.trajectory import Task
 
 from toyenvs import Notes  # isort: skip
@@ -285,7 +285,7 @@ def test_an_environments_forks_and_twins_share_what_no_episode_touched() -> None
     fork: Any = env.fork()
     env.db["users"]["u1"]["name"] = "newer"
     fork.db["users"]["u2"]["cards"].append({"n": 0})
-    frozen: Any = FrozenEnv(env, env._unshared()).thaw()
+    frozen: Any = PickleCopier(env, env._unshared()).copied()
     names = [made.db["users"]["u1"]["name"] for made in (env, fork, frozen)]
     assert names == ["newer", "new", "newer"] and BASE["users"]["u1"]["name"] == "n1"
     assert fork.state() == {"set": {"/users/u1/name": "new", "/users/u2/cards": [{"n": 2}, {"n": 0}]}, "removed": []}

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.env.users import ModelUser, SilentUser
-from agentrl.env.userside import RecordedUser, heard, turn_places
+from agentrl.env.userside import RecordedUser, heard
 from agentrl.env.wrappers import SystemPrompt
 from agentrl.errors import EnvError, ToolTimeoutError
+from agentrl.reward.course import turn_places
 from agentrl.trajectory import Message, StopReason, ToolCall, Trajectory
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rounds_env import Cabinet, Guest, by_round, played, put, swap, task_of
 
 from agentrl.env.branch import branch
-from agentrl.env.copying import Forks, FrozenEnv
+from agentrl.env.copying import ForkCopier, PickleCopier
 from agentrl.reward import Context, compile_spec
 from agentrl.reward.course import course_of
 from agentrl.reward.replay import replay, replay_answers
@@ -338,7 +338,9 @@ def test_a_twin_that_makes_an_episodes_own_calls_goes_through_its_own_states(
     assert json.dumps(episode.to_json()) == before
 
 
-@pytest.mark.parametrize(("kind", "copied"), [("pickled", FrozenEnv), ("forked", Forks), ("bound", FrozenEnv), ("held", None)])
+@pytest.mark.parametrize(
+    ("kind", "copied"), [("pickled", PickleCopier), ("forked", ForkCopier), ("bound", PickleCopier), ("held", None)]
+)
 def test_how_an_environment_is_copied(kind: str, copied: type | None) -> None:
     """A tool that holds its environment in a closure would go on in the first one, so there is no copy of that."""
     env = Watched(kind)
@@ -347,7 +349,7 @@ def test_how_an_environment_is_copied(kind: str, copied: type | None) -> None:
     assert found is None if copied is None else isinstance(found, copied)
     if found is not None:
         env.np_random.random()
-        one, other = found.thaw(), found.thaw()
+        one, other = found.copied(), found.copied()
         one.step(Message("assistant", "", (put("a", "x"),)))
         assert (one.drawers, other.drawers, env.drawers) == ({"a": ["x"]}, {}, {})
         assert one.np_random.random() == other.np_random.random() == env.np_random.random()
@@ -410,7 +412,7 @@ def test_a_part_that_stands_in_two_places_does_so_in_a_copy() -> None:
     task = task_of([[call] for call in again])
     env = Aliased()
     env.reset(seed=0, options={"task": task})
-    assert isinstance(env.copier(), Forks)
+    assert isinstance(env.copier(), ForkCopier)
     scorer = by_round("state.match", make=lambda task: Aliased())
     done, half, idle = (played(task, [[[c]] if kept else [] for c, kept in zip(again, keep, strict=True)], Aliased())
                         for keep in ((1, 1), (0, 1), (0, 0)))  # fmt: skip

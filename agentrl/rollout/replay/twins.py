@@ -1,4 +1,4 @@
-"""Replays of calls under a record: twins (`agentrl.reward.twins`) that write down their answers, and twins that answer from them.
+"""Replays of calls under a record: twins (`agentrl.reward.twin`) that write down their answers, and twins that answer from them.
 
 A twin's answer (a row of kind `replay_env`) is found by what it depends on: the task, what the record's user did, and the turns
 so far; episodes that do the same share it. A replay that failed (`replay_failed`) is its own episode's, found by its number
@@ -13,20 +13,8 @@ from typing import Any
 
 from agentrl.env.userside import RecordedUser
 from agentrl.errors import ReplayError
-from agentrl.reward.twins import (
-    Copies,
-    FailedTwinError,
-    GoldLegs,
-    Leg,
-    MakeEnv,
-    Path,
-    Taken,
-    Twin,
-    TwinPass,
-    Twins,
-    run_at_once,
-    twin_of,
-)
+from agentrl.reward.twin import Copies, TurnOutcome, Twin, run_at_once, twin_of
+from agentrl.reward.twins import FailedTwinError, GoldRounds, MakeEnv, RoundTurns, TwinPass, Twins, UserSide
 from agentrl.rollout.replay.tape import Numbers, Recorded, RecordWriter, current_episode, digest
 from agentrl.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory
 
@@ -73,11 +61,11 @@ class RecordingTwins(Twins):
         super().__init__()
         self._writer = writer
 
-    def gold(self, make: MakeEnv, record: Trajectory, gold: Json, legs: GoldLegs, path: Path) -> TwinPass:
-        return self._noted({"gold": gold}, super().gold(make, record, gold, legs, path))
+    def gold(self, make: MakeEnv, record: Trajectory, gold: Json, rounds: GoldRounds, user_side: UserSide) -> TwinPass:
+        return self._noted({"gold": gold}, super().gold(make, record, gold, rounds, user_side))
 
-    def made(self, make: MakeEnv, record: Trajectory, legs: Sequence[Leg]) -> TwinPass:
-        return self._noted({}, super().made(make, record, legs))
+    def made(self, make: MakeEnv, record: Trajectory, rounds: Sequence[RoundTurns]) -> TwinPass:
+        return self._noted({}, super().made(make, record, rounds))
 
     def _noted(self, ask: Json, played: TwinPass) -> TwinPass:
         number = self._writer.number(current_episode(), _FAILED)
@@ -128,7 +116,7 @@ class RecordingTwin:
         """The twin stands as the record's task begins."""
         self._course = _Course(record, self.scripted)
 
-    async def take(self, turn: Message | ToolCall) -> Taken:
+    async def take(self, turn: Message | ToolCall) -> TurnOutcome:
         self._course.add(turn)
         taken = await self._twin.take(turn)
         results = [{"call_id": r.call_id, "name": r.name, "content": r.content, "error": r.error} for r in taken.results]
@@ -173,15 +161,15 @@ class TapedTwins(Twins):
         super().__init__()
         self._tape, self._numbers = record, Numbers()
 
-    def gold(self, make: MakeEnv, record: Trajectory, gold: Json, legs: GoldLegs, path: Path) -> TwinPass:
+    def gold(self, make: MakeEnv, record: Trajectory, gold: Json, rounds: GoldRounds, user_side: UserSide) -> TwinPass:
         failed = self._failed({"gold": gold})
         if failed is None:
-            return super().gold(make, record, gold, legs, path)
-        return self._until(failed, make, record, legs()[0], gold=True)
+            return super().gold(make, record, gold, rounds, user_side)
+        return self._until(failed, make, record, rounds()[0], gold=True)
 
-    def made(self, make: MakeEnv, record: Trajectory, legs: Sequence[Leg]) -> TwinPass:
+    def made(self, make: MakeEnv, record: Trajectory, rounds: Sequence[RoundTurns]) -> TwinPass:
         failed = self._failed({})
-        return super().made(make, record, legs) if failed is None else self._until(failed, make, record, legs)
+        return super().made(make, record, rounds) if failed is None else self._until(failed, make, record, rounds)
 
     def _failed(self, ask: Json) -> Mapping[str, Json] | None:
         """How this replay failed. Raises ReplayError if it was another one that did."""
@@ -193,10 +181,10 @@ class TapedTwins(Twins):
         return found
 
     def _until(
-        self, failed: Mapping[str, Json], make: MakeEnv, record: Trajectory, legs: Sequence[Leg], gold: bool = False
+        self, failed: Mapping[str, Json], make: MakeEnv, record: Trajectory, rounds: Sequence[RoundTurns], gold: bool = False
     ) -> TwinPass:
         """The rounds before the fault, and the fault."""
-        before = legs[: failed["rounds"]]
+        before = rounds[: failed["rounds"]]
         played = self._play(self._of(record.task), make, record, before, gold=gold) if before else TwinPass()
         played.fault = played.fault or FailedTwinError(failed["error"])
         return played
@@ -230,12 +218,12 @@ class TapedTwin:
     def open(self, record: Trajectory) -> None:
         self._course, self._task = _Course(record, self.scripted), record.task.id
 
-    async def take(self, turn: Message | ToolCall) -> Taken:
+    async def take(self, turn: Message | ToolCall) -> TurnOutcome:
         self._course.add(turn)
         self._turns += 1
         answer = self._find(self._course.at, turn)
         results = [ToolResult(row["call_id"], row["name"], row["content"], None, row["error"]) for row in answer["results"]]
-        return Taken(answer["answers"], results, answer["over"])
+        return TurnOutcome(answer["answers"], results, answer["over"])
 
     def state(self) -> Json:
         return self._find(self._course.state, "the state")
