@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl import columns
+from agentrl.plain_json import json_text
 
 Json = Any  # a JSON value: None, bool, int, float, str, list[Json] or dict[str, Json]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -516,7 +517,7 @@ class Trajectory:
 
     def record_text(self) -> str:
         """All but the ledgers, as JSON text."""
-        return json.dumps(self._record(), default=_fields)
+        return json_text(self._record(), default=_fields)
 
     def json_chunks(self, record: str | None = None) -> Iterator[str]:
         """`to_json` as JSON text, piece by piece, so that a writer needs no more memory than one ledger column. The first piece

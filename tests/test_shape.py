@@ -42,6 +42,9 @@ LEVELS = {
     "watchdog": 0,
     "matching": 0,
     "schemas": 0,
+    "shown": 0,
+    "plain_json": 0,
+    "plain_text": 0,
     "tool": 1,
     "render": 1,
     "reward": 1,
@@ -66,6 +69,8 @@ LEVELS = {
 }
 SAME = {
     ("config", "errors"),
+    ("config", "plain_text"),
+    ("trajectory", "plain_json"),
     ("executors", "errors"),
     ("matching", "executors"),
     ("schemas", "executors"),

@@ -21,6 +21,7 @@ import jsonschema
 from pydantic import Field
 
 from agentrl.errors import ConfigError, ToolError
+from agentrl.plain_text import read_json
 from agentrl.tool import ToolSet, tool
 from agentrl.trajectory import Json
 
@@ -103,7 +104,7 @@ class Http(ToolSet):
 def _recorded(path: str) -> dict[Key, list[tuple[int, str]]]:
     """(status, text) of the answers to each request, in order."""
     try:
-        found: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        found: Any = read_json(Path(path).read_text(encoding="utf-8"))
         jsonschema.validate(found, _SCHEMA)
     except (OSError, ValueError) as problem:
         raise ConfigError(f"tools.args.http.cassette = {path!r}: {problem}") from None
@@ -132,6 +133,6 @@ def _key(method: str, url: str, body: str) -> Key:
 def _plain(body: str) -> str:
     """The body, if it is JSON in one form of several."""
     try:
-        return json.dumps(json.loads(body), sort_keys=True)
+        return json.dumps(read_json(body), sort_keys=True)
     except (ValueError, RecursionError):
         return body

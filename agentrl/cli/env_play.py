@@ -10,6 +10,8 @@ from typing import Any
 from agentrl.env import Message, ToolCall, ToolEnv
 from agentrl.env.users import GOLD, ModelUser
 from agentrl.errors import ConfigError, EnvError
+from agentrl.plain_text import read_json
+from agentrl.shown import safe
 
 HELP = """  NAME a=b c=d     call a tool (values in JSON; a bare word is a string)
   {"name": ...}    call a tool, as the model would write it
@@ -24,6 +26,7 @@ def play_by_hand(
     solution if there is one; `own_user`: the environment's own, which may be a model that costs money. Raises ConfigError if the
     user is a model and has no script."""
     observation, info = _begin(env, seed, split, own_user)
+    show, write = write, lambda text: show(safe(text))  # what a tool or a user says
     write(f"{env.id}, task {info['task_id']}. Type /help for help.")
     inner = env.unwrapped
     if not own_user and isinstance(inner, ToolEnv) and type(inner).gold_user is not ToolEnv.gold_user:
@@ -95,7 +98,7 @@ def _from_json(line: str) -> Message:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
+        return read_json(text)
     except ValueError:
         return text
 

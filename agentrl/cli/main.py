@@ -15,6 +15,7 @@ from agentrl import __version__
 from agentrl.cli.configs import is_override
 from agentrl.cli.parser import Parser
 from agentrl.errors import AgentrlError, UserError
+from agentrl.shown import safe
 
 COMMANDS = (
     "train",
@@ -95,10 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = args.run(args)
         return code
     except UserError as error:
-        print(f"agentrl: {error}", file=sys.stderr)
+        print(f"agentrl: {safe(error)}", file=sys.stderr)
         return 2
     except AgentrlError as error:
-        print(f"agentrl: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"agentrl: {type(error).__name__}: {safe(error)}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `agentrl ... | head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import CatalogError, UserError
+from agentrl.plain_json import json_text
+from agentrl.plain_text import read_json
+from agentrl.shown import safe
 
 if TYPE_CHECKING:
     from agentrl.reward import Context, Scorer
@@ -106,7 +109,7 @@ def run_lint(args: argparse.Namespace) -> int:
         print(json.dumps({"spec": scorer.name, "success": decides, "findings": rows}, indent=2))
     else:
         for item in findings:
-            print(f"{item.level}: {item.code} at {item.at}: {item.message}")
+            print(safe(f"{item.level}: {item.code} at {item.at}: {item.message}"))
         if scorer.rule is not None:
             node = f": {json.dumps(scorer.rule.node)}" if scorer.rule.derived else ""
             print(f"success is decided by {scorer.rule}{node}")
@@ -133,12 +136,12 @@ def run_explain(args: argparse.Namespace) -> int:
             "terminal": score.terminal,
             "metrics": score.metrics,
         }
-        print(json.dumps({**content, "evidence": score.evidence}, indent=2))
+        print(json_text({**content, "evidence": score.evidence}, indent=2))
     else:
         recorded = f"recorded reward {_shown(trajectory.reward)}"
         episode = f"{trajectory.task.id}, member {trajectory.member}, {_count(len(trajectory.turns), 'turn')}"
-        print(f"{episode}, stopped: {trajectory.stop.value}, {recorded}")
-        print(explain_text(score))
+        print(safe(f"{episode}, stopped: {trajectory.stop.value}, {recorded}"))
+        print(safe(explain_text(score)))
     return 0
 
 
@@ -149,7 +152,7 @@ def run_score(args: argparse.Namespace) -> int:
     if args.out is not None and not args.out.parent.is_dir():
         raise UserError(f"--out {args.out}: there is no folder {args.out.parent}")
     rows = _scored(args, args.spec)
-    text = "".join(json.dumps(row) + "\n" for row in rows)
+    text = "".join(json_text(row) + "\n" for row in rows)
     if args.out is None:
         sys.stdout.write(text)
     else:
@@ -161,7 +164,7 @@ def run_score(args: argparse.Namespace) -> int:
     print(f"{len(values)} of {len(rows)} episodes scored, {mean}", file=sys.stderr)
     unscored = Counter(next(reasons(row["evidence"]), "no reason given") for row in rows if row["value"] is None)
     for reason, count in unscored.most_common(5):
-        print(f"unscored: {count} x {reason}", file=sys.stderr)
+        print(safe(f"unscored: {count} x {reason}"), file=sys.stderr)
     return 0
 
 
@@ -181,7 +184,7 @@ def run_diff(args: argparse.Namespace) -> int:
         numbered = [{**change.to_json(), "row": lines[change.row][0]} for change in changes]
         worth = [{"row": lines[row][0], "value_a": x, "value_b": y} for row, x, y in values]
         found = {"episodes": len(lines), "changed": numbered, "values": worth, "success": [lines[row][0] for row in verdicts]}
-        print(json.dumps({**found, "tasks": tasks, "tasks_of_one_episode": single}, indent=2))
+        print(json_text({**found, "tasks": tasks, "tasks_of_one_episode": single}, indent=2))
         return 0
     for change in changes:
         print(
@@ -191,7 +194,7 @@ def run_diff(args: argparse.Namespace) -> int:
         )
     ranked = {change.row for change in changes}
     for row, x, y in [item for item in values if item[0] not in ranked][:SHOWN]:
-        print(f"row {lines[row][0]} (task {trajectories[row].task.id}): {_shown(x)} -> {_shown(y)}")
+        print(safe(f"row {lines[row][0]} (task {trajectories[row].task.id}): {_shown(x)} -> {_shown(y)}"))
     print(f"{len(changes)} of {len(lines)} episodes change rank within their task")
     print(f"{len(values)} of {len(lines)} episodes change value ({_mean(a)} -> {_mean(b)}), {len(verdicts)} change success")
     if single:
@@ -291,7 +294,7 @@ def _pairs(texts: list[str], option: str, example: str) -> Iterator[tuple[str, s
 
 def _json_or_text(value: str) -> Any:
     try:
-        return json.loads(value)
+        return read_json(value)
     except ValueError:
         return value
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from agentrl.config.keys import section_of
 from agentrl.config.paths import beside
 from agentrl.config.schema import AgentConfig, Choice, EnvConfig, McpServerConfig, ModelConfig, TrainConfig
 from agentrl.errors import ConfigError, UserError, hinted
+from agentrl.plain_text import toml_table
 
 Table = dict[str, Any]
 Find = Callable[[str], Path]
@@ -67,8 +67,8 @@ def read_toml(file: Path) -> Table:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return toml_table(text)
+    except ValueError as error:
         raise ConfigError(f"{file}: not valid TOML: {error}") from None
 
 

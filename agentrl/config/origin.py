@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from agentrl.config.layers import Find, Table, joined, read_layers
 from agentrl.config.overrides import UNSET, Override, overridden, parse_overrides
 from agentrl.errors import ConfigError
+from agentrl.plain_text import toml_table
 
 Keys = tuple[str | int, ...]
 DEFAULT = "default"
@@ -70,8 +70,8 @@ def lines_of(text: str) -> dict[Keys, int]:
             begins = number + 1  # comments and empty lines begin nothing
             continue
         try:
-            table = tomllib.loads("\n".join(lines[:number]))
-        except tomllib.TOMLDecodeError:
+            table = toml_table("\n".join(lines[:number]))
+        except ValueError:
             continue  # in the middle of a value
         for keys in _paths(table, ()):
             found.setdefault(keys, begins)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from agentrl.config.envs import as_list, entry_of
 from agentrl.config.keys import find_keys, section_at
 from agentrl.config.layers import ALTERNATIVES, Table
 from agentrl.errors import ConfigError, hinted
+from agentrl.plain_text import toml_table
 
 _ONE = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|[^."'=]+)"""
 _PART = re.compile(_ONE)
@@ -68,8 +68,8 @@ def _parsed(text: str) -> Override:
     if unsets:
         return Override(keys, UNSET, text)
     try:
-        read = tomllib.loads(f"value = {raw}")
-    except tomllib.TOMLDecodeError:
+        read = toml_table(f"value = {raw}")
+    except ValueError:
         # A bare word: name=seed3 needs no quotes inside the shell's.
         read = {"value": raw}
     # More than one key: a text with a line break that looks like TOML.
@@ -79,8 +79,8 @@ def _parsed(text: str) -> Override:
 def _unquoted(part: str) -> str:
     """A part of a key, without the quotes that TOML has for one with dots or spaces."""
     try:
-        return next(iter(tomllib.loads(f"{part} = 0"))) if part[:1] in ('"', "'") else part.strip()
-    except tomllib.TOMLDecodeError:
+        return next(iter(toml_table(f"{part} = 0"))) if part[:1] in ('"', "'") else part.strip()
+    except ValueError:
         return ""
 
 

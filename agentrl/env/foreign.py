@@ -25,6 +25,7 @@ from typing import Any
 from agentrl.env import foreign_main
 from agentrl.errors import ConfigError, EnvError
 from agentrl.executors import TOOLS
+from agentrl.plain_text import read_json
 from agentrl.trajectory import Json
 
 COLLECT_S = 0.5
@@ -143,7 +144,7 @@ class ForeignProcess:
 def _answer(line: str) -> dict[str, Any] | None:
     """A line as `foreign_main` writes it; None if it is another."""
     try:
-        found = json.loads(line)
+        found = read_json(line)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and found.keys() in ({"value"}, {"fault", "trace"}) else None

@@ -20,6 +20,7 @@ from typing import Any
 
 from agentrl.errors import ConfigError
 from agentrl.files import atomic_write, file_sha256
+from agentrl.plain_text import read_json
 from agentrl.shelves import user_folder
 
 SOURCES = "AGENTRL_SOURCES"
@@ -83,7 +84,7 @@ def read_record(suite: str) -> InstallRecord | None:
 def _read_record(suite: str, file: Path, modified: int, size: int) -> InstallRecord:
     """The record in a file as it was at that time."""
     try:
-        raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        raw: dict[str, Any] = read_json(file.read_text(encoding="utf-8"))
         return InstallRecord(**{**raw, "files": {name: SourceFile(**one) for name, one in raw["files"].items()}})
     except (ValueError, TypeError, KeyError, AttributeError) as problem:
         raise ConfigError(f"{file}: not a record of `agentrl env install` ({problem}); install {suite} again") from None
@@ -214,7 +215,7 @@ def _matching(folder: Path, patterns: Iterable[str]) -> Iterator[Path]:
 
 
 def _of_driver() -> dict[str, str]:
-    found: dict[str, str] = json.loads(os.environ.get(SOURCES) or "{}")
+    found: dict[str, str] = read_json(os.environ.get(SOURCES) or "{}")
     return found
 
 

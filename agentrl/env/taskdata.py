@@ -18,6 +18,7 @@ from typing import Any
 from agentrl.env.families import held_out_families
 from agentrl.env.seeds import content_split, task_rng
 from agentrl.errors import DependencyError, TaskDataError
+from agentrl.plain_text import read_json
 from agentrl.schemas import BadSchemaError, checked_validator, first_fault
 from agentrl.tool.validate import nearest
 from agentrl.trajectory import Json, Task
@@ -180,7 +181,7 @@ def _read(file: Path) -> Iterator[tuple[str, Any]]:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     try:
-                        yield f"{file}:{number}", json.loads(line)
+                        yield f"{file}:{number}", read_json(line)
                     except ValueError as problem:
                         raise TaskDataError(f"{file}:{number}: not JSON: {problem}") from problem
         except UnicodeDecodeError as problem:

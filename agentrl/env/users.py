@@ -13,7 +13,7 @@ import regex
 
 from agentrl.errors import DependencyError, EnvError
 from agentrl.executors import by_size, in_thread
-from agentrl.matching import within_seconds
+from agentrl.matching import compile_pattern, within_seconds
 from agentrl.reward.judge.load import load_litellm
 from agentrl.trajectory import Message, ToolCall
 
@@ -78,7 +78,7 @@ class RuleUser:
     """
 
     def __init__(self, rules: Sequence[tuple[str, str | None]], *, otherwise: str = "I do not know.", patience: int = 3) -> None:
-        self.rules = [(regex.compile(pattern, regex.IGNORECASE), answer) for pattern, answer in rules]
+        self.rules = [(compile_pattern(pattern, regex.IGNORECASE), answer) for pattern, answer in rules]
         self.otherwise, self.patience = otherwise, patience
         self.lost = 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import os
 import shutil
 import sys
@@ -20,6 +19,7 @@ from agentrl.errors import ConfigError
 from agentrl.harness.brief import Brief, Outcome
 from agentrl.harness.clean import text_of
 from agentrl.harness.process import AgentProcess
+from agentrl.plain_text import read_json
 from agentrl.shelves import function_named
 from agentrl.trajectory import Json, ToolResult
 
@@ -190,7 +190,7 @@ class Remote:
         if answer.is_error:
             return Outcome(None, f"{self._url}: HTTP {answer.status_code}{_tail(words)}", record)
         try:
-            body = json.loads(data)
+            body = read_json(data)
         except (ValueError, RecursionError):
             body = None
         output = body.get("answer") if isinstance(body, dict) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import secrets
 import socket
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.errors import AgentrlError, DependencyError, ResourceError
+from agentrl.plain_text import read_json
 from agentrl.trajectory import Json, ToolResult
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class ToolServer:
         from starlette.responses import JSONResponse
 
         try:
-            text = json.loads(await request.body())["text"]
+            text = read_json(await request.body())["text"]
             if not isinstance(text, str):
                 raise TypeError("text is not a string")
         except (ValueError, KeyError, TypeError) as problem:

@@ -7,9 +7,10 @@ here gets the same arguments (`tests/backends/test_vllm_parsers.py` compares the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from agentrl.plain_json import unbounded
 from agentrl.render.toolcalls import strict_json
 from agentrl.trajectory import Json
 
@@ -33,7 +34,7 @@ def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
     A value that fits none of them is read as JSON if it is valid JSON and otherwise stays text; validation of the
     call then rejects it. Without a declared type a value is text. `root` resolves `#/...` references.
     """
-    declared = set(_types(schema, root, 8))
+    declared = _types(schema, root)
     for kind, read in _READERS.items():
         if kind in declared:
             try:
@@ -46,19 +47,25 @@ def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
         return text
 
 
-def _types(schema: Json, root: Mapping[str, Any], depth: int) -> Iterator[str]:
-    """The JSON types that a schema allows, by name; `depth` bounds circular references."""
-    if not isinstance(schema, Mapping) or depth == 0:
-        return
-    kind = schema.get("type")
-    yield from [kind] if isinstance(kind, str) else [item for item in kind or () if isinstance(item, str)]
-    values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
-    yield from (_NAMES[type(value)] for value in values)
-    for key in ("anyOf", "oneOf", "allOf"):
-        for choice in schema.get(key) or ():
-            yield from _types(choice, root, depth - 1)
-    if isinstance(schema.get("$ref"), str):
-        yield from _types(_target(schema["$ref"], root), root, depth - 1)
+def _types(schema: Json, root: Mapping[str, Any]) -> set[str]:
+    """The JSON types that a schema allows, by name; each part of it is looked at once, so that circles end."""
+    found: set[str] = set()
+    seen: set[int] = set()
+    rest = [schema]
+    while rest:
+        part = rest.pop()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        kind = part.get("type")
+        found.update([kind] if isinstance(kind, str) else [item for item in kind or () if isinstance(item, str)])
+        values = [*(part.get("enum") or ()), *([part["const"]] if "const" in part else ())]
+        found.update(_NAMES[type(value)] for value in values)
+        for key in ("anyOf", "oneOf", "allOf"):
+            rest += part.get(key) or ()
+        if isinstance(part.get("$ref"), str):
+            rest.append(_target(part["$ref"], root))
+    return found
 
 
 def _target(reference: str, root: Mapping[str, Any]) -> Json:
@@ -81,6 +88,13 @@ def _number(text: str) -> int | float:
     return int(value) if value == int(value) else value
 
 
+def _integer(text: str) -> int:
+    value = int(text)
+    if unbounded(value):
+        raise ValueError
+    return value
+
+
 def _boolean(text: str) -> bool:
     word = text.strip().lower()
     if word not in ("true", "1", "false", "0"):
@@ -90,22 +104,14 @@ def _boolean(text: str) -> bool:
 
 def _json(text: str) -> Json:
     value, end = strict_json(text)
-    if text[end:].strip() or not _finite(value):
+    if text[end:].strip():
         raise ValueError
     return value
 
 
-def _finite(value: Json) -> bool:
-    """Whether every number in it is finite: `1e999` is read as infinity, which JSON cannot represent."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return all(_finite(item) for item in items)
-
-
 # In the order in which they are tried. "string" fits everything, so it comes last.
 _READERS: dict[str, Callable[[str], Json]] = {
-    "null": _null, "integer": int, "number": _number, "boolean": _boolean, "object": _json, "array": _json, "string": str,
+    "null": _null, "integer": _integer, "number": _number, "boolean": _boolean, "object": _json, "array": _json, "string": str,
 }  # fmt: skip
 _NAMES = {
     type(None): "null", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array", str: "string",

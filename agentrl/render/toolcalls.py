@@ -7,11 +7,11 @@ text and the reason, so that the environment can answer it and a reward spec can
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from agentrl.plain_json import unbounded
 from agentrl.trajectory import Json, ToolCall
 
 OPEN = "<tool_call>"
@@ -122,7 +122,6 @@ _JSON_BLANK, _BLANK = re.compile(r"[ \t\r\n]*"), re.compile(r"\s*")
 
 # Decoded values are encoded again deeper in the call stack, where less of the recursion limit is left.
 _MAX_DEPTH = 64
-_MAX_BITS = 1023  # of an integer that a double can hold
 
 
 def check_json(value: Json) -> None:
@@ -139,7 +138,7 @@ def check_json(value: Json) -> None:
             elif isinstance(item, str):
                 if not item.isascii():
                     _check_encodable(item)
-            elif item.bit_length() > _MAX_BITS if isinstance(item, int) else isinstance(item, float) and not math.isfinite(item):
+            elif unbounded(item):
                 raise ValueError("a number beyond the range of a double")
         if not inner:
             return

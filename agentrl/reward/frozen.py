@@ -8,6 +8,7 @@ import marshal
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+from agentrl.plain_json import unbounded
 from agentrl.trajectory import Json, detached
 
 _UNSET: Any = object()
@@ -86,7 +87,7 @@ def state_hash(state: Json) -> str:
 def _canonical(value: Json) -> Json:
     kind = type(value)
     if kind is str or kind is int:
-        return value
+        return hex(value) if kind is int and unbounded(value) else value  # Python writes no integer over 4,300 digits
     # 1 and 1.0 are the same JSON number, but not the same text, which is what is hashed.
     if isinstance(value, float) and value.is_integer():
         return int(value)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 from agentrl.errors import JudgeBudgetError, UserError
+from agentrl.plain_text import read_json
 from agentrl.reward.score import Score, Scorer
 from agentrl.trajectory import Json, Trajectory
 
@@ -37,7 +37,7 @@ def read_lines(path: Path) -> Lines:
 def parse_row(path: str, number: int, line: str) -> Trajectory:
     """One row as a Trajectory. Raises UserError with file and line for a row of another shape."""
     try:
-        return Trajectory.from_json(json.loads(line))
+        return Trajectory.from_json(read_json(line))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         what = f"{type(error).__name__}: {error}"[:200]
         raise UserError(

@@ -16,6 +16,7 @@ from typing import Any
 from agentrl.config import TrainConfig
 from agentrl.errors import CheckpointError
 from agentrl.executors import in_thread
+from agentrl.plain_text import read_json
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.evaluate import Evaluation
 from agentrl.run.folder import RunFolder, lines
@@ -129,7 +130,7 @@ class Saver:
         if newest is None:
             return False
         await self._learner.load(newest)
-        state = json.loads((newest / DRIVER).read_text())
+        state = read_json((newest / DRIVER).read_text())
         self._collector.load_json(state["ledger"], _read_groups(newest / GROUPS))
         if torn := self._folder.rewind(state["step"]):
             at = ", ".join(map(str, torn[:_NAMED])) + (", ..." if len(torn) > _NAMED else "")
@@ -173,4 +174,4 @@ def _read_groups(path: Path) -> Iterator[Group]:
     if path.exists():
         with path.open() as file:
             for line in file:
-                yield Group.from_json(json.loads(line))
+                yield Group.from_json(read_json(line))

@@ -19,6 +19,7 @@ from rich.table import Table
 from agentrl.config.identity import changes
 from agentrl.env.passk import difference_with_interval, mean_with_interval
 from agentrl.errors import ConfigError
+from agentrl.plain_text import read_json
 from agentrl.trajectory import Trajectory
 
 _OF_MODEL = ("model", "the files of model", "seed")
@@ -67,10 +68,10 @@ def _label(folder: Path) -> str:
 def _read(folder: Path, label: str) -> Results:
     file = folder / "trajectories.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
-    episodes = [Trajectory.from_json(json.loads(line)) for line in lines]
+    episodes = [Trajectory.from_json(read_json(line)) for line in lines]
     if not episodes:
         raise ConfigError(f"{folder}: the evaluation has no episodes yet")
-    identity = json.loads((folder / "eval.json").read_text()).get("identity") or {}
+    identity = read_json((folder / "eval.json").read_text()).get("identity") or {}
     return Results(label, episodes[0].env or episodes[0].env_id, by_task(episodes), identity)
 
 

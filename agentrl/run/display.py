@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.text import Text
 
 from agentrl.run.frame import Activity, Shown, frame, nothing, percent, plain_doing, plain_step
+from agentrl.shown import safe
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
-        self.console.print(text, markup=False)  # paths and messages may contain [brackets]
+        self.console.print(safe(text), markup=False)  # paths and messages may contain [brackets]
 
     def warn(self, text: str) -> None:
         """Print a warning that stays, and log it if a log is kept."""

@@ -26,6 +26,7 @@ from agentrl.config import TrainConfig, to_toml
 from agentrl.config.origin import Origins
 from agentrl.errors import ConfigError, ResourceError
 from agentrl.files import atomic_write, atomic_write_all
+from agentrl.plain_json import json_text
 from agentrl.trajectory import Group, Trajectory
 
 
@@ -92,7 +93,7 @@ class RunFolder:
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add a row to metrics.jsonl."""
         with self.metrics.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json_text(row) + "\n")
 
     def sync_metrics(self) -> None:
         """Flush metrics.jsonl to the disk: a checkpoint vouches for the rows of its step and before."""
@@ -120,7 +121,7 @@ class RunFolder:
         were no rows; they are removed too."""
         found, damaged, cut = self.sorted_metrics()
         rows = [row for row in found if row["phase"] in ("sft", "gate") or (row["step"] <= step and row["phase"] != "after")]
-        atomic_write(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+        atomic_write(self.metrics, "".join(json_text(row) + "\n" for row in rows))
         for model in self.exports.glob("step_*"):
             if int(model.name.rpartition("_")[2]) > step:
                 shutil.rmtree(model)
@@ -137,7 +138,7 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
-        atomic_write(self.summary, json.dumps(summary, indent=2) + "\n")
+        atomic_write(self.summary, json_text(summary, indent=2) + "\n")
 
 
 def _row(line: str) -> dict[str, Any] | None:

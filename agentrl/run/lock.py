@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from agentrl.errors import ConfigError
+from agentrl.plain_text import read_json
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def _note(file: IO[str]) -> None:
 def _read(file: IO[str]) -> dict[str, Any]:
     file.seek(0)
     try:
-        found: dict[str, Any] = json.loads(file.read())
+        found: dict[str, Any] = read_json(file.read())
     except ValueError:  # it has just been taken
         return {}
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
@@ -16,6 +15,7 @@ from agentrl.config.envs import alone
 from agentrl.config.identity import Identity, changes, identity_of
 from agentrl.config.paths import with_absolute_paths
 from agentrl.errors import CatalogError, CheckpointError, ConfigError
+from agentrl.plain_text import read_json
 from agentrl.run.contents import contents_of
 from agentrl.run.engines import engine_name
 from agentrl.run.folder import RunFolder
@@ -101,7 +101,7 @@ def _final_step(folder: RunFolder) -> int | None:
     """The updates that the model in `final` has had; None if there is none, or the run went on after it."""
     if not (folder.final / "config.json").is_file() or not folder.summary.is_file():
         return None
-    summary = json.loads(folder.summary.read_text())
+    summary = read_json(folder.summary.read_text())
     return None if summary["status"] in ("failed", "interrupted") else int(summary["steps"])
 
 
@@ -156,7 +156,7 @@ def other_engine(folder: RunFolder, config: TrainConfig) -> list[str]:
     """That the run sampled with another engine, whose numbers differ in their last digits, if it did."""
     if not folder.summary.is_file():
         return []
-    was, now = json.loads(folder.summary.read_text())["engine"], engine_name(config)
+    was, now = read_json(folder.summary.read_text())["engine"], engine_name(config)
     return [f"engine was {was}, is {now}"] if was and was != now else []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from agentrl.config.envs import alone
 from agentrl.config.schema import EnvConfig
 from agentrl.env.official import played_of
 from agentrl.env.suite import WHOLE, SuiteEnv
+from agentrl.plain_text import read_json
 from agentrl.run.contents import suite_env
 from agentrl.trajectory import Trajectory
 
@@ -68,7 +68,7 @@ def print_official(tables: Mapping[str, Any], console: Console) -> None:
 def read_official(folder: Path) -> dict[str, Any]:
     """The tables in the report.json of an evaluation's folder; empty if there are none, or no report."""
     file = folder / "report.json"
-    report = json.loads(file.read_text()) if file.is_file() else {}
+    report = read_json(file.read_text()) if file.is_file() else {}
     found: dict[str, Any] = report.get("official") or {}
     return found
 

@@ -12,6 +12,7 @@ from agentrl.config import TrainConfig
 from agentrl.config.identity import Identity, differences
 from agentrl.errors import CatalogError, ConfigError, ModelError, RewardSpecError
 from agentrl.files import atomic_write
+from agentrl.plain_text import read_json
 from agentrl.run.checks import check_train
 from agentrl.run.contents import code_of, contents_of
 from agentrl.run.folder import RunFolder
@@ -69,7 +70,7 @@ def check_contents(config: TrainConfig, folder: RunFolder) -> None:
 
 def _recorded(folder: RunFolder) -> dict[str, Identity] | None:
     file = folder.path / FILE
-    return json.loads(file.read_text()) if file.is_file() else None
+    return read_json(file.read_text()) if file.is_file() else None
 
 
 def recorded_contents(folder: RunFolder) -> Identity:

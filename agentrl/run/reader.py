@@ -6,10 +6,8 @@ A folder that `agentrl eval` or `agentrl rollout` wrote is read too: its one fil
 
 from __future__ import annotations
 
-import json
 import re
 import time
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ConfigError, RunFolderError
+from agentrl.plain_text import read_json, toml_table
 from agentrl.run.folder import RunFolder
 from agentrl.trajectory import Trajectory
 
@@ -73,8 +72,8 @@ class RunRecord:
     def table(self) -> dict[str, Any]:
         """config.toml as a table, not validated: also that of another version. Raises RunFolderError if it is no TOML."""
         try:
-            return tomllib.loads(self.text)
-        except tomllib.TOMLDecodeError as problem:
+            return toml_table(self.text)
+        except ValueError as problem:
             raise RunFolderError(f"{self.folder.config}: damaged: {problem}") from None
 
     @cached_property
@@ -181,7 +180,7 @@ class RunRecord:
 def episode_of(line: str | bytes, where: str) -> Trajectory:
     """A row of a trajectory file. Raises RunFolderError, which begins with `where`, for anything else."""
     try:
-        return Trajectory.from_json(json.loads(line))
+        return Trajectory.from_json(read_json(line))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as problem:
         what = f"{type(problem).__name__}: {problem}"[:200]
         raise RunFolderError(f"{where}: not an episode of this version of agentrl: {what}") from None
@@ -260,7 +259,7 @@ def _evaluated(run: RunRecord) -> float | None:
 def _json(path: Path) -> Any:
     """A JSON file; None if there is none. Raises RunFolderError if it is damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as problem:
@@ -286,7 +285,7 @@ def _tail(path: Path, most: int = 65536) -> list[dict[str, Any]]:
     rows = []
     for line in lines[0 if size <= most else 1 : -1]:
         try:
-            rows.append(json.loads(line))
+            rows.append(read_json(line))
         except ValueError:
             continue
     return [row for row in rows if isinstance(row, dict)]

@@ -15,6 +15,7 @@ from agentrl.config.envs import alone, the_env
 from agentrl.config.identity import check_same_identity
 from agentrl.errors import ReplayError
 from agentrl.files import atomic_write
+from agentrl.plain_text import read_json
 from agentrl.rollout.replay.record import Recorder
 from agentrl.rollout.replay.tape import Recorded
 from agentrl.run.assembly import Inputs
@@ -38,7 +39,7 @@ class RecordFolder:
         """record.json. Raises ReplayError if it is missing or has another format."""
         file = self.path / "record.json"
         try:
-            manifest: dict[str, Any] = json.loads(file.read_text())
+            manifest: dict[str, Any] = read_json(file.read_text())
         except FileNotFoundError:
             raise ReplayError(f"{self.path}: expected a folder that --record wrote, got one without {file.name}") from None
         except ValueError as problem:
@@ -60,7 +61,7 @@ class RecordFolder:
     def inputs(self) -> Inputs:
         """The inputs of the recorded run. Raises ReplayError if the folder is not a record, or was changed."""
         manifest = self.manifest()
-        spec = json.loads((self.path / "reward.json").read_text())
+        spec = read_json((self.path / "reward.json").read_text())
         model = manifest["config"]["model"]
         trust = model.get("trust_remote_code", False)
         tokenizer = None if talks_in_messages(model["path"]) else load_tokenizer(str(self.tokenizer), trust)

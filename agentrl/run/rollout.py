@@ -18,6 +18,8 @@ from agentrl.config.identity import Identity, check_same_identity, identity_of
 from agentrl.errors import ConfigError
 from agentrl.executors import share_the_lock
 from agentrl.files import atomic_write
+from agentrl.plain_json import json_text
+from agentrl.plain_text import read_json
 from agentrl.rollout.clock import Watch
 from agentrl.rollout.evaluate import fault_of, run_tasks, success_rate
 from agentrl.run.checks.suite import suite_notes
@@ -148,7 +150,7 @@ async def _play(
 
         def keep(trajectory: Trajectory) -> None:
             nonlocal done, scored
-            file.write(json.dumps(trajectory.to_json()) + "\n")
+            file.write(json_text(trajectory.to_json()) + "\n")
             file.flush()
             outcome.episodes[trajectory.task.seed, trajectory.member] = trajectory
             done += 1
@@ -181,12 +183,12 @@ def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajecto
         path.unlink(missing_ok=True)
     elif note.exists():
         kind = "an evaluation" if request.purpose == "eval" else "a rollout"
-        before = json.loads(note.read_text()).get("identity")
+        before = read_json(note.read_text()).get("identity")
         check_same_identity(before, identity, f"{kind} of something else ({note})", request.out, "--out")
     elif path.exists() and not note.exists():
         raise ConfigError(f"{request.out}: it holds trajectories of something else; use another --out")
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    there = [Trajectory.from_json(json.loads(line)) for line in lines]
+    there = [Trajectory.from_json(read_json(line)) for line in lines]
     scored = {(t.task.seed, t.member): t for t in there if _scored(t)}
     if request.record is not None:
         ended = RecordFolder(request.record).ended()
@@ -196,7 +198,7 @@ def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajecto
                 "another --out, so that the record is whole"
             )
     atomic_write(note, json.dumps({"identity": identity}, indent=2) + "\n")
-    atomic_write(path, "".join(json.dumps(t.to_json()) + "\n" for t in scored.values()))
+    atomic_write(path, "".join(json_text(t.to_json()) + "\n" for t in scored.values()))
     return scored
 
 
@@ -214,5 +216,5 @@ def _identity(config: TrainConfig, request: RolloutRequest) -> Identity:
 
 def _sort(request: RolloutRequest, outcome: RolloutOutcome) -> None:
     """Rewrite the file in the order of tasks, so that equal runs leave equal files."""
-    rows = [json.dumps(outcome.episodes[pair].to_json()) + "\n" for pair in sorted(outcome.episodes)]
+    rows = [json_text(outcome.episodes[pair].to_json()) + "\n" for pair in sorted(outcome.episodes)]
     atomic_write(request.out / "trajectories.jsonl", "".join(rows))

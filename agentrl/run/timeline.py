@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import gzip
 import heapq
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from agentrl.cluster.watched import RankCall
+from agentrl.plain_json import json_text
 from agentrl.spans import TraceSpan
 
 Event = tuple[int, int, str, str, dict[str, Any]]
@@ -68,7 +68,7 @@ class Timeline:
                     rows += [self._row(pid, lane, event) for event in events]
         rows += self._running(len(numbers) + 1)
         about = {**about, "dropped_events": self.dropped}
-        text = json.dumps({"traceEvents": rows, "displayTimeUnit": "ms", "otherData": about})
+        text = json_text({"traceEvents": rows, "displayTimeUnit": "ms", "otherData": about})
         aside = path.with_name(f".{path.name}")
         aside.write_bytes(gzip.compress(text.encode(), compresslevel=5))
         aside.replace(path)

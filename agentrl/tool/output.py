@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from agentrl.errors import EnvError
+from agentrl.plain_json import MOST_BITS
 from agentrl.trajectory import Json
 
 CountTokens = Callable[[str], int]
@@ -35,12 +37,34 @@ def to_json(name: str, value: Any) -> Json:
     Raises EnvError if a tool returned something that has no JSON form, which is an error in the tool.
     """
     # Not float, which may be NaN or infinite: JSON has neither.
-    if value is None or type(value) in (str, int, bool):
+    if value is None or type(value) in (str, bool):
         return value
     try:
-        return to_jsonable_python(value, inf_nan_mode="strings")
+        found = to_jsonable_python(value, inf_nan_mode="strings")
+        return _in_words(found) if _too_large(found) else found
     except (PydanticSerializationError, ValueError) as problem:
         raise EnvError(f"tool {name} returned {type(value).__name__}, which has no JSON form: {problem}") from problem
+
+
+def _too_large(value: Json) -> bool:
+    rest = [value]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, dict | list):
+            rest += item.values() if isinstance(item, dict) else item
+        elif isinstance(item, int) and item.bit_length() > MOST_BITS:
+            return True
+    return False
+
+
+def _in_words(value: Json) -> Json:
+    """With text for integers that no JSON reader takes: a policy may work one out, which is no fault of the tool."""
+    if isinstance(value, dict):
+        return {key: _in_words(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_in_words(item) for item in value]
+    large = isinstance(value, int) and value.bit_length() > MOST_BITS
+    return f"an integer of about {int(value.bit_length() * math.log10(2))} digits" if large else value
 
 
 def to_text(value: Json) -> str:

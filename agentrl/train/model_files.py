@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ModelError
+from agentrl.plain_text import read_json
 from agentrl.train.weight_files import INDEX, OLD_INDEX, OLD_SINGLE, SINGLE
 from agentrl.weights.conversions import loading_conversions
 
@@ -179,7 +179,7 @@ def _files(folder: Path, config_named: str | None) -> list[Path]:
 
 def _of_index(index: Path) -> list[Path]:
     try:
-        parts = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        parts = sorted(set(read_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError) as problem:
         raise ModelError(f"{index.name} is not an index of weights ({problem!r}); fetch it again") from problem
     missing = [part for part in parts if not (index.parent / part).is_file()]
@@ -218,7 +218,7 @@ def _in_cache(path: str) -> Path | None:
         if isinstance(found, str):
             folder = Path(found).parent
             whole = not name.endswith(".json") or all(
-                (folder / part).is_file() for part in json.loads(Path(found).read_text(encoding="utf-8"))["weight_map"].values()
+                (folder / part).is_file() for part in read_json(Path(found).read_text(encoding="utf-8"))["weight_map"].values()
             )
             return folder if whole else None
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from agentrl.backends.parameters import positions_of
 from agentrl.config.schema import InitModelConfig, ModelConfig
 from agentrl.errors import ModelError, hinted
+from agentrl.plain_text import read_json
 from agentrl.train.init_model import architecture
 
 REACH_S = 8.0
@@ -166,7 +166,7 @@ def _check_folder(path: str) -> None:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{path}: the folder has no config.json, so it is not a model folder")
     try:
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        read_json((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{folder / 'config.json'}: not valid JSON: {error}") from error
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from agentrl.errors import CheckpointError
 from agentrl.files import atomic_write, file_sha256
+from agentrl.plain_text import read_json
 
 MANIFEST = "manifest.json"
 _READERS = 4
@@ -57,7 +58,7 @@ def check_intact(folder: Path) -> None:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Step, files and, if it was evaluated, score. Raises OSError or ValueError if there is none that can be read."""
-    found: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    found: dict[str, Any] = read_json((folder / MANIFEST).read_text(encoding="utf-8"))
     return found
 
 

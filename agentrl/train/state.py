@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from agentrl.errors import CheckpointError
+from agentrl.plain_text import read_json
 from agentrl.train.engine import BaseEngine
 
 META = "meta.json"
@@ -110,7 +111,7 @@ def load_state(engine: BaseEngine, folder: Path) -> dict[str, Any]:
     """
     rank, alone = _place()
     try:
-        meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
+        meta: dict[str, Any] = read_json((folder / META).read_text(encoding="utf-8"))
         with torch.no_grad():
             load({"state": engine.state()}, checkpoint_id=folder, no_dist=alone)
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from agentrl.errors import ModelError
+from agentrl.plain_text import read_json
 
 Region = tuple[slice, ...]
 
@@ -74,7 +74,7 @@ def weight_files(path: str, named: str | None = None) -> list[str]:
             continue
         if not name.endswith(".json"):
             return [found]
-        parts = sorted(set(json.loads(Path(found).read_text(encoding="utf-8"))["weight_map"].values()))
+        parts = sorted(set(read_json(Path(found).read_text(encoding="utf-8"))["weight_map"].values()))
         files = [_local(path, part) for part in parts]
         missing = [part for part, file in zip(parts, files, strict=True) if file is None]
         if missing:

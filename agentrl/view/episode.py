@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sqlite3
@@ -10,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.errors import RunFolderError
+from agentrl.plain_text import read_json
 from agentrl.run.reader import EpisodeFile, RunRecord
 from agentrl.view.queries import COLUMNS, FROM, NotFoundError
 
@@ -43,7 +43,7 @@ def stored(run: RunRecord, row: sqlite3.Row) -> dict[str, Json]:
         with file.path.open("rb") as lines:
             if os.fstat(lines.fileno()).st_ino == row["inode"]:
                 lines.seek(row["start"])
-                found: dict[str, Json] = json.loads(lines.read(row["length"]))
+                found: dict[str, Json] = read_json(lines.read(row["length"]))
                 return found
     except (OSError, ValueError):
         pass

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.plain_text import read_json
 from agentrl.view.signs import gold_distances, judge_gap, judged, made_calls, missed, repetition
 
 Json = Any
@@ -151,7 +152,7 @@ def _miss(leaf: Mapping[str, Json]) -> tuple[str, str]:
 def _told(content: str) -> str:
     """What a tool's error says: the message in it, if it is agentrl's own form."""
     try:
-        found = json.loads(content[:4000])
+        found = read_json(content[:4000])
     except (ValueError, RecursionError):
         return content
     return str(found["message"]) if isinstance(found, dict) and isinstance(found.get("message"), str) else content

@@ -9,7 +9,6 @@ damaged, it is made anew.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sqlite3
 import threading
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from agentrl.errors import RunFolderError
+from agentrl.plain_text import read_json
 from agentrl.run.reader import EpisodeFile, RunRecord
 from agentrl.view import features, signs
 from agentrl.view.features import Features, features_of
@@ -288,7 +288,7 @@ def _read_rows(
         if not line.endswith(b"\n"):
             break
         try:
-            features = features_of(json.loads(line))
+            features = features_of(read_json(line))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, IndexError, OverflowError) as fault:
             damaged += 1
             problem = problem or f"row {row + 1}: {type(fault).__name__}: {fault}"[:300]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import RunFolderError, hinted
+from agentrl.plain_text import read_json
 from agentrl.run.reader import RunRecord, find_runs, is_run, load_run, overview
 from agentrl.view.index import Index
 from agentrl.view.queries import NotFoundError
@@ -62,7 +62,7 @@ class Metrics:
 
 
 def _row(line: bytes) -> dict[str, Json]:
-    found = json.loads(line)
+    found = read_json(line)
     if not isinstance(found, dict):
         raise ValueError("a row that is no JSON object")
     return {**found}

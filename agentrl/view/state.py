@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import AgentrlError
+from agentrl.plain_text import read_json
 from agentrl.run.reader import RunRecord
 
 Json = Any
@@ -58,7 +59,7 @@ def state_diff(run: RunRecord, found: Mapping[str, Json], allowed: bool) -> dict
     seed, split, name = task.get("seed"), str(task.get("split", "train")), str(found.get("env") or "")
     content = json.dumps([task.get("data"), task.get("gold")], sort_keys=True)
     try:
-        before = json.loads(_initial(run.path, run.text, name, seed, split, content))
+        before = read_json(_initial(run.path, run.text, name, seed, split, content))
     except Exception as problem:  # of an environment's own code, which may raise anything
         said = str(problem) if isinstance(problem, AgentrlError) else f"{type(problem).__name__}: {problem}"
         return out | {"state_problem": f"the first state could not be made again: {said}"}

@@ -7,7 +7,6 @@ the user, and square brackets are rich's markup. So every text that is not this 
 from __future__ import annotations
 
 import json
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,25 +18,10 @@ from rich.text import Text
 
 from agentrl.reward.explain import explain_text
 from agentrl.reward.score import Score
+from agentrl.shown import safe
 from agentrl.view.finite import finite
 
 Json = Any
-_KEPT = "\n\t"
-_UNSAFE = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
-"""Kinds of characters that a terminal may act on or not show: controls, directions and joiners, surrogates, line separators."""
-
-
-def safe(value: object, most: int = 0) -> str:
-    """The text with what a terminal could act on written out (`\\x1b`); cut to `most` characters if that is not 0."""
-    text = "" if value is None else str(value)
-    if most and len(text) > most:
-        text = text[: most - 3] + "..."
-    return "".join(c if c in _KEPT or unicodedata.category(c) not in _UNSAFE else _escaped(c) for c in text)
-
-
-def _escaped(character: str) -> str:
-    number = ord(character)
-    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 65536 else f"\\U{number:08x}"
 
 
 def cell(value: Json, most: int = 60) -> Text:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.errors import UserError
+from agentrl.plain_text import read_json
 from agentrl.run.reader import RunRecord, episode_of
 from agentrl.run.token_file import token_columns
 from agentrl.trajectory import TokenLedger
@@ -66,7 +67,7 @@ def _trained(run: RunRecord, row: sqlite3.Row, ledgers: Sequence[TokenLedger], a
         start, stop = _lines(path, stat.st_ino, stat.st_size)[row["row"] : row["row"] + 2]
         with path.open("rb") as file:
             file.seek(start)
-            return token_columns(json.loads(file.read(stop - start)), ledgers, at)
+            return token_columns(read_json(file.read(stop - start)), ledgers, at)
     except (OSError, KeyError, TypeError, ValueError, IndexError):
         return None  # no such file, or one of another version or run: unknown
 
@@ -145,7 +146,7 @@ def _asked_model(run: RunRecord) -> dict[str, Json]:
     """The model of an evaluation, as its note says."""
     for name in ("eval.json", "rollout.json"):
         try:
-            identity = json.loads((run.path / name).read_text())["identity"]
+            identity = read_json((run.path / name).read_text())["identity"]
             return {"path": identity.get("model.path")}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue

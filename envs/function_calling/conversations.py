@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from agentrl.plain_text import read_json
 from agentrl.trajectory import Json
 
 from .rows import Row, bad, check_row
@@ -84,7 +85,7 @@ def _answers(calls: list[dict[str, Json]], parts: list[str], text: str, place: s
 
 def _toolace_results(text: str, count: int) -> list[str]:
     try:
-        listed = json.loads(text)
+        listed = read_json(text)
     except ValueError:
         return []
     return [json.dumps(item, ensure_ascii=False) for item in listed] if isinstance(listed, list) else []
@@ -187,7 +188,7 @@ def _pieces(text: str, place: str) -> list[str]:
 def _value(text: str, place: str) -> Json:
     """A JSON value, or a Python literal that may contain true, false and null."""
     try:
-        return json.loads(text)
+        return read_json(text)
     except ValueError:
         pass
     try:

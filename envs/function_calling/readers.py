@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from agentrl.errors import ConfigError, TaskDataError
+from agentrl.plain_text import read_json
 from agentrl.reward.possible import solvable
 from agentrl.trajectory import Json
 
@@ -80,7 +80,7 @@ def xlam(row: Mapping[str, Json], number: int) -> Iterator[Row]:
 
 def _listed(value: Json, name: str) -> list[Mapping[str, Json]]:
     try:
-        value = json.loads(value) if isinstance(value, str) else value
+        value = read_json(value) if isinstance(value, str) else value
     except ValueError as problem:
         bad(name, f"not JSON: {problem}")
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
@@ -206,7 +206,7 @@ def _items(file: Path) -> Iterator[tuple[int, Mapping[str, Json] | str]]:
         raise TaskDataError(f"{file}: cannot be read: {problem}") from problem
     if text.lstrip().startswith("["):
         try:
-            entries = json.loads(text)
+            entries = read_json(text)
         except ValueError as problem:
             raise TaskDataError(f"{file}: not JSON: {problem}") from problem
         for number, entry in enumerate(entries, 1):
@@ -215,7 +215,7 @@ def _items(file: Path) -> Iterator[tuple[int, Mapping[str, Json] | str]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                entry = json.loads(line)
+                entry = read_json(line)
             except ValueError as problem:
                 yield number, f"not JSON: {problem}"
                 continue

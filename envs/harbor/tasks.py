@@ -10,7 +10,6 @@ import base64
 import os
 import re
 import shlex
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agentrl.errors import ConfigError, TaskDataError
+from agentrl.plain_text import toml_table
 from agentrl.sandbox import SandboxSpec
 
 DEEPEST = 6
@@ -209,11 +209,11 @@ def read_task(folder: Path) -> HarborTask:
             raise TaskDataError(f"{path}: a link out of the task's folder")
     file = folder / "task.toml"
     try:
-        settings = Settings.model_validate(tomllib.loads(file.read_text()))
+        settings = Settings.model_validate(toml_table(file.read_text()))
     except ValidationError as problem:
         first = problem.errors()[0]
         raise TaskDataError(f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+    except (ValueError, UnicodeDecodeError) as problem:
         raise TaskDataError(f"{file}: {problem}") from None
     instruction = folder / "instruction.md"
     if not instruction.is_file() and not settings.steps:

@@ -9,6 +9,7 @@ from typing import Any
 
 from agentrl.backends.endpoint.errors import RequestError
 from agentrl.backends.endpoint.fields import parameters as parameters_of
+from agentrl.plain_text import read_json
 from agentrl.schemas import BadSchemaError, check_schema
 from agentrl.trajectory import Json, Message, ToolCall
 
@@ -158,7 +159,7 @@ def text_of(content: Json, where: str, kinds: Sequence[str] = ("text",)) -> str:
 def arguments_of(value: Json, where: str) -> dict[str, Json]:
     """The arguments of a call. Raises RequestError if they are not a JSON object."""
     try:
-        found = json.loads(value or "{}") if isinstance(value, str) else value
+        found = read_json(value or "{}") if isinstance(value, str) else value
     except ValueError:
         found = None
     if not isinstance(found, dict):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import importlib.util
-import json
 import re
 import secrets
 import socket
@@ -32,6 +31,7 @@ from agentrl.backends.endpoint.responses import RESPONSES
 from agentrl.backends.endpoint.session import AgentSession, ServedPolicy
 from agentrl.backends.endpoint.wire import Exchange, Wire
 from agentrl.errors import DependencyError, ResourceError
+from agentrl.plain_text import read_json
 from agentrl.render.base import Renderer
 from agentrl.rollout.engine import Engine, Sampling
 from agentrl.trajectory import Json
@@ -202,7 +202,7 @@ class Endpoint:
             if len(data) > self._max_body:
                 raise RequestError(f"the body has more than {self._max_body} bytes", status=413, code="request_too_large")
         try:
-            body = json.loads(data)
+            body = read_json(data)
         except (ValueError, RecursionError) as problem:
             raise RequestError(f"the body is not JSON: {problem}") from None
         if not isinstance(body, dict):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import httpx
 
 from agentrl.errors import EngineError
+from agentrl.plain_text import read_json
 
 Json = dict[str, Any]
 _GONE = (502, 503, 504)
@@ -88,7 +88,7 @@ class Http:
             yield line
 
     def _event(self, route: str, text: str) -> Json:
-        event: Json = json.loads(text)
+        event: Json = read_json(text)
         if "error" in event:
             raise EngineError(f"{self.address}{route}: {_message(event)}")
         return event

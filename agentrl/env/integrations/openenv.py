@@ -20,6 +20,7 @@ from agentrl.env.remote.openenv import OpenEnvFace
 from agentrl.env.remote.sessions import SessionLimits
 from agentrl.env.seeds import SPLITS
 from agentrl.errors import ConfigError, DependencyError, EnvError, RemoteEnvError, TaskDataError, ToolError
+from agentrl.plain_text import read_json
 from agentrl.tool import Tool
 from agentrl.trajectory import Json, Message, Task
 
@@ -126,7 +127,7 @@ class OpenEnv(ToolEnv):
         try:
             async with asyncio.timeout(self.timeout):
                 await self.socket.send(json.dumps({"type": kind, "data": data}))
-                answer = json.loads(await self.socket.recv())
+                answer = read_json(await self.socket.recv())
         except TimeoutError:
             raise RemoteEnvError(f"OpenEnv server {self.url}: no answer to {kind} within {self.timeout:g} s") from None
         except (OSError, WebSocketException) as fault:

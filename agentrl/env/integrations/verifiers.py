@@ -13,6 +13,7 @@ from agentrl.env.base import ScorerLike, ToolEnv
 from agentrl.env.seeds import SPLITS
 from agentrl.env.spaces import Observation
 from agentrl.errors import DependencyError, EnvError, TaskDataError
+from agentrl.plain_text import read_json
 from agentrl.tool import Tool
 from agentrl.trajectory import Json, Message, StopReason, Task, ToolCall, ToolResult, Turn
 
@@ -52,7 +53,7 @@ def _to_ours(message: Any) -> Message:
 def _call(row: dict[str, Any]) -> ToolCall:
     raw = row["arguments"]
     try:
-        arguments = json.loads(raw)
+        arguments = read_json(raw)
     except ValueError as problem:
         return ToolCall(row["name"], None, row["id"], raw, f"not valid JSON: {problem}")
     if not isinstance(arguments, dict):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +14,7 @@ from agentrl.env.remote.secret import Secret
 from agentrl.env.remote.sessions import EnvSessions, RefusedError, SessionLimits
 from agentrl.env.remote.wire import Asked
 from agentrl.errors import EnvError, UserError
+from agentrl.plain_text import read_json
 from agentrl.trajectory import Json, Task
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class EnvApp:
             body += part
             if len(body) > self.limits.body:
                 raise RefusedError(413, "too_large", f"a request of more than {self.limits.body} bytes (--max-body)")
-        read = json.loads(body) if body else {}
+        read = read_json(body) if body else {}
         if not isinstance(read, dict):
             raise RefusedError(400, "bad_request", "the body is no JSON object")
         if (theirs := read.get("protocol", wire.PROTOCOL)) != wire.PROTOCOL:

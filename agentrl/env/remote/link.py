@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import ssl
 import threading
@@ -17,6 +16,7 @@ import httpx
 
 from agentrl.env.remote import wire
 from agentrl.errors import ConfigError, RemoteEnvError
+from agentrl.plain_text import read_json
 from agentrl.trajectory import Json
 
 T = TypeVar("T")
@@ -129,10 +129,10 @@ class Link:
                 failed = f"{type(problem).__name__}: {problem}".rstrip(": ")
             else:
                 if answer.status_code == httpx.codes.OK:
-                    return json.loads(answer.content)
+                    return read_json(answer.content)
                 if answer.status_code == httpx.codes.ACCEPTED:
                     heard, tries = time.monotonic(), 0
-                    watch(json.loads(answer.content)["calls"])
+                    watch(read_json(answer.content)["calls"])
                     continue
                 if answer.status_code not in _AGAIN:
                     raise self._refusal(answer)

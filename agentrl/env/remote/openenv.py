@@ -17,6 +17,7 @@ from agentrl.env.base import ToolEnv
 from agentrl.env.remote import wire
 from agentrl.env.remote.sessions import RefusedError, SessionLimits
 from agentrl.errors import AgentrlError
+from agentrl.plain_text import read_json
 from agentrl.tool.validate import Problem, compile_validator
 from agentrl.trajectory import Json, Message, ToolCall
 
@@ -155,7 +156,7 @@ class OpenEnvFace:
         session = PlaySession(self._build())
         try:
             body = await request.body()
-            answer = await session.answer({"type": "reset", "data": json.loads(body or b"{}")})
+            answer = await session.answer({"type": "reset", "data": read_json(body or b"{}")})
         except (_InvalidError, ValueError) as problem:
             text = str(problem)
             return self._json(request, lambda: {"detail": text}, 422)
@@ -203,7 +204,7 @@ class OpenEnvFace:
     async def _converse(self, socket: WebSocket, session: PlaySession) -> None:
         while (text := await self._receive(socket)) is not None:
             try:
-                message = json.loads(text)
+                message = read_json(text)
                 if isinstance(message, dict) and message.get("type") == "close":
                     await socket.close()
                     return

@@ -7,6 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from agentrl.plain_text import read_json
 from agentrl.trajectory import Json
 
 
@@ -24,7 +25,7 @@ class VerdictCache:
         if self.folder is None:
             return None
         try:
-            verdict = json.loads(self._path(key).read_text(encoding="utf-8"))
+            verdict = read_json(self._path(key).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
         self._memory[key] = verdict

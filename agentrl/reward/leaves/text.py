@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import regex
 
-from agentrl.matching import within_seconds
+from agentrl.matching import TextTooLongError, compile_pattern, within_seconds
 from agentrl.reward.leaf import Args, Context, Leaf, Reading, UnscorableError, object_schema, or_ref
 from agentrl.reward.values import NORMALIZERS, as_decimal, brief, decimals_close, numbers
 from agentrl.reward.view import View
@@ -184,8 +184,8 @@ class FormatRegex(Leaf):
         super().__init__(args, context)
         try:
             # `regex` and not `re`, which cannot be stopped: a pattern may take exponential time on what a policy wrote.
-            self.pattern = regex.compile(args["pattern"], regex.VERSION1)
-        except regex.error as error:
+            self.pattern = compile_pattern(args["pattern"], regex.VERSION1)
+        except ValueError as error:
             raise ValueError(f"pattern is not a regular expression: {error}") from error
         self.seconds = float(args.get("seconds", 0.1))
 
@@ -196,6 +196,8 @@ class FormatRegex(Leaf):
         look = self.pattern.fullmatch if args.get("match", "full") == "full" else self.pattern.search
         try:
             found = within_seconds(look, text, self.seconds)
+        except TextTooLongError as error:  # the policy's doing, so a score
+            return Reading(0.0, {"pattern": args["pattern"], "why": str(error)})
         except TimeoutError as error:
             raise UnscorableError(f"the pattern took longer than {self.seconds} s on {len(text)} characters") from error
         match = {"match": brief(found.group(0))} if found else {"match": None, "text": brief(text)}

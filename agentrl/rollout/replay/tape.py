@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ReplayError
+from agentrl.plain_text import read_json
 from agentrl.trajectory import Json, Trajectory
 from agentrl.watchdog import EPISODE
 
@@ -252,7 +253,7 @@ def _rows(path: Path, text: str) -> list[dict[str, Any]]:
     before = ""
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
-            row = json.loads(line)
+            row = read_json(line)
             stated = row.pop("sum")
         except (ValueError, KeyError, AttributeError, TypeError):
             raise ReplayError(f"{path}:{number}: expected a row of a record (one JSON object), got {line[:80]!r}") from None

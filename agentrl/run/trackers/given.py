@@ -6,10 +6,11 @@ the first ones; with another the service keeps the first.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from agentrl.files import atomic_write
+from agentrl.plain_json import json_text
+from agentrl.plain_text import read_json
 from agentrl.run.folder import RunFolder
 
 
@@ -18,7 +19,7 @@ class GivenRows:
 
     def __init__(self, folder: RunFolder, name: str) -> None:
         self._path = folder.path / "trackers" / f"{name}.json"
-        found: dict[str, Any] = json.loads(self._path.read_text()) if self._path.is_file() else {}
+        found: dict[str, Any] = read_json(self._path.read_text()) if self._path.is_file() else {}
         self.ids: dict[str, str] = found.get("ids", {})
         self.rows: int = found.get("rows", 0)
         self._steps: dict[str, int] = found.get("steps", {})
@@ -36,4 +37,4 @@ class GivenRows:
     def save(self) -> None:
         """Write the file; afterwards another process knows it."""
         self._path.parent.mkdir(exist_ok=True)
-        atomic_write(self._path, json.dumps({"ids": self.ids, "steps": self._steps, "rows": self.rows}) + "\n")
+        atomic_write(self._path, json_text({"ids": self.ids, "steps": self._steps, "rows": self.rows}) + "\n")

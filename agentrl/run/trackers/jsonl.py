@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agentrl.config.identity import without_secrets
+from agentrl.plain_json import json_text
 from agentrl.run.trackers import TRACKERS, Cell, Status, TrackedRun, Tracker
 
 
@@ -44,5 +44,5 @@ class EventLines(Tracker):
         return f"tail {self._path}"
 
     def _write(self, event: str, **fields: Any) -> None:
-        self._file.write(json.dumps({"event": event, "run": self._run.name, "time": time.time(), **fields}) + "\n")
+        self._file.write(json_text({"event": event, "run": self._run.name, "time": time.time(), **fields}) + "\n")
         self._file.flush()
