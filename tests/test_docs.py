@@ -188,6 +188,7 @@ def test_every_config_key_that_a_page_names_is_there(page: Path) -> None:
 
 
 @cache
+@cache
 def words() -> set[str]:
     """Every name that the package defines, takes or reads: of modules, classes, functions, arguments, attributes."""
     found = {part for file in (ROOT / "agentrl").rglob("*.py") for part in (file.stem, file.parent.name)}

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,15 @@ def room_of(module: str) -> str | None:
     return parts[1] if parts[0] == "agentrl" and len(parts) > 1 else None
 
 
+@cache
+def nodes(file: Path) -> list[ast.AST]:
+    """All nodes of a file, parsed once."""
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
 def imports(file: Path) -> list[tuple[int, str]]:
     found = []
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -128,7 +135,7 @@ def test_no_file_leads_back_to_itself_by_imports() -> None:
     files = {".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f for f in PACKAGE.rglob("*.py")}
     leads: dict[str, set[str]] = {}
     for module, file in files.items():
-        named = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+        named = [node for node in nodes(file) if isinstance(node, ast.ImportFrom)]
         parts = {f"{node.module}.{alias.name}" for node in named for alias in node.names}
         whole = {other for _, other in imports(file)}
         leads[module] = {part if part in files else part.rpartition(".")[0] for part in parts if part.startswith("agentrl.")}
@@ -269,7 +276,7 @@ def test_no_branch_on_a_registered_name_outside_of_its_file() -> None:
         if "_shelf" in file.parts:
             continue
         module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes(file):
             for text in compared(node):
                 source = ast.unparse(node)
                 other = any(word in source for word in OTHER_MEANINGS.get(text, ()))

@@ -30,6 +30,7 @@ from agentrl.errors import (
     WorkerDiedError,
     WorkerError,
 )
+from tests.conftest import proof
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
@@ -177,6 +178,7 @@ def test_hung_and_dead_workers_are_named_and_the_group_restarts(pair):
     assert not set(pair.run_all(Plain.pid)) & set(pids) and pair.run(Plain.remember) == 0
 
 
+@proof
 def test_a_rank_that_loses_its_peer_is_not_taken_for_the_cause(pair):
     pair.restart()
     pids = pair.run_all(Plain.pid)
@@ -185,7 +187,7 @@ def test_a_rank_that_loses_its_peer_is_not_taken_for_the_cause(pair):
     pair.restart()
 
 
-async def test_nor_if_the_call_is_awaited(pair):
+async def test_nor_is_it_if_the_call_is_awaited(pair):
     with pytest.raises(WorkerDiedError, match=r"Plain\.lose: worker process gone: rank 1"):
         await pair.arun(Plain.lose)
     pair.restart()

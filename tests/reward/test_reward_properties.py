@@ -23,6 +23,7 @@ from agentrl.reward.schema import published_schema
 from agentrl.reward.values import NORMALIZERS, EqualityRule, equality_key, same
 from agentrl.reward.view import episode_view
 from agentrl.trajectory import ToolCall
+from tests.conftest import examples
 
 names = st.sampled_from(["f", "g"])
 values = st.sampled_from([0, 1, 1.0, True, "a", None])
@@ -53,6 +54,7 @@ leaves = st.one_of(
     ),
     st.builds(lambda most: leaf("cost.calls", {"max": most}), st.integers(1, 4)),
 )
+
 tenths = st.integers(-20, 20).map(lambda n: n / 10)
 pairs = st.tuples(tenths, tenths).map(lambda pair: sorted(pair))
 
@@ -94,7 +96,7 @@ def nodes(draw, depth=3, scope="episode"):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(nodes(), episodes)
 def test_the_compiled_spec_agrees_with_the_reference_evaluator(root, trajectory):
     score = compile_spec(spec(root)).score(trajectory)
@@ -154,7 +156,7 @@ def damaged(draw):
     return broken
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(damaged(), episodes)
 def test_a_damaged_spec_is_refused_with_its_place_or_scores_without_a_crash(broken, trajectory):
     try:
@@ -174,7 +176,7 @@ def test_every_valid_spec_is_valid_in_an_editor(root):
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(nodes(), episodes)
 def test_scores_stay_in_the_declared_range_and_evidence_is_json(root, trajectory):
     compiled = compile_spec(spec(root))
@@ -188,7 +190,7 @@ def test_scores_stay_in_the_declared_range_and_evidence_is_json(root, trajectory
     assert compiled.score(trajectory) == score  # scoring changes nothing
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(made_calls, min_size=1, max_size=3),
     st.sampled_from(["sum", "mean", "last", "min", "all"]),
@@ -213,7 +215,7 @@ def test_emissions_and_the_rest_add_up_to_the_value(calls, reduce, weight, low):
     assert sum(column.sum() for column in columns) == pytest.approx(score.value, abs=1e-5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(made_calls, max_size=5), gold_lists, st.randoms(use_true_random=False), matches)
 def test_reordering_free_calls_changes_nothing(calls, want, rng, args):
     compiled = compile_spec(spec(leaf("calls.match", {**args, "expect": want, "order": "free"})))
@@ -223,7 +225,7 @@ def test_reordering_free_calls_changes_nothing(calls, want, rng, args):
     assert straight == pytest.approx(shuffled)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(made_calls, max_size=4), gold_lists, st.integers(0, 4), matches)
 def test_a_wrong_call_never_raises_an_exact_score(calls, want, place, args):
     args = {**args, "expect": want, "compare": "exact"}
@@ -232,7 +234,7 @@ def test_a_wrong_call_never_raises_an_exact_score(calls, want, place, args):
     assert compiled.score(episode(more, "x")).value <= compiled.score(episode(calls, "x")).value + 1e-12
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(made_calls, max_size=5), gold_lists)
 def test_optimal_is_at_least_greedy(calls, want):
     for form in ({"arguments": "superset"}, {"abs": 1}, {"arguments": "subset"}, {"credit": "toolrl"}):
@@ -263,7 +265,7 @@ def test_canonical_keys_are_equal_exactly_where_values_are(a, b, strings):
     gold_lists,
     st.sampled_from([{}, {"abs": 1}, {"strings": "fold"}]),
 )
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_toolrl_is_the_best_of_all_assignments(made, want, rule):
     """Equal calls are paired before the rest is assigned; trying all assignments shows that nothing is lost."""
     args = {"expect": want, "credit": "toolrl", **rule}
@@ -304,7 +306,7 @@ def toolrl_by_trying(made, want, tolerance):
     return (name + best) / (1 + len(want) + sum(len(wanted["arguments"]) for wanted in want))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 5), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_assignments_against_trying_them_all(n, m, rng):
     weights = np.array([[rng.choice([0, 0.25, 0.5, 1, rng.random()]) for _ in range(m)] for _ in range(n)]).reshape(n, m)
@@ -361,7 +363,7 @@ def test_assignment_of_200_calls_is_the_best_by_an_independent_bound():
     assert assign.optimal(weights.tolist()) == [(i, int(hidden[i])) for i in range(200)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(episodes)
 def test_views_cut_an_episode_without_loss(trajectory):
     view = episode_view(trajectory)

@@ -15,6 +15,7 @@ from agentrl.errors import RewardSpecError
 from agentrl.reward import Scorer, compile_spec, make_context
 from agentrl.reward.probes import probe_episodes
 from agentrl.trajectory import StopReason, Trajectory
+from tests.conftest import examples
 
 RIGHT = leaf("number.close", {"expect": {"$": "/task/gold/answer"}})
 CALLS = leaf("calls.match", {"expect": {"$": "/task/gold/calls"}})
@@ -222,7 +223,7 @@ def bare(root):
 amounts = st.integers(-30, 30).map(lambda n: n / 10)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(nodes(), episodes, amounts)
 def test_adding_a_cost_changes_no_success_whatever_its_weight(root, trajectory, weight) -> None:
     assume(root.get("missing") != "skip")  # beside a cost it leaves a reward, alone it leaves none
@@ -231,7 +232,7 @@ def test_adding_a_cost_changes_no_success_whatever_its_weight(root, trajectory, 
     assert success(total(root, cost), trajectory) == success(root, trajectory)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(nodes(), episodes, st.tuples(amounts, amounts).map(sorted), st.tuples(amounts, amounts).map(sorted))
 def test_scale_and_clip_at_the_root_change_no_success(root, trajectory, scale, clip) -> None:
     assume(scale[0] < scale[1])
@@ -239,7 +240,7 @@ def test_scale_and_clip_at_the_root_change_no_success(root, trajectory, scale, c
     assert success({**plain, "scale": scale, "clip": clip}, trajectory) == success(plain, trajectory)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(leaves, leaves, episodes, st.integers(1, 30), st.integers(1, 30))
 def test_weights_of_parts_that_only_take_away_change_no_success(task, other, trajectory, one, two) -> None:
     roots = [total(task, {**other, "weight": -weight / 10}) for weight in (one, two)]
@@ -247,7 +248,7 @@ def test_weights_of_parts_that_only_take_away_change_no_success(task, other, tra
     assert success(roots[0], trajectory) == success(roots[1], trajectory)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(nodes(), episodes, st.sampled_from([None, *StopReason]))
 def test_an_unscored_episode_has_no_success(root, trajectory, stop) -> None:
     if stop is not None:
@@ -270,7 +271,7 @@ def plain_trees(draw, depth=2):
     return {"op": op, "of": draw(st.lists(below, min_size=1, max_size=3))}
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(plain_trees(), episodes)
 def test_without_costs_and_scales_success_is_the_highest_reward_that_the_spec_can_give(root, trajectory) -> None:
     scorer = compile_spec(spec(root))

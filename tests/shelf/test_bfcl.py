@@ -232,12 +232,12 @@ def test_a_part_of_the_comparison_with_the_leaderboards_own_checkers() -> None:
     source = os.environ.get("AGENTRL_BFCL_SOURCE") or (str(apart / "bfcl_eval") if apart.is_dir() else "")
     if not source and PathFinder.find_spec("bfcl_eval") is None:  # on the path, whatever the tests above imported
         pytest.skip("bfcl_eval is neither installed, nor in AGENTRL_BFCL_SOURCE, nor put apart by .ci/integrations.py bfcl")
-    asked = ["--tasks", "2", *(("--source", source) if source else ())]
+    asked = ["--tasks", "1", *(("--source", source) if source else ())]
     paths = os.pathsep.join([str(ROOT), *([str(Path(source).parent)] if source else [])])
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "parity" / "bfcl.py"), *asked],
         capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": paths}, check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     total = json.loads(done.stdout.splitlines()[-1])
-    assert total["episodes"] > 400
+    assert total["episodes"] > 200
     assert total["unexplained"] == 0

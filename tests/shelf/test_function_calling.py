@@ -19,6 +19,7 @@ from agentrl.env.sync import run_sync
 from agentrl.errors import ConfigError, TaskDataError
 from agentrl.reward import compile_spec, load_spec
 from agentrl.shelves import load_module
+from tests.conftest import examples
 
 FOLDER = Path(str(find_env("function_calling").path)).parent
 schemas = load_module(FOLDER / "schemas.py")
@@ -540,7 +541,7 @@ def test_calls_written_in_brackets(text: str, expected: list[Any]) -> None:
     assert conversations.bracket_calls(text, "here") == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.text("[](){}'\"=,:ab1 \\", max_size=30))
 def test_odd_text_never_crashes_the_call_parser(text: str) -> None:
     rows = load_module(FOLDER / "rows.py")

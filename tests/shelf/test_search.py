@@ -25,6 +25,7 @@ from agentrl.env import Message, content_split
 from agentrl.errors import ConfigError, TaskDataError
 from agentrl.shelves import load_module
 from agentrl.tool.bm25 import Bm25
+from tests.conftest import examples
 
 PATH = find_env("search").path
 assert PATH is not None
@@ -154,7 +155,7 @@ ENV.reset(seed=0)
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_any_arguments_are_answered(data):
     name = data.draw(st.sampled_from(ENV.toolbox.names))
     fuzz_call(ENV, name, data.draw(arguments_for(ENV, name)))

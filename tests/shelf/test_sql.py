@@ -20,6 +20,7 @@ from agentrl.errors import ConfigError, ToolError
 from agentrl.reward import compile_spec, load_spec
 from agentrl.sandbox import sqlite
 from agentrl.shelves import load_module
+from tests.conftest import examples
 
 FOLDER = Path(str(find_env("sql").path)).parent
 results = load_module(FOLDER / "results.py")
@@ -298,7 +299,7 @@ def test_like_takes_no_exponential_time() -> None:
     assert sqlite.query(IMAGE, f"SELECT '{text}' LIKE '{pattern}'", LIMITS).rows == [[0]]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.text("ab_%", max_size=7), st.text("abAB", max_size=7))
 def test_like_agrees_with_sqlite(pattern: str, text: str) -> None:
     plain = sqlite3.connect(":memory:")

@@ -25,7 +25,7 @@ from agentrl.env import Message, ToolCall
 from agentrl.errors import ConfigError, ToolError
 from agentrl.reward import compile_spec
 from agentrl.shelves import load_module
-from tests.conftest import proof
+from tests.conftest import examples, proof
 
 PATH = find_env("workspace").path
 assert PATH is not None
@@ -402,7 +402,7 @@ KEYS = {
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_any_arguments_are_answered(data):
     name = data.draw(st.sampled_from(ENV.toolbox.names))
     arguments = data.draw(arguments_for(ENV, name))
