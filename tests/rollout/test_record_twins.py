@@ -202,3 +202,26 @@ async def test_an_episode_of_which_the_scoring_took_too_long_is_stored_whole(tmp
     recorder.close()
     again = Replayer(Recorded.read(tmp_path / "calls.jsonl")).ready("heldout0.m0")
     assert again is not None and again.to_json() == episode.to_json()
+
+
+def test_two_environments_of_a_run_with_the_same_tasks_have_answers_of_their_own(tmp_path: Path) -> None:
+    """As one that is there twice, with other parameters."""
+
+    class Loud(Cabinet):
+        async def setup(self, task: Task) -> None:
+            await super().setup(task)
+            self.drawers["a"] = ["old"]
+
+    gold = right_calls(Cabinet)
+    made = {kind: played(task_of(gold), [[[call] for call in calls] for calls in gold], kind()) for kind in (Cabinet, Loud)}
+
+    def found(io: EpisodeIO, live: bool) -> list[tuple[float | None, Any]]:
+        scorers = [by_round(make=(lambda task, kind=kind: kind()) if live else gone, through=io.scoring) for kind in made]
+        scored = [scorer.score(record) for scorer, record in zip(scorers, made.values(), strict=True)]
+        return [(score.value, score.evidence) for score in scored]
+
+    recorder = Recorder(tmp_path / "calls.jsonl")
+    live = found(recorder, True)
+    recorder.close()
+    assert [value for value, _ in live] == [1, 1]
+    assert found(Replayer(Recorded.read(tmp_path / "calls.jsonl")), False) == live

@@ -38,7 +38,7 @@ class EpisodeIO:
         return client
 
     def replay_env(self, make: ReplayEnvMaker) -> ReplayEnvMaker:
-        """The maker of the environments in which calls are replayed."""
+        """The maker of the environments in which calls are replayed; asked for once for each environment of the run, in order."""
         return make
 
     def replays(self) -> Twins:

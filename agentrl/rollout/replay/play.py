@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import count
 from typing import Any
 
 from agentrl.catalog import EnvRef
@@ -29,6 +30,7 @@ class Replayer(EpisodeIO):
 
     def __init__(self, record: Recorded) -> None:
         self.record = record
+        self._makers = count()
 
     def env(self, ref: EnvRef, episode: str) -> ToolEnv:
         return TapedEnv(self.record, episode, env_key(ref))
@@ -43,7 +45,8 @@ class Replayer(EpisodeIO):
         return ReplayJudge(self.record)
 
     def replay_env(self, make: ReplayEnvMaker) -> ReplayEnvMaker:
-        return lambda task: TapedReplayEnv(self.record, task)
+        of = next(self._makers)
+        return lambda task: TapedReplayEnv(self.record, of, task)
 
     def replays(self) -> Twins:
         return TapedTwins(self.record)

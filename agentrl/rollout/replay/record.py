@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class Recorder(EpisodeIO):
         self.writer = RecordWriter(path)
         self._transcripts = transcripts or {}
         self._cut: set[str] = set()
+        self._makers = count()
 
     def env(self, ref: EnvRef, episode: str) -> ToolEnv:
         return RecordingEnv(ref.build(), self.writer, episode, env_key(ref), self._cut)
@@ -45,7 +47,8 @@ class Recorder(EpisodeIO):
         return RecordingJudge(client, self.writer)
 
     def replay_env(self, make: ReplayEnvMaker) -> ReplayEnvMaker:
-        return lambda task: RecordingReplayEnv(make, task, self.writer)
+        of = next(self._makers)
+        return lambda task: RecordingReplayEnv(make, of, task, self.writer)
 
     def replays(self) -> Twins:
         return RecordingTwins(self.writer)

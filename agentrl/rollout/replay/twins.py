@@ -1,8 +1,8 @@
 """Replays of calls under a record: twins (`agentrl.reward.twin`) that write down their answers, and twins that answer from them.
 
-A twin's answer (a row of kind `replay_env`) is found by what it depends on: the task, what the record's user did, and the turns
-so far; episodes that do the same share it. A replay that failed (`replay_failed`) is its own episode's, found by its number
-there: the next replay of the same calls may not fail.
+A twin's answer (a row of kind `replay_env`) is found by what it depends on: which of the run's environments it is of (`of`, its
+number), the task, what the record's user did, and the turns so far; episodes that do the same share it. A replay that failed
+(`replay_failed`) is its own episode's, found by its number there: the next replay of the same calls may not fail.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _ANSWER = "replay_env"
 _FAILED = "replay_failed"
 
 
-def _begun(task: Task) -> str:
-    return digest(["twin", asdict(task)])
+def _begun(of: int, task: Task) -> str:
+    return digest(["twin", of, asdict(task)])
 
 
 class _Course:
     """What a twin's next answer depends on, as a digest `at` that each turn extends."""
 
-    def __init__(self, record: Trajectory, scripted: bool) -> None:
+    def __init__(self, of: int, record: Trajectory, scripted: bool) -> None:
         self._heard: list[Json] = RecordedUser.of(record).row()["answers"]
         self._scripted, self._texts = scripted, 0
-        self.at = digest([_begun(record.task), self._heard[:1]])
+        self.at = digest([_begun(of, record.task), self._heard[:1]])
 
     def add(self, turn: Message | ToolCall) -> None:
         """Of a text only what somebody hears counts: nobody does if the user is scripted, and so one pass serves many."""
@@ -76,10 +76,10 @@ class RecordingTwins(Twins):
 
 
 class _Log:
-    """The rows of one task's twins."""
+    """The rows of the twins of one task."""
 
-    def __init__(self, writer: RecordWriter, task: Task) -> None:
-        self._writer, self._task = writer, task
+    def __init__(self, writer: RecordWriter, of: int, task: Task) -> None:
+        self._writer, self.of, self._task = writer, of, task
 
     def add(self, asked: str, what: str, answer: Json) -> None:
         self._writer.add("", _ANSWER, 0, {"task": self._task.id, "what": what}, answer, asked=asked)
@@ -88,8 +88,8 @@ class _Log:
 class RecordingReplayEnv:
     """In place of an environment for replays: twins whose answers are recorded."""
 
-    def __init__(self, make: Callable[[Task], Any], task: Task, writer: RecordWriter) -> None:
-        self._make, self._task, self._log = make, task, _Log(writer, task)
+    def __init__(self, make: Callable[[Task], Any], of: int, task: Task, writer: RecordWriter) -> None:
+        self._make, self._task, self._log = make, task, _Log(writer, of, task)
 
     def as_twin(self) -> Twin:
         return RecordingTwin(twin_of(self._make(self._task)), self._log)
@@ -110,11 +110,11 @@ class RecordingTwin:
     def open(self, record: Trajectory) -> None:
         self._twin.open(record)
         self.opened(record)
-        self._log.add(_begun(record.task), "begin", {"scripted": self.scripted, "talks": self.talks})
+        self._log.add(_begun(self._log.of, record.task), "begin", {"scripted": self.scripted, "talks": self.talks})
 
     def opened(self, record: Trajectory) -> None:
         """The twin stands as the record's task begins."""
-        self._course = _Course(record, self.scripted)
+        self._course = _Course(self._log.of, record, self.scripted)
 
     async def take(self, turn: Message | ToolCall) -> TurnOutcome:
         self._course.add(turn)
@@ -193,30 +193,30 @@ class TapedTwins(Twins):
 class TapedReplayEnv:
     """In place of an environment for replays: twins from the record."""
 
-    def __init__(self, record: Recorded, task: Task) -> None:
-        self._tape, self._task = record, task
+    def __init__(self, record: Recorded, of: int, task: Task) -> None:
+        self._tape, self._of, self._task = record, of, task
 
     def as_twin(self) -> Twin:
         """Raises ReplayError if the record has none of the task."""
-        row = self._tape.replay_envs.get(_begun(self._task))
+        row = self._tape.replay_envs.get(_begun(self._of, self._task))
         if row is None:
             raise ReplayError(
                 f"{self._tape.path}: episode {current_episode()}: it has no replays of calls of task {self._task.id} (was it "
                 "recorded by an older version, or with another reward spec?); record it again (--record)"
             )
-        return TapedTwin(self._tape, row)
+        return TapedTwin(self._tape, self._of, row)
 
 
 class TapedTwin:
     """A twin that answers what the recorded one answered."""
 
-    def __init__(self, record: Recorded, row: Mapping[str, Json]) -> None:
-        self._tape, self.scripted, self.talks = record, bool(row["scripted"]), bool(row["talks"])
+    def __init__(self, record: Recorded, of: int, row: Mapping[str, Json]) -> None:
+        self._tape, self._of, self.scripted, self.talks = record, of, bool(row["scripted"]), bool(row["talks"])
         self._task, self._turns = "", 0
         self._course: _Course
 
     def open(self, record: Trajectory) -> None:
-        self._course, self._task = _Course(record, self.scripted), record.task.id
+        self._course, self._task = _Course(self._of, record, self.scripted), record.task.id
 
     async def take(self, turn: Message | ToolCall) -> TurnOutcome:
         self._course.add(turn)
