@@ -126,7 +126,9 @@ class RecordedUser:
         answers = [_steps(record, -1, [message for message in opening if message.role == "user"][-1:])]
         for turn, said in zip(record.turns, course.said, strict=True):
             if not turn.message.tool_calls:
-                answers.append(_steps(record, turn.index, said[:1]))
+                # A user who said nothing, and after whose silence the episode went on, did not leave.
+                silence = [] if turn is record.turns[-1] else [Message("user", "")]
+                answers.append(_steps(record, turn.index, said[:1] or silence))
         if record.parting and answers[-1][-1] is None:
             answers[-1][-1] = Parting(record.parting)
         return cls(sum(map(_is_text, opening)), answers)

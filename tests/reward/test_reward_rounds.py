@@ -16,6 +16,7 @@ from rounds_env import Cabinet, Guest, by_round, played, put, swap, task_of
 
 from agentrl.env.branch import branch
 from agentrl.env.copying import ForkCopier, PickleCopier
+from agentrl.env.users import ScriptedUser
 from agentrl.reward import Context, compile_spec
 from agentrl.reward.course import course_of
 from agentrl.reward.replay import replay, replay_answers
@@ -224,6 +225,25 @@ def test_a_text_that_the_user_says_nothing_to_ends_no_round_and_is_heard_by_both
     for order in (1, -1):
         scorer = by_round(make=lambda task: Patient())
         assert [scorer.score(one).value for one in members[::order]][::order] == [1, 1, 1, 0]
+
+
+def test_a_model_user_that_said_nothing_and_stayed_stays_in_the_twins() -> None:
+    class Quiet(Cabinet):
+        async def setup(self, task: Task) -> None:
+            await super().setup(task)
+            self.user = ScriptedUser(["", "go on", "go on"])
+
+        async def user_reply(self, message: Message) -> list[Message] | None:
+            said = await self.ask_user()
+            return None if said is None else [Message("user", said)] if said else []
+
+    gold = [[put("a", "x")], [put("a", "y")]]
+    env = Quiet()
+    env.reset(seed=0, options={"task": task_of(gold)})
+    for turn in (put("a", "x"), "silence", "more", put("a", "y"), "done"):
+        env.step(turn if isinstance(turn, str) else Message("assistant", "", (turn,)))
+    assert [m.content for m in env.trajectory.messages if m.role == "user"] == ["begin", "go on", "go on"]
+    assert by_round(make=lambda task: Quiet()).score(env.trajectory).value == 1
 
 
 def test_a_user_that_turned_the_cabinet_before_its_first_words_has_its_own_gold() -> None:

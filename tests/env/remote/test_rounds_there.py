@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from agentrl.env.remote.link import Link
 from agentrl.env.remote.sessions import SessionLimits
 from agentrl.env.remote.wire import Asked
 from agentrl.reward import Scorer
+from agentrl.rollout.replay.play import Replayer
+from agentrl.rollout.replay.record import Recorder
+from agentrl.rollout.replay.tape import Recorded
 from agentrl.tool import tool
 from agentrl.trajectory import Trajectory
 from tests.env.remote.served import TOKEN, Running
@@ -91,8 +95,9 @@ def scored(scorer: Scorer, episode: Trajectory) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["Cabinet", "Chatty", "Guest"])
-def test_scores_by_round_over_http_are_those_in_process(kind: str, server: Running) -> None:
-    """Gold, a wrong second round, nothing at all: the same values and evidence; a user that is a model is not asked."""
+def test_scores_by_round_over_http_are_those_in_process(kind: str, server: Running, tmp_path: Path) -> None:
+    """Gold, a wrong second round, nothing at all: the same values and evidence, under a record and from it as well; no
+    model that is the user is asked."""
     there = maker(server, kind)
     right = [[[call] for call in calls] for calls in GOLD]
     refused = [GOLD[0], [ToolCall("take", {"drawer": "nowhere"})]]
@@ -112,6 +117,12 @@ def test_scores_by_round_over_http_are_those_in_process(kind: str, server: Runni
     found = [scored(over, episode) for episode in episodes]
     assert [value for value, _ in found] == [1, 0, 0, None]
     assert found == [scored(here, episode) for episode in episodes]
+    recorder = Recorder(tmp_path / "calls.jsonl")
+    over = by_round(make=there, through=recorder.scoring)
+    assert found == [scored(over, episode) for episode in episodes]
+    recorder.close()
+    again = by_round(make=lambda task: pytest.fail(), through=Replayer(Recorded.read(tmp_path / "calls.jsonl")).scoring)
+    assert found == [scored(again, episode) for episode in episodes]
     assert Guest.asked == asked
     assert not server.app.sessions.episodes
 
