@@ -18,7 +18,7 @@ help:
 	@echo "make agents            agents of LangGraph, openai-agents, smolagents and the clients, each played and trained"
 	@echo "make trackers          Weights & Biases, MLflow and Trackio, the packages themselves, offline"
 	@echo "make agent-run         an agent on the openai client learns the quickstart's task (ARGS='seed=1')"
-	@echo "make gpu               the tests and benchmarks of a GPU, with the python on the path (PYTHON=...)"
+	@echo "make gpu               the tests and benchmarks of GPUs, with the python on the path (PYTHON=... ARGS='--cards 0')"
 	@echo "make gpu-rehearsal     the same on a CPU in tiny shapes: that they run, not how fast"
 	@echo "make faults            each known fault alone: do its tests see it? (ARGS='-k entropy')"
 	@echo "make floors            what an agent that solves nothing earns in each environment: docs/benchmarks.md (ARGS='--only bfcl')"
@@ -74,7 +74,7 @@ proofs: $(BIN)/.test
 		tests/weights/test_publish_moe_vllm.py tests/backends/test_vllm_experts.py tests/train/families/test_table.py \
 		tests/e2e/test_vllm_workers.py tests/e2e/test_family_runs.py tests/run/test_rollout_workers.py tests/harness/test_runs.py tests/examples/test_examples.py tests/cli/test_completion.py tests/examples/test_notebook.py tests/python \
 		tests/cluster/test_two_nodes.py tests/weights/test_publish_vllm.py tests/e2e/test_sampling_paths.py \
-		tests/backends/test_vllm.py tests/test_contributing.py tests/run/test_tracing.py tests/view/test_browser.py tests/run/test_gpu_placement.py $(ARGS)
+		tests/backends/test_vllm.py tests/test_contributing.py tests/run/test_tracing.py tests/view/test_browser.py tests/testing/test_command.py tests/run/test_gpu_placement.py $(ARGS)
 
 $(BIN)/.agents: $(BIN)/.test
 	$(BIN)/python .ci/install.py test agents
@@ -93,13 +93,13 @@ trackers: $(BIN)/.trackers
 agent-run: $(BIN)/.test
 	cd examples/your_agent && $(CURDIR)/$(BIN)/agentrl train learn.toml --overwrite $(ARGS)
 
-# On a card: each part takes less than 9 minutes, and none needs a network. Elsewhere the tests say why they are skipped.
+# On a card: each part takes less than 9 minutes, and none needs a network. Elsewhere the tests are not run, and that is an error.
 gpu:
-	$(PYTHON) -m pytest tests/gpu $(ARGS)
+	$(PYTHON) -m agentrl test tests/gpu $(ARGS)
 	$(PYTHON) benchmarks/gpu.py --results
 
 gpu-rehearsal: $(BIN)/.test
-	AGENTRL_GPU_REHEARSAL=1 $(BIN)/python -m pytest tests/gpu $(ARGS)
+	AGENTRL_GPU_REHEARSAL=1 $(BIN)/agentrl test tests/gpu --simulate 1 $(ARGS)
 	$(BIN)/python benchmarks/gpu.py --device cpu --quick
 
 $(BIN)/.mutate: $(BIN)/.test

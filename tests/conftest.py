@@ -18,6 +18,9 @@ os.environ["AGENTRL_HOME"] = str(Path(__file__).parent / ".no_home")
 os.environ["AGENTRL_SOURCES"] = json.dumps({"bfcl": str(Path(__file__).parent / "shelf" / "bfcl_toy" / "bfcl_eval")})
 
 
+# Also if agentrl was installed before it had the plugin.
+pytest_plugins = ["agentrl.testing.plugin"]
+
 CARDS = ",".join(str(number) for number in range(100, 164))
 """Cards that no machine has, enough for every cluster that a test makes up. CUDA finds none of them, hence no other either."""
 

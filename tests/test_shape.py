@@ -60,6 +60,7 @@ LEVELS = {
     "harness": 5,
     "batch": 5,
     "cluster": 6,
+    "testing": 6,
     "train": 7,
     "warm_start": 7,
     "run": 8,

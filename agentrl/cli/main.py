@@ -33,6 +33,7 @@ COMMANDS = (
     "completion",
     "export",
     "doctor",
+    "test",
 )
 
 EPILOG = """examples:
@@ -74,6 +75,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"{word!a} is not UTF-8: no name, path or value can hold it")
     # argparse fills optional positionals at the first chance and accepts none after an option, so what it leaves over
     # of `train FILE --overwrite a.b=c` or `eval -n 5 ENV a.b=c` is assigned here.
+    args: argparse.Namespace
     args, rest = parser.parse_known_args(argv)
     if rest and "env" in args and "overrides" in args and args.env is None and not is_override(rest[0]) and rest[0][0] != "-":
         args.env = rest.pop(0)

@@ -20,6 +20,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self.set_defaults(parser=self)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """A command with a default for `passed_on` gets what stands behind `--` in it, unparsed."""
+        if args is None or "--" not in args or self.get_default("passed_on") is None:
+            return super().parse_known_args(args, namespace)
+        words = list(args)
+        found, rest = super().parse_known_args(words[: words.index("--")], namespace)
+        found.passed_on = words[words.index("--") + 1 :]
+        return found, rest
+
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and usage, the message and, if something is near what was typed, its name."""
         # From the text, which is all that argparse gives: its own way to suggest a name came with Python 3.14.

@@ -1,4 +1,5 @@
-"""Keeps one agent's processes together: `python -I -S keeper.py COMMAND...`, started by `harness.process`.
+"""Keeps the processes of one command together: `python -I -S keeper.py COMMAND...`, started by `harness.process` for an
+agent and by `testing.session` for a test file.
 
 The keeper starts the command in a session of its own and ends with its exit code. It adopts every process of the command's whose
 parent has ended (Linux's "child subreaper"), so also one that was detached by a double fork. When the command has ended, when
@@ -27,7 +28,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def main(command: list[str]) -> int:
     """Run the command to its end; returns its exit code, 128 + the signal that ended it, or 127 if it cannot be started."""
     if _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        print("this system cannot keep the processes of an agent together (PR_SET_CHILD_SUBREAPER)", file=sys.stderr)
+        print("this system cannot keep the processes of a command together (PR_SET_CHILD_SUBREAPER)", file=sys.stderr)
         return NOT_STARTED
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -106,6 +107,11 @@ def descendants() -> set[int]:
         found.update(new)
         new = [pid for parent in new for pid in children.get(parent, []) if pid not in found]
     return found
+
+
+def parent_of(pid: int) -> int:
+    """A process's parent; 0 if it is gone."""
+    return _stat(pid)[1]
 
 
 def _state(pid: int) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.gpus(1, timeout=540)
 PARTS = Path(__file__).resolve().parents[2] / "benchmarks" / "parts"
 
 

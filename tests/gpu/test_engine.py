@@ -27,6 +27,7 @@ from agentrl.weights.route import Offer
 from agentrl.weights.routes import open_receiver
 from tests.train.train_batches import make_batch, toy_optim, trajectories
 
+pytestmark = pytest.mark.gpus(1, timeout=540)
 PROMPT = list(range(20, 60))
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.gpu.conftest import REHEARSAL
 
+pytestmark = pytest.mark.gpus(1, timeout=540)
 ROOT = Path(__file__).resolve().parents[2]
 START = """
 import sys

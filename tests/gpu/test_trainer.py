@@ -23,6 +23,7 @@ from agentrl.train.update import Pack
 from tests.publishing import weights_of
 from tests.train.train_batches import make_batch, toy_optim
 
+pytestmark = pytest.mark.gpus(1, timeout=540)
 HALF = torch.bfloat16
 
 

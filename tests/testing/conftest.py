@@ -1,0 +1,3 @@
+"""Not collected with the rest: files that go wrong on purpose."""
+
+collect_ignore = ["bad"]
