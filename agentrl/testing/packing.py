@@ -41,7 +41,7 @@ class Reservation:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Starts:
     """The files to start now with their cards, in order, and the reservation that holds from now on."""
 
     starts: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
@@ -53,7 +53,7 @@ def largest_first(waiting: Sequence[Queued]) -> list[Queued]:
     return sorted(waiting, key=lambda one: (-one.gpus, -math.inf if one.seconds is None else -one.seconds, one.name))
 
 
-def choose(waiting: Sequence[Queued], free: Sequence[int], held: Sequence[Held], reserved: Reservation | None = None) -> Choice:
+def choose(waiting: Sequence[Queued], free: Sequence[int], held: Sequence[Held], reserved: Reservation | None = None) -> Starts:
     """Which files that need cards start now, each on which of the `free` cards. `reserved`: what the last choice reserved."""
     left, running = sorted(free), list(held)
     starts: list[tuple[str, tuple[int, ...]]] = []
@@ -70,7 +70,7 @@ def choose(waiting: Sequence[Queued], free: Sequence[int], held: Sequence[Held],
             kept, over = _reserve(one, len(left), [other for other in running if other.name in before])
             if kept is None:
                 kept, over = _reserve(one, len(left), running)
-    return Choice(starts, kept)
+    return Starts(starts, kept)
 
 
 def _reserve(one: Queued, free: int, running: Sequence[Held]) -> tuple[Reservation | None, int]:
