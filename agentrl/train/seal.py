@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from agentrl.errors import CheckpointError
@@ -39,7 +39,8 @@ def seal(folder: Path, step: int, score: float | None = None) -> None:
 def is_whole(folder: Path) -> bool:
     """True if the manifest exists and every file that it lists has the listed size."""
     try:
-        return all((folder / name).stat().st_size == _size(said) for name, said in read_manifest(folder)["files"].items())
+        files = read_manifest(folder)["files"].items()
+        return all(_within(name) and (folder / name).stat().st_size == _size(said) for name, said in files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -75,6 +76,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _within(name: str) -> bool:
+    """Whether a file that a manifest names is in its folder: outside may be a device, which is read for ever."""
+    path = PurePath(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def _size(said: Any) -> int:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from agentrl.errors import CheckpointError
 from agentrl.plain_text import read_json
 from agentrl.train.engine import BaseEngine
+from agentrl.train.plain_metadata import PlainReader
 
 META = "meta.json"
 STATE = "state."  # torch joins the keys of nested dictionaries by dots
@@ -106,20 +106,23 @@ def _write_small(folder: Path, meta: dict[str, Any]) -> None:
 def load_state(engine: BaseEngine, folder: Path) -> dict[str, Any]:
     """Load what `save_state` wrote into the engine's tensors, on any number of ranks; returns its `meta`.
 
-    A rank without an RNG state in the folder keeps its own. Raises CheckpointError if the folder is
-    incomplete or holds another model.
+    A rank without an RNG state in the folder keeps its own. Nothing in the folder is run, whoever wrote it. Raises
+    CheckpointError if the folder is incomplete or damaged, or holds another model.
     """
     rank, alone = _place()
     try:
         meta: dict[str, Any] = read_json((folder / META).read_text(encoding="utf-8"))
         with torch.no_grad():
-            load({"state": engine.state()}, checkpoint_id=folder, no_dist=alone)
+            load({"state": engine.state()}, storage_reader=PlainReader(folder), no_dist=alone)
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise CheckpointError(f"{folder}: cannot be loaded into this model: {reason}") from error
     saved = folder / f"rng_{rank}.pt"
     if saved.is_file():
-        _set_rng(torch.load(saved, weights_only=True))
+        try:
+            _set_rng(torch.load(saved, weights_only=True))
+        except Exception as error:  # what a damaged or hostile pickle fails with has no common class
+            raise CheckpointError(f"{saved}: not a random state: {type(error).__name__}") from error
     return meta
 
 
@@ -128,7 +131,7 @@ def saved_tensors(folder: Path) -> tuple[list[str], Callable[[str], Tensor]]:
 
     Raises CheckpointError if the folder is incomplete, at once or when a tensor is read.
     """
-    reader = FileSystemReader(folder)
+    reader = PlainReader(folder)
     try:
         found = {
             name.removeprefix(STATE): entry
@@ -139,8 +142,8 @@ def saved_tensors(folder: Path) -> tuple[list[str], Callable[[str], Tensor]]:
         raise CheckpointError(f"{folder}: not a whole checkpoint: {error}") from error
 
     def read(name: str) -> Tensor:
-        tensor = torch.empty(found[name].size, dtype=found[name].properties.dtype)
         try:
+            tensor = torch.empty(found[name].size, dtype=found[name].properties.dtype)
             load({STATE + name: tensor}, storage_reader=reader, no_dist=True)
         except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
             raise CheckpointError(f"{folder}: {name} cannot be read: {error}") from error
