@@ -67,7 +67,7 @@ proofs: $(BIN)/.test
 	AGENTRL_PROOFS=1 $(BIN)/python -m pytest tests/e2e/test_unlit_paths.py tests/rollout/test_long_context.py tests/shelf/test_workspace.py tests/shelf/test_service_desk.py tests/e2e/test_split_runs.py tests/train/test_ranks.py tests/train/test_split.py tests/train/test_engine_contract.py tests/train/test_parallel.py \
 		tests/train/test_activations.py tests/train/test_kernels.py tests/train/test_dropping.py tests/train/test_finite.py tests/cluster/test_ray_group.py \
 		tests/reward/test_reward_properties.py tests/reward/test_reward_success.py tests/shelf/test_search.py tests/shelf/test_sql.py tests/shelf/test_function_calling.py tests/train/test_world_size.py tests/batch/test_balance_benchmark.py tests/backends/test_vllm_older.py tests/backends/test_endpoint_protocols.py \
-		tests/backends/test_endpoint_sessions.py tests/render/test_streaming.py \
+		tests/backends/test_endpoint_sessions.py tests/backends/test_endpoint_hostile.py tests/render/test_streaming.py \
 		tests/backends/test_sglang.py tests/e2e/test_sglang_run.py \
 		tests/cluster/test_guard.py tests/cluster/test_two_machines.py tests/env/test_env_check.py tests/env/remote tests/e2e/test_remote_run.py tests/sandbox tests/shelf/test_harbor.py \
 		tests/render/test_mistral_reference.py \

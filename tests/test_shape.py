@@ -39,6 +39,7 @@ LEVELS = {
     "spans": 0,
     "registry": 0,
     "deadline": 0,
+    "serving": 0,
     "sandbox": 1,
     "watchdog": 0,
     "matching": 0,

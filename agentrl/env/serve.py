@@ -128,8 +128,10 @@ async def _serve(env: ToolEnv, seed: int, split: str, port: int | None) -> None:
         else:
             import uvicorn
 
+            from agentrl.serving import uvicorn_config
+
             app = server.streamable_http_app()
-            config = uvicorn.Config(app, log_level="warning")
+            config = uvicorn_config(app, HOST, lifespan="on")
             await uvicorn.Server(config).serve(sockets=[listener])
     finally:
         if listener is not None:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.errors import AgentrlError, DependencyError, ResourceError
-from agentrl.plain_text import read_json
+from agentrl.serving import strict_json, uvicorn_config
 from agentrl.trajectory import Json, ToolResult
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class ToolServer:
             raise ResourceError(f"agent.host: cannot listen on {self._host}: {problem.strerror}") from problem
         self._port = listener.getsockname()[1]
         manager = self._manager()
-        config = uvicorn.Config(self._app(manager), log_level="warning", lifespan="off")
+        config = uvicorn_config(self._app(manager), self._host)
         self._server = uvicorn.Server(config)
         self._task = asyncio.create_task(self._serve(manager, listener), name="the server of tools")
         while not self._server.started and not self._task.done():
@@ -147,7 +147,7 @@ class ToolServer:
         from starlette.responses import JSONResponse
 
         try:
-            text = read_json(await request.body())["text"]
+            text = strict_json(await request.body())["text"]
             if not isinstance(text, str):
                 raise TypeError("text is not a string")
         except (ValueError, KeyError, TypeError) as problem:

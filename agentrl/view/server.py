@@ -18,6 +18,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import AgentrlError, ConfigError, UserError
+from agentrl.serving import patient
 from agentrl.view.api import Api, NotFoundError
 from agentrl.view.finite import finite
 from agentrl.view.library import Library
@@ -182,7 +183,12 @@ def serve(library: Library, port: int, say: Callable[[str], None], envs: bool = 
     listener = _listen(port)
     server = uvicorn.Server(
         uvicorn.Config(
-            guarded(make_app(library, envs)), log_level="warning", lifespan="off", access_log=False, timeout_graceful_shutdown=2
+            guarded(make_app(library, envs)),
+            log_level="warning",
+            lifespan="off",
+            access_log=False,
+            timeout_graceful_shutdown=2,
+            http=patient(),
         )
     )
     library.start()

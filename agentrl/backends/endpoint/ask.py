@@ -9,8 +9,8 @@ from typing import Any
 
 from agentrl.backends.endpoint.errors import RequestError
 from agentrl.backends.endpoint.fields import parameters as parameters_of
-from agentrl.plain_text import read_json
 from agentrl.schemas import BadSchemaError, check_schema
+from agentrl.serving import strict_json
 from agentrl.trajectory import Json, Message, ToolCall
 
 CHOICES = 128
@@ -71,7 +71,7 @@ def number(body: Mapping[str, Json], key: str, least: int = 1, most: int = 2**63
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise RequestError(f"{key}: expected a whole number of at least {least}, got {value!r}")
+        raise RequestError(f"{key}: expected a whole number of at least {least}, got {repr(value)[:80]}")
     return value
 
 
@@ -159,7 +159,8 @@ def text_of(content: Json, where: str, kinds: Sequence[str] = ("text",)) -> str:
 def arguments_of(value: Json, where: str) -> dict[str, Json]:
     """The arguments of a call. Raises RequestError if they are not a JSON object."""
     try:
-        found = read_json(value or "{}") if isinstance(value, str) else value
+        # As the endpoint itself wrote them: a policy's calls may have what JSON by its RFC has not.
+        found = strict_json(value or "{}", depth=512, rfc=False) if isinstance(value, str) else value
     except ValueError:
         found = None
     if not isinstance(found, dict):

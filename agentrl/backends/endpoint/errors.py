@@ -25,6 +25,8 @@ def refused(problem: Exception) -> RequestError:
         return RequestError(f"messages: {problem}", code="context_length_exceeded")
     if isinstance(problem, RenderError):
         return RequestError(f"messages: {problem}")
+    if isinstance(problem, UnicodeEncodeError):
+        return RequestError("the request has half of a character (a lone surrogate)")
     if isinstance(problem, AgentrlError):
         return RequestError(str(problem), status=503, code="engine_failed")
     return RequestError(f"{type(problem).__name__}: {problem}", status=500)

@@ -17,6 +17,8 @@ _IS: dict[str, type | tuple[type, ...]] = {
     "a list": list,
     "an object": dict,
 }
+RANGES: Mapping[str, tuple[float, float]] = {"temperature": (0, 1e6), "top_p": (0, 1), "top_k": (-1, 2**31 - 1)}
+"""Numbers and what they may be, both ends included: what no engine knows is told to the client, not to the engine."""
 
 COMMON: Types = {
     "model": "text", "stream": "true or false", "temperature": "a number", "top_p": "a number", "top_k": "a number",
@@ -38,6 +40,9 @@ def typed(row: Any, types: Types, where: str = "") -> dict[str, Json]:
         value = row.get(key)
         if value is not None and (not isinstance(value, _IS[kind]) or (isinstance(value, bool) and kind == "a number")):
             raise RequestError(f"{f'{where}.' if where else ''}{key}: expected {kind}")
+        least, most = RANGES.get(key, (None, None))
+        if isinstance(value, int | float) and least is not None and most is not None and not least <= value <= most:
+            raise RequestError(f"{key}: expected a number from {least:g} to {most:g}, got {repr(value)[:80]}")
     return row
 
 

@@ -31,9 +31,9 @@ from agentrl.backends.endpoint.responses import RESPONSES
 from agentrl.backends.endpoint.session import AgentSession, ServedPolicy
 from agentrl.backends.endpoint.wire import Exchange, Wire
 from agentrl.errors import DependencyError, ResourceError
-from agentrl.plain_text import read_json
 from agentrl.render.base import Renderer
 from agentrl.rollout.engine import Engine, Sampling
+from agentrl.serving import strict_json, uvicorn_config
 from agentrl.trajectory import Json
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ class Endpoint:
             listener.close()
             raise ResourceError(f"cannot listen on {self._host}:{self._port}: {problem.strerror}") from problem
         self._port = listener.getsockname()[1]
-        config = uvicorn.Config(self._app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=LEAVE_S)
+        names = () if self._reached_as is None else (self._reached_as,)
+        config = uvicorn_config(self._app(), self._host, names, self._max_body, timeout_graceful_shutdown=LEAVE_S)
         self._server = uvicorn.Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started and not self._task.done():
@@ -202,8 +203,8 @@ class Endpoint:
             if len(data) > self._max_body:
                 raise RequestError(f"the body has more than {self._max_body} bytes", status=413, code="request_too_large")
         try:
-            body = read_json(data)
-        except (ValueError, RecursionError) as problem:
+            body = strict_json(data)
+        except ValueError as problem:
             raise RequestError(f"the body is not JSON: {problem}") from None
         if not isinstance(body, dict):
             raise RequestError("the body is not a JSON object")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,15 +12,20 @@ from agentrl.env.base import ToolEnv, plain_prompt
 from agentrl.env.remote import wire
 from agentrl.env.remote.openenv import OpenEnvFace
 from agentrl.env.remote.secret import Secret
-from agentrl.env.remote.sessions import EnvSessions, RefusedError, SessionLimits
+from agentrl.env.remote.sessions import KINDS, EnvSessions, RefusedError, SessionLimits
 from agentrl.env.remote.wire import Asked
 from agentrl.errors import EnvError, UserError
-from agentrl.plain_text import read_json
+from agentrl.serving import strict_json
 from agentrl.trajectory import Json, Task
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+
+
+log = logging.getLogger(__name__)
+MOST_CONTAINERS, MOST_DEPTH = 4_000_000, 512
+"""Of a trainer's request: what a policy wrote is in it, as Python writes JSON."""
 
 
 class EnvProvider(Protocol):
@@ -77,6 +83,8 @@ class EnvApp:
         return self._answer(200, wire.dumps({"status": "healthy"}))
 
     def _guarded(self, handle: Callable[[Request, Mapping[str, Json]], Awaitable[Response]]) -> Any:
+        from starlette.requests import ClientDisconnect
+
         async def handler(request: Request) -> Response:
             try:
                 self.secret.check(request.headers.get("authorization", ""))
@@ -88,6 +96,11 @@ class EnvApp:
             except (KeyError, TypeError, ValueError) as problem:
                 text = f"{type(problem).__name__}: {problem}"
                 return self._answer(400, wire.dumps({"refused": "bad_request", "message": text}))
+            except ClientDisconnect:
+                raise
+            except Exception as fault:  # an author's code may raise anything
+                log.exception("a request to %s failed", request.url.path)
+                return self._answer(422, wire.dumps({"fault": wire.fault_row(fault)}))
 
         return handler
 
@@ -97,7 +110,7 @@ class EnvApp:
             body += part
             if len(body) > self.limits.body:
                 raise RefusedError(413, "too_large", f"a request of more than {self.limits.body} bytes (--max-body)")
-        read = read_json(body) if body else {}
+        read = strict_json(body, MOST_CONTAINERS, MOST_DEPTH, rfc=False) if body else {}
         if not isinstance(read, dict):
             raise RefusedError(400, "bad_request", "the body is no JSON object")
         if (theirs := read.get("protocol", wire.PROTOCOL)) != wire.PROTOCOL:
@@ -126,6 +139,8 @@ class EnvApp:
         """What needs no episode."""
         env = self.offer.build(Asked.of(body["env"]))
         if body["what"] == "make_task":
+            if type(body["seed"]) is not int or not isinstance(body["split"], str):
+                raise RefusedError(400, "bad_request", "seed: expected a whole number; split: expected text")
             result: Json = env.make_task(body["seed"], body["split"])
             wire.check_plain(result)
         elif body["what"] == "prompt":
@@ -141,6 +156,10 @@ class EnvApp:
 
     async def _call(self, request: Request, body: Mapping[str, Json]) -> Response:
         key, kind, number = request.path_params["key"], request.path_params["kind"], body["number"]
+        if kind not in KINDS:
+            raise RefusedError(404, "bad_request", f"there is no request {kind!r}")
+        if type(number) is not int or number < 0:
+            raise RefusedError(400, "bad_request", f"number: expected a whole number from 0, got {repr(number)[:80]}")
         begins = number == 0 and kind in ("reset", "restore")
         session = self.sessions.begin(key) if begins else self.sessions.find(key)
         work = await session.call(kind, number, body)

@@ -17,7 +17,7 @@ from agentrl.env.base import ToolEnv
 from agentrl.env.remote import wire
 from agentrl.env.remote.sessions import RefusedError, SessionLimits
 from agentrl.errors import AgentrlError
-from agentrl.plain_text import read_json
+from agentrl.serving import strict_json
 from agentrl.tool.validate import Problem, compile_validator
 from agentrl.trajectory import Json, Message, ToolCall
 
@@ -77,7 +77,7 @@ class PlaySession:
 
     async def _reset(self, data: Mapping[str, Json]) -> Json:
         seed, split = data.get("seed"), data.get("split")
-        if seed is not None and (not isinstance(seed, int) or seed < 0):
+        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 63):
             raise _InvalidError(f"seed: expected an integer from 0, got {seed!r}")
         self._episode = str(data.get("episode_id") or wire.new_id())
         observation, _ = await self.env.areset(seed=seed, options={} if split is None else {"split": str(split)})
@@ -152,17 +152,34 @@ class OpenEnvFace:
 
     async def _one_reset(self, request: Request) -> Response:
         """As openenv-core: over plain HTTP a reset is an episode that ends at once, since requests belong to no session."""
-        self._guard(request.path_params)
-        session = PlaySession(self._build())
         try:
-            body = await request.body()
-            answer = await session.answer({"type": "reset", "data": read_json(body or b"{}")})
-        except (_InvalidError, ValueError) as problem:
+            self._guard(request.path_params)
+        except RefusedError:
+            return self._json(request, dict)  # which says so
+        if self._running >= self._limits.episodes:
+            return self._json(request, lambda: {"detail": "Server at capacity"}, 503)
+        self._running += 1
+        session = None
+        try:
+            data = strict_json(await self._body(request) or b"{}")
+            session = PlaySession(self._build())
+            answer = await session.answer({"type": "reset", "data": data})
+        except (_InvalidError, ValueError, AgentrlError) as problem:
             text = str(problem)
             return self._json(request, lambda: {"detail": text}, 422)
         finally:
-            await session.env.aclose()
+            self._running -= 1
+            if session is not None:
+                await session.env.aclose()
         return self._json(request, lambda: answer["data"])
+
+    async def _body(self, request: Request) -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self._limits.body:
+                raise _InvalidError(f"a request of more than {self._limits.body} bytes (--max-body)")
+        return bytes(body)
 
     async def _one_step(self, request: Request) -> Response:
         return self._json(request, lambda: {"detail": "a step over plain HTTP belongs to no episode; connect to /ws"}, 409)
@@ -204,13 +221,15 @@ class OpenEnvFace:
     async def _converse(self, socket: WebSocket, session: PlaySession) -> None:
         while (text := await self._receive(socket)) is not None:
             try:
-                message = read_json(text)
+                message = strict_json(text)
+            except ValueError as problem:
+                await socket.send_text(wire.dumps(_error("INVALID_JSON", str(problem))).decode())
+                continue
+            try:
                 if isinstance(message, dict) and message.get("type") == "close":
                     await socket.close()
                     return
                 answer = await session.answer(message if isinstance(message, dict) else {})
-            except json.JSONDecodeError as problem:
-                answer = _error("INVALID_JSON", str(problem))
             except _InvalidError as problem:
                 answer = _error("VALIDATION_ERROR", str(problem))
             except (AgentrlError, TypeError) as fault:

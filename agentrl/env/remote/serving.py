@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Self
 
 from agentrl.env.remote.app import EnvApp
 from agentrl.errors import ConfigError, DependencyError
+from agentrl.serving import uvicorn_config
 
 KEEP_ALIVE = 75
 """Seconds for which an idle connection stays open: longer than a client keeps one, so that none is closed as it is used."""
@@ -28,15 +30,14 @@ class HttpServer:
         self.app, self._listener = app, _listen(host, port)
         name = f"[{host}]" if ":" in host else host
         self.url = f"http://{name}:{self._listener.getsockname()[1]}"
-        config = uvicorn.Config(
+        config = uvicorn_config(
             app.asgi(),
-            log_level="warning",
-            lifespan="off",
+            host,
+            max_body=sys.maxsize,  # each route has the limit itself, and words for it
             timeout_keep_alive=KEEP_ALIVE,
             ws_max_size=app.limits.body,
             backlog=4096,
             timeout_graceful_shutdown=5,
-            access_log=False,  # addresses of OpenEnv's clients have their token
         )
         self._server = uvicorn.Server(config)
         self._tasks: list[asyncio.Task[Any]] = []

@@ -128,7 +128,7 @@ class EnvSession:
     async def _do(self, kind: str, number: int, body: Body) -> bytes:
         told: dict[str, Json] = {}
         try:
-            told["result"] = await _KINDS[kind](self, body)
+            told["result"] = await KINDS[kind](self, body)
         except asyncio.CancelledError as cut:
             told["fault"] = wire.fault_row(cut)
         except RefusedError as refused:
@@ -243,7 +243,7 @@ class EnvSession:
         return self._teacher.act(wire.messages_of(body["observation"]))
 
 
-_KINDS: dict[str, Callable[[EnvSession, Body], Any]] = {
+KINDS: dict[str, Callable[[EnvSession, Body], Any]] = {
     "reset": EnvSession._reset,
     "step": EnvSession._step,
     "end": EnvSession._end,

@@ -1,0 +1,203 @@
+"""Hostile clients of the endpoint, beside innocent ones on the embedded engine: what they send is refused by name, and nobody
+else's turn changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from agentrl import serving
+from agentrl.backends.embedded.engine import EmbeddedEngine
+from agentrl.backends.endpoint.server import Endpoint
+from agentrl.render import make_renderer
+from agentrl.rollout.engine import Sampling
+from tests.conftest import proof
+
+QUESTION = {"model": "m", "messages": [{"role": "user", "content": "q"}], "seed": 5, "max_tokens": 6}
+WRONG = ["hot", True, [1], {"a": 1}, "Infinity", -7.5, 1e300, -(10**300), 10**400, [[]] * 3, "\ud800"]
+"""Values for any field. As raw JSON besides: NaN, Infinity, 1e999."""
+RAW = ["NaN", "-Infinity", "1e999", "9" * 5000, "[" * 70 + "]" * 70, "[" * 200_000, '"\\u', "\x00"]
+PATHS = {
+    "chat/completions": (QUESTION, "temperature top_p top_k n seed max_tokens stop stream logprobs tools tool_choice messages "
+        "response_format parallel_tool_calls max_completion_tokens stream_options logit_bias user model metadata"),
+    "responses": ({"model": "m", "input": "q", "seed": 5}, "temperature top_p top_k seed max_output_tokens input tools "
+        "tool_choice text stream instructions previous_response_id truncation include reasoning"),
+    "messages": ({"model": "m", "messages": QUESTION["messages"], "max_tokens": 6}, "temperature top_p top_k max_tokens messages "
+        "system tools tool_choice stop_sequences stream output_config thinking metadata"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine_parts(model_folder, tokenizer):
+    return str(model_folder), make_renderer(tokenizer)
+
+
+def hostile() -> list[tuple[str, str, str]]:
+    """(path, field, body) of each field with each value."""
+    found = []
+    for path, (good, fields) in PATHS.items():
+        for field in fields.split():
+            values = [json.dumps(value) for value in WRONG] + RAW
+            found += [(path, field, json.dumps({**good, field: "@"}).replace('"@"', value)) for value in values]
+    return found
+
+
+@pytest.mark.parametrize("every", [15, pytest.param(1, marks=proof)])
+async def test_no_request_in_flight_is_harmed_and_none_is_a_servers_error(engine_parts: Any, every: int) -> None:
+    folder, renderer = engine_parts
+    engine = EmbeddedEngine(folder)
+    await engine.start()
+    try:
+        async with Endpoint(engine, renderer, sampling=Sampling(max_tokens=6)) as server, httpx.AsyncClient(timeout=60) as client:
+
+            async def asked(session: str, path: str, body: str) -> httpx.Response:
+                access = server.open(session)
+                try:
+                    return await client.post(
+                        f"{access.openai_url}/{path}",
+                        content=body.encode("utf-8", "surrogatepass"),
+                        headers={"authorization": f"Bearer {access.key}", "content-type": "application/json"},
+                    )
+                finally:
+                    await server.take(session)
+
+            alone = (await asked("alone", "chat/completions", json.dumps(QUESTION))).json()["choices"]
+            bad = hostile()[::every]
+            innocent, answers = [], []
+            for start in range(0, len(bad), 60):
+                part = bad[start : start + 60]
+                wrong = [asked(f"h{start + i}", path, body) for i, (path, _, body) in enumerate(part)]
+                good = [asked(f"g{start}.{i}", "chat/completions", json.dumps(QUESTION)) for i in range(4)]
+                got = await asyncio.gather(*wrong, *good)
+                answers += got[: len(part)]
+                innocent += got[len(part) :]
+    finally:
+        await engine.close()
+    assert len(bad) >= 800 / every and len(innocent) >= len(bad) / 15
+    assert all(one.status_code == 200 and one.json()["choices"] == alone for one in innocent)
+    odd = [(bad[i][:2], one.status_code, one.text[:200]) for i, one in enumerate(answers) if one.status_code not in (200, 400)]
+    assert odd == []
+    passed = {bad[i][1] for i, one in enumerate(answers) if one.status_code == 200}
+    assert not passed & {"n", "seed", "messages", "tools", "max_output_tokens"}
+    for field in ("temperature", "top_p", "top_k", "n", "seed", "messages", "tools", "tool_choice", "max_tokens"):
+        told = [one for i, one in enumerate(answers) if bad[i][1] == field and one.status_code == 400]
+        assert told and all(one.json()["error"]["message"] for one in told), field
+
+
+class Held:
+    """An endpoint over no engine: for requests that never reach one."""
+
+    def __init__(self, renderer: Any, **options: Any) -> None:
+        from agentrl.backends.endpoint.server import Endpoint
+
+        self.server = Endpoint(None, renderer, **options)  # type: ignore[arg-type]
+
+    async def __aenter__(self) -> tuple[str, int, dict[str, str]]:
+        await self.server.start()
+        access = self.server.open("s")
+        at = httpx.URL(access.openai_url)
+        return access.openai_url, at.port or 0, {"authorization": f"Bearer {access.key}"}
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.server.close()
+
+
+WHO = [
+    ({}, 400),
+    ({"host": "localhost"}, 400),
+    ({"host": "LOCALHOST:80"}, 400),
+    ({"host": "evil.example"}, 403),
+    ({"host": "127.0.0.1.evil.example"}, 403),
+    ({"host": "127.0.0.1@evil.example"}, 403),
+    ({"host": "evil.example:80"}, 403),
+    ({"host": ""}, 403),
+    ({"origin": "http://evil.example"}, 403),
+    ({"origin": "null"}, 403),
+    ({"sec-fetch-site": "cross-site"}, 403),
+    ({"sec-fetch-site": "same-origin"}, 400),
+    ({"authorization": "Bearer none"}, 401),
+]
+
+
+async def test_who_may_ask(engine_parts: Any) -> None:
+    async with Held(engine_parts[1]) as (url, port, key), httpx.AsyncClient() as client:
+        for headers, status in WHO:
+            answer = await client.post(f"{url}/chat/completions", headers={**key, **headers}, content=b"{}")
+            assert answer.status_code == status and "error" in answer.json(), (headers, answer.text)
+        # A length is believed before anything of the body has come.
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        line = f"POST {httpx.URL(url).path}/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+        writer.write(f"{line}authorization: {key['authorization']}\r\ncontent-length: 99999999999\r\n\r\n".encode())
+        assert b" 413 " in await reader.readline()
+        writer.close()
+
+
+async def test_a_key_is_of_one_session(engine_parts: Any) -> None:
+    engine_server = Endpoint(None, engine_parts[1])  # type: ignore[arg-type]
+    async with engine_server as server, httpx.AsyncClient() as client:
+        one, two = server.open("one"), server.open("two")
+        for url, key, status in ((one.openai_url, two.key, 401), (one.openai_url, one.key, 200), (two.openai_url, one.key, 401)):
+            answer = await client.get(f"{url}/models", headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == status
+
+
+async def test_a_large_body_is_refused_before_it_is_in_memory(engine_parts: Any) -> None:
+    """In pieces without a length, so that only what arrived can be counted."""
+    sent = 0
+
+    async def pieces() -> Any:
+        nonlocal sent
+        for _ in range(200):
+            sent += 1 << 16
+            yield b"[" * (1 << 16)
+
+    async with Held(engine_parts[1], max_body=1 << 18) as (url, _, key), httpx.AsyncClient() as client:
+        answer = await client.post(f"{url}/chat/completions", headers=key, content=pieces())
+        assert answer.status_code == 413 and answer.json()["error"]["code"] == "request_too_large"
+        many = b'{"messages":[' + b"{}," * 80_000 + b"{}]}"
+        answer = await client.post(f"{url}/chat/completions", headers=key, content=many)
+        assert answer.status_code == 400 and len(many) < 1 << 18
+
+
+async def test_connections_that_do_not_go_on_are_closed(engine_parts: Any, monkeypatch: Any) -> None:
+    """Half a line, half the headers, half a body, a byte at a time; an answered connection and one whose turn is sampled stay."""
+    for name, value in (("LOOK_S", 0.05), ("HEADERS_S", 0.5), ("BODY_GRACE_S", 0.5), ("BODY_RATE", 1 << 20)):
+        monkeypatch.setattr(serving, name, value)
+    async with Held(engine_parts[1]) as (url, port, key):
+        line = f"POST {httpx.URL(url).path}/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n".encode()
+        head = line + f"authorization: {key['authorization']}\r\ncontent-length: 1000\r\n\r\n".encode()
+        starts = [b"", b"PO", line, line + b"x-a: b\r\n", head, head + b"{"]
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5 * len(starts) + 3)]
+        slow, answered = held[-3:-1], held[-1]
+        for i, (_, writer) in enumerate(held[:-3]):
+            writer.write(starts[i % len(starts)])
+        slow[0][1].write(line)
+        slow[1][1].write(head)
+        answered[1].write(line + b"content-length: 0\r\n\r\n")
+        for _ in range(16):
+            await asyncio.sleep(0.05)
+            for (_, writer), byte in zip(slow, (b"x", b" "), strict=True):
+                writer.write(byte)
+        await asyncio.sleep(0.2)
+        assert [reader.at_eof() or reader.exception() is not None for reader, _ in held[:-1]] == [True] * (len(held) - 1)
+        assert b"401" in await answered[0].read(20)
+        assert not answered[0].at_eof()  # kept alive, as clients expect
+        for _, writer in held:
+            writer.close()
+
+
+async def test_headers_have_an_end(engine_parts: Any) -> None:
+    async with Held(engine_parts[1]) as (url, port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"GET {httpx.URL(url).path}/models HTTP/1.1\r\nhost: 127.0.0.1\r\n".encode())
+        with pytest.raises(OSError):
+            for _ in range(100):
+                writer.write(b"x-a: " + b"a" * 8000 + b"\r\n")
+                await writer.drain()
+                await asyncio.sleep(0.005)
+            await reader.readexactly(1)
+        writer.close()
