@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import pathlib
 import resource
 import runpy
 import signal
@@ -66,14 +67,32 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "setpriority": (141, 140),
     "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "ioprio_set": (251, 30),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "process_mrelease": (448, 448),
+    # what others do with their files
+    "inotify_add_watch": (254, 27),
+    "fanotify_init": (300, 262),
+    "syslog": (103, 116),
     # memory that the address-space limit does not count, or that outlives the process
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
     "shmat": (30, 196),
+    "shmctl": (31, 195),
     "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
     "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
     "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
@@ -141,6 +160,18 @@ IGNORED: dict[str, tuple[int | None, int | None]] = {
 FOR_COMMANDS = {"fork", "vfork", "execve", "execveat", "setrlimit", "socketpair"}
 # To be denied for other processes only: a number that the call must have as its first argument.
 ON_ITSELF = {"prlimit64": 0}
+# To be denied with these values of the argument of that number. F_SETOWN, F_SETSIG and F_SETOWN_EX, FIOSETOWN and SIOCSPGRP name
+# who gets a signal when a file is ready, which the kernel sends itself (no call to `kill`); PR_SET_PDEATHSIG: a process that
+# unset the signal which it gets at its parent's death would outlive it.
+DENIED_VALUES: dict[str, tuple[tuple[int, int], int, tuple[int, ...]]] = {
+    "fcntl": ((72, 25), 1, (8, 10, 15)),
+    "ioctl": ((16, 29), 1, (0x8901, 0x8902)),
+    "prctl": ((157, 167), 0, (1,)),
+}
+# Landlock before its third version (Linux 6.2) does not know of truncation: by name, and by an open that does not write.
+TRUNCATE = {"truncate": (76, 45), "openat2": (437, 437)}
+OPENS: dict[str, tuple[tuple[int | None, int | None], int]] = {"open": ((2, None), 1), "openat": ((257, 56), 2)}
+O_TRUNC, WRITES = 0o1000, (1, 2)
 # Where Landlock keeps signals inside (its sixth version), commands may send them; `kill` is filtered below.
 SIGNALS = {"tkill", "tgkill", "rt_tgsigqueueinfo"}
 NETWORK = {"socket", "connect", "bind", "listen", "accept", "accept4"}
@@ -187,13 +218,15 @@ def drop_capabilities() -> None:
     checked(libc.capset(header, bytes(24)), "capset")
 
 
-def landlock_version() -> int:
-    return checked(libc.syscall(444, None, 0, 1), "landlock")
+def landlock_version(job: dict[str, Any]) -> int:
+    """The kernel's, or an older one that the caller wants."""
+    return min(checked(libc.syscall(444, None, 0, 1), "landlock"), int(job["landlock"]))
 
 
 def restrict_files(job: dict[str, Any]) -> None:
-    """Landlock: the folder for reading and writing, "readable" for reading, "programs" for reading and running, nothing else."""
-    abi = landlock_version()
+    """Landlock: the folder for reading and writing, "readable" for reading, "programs" for reading and running, the
+    names in "listed", nothing else."""
+    abi = landlock_version(job)
     handled = (1 << 13) - 1
     # A kernel refuses rights that its Landlock version does not know, so each is asked for only from its version on.
     for version, bit in ((2, 13), (3, 14), (5, 15)):
@@ -207,7 +240,8 @@ def restrict_files(job: dict[str, Any]) -> None:
     write = (1 << 1) | (handled & (1 << 14))
     # remove directory and file, make directory and regular file, move between folders
     change = (1 << 4) | (1 << 5) | (1 << 7) | (1 << 8) | (handled & (1 << 13))
-    allowed = dict.fromkeys(job["readable"], read | enter)
+    allowed = dict.fromkeys(job["listed"], enter)
+    allowed |= dict.fromkeys(job["readable"], read | enter)
     allowed |= dict.fromkeys(job["programs"], read | enter | run)
     allowed |= {"/dev/null": read | write, "/dev/zero": read, "/dev/urandom": read, "/dev/random": read}
     allowed[job["folder"]] = read | write | change | enter
@@ -227,7 +261,7 @@ def restrict_files(job: dict[str, Any]) -> None:
     os.close(rules)
 
 
-LOAD, EQUAL, AT_LEAST, ANY_BIT, GIVE = 0x20, 0x15, 0x35, 0x45, 0x06
+LOAD, EQUAL, AT_LEAST, ANY_BIT, MASK, GIVE = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 ALLOW, KILL, DENY = 0x7FFF0000, 0x80000000, 0x00050000
 FIRST = 16  # where the first argument is, its lower half
 Step = tuple[int, int, int, int]
@@ -248,7 +282,7 @@ def filter_calls(job: dict[str, Any]) -> None:
     allowed: set[str] = NETWORK if job["network"] else set()
     signals = False
     if "argv" in job:
-        signals = job["isolate_files"] and landlock_version() >= 6
+        signals = job["isolate_files"] and landlock_version(job) >= 6
         allowed = allowed | FOR_COMMANDS | (SIGNALS if signals else set())
     for table, answer in ((DENIED, DENY | EPERM), (IGNORED, DENY)):
         for name, numbers in table.items():
@@ -263,6 +297,16 @@ def filter_calls(job: dict[str, Any]) -> None:
                 program += [(EQUAL, 0, 4, number), *rule, (GIVE, 0, 0, answer)]
             else:
                 program += [(EQUAL, 0, 1, number), (GIVE, 0, 0, answer)]
+    for numbers_of, argument, values in DENIED_VALUES.values():
+        checks = [step for value in values for step in ((EQUAL, 0, 1, value), (GIVE, 0, 0, DENY | EPERM))]
+        program += [
+            (EQUAL, 0, 2 + len(checks), numbers_of[which]),
+            (LOAD, 0, 0, FIRST + 8 * argument),
+            *checks,
+            (GIVE, 0, 0, ALLOW),
+        ]
+    if job["isolate_files"] and landlock_version(job) < 3:
+        program += truncation(which)
     # The C library falls back from clone3, whose flags a filter cannot read, to clone.
     program += [(EQUAL, 0, 1, CLONE3[which]), (GIVE, 0, 0, DENY | ENOSYS), (EQUAL, 0, 3, CLONE[which]), (LOAD, 0, 0, FIRST)]
     if "argv" in job:
@@ -273,6 +317,20 @@ def filter_calls(job: dict[str, Any]) -> None:
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(buffer))
     checked(libc.prctl(PR_SET_SECCOMP, 2, header, 0, 0), "seccomp")
+
+
+def truncation(which: int) -> list[Step]:
+    """What Landlock does not deny before Linux 6.2. An open that truncates must be one that writes, which Landlock looks at."""
+    program: list[Step] = []
+    for numbers in TRUNCATE.values():  # without openat2, whose flags a filter cannot read, programs use openat
+        program += [(EQUAL, 0, 1, numbers[which]), (GIVE, 0, 0, DENY | (ENOSYS if numbers[which] == 437 else EPERM))]
+    for pair, argument in OPENS.values():
+        if (number := pair[which]) is None:
+            continue
+        flags = [(LOAD, 0, 0, FIRST + 8 * argument), (ANY_BIT, 1, 0, O_TRUNC), (GIVE, 0, 0, ALLOW), (MASK, 0, 0, 3)]
+        writes = [step for value in WRITES for step in ((EQUAL, 0, 1, value), (GIVE, 0, 0, ALLOW))]
+        program += [(EQUAL, 0, len(flags) + len(writes) + 1, number), *flags, *writes, (GIVE, 0, 0, DENY | EPERM)]
+    return program
 
 
 def lock_down(job: dict[str, Any]) -> None:
@@ -376,14 +434,16 @@ def lead(job: dict[str, Any], status: int) -> NoReturn:
 
 
 def group_exceeds(most: int) -> bool:
-    """Whether this group has more processes. Not counted to the end: new ones of a fork bomb come at the list's end."""
+    """Whether this group has more threads, each process having one at least. Not counted to the end: new ones of a fork bomb come
+    at the list's end."""
     own, found = os.getpgrp(), 0
     with os.scandir("/proc") as processes:
         for process in processes:
             if process.name.isdigit():
                 try:
-                    found += os.getpgid(int(process.name)) == own
-                except ProcessLookupError:
+                    if os.getpgid(int(process.name)) == own:
+                        found += pathlib.Path(process.path, "task").stat().st_nlink - 2
+                except (ProcessLookupError, FileNotFoundError):
                     continue
                 if found > most:
                     return True

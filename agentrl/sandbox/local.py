@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from agentrl.sandbox.folder import Folder
 from agentrl.sandbox.processes import Ended, Watched, run_group
 
 JAIL = Path(__file__).with_name("jail.py")
+LANDLOCK_AT_MOST = 99
+"""The newest version of Landlock that is used, whatever the kernel has: tests try what an older one leaves open."""
 PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/opt")
 READABLE = (
     "/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf", "/etc/localtime", "/etc/hosts", "/etc/resolv.conf",
@@ -118,9 +121,9 @@ def snapshot_folder(snapshot: str) -> Folder:
 class LocalSandbox(FolderSandbox):
     """Commands are confined by the kernel's own means (jail.py); what they leave running dies with them."""
 
-    def __init__(self, spec: SandboxSpec, folder: Folder, isolate_files: bool) -> None:
+    def __init__(self, spec: SandboxSpec, folder: Folder, isolate_files: bool, packages: bool = False) -> None:
         super().__init__(spec, folder)
-        self._isolate_files = isolate_files
+        self._isolate_files, self._packages = isolate_files, packages
 
     def path(self, path: str) -> str:
         return self.host(path)
@@ -153,18 +156,24 @@ class LocalSandbox(FolderSandbox):
     async def _run(self, job: dict[str, Any], timeout: float, max_output: int, merge: bool) -> Ended:
         spec = self.spec
         limits = {"cpu": spec.cpu_s, "memory": spec.memory, "file_size": spec.file_size, "pids": spec.pids}
-        programs = [*PROGRAMS, *_readable()] if spec.processes else []
-        readable = [*_readable(), *(READABLE if spec.processes else ())]
+        named = frozenset([*_readable(), *(PROGRAMS if spec.processes else ())])
+        shown, listed = (named, frozenset()) if self._packages else without_packages(named)
+        programs = sorted(shown) if spec.processes else []
+        readable = [*READABLE] if spec.processes else sorted(shown)
         job |= {
             "folder": str(self.folder.root if spec.processes else self.host("")),
             "limits": limits,
             "isolate_files": self._isolate_files,
             "readable": readable,
             "programs": programs,
+            "listed": sorted(listed),
             "network": spec.network == "all",
+            "landlock": LANDLOCK_AT_MOST,
         }
         async with self._turn:
             watched = await self.watched(timeout, max_output)
+            if not spec.processes:  # one process, which nobody inside counts the threads of
+                watched = replace(watched, pids=spec.pids, crowded=_many_threads)
             ended = await run_group(_command(), json.dumps(job).encode(), watched, merge=merge)
         if not ended.status.startswith(b"+"):
             reason = ended.status[1:].decode(errors="replace") or (ended.stdout + ended.stderr).decode(errors="replace")[-500:]
@@ -174,12 +183,13 @@ class LocalSandbox(FolderSandbox):
 
 @SANDBOXES.register("local", traits={"alone"})
 class LocalProvider(FolderProvider):
-    """Needs no program, image or right: Linux with seccomp, and Landlock (5.13) unless `isolate_files` is false."""
+    """Needs no program, image or right: Linux with seccomp, and Landlock (5.13) unless `isolate_files` is false. `packages`:
+    Python's installed packages can be read, agentrl and the answers of its environments among them if they are there."""
 
     name = "local"
 
-    def __init__(self, *, isolate_files: bool = True) -> None:
-        self.isolate_files = isolate_files
+    def __init__(self, *, isolate_files: bool = True, packages: bool = False) -> None:
+        self.isolate_files, self.packages = isolate_files, packages
 
     def unavailable(self) -> str | None:
         try:
@@ -196,7 +206,8 @@ class LocalProvider(FolderProvider):
         self.check(spec)
         require_kernel(self.isolate_files)
         try:
-            return LocalSandbox(spec, await in_thread("sandbox", self.folder, spec, snapshot), self.isolate_files)
+            folder = await in_thread("sandbox", self.folder, spec, snapshot)
+            return LocalSandbox(spec, folder, self.isolate_files, self.packages)
         except OSError as problem:
             raise SandboxError(f"no folder for a sandbox: {problem}") from problem
 
@@ -218,6 +229,12 @@ def require_kernel(isolate_files: bool) -> None:
         )
 
 
+def _many_threads(leader: int, most: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{leader}/task").stat().st_nlink - 2 > most
+    return False
+
+
 def _command() -> Sequence[str]:
     # -P keeps the script's own folder off the path, -S -s keep out site-packages; the environment is empty.
     return [sys.executable, "-P", "-S", "-s", "-B", "-X", "utf8", str(JAIL)]
@@ -227,6 +244,36 @@ def _variables(home: str) -> dict[str, str]:
     """The variables of a command: nothing of this process's own."""
     path = [str(Path(sys.base_prefix) / "bin"), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin"]
     return {"PATH": ":".join(path), "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+
+
+@cache
+def package_folders() -> frozenset[str]:
+    """Where Python packages are installed on this machine, as far as a command could read them."""
+    found = {sysconfig.get_paths()[name] for name in ("purelib", "platlib")}
+    for prefix in ("/usr", "/usr/local", "/opt", "/opt/*", "/opt/*/envs/*", sys.base_prefix):
+        for place in ("lib/python3*/*-packages", "lib64/python3*/*-packages"):
+            found |= {str(path) for path in Path("/").glob(f"{prefix}/{place}".lstrip("/"))}
+    return frozenset(str(Path(folder).resolve()) for folder in found if Path(folder).is_dir())
+
+
+@cache
+def without_packages(folders: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """What to allow instead of `folders`, so that their installed packages are left out: what may be read, and the folders on the
+    way, whose names may be listed (imports do; Landlock gives a right to all that is below)."""
+    shown, listed = set(), set()
+    hidden = package_folders()
+    left = list(folders)
+    while left:
+        folder = left.pop()
+        real = str(Path(folder).resolve())
+        if real in hidden:
+            continue
+        if any(other.startswith(f"{real}/") for other in hidden):
+            listed.add(real)
+            left += [entry.path for entry in os.scandir(real)]
+        elif not any(real.startswith(f"{other}/") for other in hidden):
+            shown.add(folder)
+    return frozenset(shown), frozenset(listed)
 
 
 @cache
