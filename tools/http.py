@@ -70,7 +70,7 @@ class Http(ToolSet):
 
     def state(self) -> Json:
         """The requests that were answered, in order."""
-        return [{"method": key[0], "url": key[1], "query": dict(key[2]), "body": key[3]} for key in self.asked]
+        return [{"method": key[0], "url": key[1], "query": _query(key[2]), "body": key[3]} for key in self.asked]
 
     @tool(inline=True, parallel=False)
     def http_request(
@@ -98,6 +98,14 @@ class Http(ToolSet):
         code, text = answers[min(self.asked.count(key), len(answers) - 1)]
         self.asked.append(key)
         return f"{code}\n{text}"
+
+
+def _query(pairs: tuple[tuple[str, str], ...]) -> dict[str, Json]:
+    """The parameters by name: a text, or the sorted texts if a name is there several times."""
+    found: dict[str, list[str]] = {}
+    for name, value in pairs:
+        found.setdefault(name, []).append(value)
+    return {name: values[0] if len(values) == 1 else values for name, values in found.items()}
 
 
 @lru_cache(maxsize=64)

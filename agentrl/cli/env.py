@@ -27,6 +27,7 @@ EPILOG = """examples:
   agentrl env check todo                     does it fulfill the contract?
   agentrl env check --all                    the same for every environment on the shelves
   agentrl env play key_value --seed 3        be the agent yourself
+  agentrl env check key_value 'tools.sets=["notes"]'     with tools beside its own
   agentrl env serve key_value --mcp          offer its tools to any MCP client
   agentrl env serve key_value --http         a server to train against (env.url), on 127.0.0.1:8100
   agentrl env serve sql --http --host 0.0.0.0 --port 9000 --token-env SQL_TOKEN --max-episodes 256
@@ -35,7 +36,7 @@ EPILOG = """examples:
 PORT = 8100
 EPISODES, IDLE, BODY = 1024, 3600.0, 16 << 20
 """Limits of `env serve`, as SessionLimits has them; not from there, since every `--help` would load the environments."""
-PARAMS = "a=b: parameters of the environment, values in TOML (a bare word is a string)"
+PARAMS = 'a=b: parameters of the environment, values in TOML (a bare word is a string); tool sets: tools.sets=["notes"]'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -262,11 +263,13 @@ def _print_table(env: str, findings: list[CheckFinding]) -> None:
 
 def run_play(args: argparse.Namespace) -> int:
     """Let a person act; returns the exit code."""
-    from agentrl.catalog import make_env
+    from agentrl.catalog.scoring import find_spec, make_scorer
     from agentrl.cli.env_play import play_by_hand
+    from agentrl.config.schema import RewardConfig
 
     ref = reference(args.env, args.params)
-    return play_by_hand(make_env(ref.id, **ref.params), args.seed, args.split, input, print, args.model_user)
+    scorer = {} if ref.entry.reward is None else {"scorer": make_scorer(find_spec(ref, None), RewardConfig(), ref)}
+    return play_by_hand(ref.build(**scorer), args.seed, args.split, input, print, args.model_user)
 
 
 def run_serve(args: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.errors import CatalogError, UserError, did_you_mean
@@ -85,7 +84,7 @@ def _install(entries: list[EnvEntry], source: str | None) -> InstallRecord:
         if not (isinstance(loaded, type) and issubclass(loaded, SuiteEnv)):
             raise CatalogError(f"{entry.id} names a suite and is no SuiteEnv")
         classes[entry.id] = loaded
-    return install(classes, None if source is None else str(Path(source).expanduser()))
+    return install(classes, source)
 
 
 def _say(record: InstallRecord, entries: list[EnvEntry]) -> None:

@@ -246,7 +246,7 @@ def _requests(
 ) -> dict[str, RolloutRequest]:
     """A request for each environment; of a config with several, each in a folder of its own, also if one is chosen."""
     from agentrl.config.envs import alone
-    from agentrl.run.official import suite_tasks
+    from agentrl.run.official import suite_choice, suite_tasks
     from agentrl.run.rollout import RolloutRequest
 
     requests, given = {}, args.config is not None or folder is not None
@@ -258,7 +258,9 @@ def _requests(
         tasks = args.tasks or (own.tasks if given or env.eval is not None else there or args.defaults["tasks"])
         tasks = tasks if there is None else min(tasks, there)  # a benchmark's tasks once each: all, if nothing else is said
         place, kept = (out / env.called, record and record / env.called) if several else (out, record)
-        requests[env.called] = RolloutRequest("eval", args.model, tasks, args.samples or 1, split, place, kept)
+        # A run's model plays what the run evaluates on, which are the first ones.
+        chosen = () if there is None or folder is not None else suite_choice(config, env, split, tasks)
+        requests[env.called] = RolloutRequest("eval", args.model, tasks, args.samples or 1, split, place, kept, chosen=chosen)
     return requests
 
 

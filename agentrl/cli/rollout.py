@@ -74,8 +74,9 @@ def read_request(args: argparse.Namespace, purpose: Literal["eval", "rollout"]) 
 
     default = f"{args.defaults['folder']}/{name}/{model_label(values['model'])}" if replay is None else replay / "replayed"
     out = Path(args.out or default)
+    chosen = tuple(values.get("chosen", ()))[: values["tasks"]]
     return config, RolloutRequest(
-        purpose, values["model"], values["tasks"], values["samples"], values["split"], out, record, replay
+        purpose, values["model"], values["tasks"], values["samples"], values["split"], out, record, replay, chosen
     )
 
 

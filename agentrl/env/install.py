@@ -17,7 +17,7 @@ def install(classes: Mapping[str, type[SuiteEnv]], given: str | None) -> Install
 
     Raises ConfigError if there is no source, or if it has not what the suite reads; TaskDataError for a bad task."""
     suite = next(iter(classes.values()))
-    folder, _ = find_source(suite.suite, given, suite.module, obtain=suite.obtain)
+    folder, _ = find_source(suite.suite, given, suite.module, obtain=suite.obtain, called="--from")
     version = suite.located(str(folder))[1]
     tasks = {env_id: one.counted(folder) for env_id, one in classes.items()}
     files = read_files(folder, suite.files)

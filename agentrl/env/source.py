@@ -106,19 +106,22 @@ def recorded_sources() -> dict[str, str]:
 
 
 def find_source(
-    suite: str, given: str | None, module: str | None, own: Path | None = None, *, obtain: str = ""
+    suite: str, given: str | None, module: str | None, own: Path | None = None, *, obtain: str = "", called: str = "params.source"
 ) -> tuple[Path, str]:
-    """The folder of a suite's source, and how it was found: "given", "driver", "installed", "package" or "own". Raises
-    ConfigError if there is none, with the commands that help, or if a folder that is named does not exist on this machine."""
+    """The folder of a suite's source, and how it was found: "given", "driver", "installed", "package" or "own". `called`: what
+    `given` is in the user's words. Raises ConfigError if there is none, with the commands that help, or if a folder that is named
+    does not exist on this machine."""
+    if given is not None and not given.strip():
+        raise ConfigError(f"{suite}: {called} is empty; expected {_expected(suite, obtain)}")
     record = read_record(suite)
     places: tuple[tuple[str | None, str, str], ...] = (
-        (given, "given", "params.source"),
+        (given, "given", called),
         (_of_driver().get(suite), "driver", "the source on the driver's machine"),
         (None if record is None else record.source, "installed", "the source that `agentrl env install` recorded"),
     )
     for place, how, said in places:
         if place is not None:
-            return _folder(suite, Path(place).expanduser(), said), how
+            return _folder(suite, Path(place).expanduser(), said, _expected(suite, obtain)), how
     if module is not None and (packaged := module_folder(module)) is not None:
         return packaged, "package"
     if own is not None:
@@ -219,11 +222,15 @@ def _of_driver() -> dict[str, str]:
     return found
 
 
-def _folder(suite: str, place: Path, said: str) -> Path:
+def _expected(suite: str, obtain: str) -> str:
+    return "the folder that holds the benchmark" + (f", which you get by `{obtain}`" if obtain else f" {suite}")
+
+
+def _folder(suite: str, place: Path, said: str, expected: str) -> Path:
     if not place.is_dir():
+        what = "that is a file" if place.is_file() else f"there is no such folder on {platform.node() or 'this machine'}"
         raise ConfigError(
-            f"{suite}: {said} is {str(place)!r}, and there is no such folder on {platform.node() or 'this machine'}; a suite is "
-            f"read in place, so each machine that plays it needs it at that path (`agentrl env install {suite} --from FOLDER` "
-            "records another)"
+            f"{suite}: {said} is {str(place)!r}, and {what}; expected {expected}. A suite is read in place, so each machine that "
+            f"plays it needs it at that path (`agentrl env install {suite} --from FOLDER` records another)"
         )
     return place.resolve()

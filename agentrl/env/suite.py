@@ -18,6 +18,8 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -78,6 +80,7 @@ class SuiteEnv(ToolEnv):
     the benchmark, if one does. `obtain`: what a person does to get it, told by every error. `own`: a folder beside the class's
     file that is used if nothing is installed. `files`: glob patterns, below the source, of what tasks and checkers come from.
     `required`: files and folders, below the source, without which it is not the benchmark's.
+    `kind`: what of a task's data a part of the tasks is spread over ("category"); by default the family.
     `beside`: parameters that the list of tasks does not depend on (which interpreter runs the benchmark, say).
     All but `files` and `required` are constants of the class body, since listing reads source text and runs nothing.
     """
@@ -88,6 +91,7 @@ class SuiteEnv(ToolEnv):
     own: ClassVar[str | None] = None
     files: ClassVar[tuple[str, ...]] = ("**/*",)
     required: ClassVar[tuple[str, ...]] = ()
+    kind: ClassVar[str] = ""
     beside: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, *, source: str | None = None, **base: Any) -> None:
@@ -148,6 +152,20 @@ class SuiteEnv(ToolEnv):
         row = rows[rng_seed % len(rows)]
         return Task(row.id, rng_seed, split, {"family": row.family, **row.data}, row.gold)
 
+    def spread(self, split: str, count: int, seed: int = 0) -> tuple[int, ...]:
+        """The numbers of `count` tasks of a split, spread over its kinds (see `kind`): one of each kind in turn, kinds and the
+        tasks of a kind in the order of a hash of their names and of `seed`. The same for the same seed; those of a smaller count
+        are among those of a larger one. (The first ones of an author who overrides `make_task`.)"""
+        if type(self).make_task is not SuiteEnv.make_task:
+            return tuple(range(count))
+        kinds: dict[str, list[tuple[bytes, int]]] = {}
+        for number, row in enumerate(self._rows(split)):
+            name = str(row.data[self.kind]) if self.kind else row.family
+            kinds.setdefault(name, []).append((_drawn(seed, row.id), number))
+        ordered = [sorted(kinds[name]) for name in sorted(kinds, key=lambda name: _drawn(seed, name))]
+        turns = (one[1] for ring in zip_longest(*ordered) for one in ring if one is not None)
+        return tuple(sorted(islice(turns, count)))
+
     def task_count(self, split: str) -> int:
         return len(self._pool().get(split, ()))
 
@@ -173,6 +191,10 @@ class SuiteEnv(ToolEnv):
 
     def _parameters(self) -> list[tuple[str, Any]]:
         return sorted((name, value) for name, value in self._built_with[1].items() if name not in _NO_MATTER | self.beside)
+
+
+def _drawn(seed: int, name: str) -> bytes:
+    return blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
 
 
 _LOCK = threading.RLock()

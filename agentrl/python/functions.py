@@ -33,7 +33,7 @@ from agentrl.run.interrupt import Interrupt
 from agentrl.run.main import execute
 from agentrl.run.of_run import config_of as config_of_run
 from agentrl.run.of_run import model_of, run_folder
-from agentrl.run.official import suite_tasks
+from agentrl.run.official import suite_choice, suite_tasks
 from agentrl.run.provenance import check_resumable
 from agentrl.run.reader import RunRecord, load_run
 from agentrl.run.rollout import RolloutRequest, run_rollout
@@ -82,8 +82,8 @@ async def _evaluate(
     quiet: bool = True,
     overrides: Mapping[str, Any] | None = None,
 ) -> EvalReport:
-    """Play `k` episodes on each of the first `n` held-out tasks (100 by default; of a benchmark at most all that the split has),
-    with pass@k and its interval.
+    """Play `k` episodes on each of the first `n` held-out tasks (100 by default; of a benchmark at most all that the split has,
+    fewer of which are spread over its kinds), with pass@k and its interval.
 
     `model`: a folder or hub name, `api:NAME`, or a function `policy(messages, tools)` (which may be async) that gets messages and
     function schemas in OpenAI's form, and returns a text, a message in that form or a `Message`; or a run's folder, whose
@@ -98,9 +98,11 @@ async def _evaluate(
     own = alone(config, config.envs[0]).eval
     there = await in_thread("load", suite_tasks, config, config.envs[0], split or own.split)
     tasks = (n or own.tasks) if there is None else min(n or own.tasks, there)
+    first = there is None or (not callable(model) and (Path(str(model)) / "config.toml").is_file())  # a run's, as it evaluates
+    chosen = () if first else await in_thread("load", suite_choice, config, config.envs[0], split or own.split, tasks)
     with tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder:
         at = Path(folder if out is None else out)
-        request = RolloutRequest("eval", name, tasks, k, split or own.split, at)
+        request = RolloutRequest("eval", name, tasks, k, split or own.split, at, chosen=chosen)
         checked = await in_thread("load", check_request, config, request)
         report, outcome = await run_eval(checked, request, Display(Console(quiet=True) if quiet else None))
     episodes = [outcome.episodes[pair] for pair in request.pairs if pair in outcome.episodes]

@@ -41,6 +41,13 @@ def suite_tasks(config: TrainConfig, env: EnvConfig, split: str) -> int | None:
     return suite.task_count(split) or len([suite.make_task(0, split)])
 
 
+def suite_choice(config: TrainConfig, env: EnvConfig, split: str, tasks: int) -> tuple[int, ...]:
+    """Which tasks of a split `tasks` of them are, if the environment is of a suite that has more: spread over its kinds, drawn by
+    the run's seed (`SuiteEnv.spread`). Else none, which stands for the first ones."""
+    suite = suite_env(EnvRef.of(alone(config, env)))
+    return suite.spread(split, tasks, config.seed) if suite is not None and tasks < suite.task_count(split) else ()
+
+
 def _table(parts: Sequence[tuple[SuiteEnv, Sequence[Trajectory]]], split: str) -> dict[str, Any]:
     first = parts[0][0]
     played = [played_of(env, one) for env, episodes in parts for one in episodes]
@@ -57,9 +64,9 @@ def print_official(tables: Mapping[str, Any], console: Console) -> None:
     """A table for each suite, below the report."""
     for name, found in tables.items():
         table = Table("", "value", "n", "weight", "")
-        table.title = (
-            f"{name} {found['version']}: its own metrics, over {found['tasks']} of its {found['of']} tasks ({found['split']})"
-        )
+        part = "; a part of it, and no result of the benchmark" if found["tasks"] < found["of"] else ""
+        over = f"{found['tasks']} of its {found['of']} tasks ({found['split']}){part}"
+        table.title = f"{name} {found['version']}: its own metrics, over {over}"
         for row in found["rows"]:
             table.add_row(row["name"], _number(row["value"]), str(row["n"]), _number(row["weight"], ""), row["note"])
         console.print(table)

@@ -38,7 +38,8 @@ Pair = tuple[int, int]
 class RolloutRequest:
     """What to run: `tasks` tasks of a split, `samples` episodes each, written to `out`.
 
-    `record`: also record every answer there; `replay`: run from such a folder instead of live.
+    `record`: also record every answer there; `replay`: run from such a folder instead of live. `chosen`: the numbers of those
+    tasks in the split, if they are not the first ones.
     """
 
     purpose: Literal["eval", "rollout"]
@@ -49,11 +50,12 @@ class RolloutRequest:
     out: Path
     record: Path | None = None
     replay: Path | None = None
+    chosen: tuple[int, ...] = ()
 
     @property
     def pairs(self) -> list[Pair]:
         """(task, member) of every episode, in order."""
-        return [(task, member) for task in range(self.tasks) for member in range(self.samples)]
+        return [(task, member) for task in self.chosen or range(self.tasks) for member in range(self.samples)]
 
     def temperature(self, config: TrainConfig) -> float:
         """The sampling temperature; an evaluation has its own."""
@@ -126,6 +128,7 @@ def asked(config: TrainConfig, request: RolloutRequest) -> dict[str, Any]:
         "purpose": request.purpose,
         "model": request.model,
         "tasks": request.tasks,
+        **({"chosen": list(request.chosen)} if request.chosen else {}),
         "samples": request.samples,
         "split": request.split,
         "identity": _identity(config, request),

@@ -55,6 +55,7 @@ class Bfcl(SuiteEnv):
     max_output = 1_000_000
     scripted = True
     beside = frozenset({"memory"})
+    kind = "category"
 
     def __init__(
         self, *, category: str | Sequence[str] = ("single_turn", "multi_turn"), memory: str | None = None, **base: Any

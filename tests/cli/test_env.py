@@ -12,6 +12,7 @@ import pytest
 
 from agentrl.catalog import make_env
 from agentrl.cli.env_play import parse_line, play_by_hand
+from agentrl.cli.env_subject import reference
 from agentrl.cli.main import build_parser
 from agentrl.errors import UserError
 from agentrl.trajectory import Message, ToolCall
@@ -146,3 +147,21 @@ def test_what_a_line_means() -> None:
         assert parse_line(text, tools) == Message("assistant", text)
     assert parse_line(": list", tools) == Message("assistant", "list")
     assert parse_line("{oops", tools).tool_calls[0].error is not None
+
+
+def test_tool_sets_are_named_as_in_a_config_and_are_checked_and_played(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = reference("key_value", ["calls=2", 'tools.sets=["notes", "dates"]', "tools.args.notes.most=3"])
+    assert (ref.params, ref.tools.sets, ref.tools.args) == ({"calls": 2}, ["notes", "dates"], {"notes": {"most": 3}})
+    lines = iter(["/tools", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    assert run("play", "key_value", 'tools.sets=["notes"]') == 130
+    assert '"name": "write_note"' in capsys.readouterr().out
+    for words, says in (
+        (["tools.set=[]"], "tools.set"),
+        (["calls.x=1"], "a parameter is one word"),
+        (['tools.sets=["note"]'], "did you mean 'notes'"),
+    ):
+        with pytest.raises(UserError, match=says):
+            reference("key_value", words).build()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,19 @@ def test_a_source_that_lacks_a_file_is_refused_by_its_name(source: Path) -> None
         run("install", "sums", "--from", str(source))
     with pytest.raises(ConfigError, match="no such folder"):
         build(source=str(source / "nowhere"))
+    for given, says in (
+        (
+            str(source / "nope"),
+            r"--from is '.*nope', and there is no such folder on .*expected the folder that holds the benchmark",
+        ),
+        (str(source / "data" / "tasks.json.old"), r"--from is '.*\.old', and that is a file; expected .*`git clone sums`"),
+        ("", r"--from is empty; expected the folder that holds the benchmark, which you get by `git clone sums`"),
+    ):
+        (source / "data" / "tasks.json.old").touch()
+        with pytest.raises(ConfigError, match=says):
+            run("install", "sums", "--from", given)
+    with pytest.raises(ConfigError, match=r"params\.source is empty"):
+        build(source=" ")
     assert read_record("sums") is None
     record_file("sums").parent.mkdir(parents=True)
     record_file("sums").write_text("{}")
@@ -172,6 +186,19 @@ def test_an_eighth_of_many_families_is_held_out_and_one_of_few() -> None:
     every = [name for name in names if content_split(name) == "heldout"][:4]
     assert len(held_out_families(every)) == 3
     assert held_out_families(["alone"]) == frozenset() == held_out_families([])
+
+
+def test_a_part_of_a_suite_is_spread_over_its_kinds_and_the_same_for_the_same_seed(source: Path) -> None:
+    env = build(source=str(source))
+    families = [env.family(env.make_task(number, "all")) for number in range(6)]
+    for seed in range(8):
+        parts = [env.spread("all", count, seed) for count in range(1, 7)]
+        assert [sorted({families[number] for number in part}) for part in parts[2:]] == [["easy", "hard", "odd"]] * 4
+        assert all(set(less) < set(more) for less, more in pairwise(parts)) and parts[5] == tuple(range(6))
+        assert parts == [env.spread("all", count, seed) for count in range(1, 7)]
+    assert len({env.spread("all", 3, seed) for seed in range(8)}) > 1
+    by_terms = type("ByTerms", (type(env),), {"kind": "terms"})(source=str(source))
+    assert len({str(by_terms.make_task(number, "all").data["terms"]) for number in by_terms.spread("all", 4)}) == 4
 
 
 def test_tasks_of_a_suite_are_told_apart() -> None:

@@ -499,6 +499,17 @@ def test_eval_prints_and_stores_the_suites_table_and_compares_it(
     assert comparison["same"] and comparison["rows"][-1]["values"] == [pytest.approx(100), pytest.approx(100 / 3)]
     assert main(["eval", "--compare", *(f"out/{name}" for name in names)]) == 0
     assert "sums: its own metrics" in capsys.readouterr().out
+    # A part of it is spread over its kinds, and says that it is a part; more of it plays what was played, and others.
+    with Loopback(adds) as server:
+        few = [*models[:2], "--split", "all", f"api.base={server.url}", "health.preflight=false", "--out", "few"]
+        assert main(["eval", "sums", *few, "-n", "3"]) == 0
+        told = capsys.readouterr().out
+        first = [json.loads(line)["task"]["id"] for line in Path("few/trajectories.jsonl").read_text().splitlines()]
+        assert main(["eval", "sums", *few, "-n", "5"]) == 0
+    assert "over 3 of its 6 tasks (all); a part of it, and no result of the benchmark" in told
+    assert [name[:-1] for name in first] == ["easy", "hard", "odd"]
+    more = [json.loads(line)["task"]["id"] for line in Path("few/trajectories.jsonl").read_text().splitlines()]
+    assert set(first) < set(more) and len(more) == 5
     # Another source is another evaluation, which does not continue this one; what changed is named.
     (source / "data" / "extra.json").write_text("[]")
     assert main(["eval", "sums", *models, *words, "--out", "out"]) == 2

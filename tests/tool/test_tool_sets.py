@@ -219,6 +219,7 @@ def cassette(tmp_path: Path) -> str:
         recorded("GET", "https://api.example/job", "done"),
         recorded("POST", "https://api.example/items", "made", 201, '{"a": 1, "b": 2}'),
         recorded("DELETE", "https://api.example/items", "", 204),
+        recorded("GET", "https://api.example/tags?tag=b&n=1&tag=a", "ab"),
     ]
     (tmp_path / "tape.json").write_text(json.dumps({"version": 1, "interactions": tape}))
     return str(tmp_path / "tape.json")
@@ -242,7 +243,9 @@ def test_requests_are_answered_from_the_recording_alone(cassette: str, monkeypat
     ]:
         assert "there is no network" in refused(env, "http_request", url=url, body=body)
     assert "no answer to POST" in refused(env, "http_request", url="https://api.example/items", method="POST", body="{}")
-    assert len(held(env, "http")) == 6
+    assert get("/tags?tag=a&tag=b&n=1") == "200\nab"
+    assert held(env, "http")[-1]["query"] == {"n": "1", "tag": ["a", "b"]}, "a name that is there twice has both values"
+    assert len(held(env, "http")) == 7
     env.reset(seed=1)
     assert get("/job") == "202\nrunning", "a new episode plays it from the start"
 
