@@ -36,7 +36,7 @@ EPILOG = """examples:
   agentrl reward schema --out rewards/schema.json                the grammar as JSON Schema, for an editor
 
 SPEC is the name of a spec on the shelf (rewards/) or a path to a JSON file. A spec that replays gold calls
-needs --env; one with a judge asks the model that it names, at --judge-url if given.
+needs --env; one with a judge asks the model that it names, at --judge-url if given (lint only with that or --ask-judge).
 """
 
 
@@ -48,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lint.add_argument("spec")
     lint.add_argument("--tasks", type=_positive, default=5, help="tasks to probe with --env (default 5)")
     lint.add_argument("--seed", type=int, default=0, help="seed of the first task (default 0)")
+    lint.add_argument(
+        "--ask-judge", action="store_true", help="with --env: ask its judge, as --judge-url does; else it is left out"
+    )
     lint.set_defaults(run=run_lint)
     explain = parts.add_parser("explain", help="why an episode got its score", epilog=EPILOG, formatter_class=raw)
     explain.add_argument("spec")
@@ -89,7 +92,7 @@ def _add_context(part: argparse.ArgumentParser) -> None:
 
 def run_lint(args: argparse.Namespace) -> int:
     """Print the findings; returns exit code 1 if one of them is an error."""
-    from agentrl.reward.lint import lint_probes, lint_spec
+    from agentrl.reward.lint import LintFinding, lint_probes, lint_spec, whatever_judged
     from agentrl.reward.node import LeafNode, walk
     from agentrl.reward.probes import probe_episodes
 
@@ -102,7 +105,12 @@ def run_lint(args: argparse.Namespace) -> int:
             probes = probe_episodes(ref.build, args.tasks, args.seed)
         except NotImplementedError as error:
             raise UserError(f"{args.env}: cannot be probed: {error}") from error
-        findings += lint_probes(scorer, probes, ref.build().order_free)
+        built = ref.build()
+
+        def lint(one: Scorer) -> list[LintFinding]:
+            return lint_probes(one, probes, built.order_free)
+
+        findings += lint(scorer) if args.ask_judge or args.judge_url else whatever_judged(scorer, probes, lint)
     if args.json:
         decides = None if scorer.rule is None else {"by": str(scorer.rule), "node": scorer.rule.node}
         rows = [item.to_json() for item in findings]
@@ -117,7 +125,8 @@ def run_lint(args: argparse.Namespace) -> int:
         replays = any(isinstance(node, LeafNode) and "replay" in node.leaf.args for node in walk(scorer.root))
         unseen = "what it replays, gold and spam: not tried" if replays else "gold and spam: not tried"
         probed = f", probed on {args.tasks} tasks of {args.env}" if args.env else f" ({unseen}; --env ID does)"
-        print(f"{scorer.name}: {_count(len(findings), 'finding')}; reward within [{low:g}, {high:g}]{probed}")
+        count = sum(item.level != "note" for item in findings)
+        print(f"{scorer.name}: {_count(count, 'finding')}; reward within [{low:g}, {high:g}]{probed}")
     return 1 if any(item.level == "error" for item in findings) else 0
 
 

@@ -262,6 +262,11 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         the user's."""
         self._sources += (source,)
 
+    @property
+    def has_sources(self) -> bool:
+        """Whether an episode offers tools from outside."""
+        return bool(self._sources)
+
     def add_set(self, make: Callable[[], ToolSet]) -> None:
         """Tools with a state of their own, which `make` makes for every later episode. Raises what `make` raises, and TypeError
         if one of its names is taken."""

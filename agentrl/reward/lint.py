@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -22,9 +22,9 @@ _PINNED = re.compile(r"\d{4}[-.]?\d{2}|\d{6}|@[0-9a-f]{7,}|:[0-9a-f]{7,}|[0-9]b\
 
 @dataclass(frozen=True, slots=True)
 class LintFinding:
-    """One fault (`error`: the spec cannot work as intended) or suspicious detail (`warning`)."""
+    """One fault (`error`: the spec cannot work as intended) or suspicious detail (`warning`), or what was not tried (`note`)."""
 
-    level: Literal["error", "warning"]
+    level: Literal["error", "warning", "note"]
     code: str
     at: str
     message: str
@@ -161,6 +161,25 @@ def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None, 
     findings = [*_floor(scorer, idle), *ceiling, *_spam(scores), *_padded(probes, scores)]
     findings += _succeeding(scorer, probes, scores)
     return [*findings, *_shuffled(scores, order_free), *_never_varies(scorer, scores)]
+
+
+def whatever_judged(scorer: Scorer, probes: Probes, lint: Callable[[Scorer], list[LintFinding]]) -> list[LintFinding]:
+    """Findings of `lint` on probes that hold whatever the judges of a spec say, without a call of them: those that are found if
+    they say the best of every episode, the worst, the best of gold alone, and of all but gold; and the places that were not
+    judged (`not-judged`). Of a spec without judges, the findings."""
+    if not scorer.asks:
+        return lint(scorer)
+    good = {id(episode) for kind in ("gold", "padded", "shuffled") for episode in probes.get(kind, ())}
+    said: list[Callable[[Trajectory], bool]] = [
+        lambda _: True, lambda episode: id(episode) in good, lambda episode: id(episode) not in good, lambda _: False,
+    ]  # fmt: skip
+    first, *others = (lint(scorer.assuming(best)) for best in said)
+    kept = [item for item in first if all((item.code, item.at) in {(o.code, o.at) for o in other} for other in others)]
+    return [*kept, *map(_not_judged, scorer.judged)]
+
+
+def _not_judged(at: str) -> LintFinding:
+    return LintFinding("note", "not-judged", at, "not judged, since that would call a model; what else is said holds in any case")
 
 
 def _floor(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:

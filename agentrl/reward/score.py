@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 from agentrl.deadline import within
 from agentrl.executors import SCORING, TooLongError, at_once, size_of
 from agentrl.reward.group import GroupNode
+from agentrl.reward.judge.assumed import AssumedJudge
 from agentrl.reward.leaf import JudgeClient
 from agentrl.reward.node import TRUE, Frame, LeafNode, Node, Result, walk
 from agentrl.reward.success import SuccessRule, measures_of, terms_of
@@ -63,7 +65,7 @@ class Scorer:
     `rule`: what decides success (None: nothing in the spec can), compiled as `success`. `range`: bounds of
     its values. `ids`: the ids of its nodes, whose values are in `Score.metrics`; `terms` and `measures`: those of the
     reward tree and those of the spec's `metrics` that have one value for an episode. `compares`: it has group leaves,
-    so use `score_group`. `asks`: it has judge leaves.
+    so use `score_group`. `judged`: the places of its judge leaves; `asks`: it has some.
     """
 
     def __init__(
@@ -89,17 +91,28 @@ class Scorer:
         self.range = root.range()
         self._blocking = blocking
         self._judge = judge
+        self._assumed: Callable[[Trajectory], bool] | None = None
         tops = [root, *self.metrics, *([success] if success is not None else [])]
         nodes = [node for top in tops for node in walk(top)]
         self._groups = [node for node in nodes if isinstance(node, GroupNode)]
         self.ids = list(dict.fromkeys(node.mods.id for node in nodes if node.mods.id is not None))
         self.terms, self.measures = terms_of(spec), measures_of(spec)
         self.compares = bool(self._groups)
-        self.asks = any(isinstance(node, LeafNode) and node.leaf.kind == "judge" for node in nodes)
+        self.judged = [node.pointer for node in nodes if isinstance(node, LeafNode) and node.leaf.kind == "judge"]
+        self.asks = bool(self.judged)
+
+    def assuming(self, best: Callable[[Trajectory], bool]) -> Scorer:
+        """This scorer with a judge that asks no model, and says the best of the episodes for which `best` is true, the worst of
+        the others: what the other leaves decide. Itself if it has no judge."""
+        if not self.asks:
+            return self
+        made = copy.copy(self)
+        made._assumed = best
+        return made
 
     def score(self, trajectory: Trajectory) -> Score:
         """Score one trajectory. If the spec has a judge, waits for its answer."""
-        return self._drive(self._scoring(trajectory, None, 0))
+        return self._drive(self._scoring(trajectory, None, 0), trajectory)
 
     async def ascore(self, trajectory: Trajectory) -> Score:
         """As `score`, without blocking the event loop: judges are awaited; what replays, calls a user's function, is long or has
@@ -108,8 +121,8 @@ class Scorer:
 
     def score_group(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """Score the trajectories of one task together, as group leaves need."""
-        group = self._by_node([self._drive(self._comparing(trajectory)) for trajectory in trajectories])
-        return [self._drive(self._scoring(t, group, i)) for i, t in enumerate(trajectories)]
+        group = self._by_node([self._drive(self._comparing(trajectory), trajectory) for trajectory in trajectories])
+        return [self._drive(self._scoring(t, group, i), t) for i, t in enumerate(trajectories)]
 
     async def ascore_group(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """As `score_group`, awaited; the members are scored at the same time."""
@@ -142,7 +155,7 @@ class Scorer:
 
         return work
 
-    def _drive(self, work: Work[T]) -> T:
+    def _drive(self, work: Work[T], trajectory: Trajectory) -> T:
         """Pass over the tree until no leaf has a pending request; each pass has the answers to the previous requests.
 
         Leaves thus stay synchronous and stateless, and all requests of a pass can be answered concurrently.
@@ -152,7 +165,7 @@ class Scorer:
             result, frame = work(answers)
             if not frame.pending:
                 return result
-            client = self._client()
+            client = self._client(trajectory)
             answers.update({key: client.ask(key, request) for key, request in frame.pending.items()})
         raise RuntimeError(f"reward spec {self.name!r}: a leaf makes a new request on every pass")
 
@@ -163,7 +176,7 @@ class Scorer:
             result, frame = await self._pass_over(work, answers, size)
             if not frame.pending:
                 return result
-            client, keys = self._client(), list(frame.pending)
+            client, keys = self._client(trajectory), list(frame.pending)
             verdicts = await asyncio.gather(*(client.aask(key, frame.pending[key]) for key in keys))
             answers.update(zip(keys, verdicts, strict=True))
         raise RuntimeError(f"reward spec {self.name!r}: a leaf makes a new request on every pass")
@@ -180,7 +193,9 @@ class Scorer:
             # Inside the place: waiting for one is not the spec's time.
             return await within(self.timeout, SCORING.call(self.name, work, answers), f"reward spec {self.name}")
 
-    def _client(self) -> JudgeClient:
+    def _client(self, trajectory: Trajectory) -> JudgeClient:
+        if self._assumed is not None:
+            return AssumedJudge(self._assumed(trajectory))
         assert self._judge is not None  # only a judge leaf makes requests, and it does not compile without a client
         return self._judge
 

@@ -14,6 +14,7 @@ from agentrl.errors import ConfigError
 from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import check_config, lint
 from agentrl.run.checks.lint import check_lint
+from agentrl.run.checks.reward import check_success
 
 RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
 TYPO = {"use": "number.close", "args": {"expect": {"$": "/task/gold/anwser"}}}
@@ -78,9 +79,23 @@ def test_what_is_suspicious_is_said_and_not_refused(tmp_path: Path) -> None:
     assert notes(made(tmp_path, RIGHT)) == []
 
 
-def test_a_spec_with_a_judge_is_read_and_tried_on_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spec_with_a_judge_is_tried_on_what_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said holds if the judge says the best of everything and if it says the worst; it is not asked."""
+    monkeypatch.setattr("agentrl.reward.judge.client.Judge.ask", lambda *_: pytest.fail("a judge was asked"))
+    judged = "not judged, since that would call a model; what else is said holds in any case"
+    assert notes(made(tmp_path, {"op": "all", "of": [RIGHT, MARK]})) == [f"reward spec 'mine' at /root/of/1: {judged}"]
+    with pytest.raises(ConfigError, match=r"'mine': the gold solution of task .* is not a success"):
+        config = made(tmp_path, {"op": "all", "of": [NEVER, MARK]}, {"op": "all", "of": [NEVER, MARK]})
+        check_success(config, EnvRef.of(config), scorer_of(config))
+    typo = {"op": "mean", "of": [MARK, TYPO]}
+    with pytest.raises(ConfigError, match=r"'mine': /root: the gold solution could not be scored: .*'/task/gold/anwser'"):
+        notes(made(tmp_path, typo))
+    # Doing nothing is paid if the judge says the best of it, and may not be: no finding.
+    assert [line.partition(": ")[2] for line in notes(made(tmp_path, MARK))] == [judged]
+    paid = {"op": "any", "of": [ALWAYS, MARK]}
+    with pytest.raises(ConfigError, match=r"/success: an empty answer is a success in each of 3 tasks"):
+        notes(made(tmp_path, paid, paid))
     monkeypatch.setattr(lint, "probe_episodes", lambda *args, **more: pytest.fail("an episode was scored"))
-    assert notes(made(tmp_path, MARK))[-1].endswith("not tried on episodes before the start: that would call its judge")
     own = {"python": "m:f", "tools": "own"}
     assert "tools of its own" in notes(made(tmp_path, RIGHT, agent=own))[-1]
     assert "http://127.0.0.1:9" in notes_of_remote(tmp_path)

@@ -15,6 +15,7 @@ from agentrl.errors import ConfigError
 from agentrl.reward import Scorer
 from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import check_config, check_eval
+from agentrl.run.checks.model import check_prompts, longest_prompt
 from agentrl.run.checks.reward import Questions, check_judge, check_success, questions
 
 RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
@@ -205,3 +206,57 @@ def test_of_several_environments_the_budget_is_of_all(tmp_path: Path, caplog: py
     with pytest.raises(ConfigError, match=r"16 calls are not enough.* at least 176 times"):
         checked(16, weight=0.0)  # all training is of the one that asks
     checked(176, weight=0.0)
+
+
+OPENING = """
+from agentrl.env import Message, Task, ToolEnv
+from agentrl.env.users import ModelUser, ScriptedUser, UserModel
+from agentrl.tool import Tool
+
+class Opens(ToolEnv):
+    id = "test/Opens-v0"
+    summary = "a user opens, and its setup adds a tool"
+
+    def __init__(self, *, words=0, tools=0, model=False, **base):
+        super().__init__(**base)
+        self.words, self.tools, self.model = words, tools, model
+
+    def user_models(self):
+        return [UserModel("no/model")] if self.model else []
+
+    def make_task(self, rng_seed, split):
+        return Task(f"opens/{rng_seed}", rng_seed, split, {}, {"answer": "1"})
+
+    async def setup(self, task):
+        for number in range(self.tools):
+            shown = {"name": f"tool_{number}", "description": "does one thing", "parameters": {"type": "object"}}
+            self.toolbox.add(Tool.published(shown, lambda env: "", inline=True))
+        self.user = ModelUser("g", model="no/model") if self.model else ScriptedUser(["word " * self.words])
+
+    async def prompt(self, task):
+        said = await self.ask_user([Message("system", "begin")])
+        return [Message("user", str(said))]
+"""
+
+
+def test_the_opening_of_an_episode_counts_with_what_its_user_says_and_its_setup_adds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "envs" / "opens").mkdir(parents=True)
+    (tmp_path / "envs" / "opens" / "env.py").write_text(OPENING)
+    monkeypatch.chdir(tmp_path)
+    config = made(tmp_path, RIGHT)
+
+    def tokens(**params: Any) -> int:
+        section = config.env.model_copy(update={"id": "opens", "params": params})  # type: ignore[union-attr]
+        one = config.model_copy(update={"env": section})
+        return longest_prompt(one, EnvRef.of(one))[1]
+
+    few, many = tokens(words=3), tokens(words=303)
+    # "word " 300 times more, a token or more each; nothing of it was counted if nobody opened an episode.
+    assert few > 0 and many - few >= 300
+    assert tokens(words=3, tools=4) - few > 4 * 5
+    assert tokens(model=True) == 0, "a model that plays the user is not asked"
+    with pytest.raises(ConfigError, match=r"the opening prompt of opens \(task seed 0\) has \d{4,} tokens"):
+        section = config.env.model_copy(update={"id": "opens", "params": {"words": 40000}})  # type: ignore[union-attr]
+        check_prompts(config.model_copy(update={"env": section}), "embedded", EnvRef("opens", {"words": 40000}))

@@ -11,6 +11,7 @@ import numpy as np
 from agentrl.env.base import ScoreLike, ScorerLike, ToolEnv
 from agentrl.env.spaces import Action
 from agentrl.env.sync import run_sync
+from agentrl.reward import Scorer
 from agentrl.trajectory import Message, Task
 
 
@@ -88,8 +89,16 @@ class Subject:
         return self.scored(env).value
 
     def won(self, env: ToolEnv) -> bool:
-        """Whether the episode is a success."""
-        return self.scored(env).success is True
+        """Whether the episode is a success. Judges are not asked: it is one if they say the best of it, or the worst."""
+        if not isinstance(self.scorer, Scorer) or not self.scorer.asks:
+            return self.scored(env).success is True
+        judged = (self.scorer.assuming(lambda _: True), self.scorer.assuming(lambda _: False))
+        return any(one.score(env.trajectory).success is True for one in judged)
+
+    def not_judged(self) -> str:
+        """For evidence: the leaves of the spec that would call a model."""
+        judged = self.scorer.judged if isinstance(self.scorer, Scorer) else []
+        return f"; not judged: {', '.join(judged)}" if judged else ""
 
     def play(self, env: ToolEnv, turns: Sequence[Action], seed: int, split: str = "train") -> float | None:
         """Reset, play until the episode or the turns end, and score."""

@@ -37,7 +37,7 @@ def check_gold(subject: Subject) -> str:
             if not subject.won(env):
                 raise CheckFailed(f"{describe(env.task)}: gold scored {subject.score(env)} and is not a success")
             played += 1
-    return f"gold succeeded on {played} tasks"
+    return f"gold succeeded on {played} tasks{subject.not_judged()}"
 
 
 IDLERS: dict[str, Script] = {

@@ -15,7 +15,7 @@ from agentrl.config import TrainConfig
 from agentrl.env.wrapper import WRAPPERS
 from agentrl.errors import ConfigError
 from agentrl.reward import Scorer
-from agentrl.reward.lint import LintFinding, lint_idle, lint_probes, lint_spec, reads_samples
+from agentrl.reward.lint import LintFinding, lint_idle, lint_probes, lint_spec, reads_samples, whatever_judged
 from agentrl.reward.probes import probe_episodes
 from agentrl.run.checks.reward import in_daemon_thread
 
@@ -35,7 +35,8 @@ REFUSED = frozenset({"gold-unscored", "gold-no-success", "idle-paid"})
 def check_lint(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[str]:
     """What is suspicious about the reward spec, a line each. Raises ConfigError, with the places in the spec, for faults.
 
-    Environments elsewhere, specs with judges and agents with tools of their own are linted without episodes, and that is said.
+    Environments elsewhere and agents with tools of their own are linted without episodes, and that is said. Judges are not asked:
+    what is found holds whatever they say, and their leaves are named.
 
     Reads: health.lint, env, tools, agent, rollout.env_timeout, rollout.episode_timeout.
     """
@@ -55,8 +56,6 @@ def check_lint(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[str]:
 
 
 def _not_probed(config: TrainConfig, env: EnvRef, scorer: Scorer) -> str | None:
-    if scorer.asks:
-        return "that would call its judge"
     if env.at is not None:
         return f"the environment is at {env.at.url}"
     if config.agent is not None and config.agent.tools == "own":
@@ -74,9 +73,13 @@ def _probed(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[LintFindin
         order_free, idle_share = built.order_free, built.idle_share
         built.close()
         probes = probe_episodes(sound.build, TASKS, enough=lambda: time.monotonic() > until, gold_needed=False)
-        found = lint_probes(scorer, probes, order_free, idle_share)
         unsaid = UNSAID | (AMOUNTS if reads_samples(scorer) else frozenset())
-        return [*lint_idle(scorer, probes, idle_share), *(item for item in found if item.code not in unsaid)]
+
+        def lint(one: Scorer) -> list[LintFinding]:
+            found = lint_probes(one, probes, order_free, idle_share)
+            return [*lint_idle(one, probes, idle_share), *(item for item in found if item.code not in unsaid)]
+
+        return whatever_judged(scorer, probes, lint)
 
     limit = config.rollout.env_timeout + config.rollout.episode_timeout
     return in_daemon_thread(probe, limit)

@@ -3,8 +3,9 @@ the headers of its weights."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from agentrl.config import ModelConfig, TrainConfig
 from agentrl.config.envs import each, entry_name
 from agentrl.env import ToolEnv
 from agentrl.env.base import plain_prompt
+from agentrl.env.remote.client import RemoteEnv
 from agentrl.errors import ConfigError, ModelError
 from agentrl.run.assembly import context_length, model_length, renderer_of, tokenizer_of
+from agentrl.run.checks.reward import in_daemon_thread
 from agentrl.run.engines import engine_name, engine_of
 from agentrl.train.model_files import check_pointers, check_tensors, has_safetensors, has_weights, stored_tensors
 from agentrl.train.pretrained import load_model_config, load_tokenizer, meta_model, unused_ids, vocabulary
+from agentrl.trajectory import Message
 
 PADDING, SHARE = 2048, 0.1
 """Ids without a token that an embedding may have: this many, or this share of all, whichever is more. Released models have up to
@@ -57,7 +61,7 @@ def check_prompts(config: TrainConfig, engine: str, env: EnvRef) -> None:
     """Raise ConfigError if an opening prompt of the first tasks leaves no room for a turn.
 
     Reads: env, tools, engine, engine_args, cluster, model.path, model.init, model.tool_parser, model.trust_remote_code, vllm,
-    rollout.max_episode_tokens, rollout.colocate.
+    rollout.max_episode_tokens, rollout.env_timeout, rollout.colocate.
     """
     if "messages" in engine_of(config).traits:
         return  # nobody here counts its tokens
@@ -128,23 +132,43 @@ def check_tokenizer(model: ModelConfig) -> None:
         )
 
 
+Opening = tuple[list[Message], list[dict[str, Any]]]
+"""The first messages of an episode, and the schemas of its tools."""
+
+
 def longest_prompt(config: TrainConfig, env: EnvRef) -> tuple[int, int]:
-    """The seed and the tokens of the longest opening prompt among the first training tasks; 0 tokens if none can be made
-    without a setup."""
-    renderer, built = renderer_of(config.model, tokenizer_of(config)), env.build()
+    """The seed and the tokens of the longest opening prompt among the first training tasks, with the tools that its setup adds
+    and what its user opens with, if a script says that (`ToolEnv.gold_user`); 0 tokens if no episode can be opened."""
+    renderer, limit = renderer_of(config.model, tokenizer_of(config)), config.rollout.env_timeout
     try:
-        return max(((seed, _prompt(renderer, built, seed)) for seed in range(SEEDS)), key=lambda found: found[1])
-    finally:
-        built.close()
+        openings = in_daemon_thread(lambda: _openings(env.scripted()), SEEDS * limit)
+    except TimeoutError:  # `check_success` says so
+        openings = {}
+    lengths = ((seed, len(renderer.start(*opening))) for seed, opening in openings.items())
+    return max(lengths, key=lambda found: found[1], default=(0, 0))
 
 
-def _prompt(renderer: Any, env: ToolEnv, seed: int) -> int:
-    try:
-        task = env.make_task(seed, env.splits[0])
-        messages = plain_prompt(env, task)
-    except Exception:  # an environment may need its setup first, which may start processes
-        return 0
-    return len(renderer.start(messages, env.toolbox.schemas()))
+def _openings(env: EnvRef) -> dict[int, Opening]:
+    """By seed; without those that fail by the environment's own code, which `check_success` names."""
+    built, found = env.build(), {}
+    for seed in range(SEEDS):
+        with suppress(Exception):
+            found[seed] = _opening(built, seed)
+    built.close()
+    return found
+
+
+def _opening(env: ToolEnv, seed: int) -> Opening:
+    """By an episode, if a setup may add tools, or if the prompt awaits a user that is no model."""
+    inner: Any = env.unwrapped
+    kind, split = type(inner), env.splits[0]
+    waits = inspect.iscoroutinefunction(kind.prompt)
+    plain = kind.setup is ToolEnv.setup and not waits and not inner.has_sources
+    asks = waits and inner.user_models() and kind.gold_user is ToolEnv.gold_user
+    if isinstance(inner, RemoteEnv) or plain or asks:
+        return plain_prompt(env, env.make_task(seed, split)), env.toolbox.schemas()
+    messages, _ = env.reset(seed=seed, options={"split": split})
+    return messages, env.toolbox.schemas()
 
 
 def _check_files(config: TrainConfig, path: str, planned: bool, *, classifier: bool = False, computed: bool = True) -> None:

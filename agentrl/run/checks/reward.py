@@ -47,7 +47,8 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
     """Raise ConfigError if the gold solution of a training task is not a success (success rates would then mean nothing), or
     if it cannot be played because the environment fails or hangs.
 
-    If the environment has no scripted gold solution, or a judge would cost money, this is not checked, and the log says so.
+    If the environment has no scripted gold solution, this is not checked, and the log says so. A judge, which would cost money,
+    is not asked: gold must be a success if it says the best, or the worst, of everything, and the log names its leaves.
     The gold solution is played without wrappers that inject random faults.
 
     Reads: env, tools, checkpoint.best, rollout.sampler, rollout.env_timeout, rollout.episode_timeout, seed.
@@ -60,13 +61,13 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
         )
     if scorer.asks:
         log.warning(
-            "%s: not checked whether the gold solution is a success, because that would call its judge; to check it: "
-            "agentrl reward lint %s --env %s",
+            "%s: whether the gold solution is a success is checked without %s, which would call a judge; with it: "
+            "agentrl reward lint %s --env %s --ask-judge",
             scorer.name,
+            ", ".join(scorer.judged),
             scorer.name,
             env.id,
         )
-        return
     # A script cannot try again if a tool fails at random, as a policy can.
     kept = [choice for choice in env.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
     sound = replace(env, wrappers=kept)
@@ -90,8 +91,8 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
 def _first_fault(tasks: Iterable[tuple[EnvRef, int]], scorer: Scorer, limit: float) -> str | None:
     for ref, seed in tasks:
         trajectory = in_daemon_thread(partial(gold_episode, ref.build, seed), limit)
-        score = scorer.score(trajectory)
-        if score.success is not True:
+        score = scorer.assuming(lambda _: True).score(trajectory)
+        if score.success is not True and scorer.assuming(lambda _: False).score(trajectory).success is not True:
             return gold_fault(scorer, trajectory, score)
     return None
 
