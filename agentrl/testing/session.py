@@ -178,10 +178,12 @@ def child_env(outer: Mapping[str, str], added: Mapping[str, str], cards: Sequenc
 
 def stacks_of(text: str, file: Path) -> Stacks:
     """What faulthandler wrote: all of it, and the innermost line of `file` in which its current thread is, else of any file."""
-    inside, frames = False, []
+    inside = False
+    frames: list[re.Match[str]] = []
     for line in text.splitlines():
         if line.startswith(("Current thread", "Thread")):
             inside = line.startswith("Current thread")
+            frames = [] if inside else frames  # asked twice, the last answer counts
         elif inside and (found := _FRAME.match(line)):
             frames.append(found)
     own = [frame for frame in frames if Path(frame["file"]) == file.resolve()]

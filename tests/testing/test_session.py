@@ -74,17 +74,12 @@ def test_a_collection_that_hangs_is_an_error_by_name_with_its_line(start: Callab
     session = start("test_hangs_in_collection.py", (0,))
     until(lambda: session.said.pid is not None or session.tick(1.0) is not None)
     line = 1 + (ROOT / BAD / "test_hangs_in_collection.py").read_text().splitlines().index("time.sleep(100_000)")
-    until(lambda: "hangs_in_collection.py" in _asked(session))
+    until(lambda: session._dumped().where.endswith(f"hangs_in_collection.py:{line} in <module>"))
     session.tick(HOUR + 1)
     result = ended(session, HOUR + 2)
     told = f"was not collected within 3600 s, at tests/testing/bad/test_hangs_in_collection.py:{line} in <module>"
     assert result.problem == told and "Current thread" in result.at
     assert [(case.name, case.outcome) for case in result.cases] == [("test_listed", "not run")]
-
-
-def _asked(session: FileSession) -> str:
-    """Where it is; asked again and again, until it has come to the line in which it hangs."""
-    return session._dumped().text
 
 
 def test_a_crash_is_the_fault_of_the_test_in_which_it_came(start: Callable[..., FileSession], tmp_path: Path) -> None:
