@@ -242,11 +242,19 @@ def _object(room: str, name: str, found: Any) -> str:
     if inspect.isclass(found) or inspect.isfunction(found):
         text += f"```text\n{_signature(name, found)}\n```\n\n" + _docstring(found)
         if inspect.isclass(found):
-            text += "".join(_method(member, inside) for member, inside in vars(found).items())
+            text += "".join(_method(member, inside) for member, inside in _members(found).items())
         return text
     if inspect.ismodule(found):
         return text + _docstring(found)
     return text + f"A `{type(found).__name__}`.\n"
+
+
+def _members(found: type) -> dict[str, Any]:
+    """What a class has by itself and by bases that its own package does not offer by name."""
+    room = sys.modules[found.__module__.rpartition(".")[0] or found.__module__]
+    bases = [base for base in found.__mro__[:0:-1] if base.__module__.startswith(f"{room.__name__}.")]
+    own = [base for base in bases if not hasattr(room, base.__name__)]
+    return {name: inside for home in (*own, found) for name, inside in vars(home).items()}
 
 
 def _method(name: str, found: Any) -> str:

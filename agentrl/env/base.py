@@ -10,35 +10,30 @@ import asyncio
 import copy
 import inspect
 import logging
-from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, Self
-
-import gymnasium
 
 from agentrl.deadline import LateError, within
 from agentrl.env.actions import read_action
 from agentrl.env.copying import Copier, Snapshot, copier, copy_parts
+from agentrl.env.hooks import EnvHooks
+from agentrl.env.noting import as_message, note
 from agentrl.env.own_reward import OwnReward
-from agentrl.env.seeds import SPLITS
 from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace
 from agentrl.env.sync import run_sync
-from agentrl.env.teachers import GoldTeacher
 from agentrl.env.twin import EnvTwin
-from agentrl.env.users import GOLD, ModelUser, User, UserModel
+from agentrl.env.users import GOLD, ModelUser, User
 from agentrl.env.userside import ask, make_call, next_step
 from agentrl.errors import ConfigError, EnvError, PolicyTimeoutError, ToolTimeoutError, UserLimitError
-from agentrl.tool import CountTokens, Problem, Tool, Toolbox, ToolSession, ToolSet, ToolSource, estimate_tokens
-from agentrl.tool.output import error_text
+from agentrl.tool import CountTokens, Tool, Toolbox, ToolSession, ToolSet, ToolSource, estimate_tokens
 from agentrl.tool.sets import tool_methods
 from agentrl.tool.toolbox import Waiting
-from agentrl.trajectory import Json, Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
+from agentrl.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 
 StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
-Opening = list[Message] | Awaitable[list[Message]]
 
 
 class ScoreLike(Protocol):
@@ -57,13 +52,7 @@ class ScorerLike(Protocol):
     async def ascore(self, trajectory: Trajectory, /) -> ScoreLike: ...
 
 
-class Teacher(Protocol):
-    """A scripted policy: answers each observation with an assistant turn, or with None to stop."""
-
-    def act(self, observation: Observation) -> Message | None: ...
-
-
-class ToolEnv(gymnasium.Env[Observation, Action]):
+class ToolEnv(EnvHooks):
     """Base class of all environments.
 
     A subclass sets `id`, `reward` (the name of a spec in the catalog, or a path relative to the file) and `summary`,
@@ -79,29 +68,6 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
     One object runs one episode at a time. The order of calls is `areset`, `astep`..., `aclose`; `reset`, `step`
     and `close` are the same calls, blocking.
     """
-
-    id: ClassVar[str] = ""
-    reward: ClassVar[str | None] = None
-    summary: ClassVar[str] = ""
-    tools: ClassVar[Sequence[Tool | Callable[..., Any]]] = ()
-    shared: ClassVar[frozenset[str]] = frozenset()
-    splits: ClassVar[tuple[str, ...]] = SPLITS
-    order_free: ClassVar[bool] = False
-    idle_share: ClassVar[float] = 0.0
-    scripted: ClassVar[bool] = False
-    metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012 - Gymnasium's own attribute
-
-    max_output: ClassVar[int | None] = None
-    """Tokens of an answer, of tools without a `max_output` of their own; None: 2048. A config's `env.max_output` goes first."""
-
-    teardown_timeout: float = 120.0
-    """Seconds for `teardown` and for closing tool sessions; after that they are abandoned with an error in the log."""
-
-    opening_timeout: float = 120.0
-    """Seconds for a `prompt` that awaits; after that the reset fails (EnvError)."""
-
-    user_call_limit: int = 64
-    """The calls that the user may make to its own tools in one answer; beyond that the episode is cut, as at its most turns."""
 
     _random_of: Any = None
     _awaited: bool = False
@@ -149,59 +115,13 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         self._calls = 0
         self._last: Observation = []
 
-    # -- what an author writes ---------------------------------------------------------------------
-
-    @abstractmethod
-    def make_task(self, rng_seed: int, split: str) -> Task:
-        """The task of a seed: the same arguments give the same task, and splits share no content."""
-        raise NotImplementedError(f"{type(self).__name__}.make_task")
-
-    @abstractmethod
-    def prompt(self, task: Task) -> Opening:
-        """The opening messages (system and user). They must not contain anything of `task.gold`. It may be `async def`, if the
-        user opens the conversation (`ask_user`)."""
-        raise NotImplementedError(f"{type(self).__name__}.prompt")
-
-    def task_count(self, split: str) -> int | None:
-        """The number of tasks in a split if it is finite: seeds 0 to count - 1 then name each task once, and
-        training samples them without replacement, epoch by epoch. None: every seed gives a task."""
-        return None
-
-    def family(self, task: Task) -> str:
-        """What kind of task it is, for reports by family and splits that hold whole families out; "" if there are no kinds."""
-        return str(task.data.get("family") or "")
-
-    async def setup(self, task: Task) -> None:
-        """Set the episode's state. `teardown` runs after it in every case, even if it raised."""
-
-    async def teardown(self) -> None:
-        """Free what `setup` acquired. Runs once per episode: at its end, on a fault, on cancellation, on close."""
-
-    async def conclude(self) -> None:
-        """Look once more at what the policy left (run a task's tests, say), before `state` is recorded and `teardown` runs.
-
-        Called once, when an episode ends by itself or at one of its limits; not after a fault, whose episode is not scored. It
-        must end in a time of its own. Raises EnvError if the environment fails at it: the episode is then unscored.
-        """
-
-    def state(self) -> Json:
-        """The environment's state as JSON, for state leaves of a reward spec."""
-        return None
+    # -- what an author calls, and the user's side --------------------------------------------------
 
     @property
     def queued(self) -> str:
         """What this environment queues for with others (a sandbox, say), in words; "" if for nothing. Such time is not counted
         against the episode."""
         return next((text for item in self._sets.values() if (text := item.queued)), "")
-
-    def hidden(self, task: Task) -> Mapping[str, Any]:
-        """Values of the tools' Hidden parameters in this task."""
-        return {}
-
-    def error_text(self, call: ToolCall, problem: Problem) -> str:
-        """What the policy reads in place of an answer if its call is refused (`problem.kind` says why, "unknown_tool", say) or
-        its tool raised, of tools without an `error` option of their own. By default JSON with the keys "error" and "message"."""
-        return error_text(problem.kind, problem.message)
 
     async def user_reply(self, message: Message) -> list[Message] | None:
         """Answer an assistant turn without tool calls; None ends the episode.
@@ -222,28 +142,6 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         if self.user is None or self._record is None:
             raise EnvError(f"{self.id}: there is no user to ask (set self.user in setup)")
         return await ask(self.user, self._record, self.user_toolbox, self.user_call_limit, before, self._note_new_tools)
-
-    def user_models(self) -> Sequence[UserModel]:
-        """The models behind an API that its users will ask, which are then asked once before a run; known from its parameters,
-        not from a task."""
-        return ()
-
-    def gold_turns(self, task: Task) -> list[Message]:
-        """Assistant turns that score the maximum. Raises NotImplementedError if there are none."""
-        raise NotImplementedError(f"{self.id} has no scripted gold policy")
-
-    def gold_user(self, task: Task) -> User | None:
-        """The user that goes with `gold_turns`, for an environment whose own may be a model: it says what a solution needs to
-        hear and makes those of its calls that belong to it. None: the environment's own."""
-        return None
-
-    def teacher(self, task: Task, rng: Any, **params: Any) -> Teacher:
-        """An imperfect scripted policy for a warm start; `rng.random()` is its only source of randomness.
-
-        By default the gold turns; before each one but the first it gives up with probability `stop` (see
-        `agentrl.env.teachers`). Raises NotImplementedError if there are none, TypeError for other `params`.
-        """
-        return GoldTeacher(self.gold_turns(task), rng, **params)
 
     def finish(self) -> None:
         """Called by a tool or hook: by the task's own rules, this turn is the episode's last."""
@@ -665,7 +563,7 @@ class ToolEnv(gymnasium.Env[Observation, Action]):
         if turn.message.tool_calls:
             turn.results = await self.toolbox.call_all(turn.message.tool_calls)
             self._note_new_tools()
-            return [_as_message(result) for result in turn.results], self._ended
+            return [as_message(result) for result in turn.results], self._ended
         replies = await self.user_reply(turn.message)
         return replies or [], self._ended or replies is None
 
@@ -754,24 +652,3 @@ def _checked(task: Any) -> Task:
     if not isinstance(task, Task):
         raise ValueError(f"reset option 'task' must be a Task, got {type(task).__name__}")
     return task
-
-
-def note(record: Trajectory, turn: Turn, result: ToolResult) -> None:
-    """Add a call's result to its turn and to the conversation, both in the order of the turn's calls, in whatever order they
-    end."""
-    order = {call.id: place for place, call in enumerate(turn.message.tool_calls)}
-
-    def later(call_id: str | None) -> bool:
-        return order.get(call_id or "", -1) > order.get(result.call_id, len(order))
-
-    at, place = len(record.messages), len(turn.results)
-    while place and later(turn.results[place - 1].call_id):
-        place -= 1
-    while at and record.messages[at - 1].role == "tool" and later(record.messages[at - 1].tool_call_id):
-        at -= 1
-    turn.results.insert(place, result)
-    record.messages.insert(at, _as_message(result))
-
-
-def _as_message(result: ToolResult) -> Message:
-    return Message("tool", result.content, tool_call_id=result.call_id, name=result.name)

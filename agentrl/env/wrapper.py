@@ -6,8 +6,9 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agentrl.env.base import Opening, StepResult, Teacher, ToolEnv
+from agentrl.env.base import StepResult, ToolEnv
 from agentrl.env.copying import Copier, Snapshot, WrapperCopier
+from agentrl.env.hooks import Opening, Teacher
 from agentrl.env.spaces import Action, Observation
 from agentrl.env.twin import EnvTwin
 from agentrl.env.users import User, UserModel

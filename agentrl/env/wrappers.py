@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from agentrl.env.base import Opening, StepResult, ToolEnv
+from agentrl.env.base import StepResult, ToolEnv
+from agentrl.env.hooks import Opening
 from agentrl.env.spaces import Action, Observation
 from agentrl.env.users import GOLD, UserModel
 from agentrl.env.wrapper import WRAPPERS, ToolWrapper

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from agentrl.backends.endpoint.session import AgentSession
 from agentrl.env import ToolEnv
-from agentrl.env.base import note
+from agentrl.env.noting import note
 from agentrl.tool import Problem
 from agentrl.trajectory import Json, Message, ToolCall, ToolResult, Turn
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import gymnasium
 
-from agentrl.env.base import StepResult, Teacher, ToolEnv, check_options
+from agentrl.env.base import StepResult, ToolEnv, check_options
 from agentrl.env.copying import Snapshot
+from agentrl.env.hooks import Teacher
 from agentrl.env.remote import wire
 from agentrl.env.remote.link import Link, LostError
 from agentrl.env.remote.wire import Asked

@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from agentrl.deadline import GRACE, end
-from agentrl.env.base import Teacher, ToolEnv
+from agentrl.env.base import ToolEnv
 from agentrl.env.copying import Snapshot
+from agentrl.env.hooks import Teacher
 from agentrl.env.remote import wire
 from agentrl.env.remote.wire import Asked
 from agentrl.env.users import GOLD
