@@ -160,6 +160,9 @@ class Foreign:
         self._taken, self._parent = 0, os.getpid()
         self._free = threading.Condition()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Foreign:
+        return self  # copies of an environment ask the same processes
+
     async def call(self, function: str, /, **values: Any) -> Json:
         """Call a function of the script in any of the processes. Raises EnvError for what it raises; a process whose caller is
         cancelled is killed."""

@@ -4,6 +4,7 @@ AGENTRL_TOOLSANDBOX_PYTHON an interpreter with its packages)."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import find_env
+from agentrl.catalog import EnvRef, find_env
+from agentrl.cli.env_subject import subject_of
 from agentrl.env import Message, ToolCall
+from agentrl.env.check.isolation import check_fork
 from agentrl.env.suite import Played
 from agentrl.env.users import UserModel
 from agentrl.errors import ConfigError
@@ -175,6 +178,11 @@ def test_episodes_at_the_same_time_have_nothing_in_common(source: Path) -> None:
     env = begun(envs[0], "lamp_on")
     fork = env.fork()
     fork.step(call(("lamp", {"on": True})))
+    assert copy.deepcopy(env.inside) is env.inside, "what copies an environment whole, as a wrapper does, copies no process"
+    assert (
+        check_fork(subject_of(EnvRef("toolsandbox", {"source": str(source)}), None, 1))
+        == "1 episodes forked halfway and restored"
+    )
     assert [one.step("The lamp is on.")[1] for one in (env, fork)] == [0.5, 1.0]
 
 
