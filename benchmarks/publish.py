@@ -3,10 +3,10 @@
     python benchmarks/publish.py [--mib 1024] [--bucket-mib 64] [--repeats 5] [--route shared]
 
 A sender and a receiver, each with its own copy of the weights. Measured is the time from the first bucket until
-the last tensor is in the receiver's own parameters. Except for `memory`, the receiver is another process. A
-publish copies every byte twice, into a bucket and out of it (collective and disk more often), so on one
-core it cannot be faster than 0.5 of a copy; the two sides work at the same time, so on two cores it can. Copies
-and publishes alternate; the best of all repeats counts. The last line is one JSON object.
+the last tensor is in the receiver's own parameters. Except for `memory`, the receiver is another process. The routes
+`memory` and `in_place` copy every byte once, `shared`, `disk` and `collective` twice or more, into a bucket and out of
+it, so on one core these cannot be faster than 0.5 of a copy; the two sides work at the same time, so on two cores they
+can. Copies and publishes alternate; the best of all repeats counts. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def measure(route: str, args: argparse.Namespace) -> tuple[float, float]:
     held, own = weights(args.mib, 1.0), weights(args.mib, 0.0)
     cfg = WeightsConfig(bucket_mib=args.bucket_mib, folder=tempfile.gettempdir())
     sender = make_sender(route, cfg, TENSOR_MIB << 20, 1, "127.0.0.1")
+    sender.lend(list(held.values()))
     want = sum(float(tensor[0]) + float(tensor[-1]) for tensor in held.values())
     times: list[tuple[float, float]] = []
     if route == "memory":
@@ -121,6 +122,7 @@ def other_process(mib: int) -> Iterator[Connection]:
     here, there = context.Pipe()
     process = context.Process(target=engine, args=(there, mib), daemon=True)
     process.start()
+    there.close()  # so that the end of the process is seen here
     yield here
     here.send(None)
     process.join(30)

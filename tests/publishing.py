@@ -41,6 +41,9 @@ class Held:
     def largest(self) -> int:
         return max((tensor.nbytes for _, tensor in self._named), default=0)
 
+    def resident(self) -> list[Tensor]:
+        return []
+
     def saving(self) -> None:
         """They are sent as they are."""
         return None

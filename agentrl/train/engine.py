@@ -151,6 +151,11 @@ class BaseEngine(ABC):
         All ranks must iterate together, or close the iterator. A tied output embedding is left out.
         """
 
+    def resident(self) -> list[Tensor]:
+        """Those of `tensors` that are the model's own memory and not made for the stream, if this memory stays where it is; none
+        by default. An engine may then read them in place."""
+        return []
+
     @abstractmethod
     def largest(self) -> int:
         """Bytes of the largest of `tensors`."""

@@ -34,7 +34,7 @@ from agentrl.train.loading import Loader
 from agentrl.train.lora import inject, merged, without_adapters
 from agentrl.train.memory import RoleMemory, count
 from agentrl.train.modules import MODULES, Micro, PolicyModule, Role, layers_of, shared
-from agentrl.train.offload import Offloaded
+from agentrl.train.offload import Offloaded, local
 from agentrl.train.optim import by_mesh
 from agentrl.train.plan_checks import check_plans
 from agentrl.train.plans import expert_dimension, split
@@ -247,6 +247,16 @@ class FsdpEngine(BaseEngine):
         for name, full in self._adapted() if self.cfg.lora is not None else self._plain():
             yield self.hf_name(name), self._cast(name, full)
 
+    def resident(self) -> list[Tensor]:
+        if self._gathers or self.cfg.lora is not None or self.cfg.offload != "never":
+            return []
+        return [local(tensor) for _, tensor in self.named() if tensor.dtype == self.compute_dtype]
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether other ranks have parts of the weights."""
+        return self.sharded and dist.get_world_size() > 1
+
     def frozen_base(self) -> AbstractContextManager[None]:
         return without_adapters(self.module)
 
@@ -295,7 +305,7 @@ class FsdpEngine(BaseEngine):
     def _plain(self) -> Iterator[tuple[str, Tensor]]:
         """Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded."""
         seen: set[str] = set()
-        for prefix, part in self._named_parts():
+        for prefix, part in self._named_parts() if self._gathers else []:
             if isinstance(part, FSDPModule):
                 part.reshard()  # a forward pass without backward may have left it unsharded, with the weights of that time
                 part.unshard()
@@ -308,10 +318,10 @@ class FsdpEngine(BaseEngine):
             finally:
                 if isinstance(part, FSDPModule):
                     part.reshard()
-        # Buffers, and whatever no part has yielded.
+        # Buffers, and whatever no part has yielded: of a single rank, which has each weight as a whole, all of them.
         for name, tensor in self.module.state_dict().items():
             if name not in seen and not self._left_out(name):
-                yield name, unsharded(tensor)
+                yield name, unsharded(tensor) if self._gathers else local(tensor)
 
     def _named_parts(self) -> list[tuple[str, nn.Module]]:
         if not self.sharded:

@@ -36,6 +36,7 @@ class WeightSource:
         sender = make_sender(route, cfg, largest, receivers, host)
         # The slot size is the sender's, which may differ from the requested one: all ranks must cut the stream alike.
         self._sender = sender if self._rank == 0 or sender.every_rank else Silent(sender)
+        self._sender.lend(self._engine.resident())
         return self._sender.open()
 
     def attached(self) -> None:

@@ -1,4 +1,5 @@
-"""Route `memory`: trainer and engine are one process; the buckets are plain memory."""
+"""Route `memory`: trainer and engine are one process. The engine reads weights where the trainer has them; what is gathered or
+converted for it goes through buckets of plain memory."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ import itertools
 import os
 import socket
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from agentrl.config.schema import WeightsConfig
 from agentrl.errors import ConfigError
-from agentrl.weights.bucket import Bucket, Named
+from agentrl.weights.bucket import Bucket, Lent, Named
 from agentrl.weights.route import ROUTES, SLOTS, Offer, Receiver, Route, Sender
 
 _numbers = itertools.count()
@@ -28,6 +30,9 @@ class MemorySender(Sender):
         self._slots: list[Tensor] = []
         # With the host: process ids repeat across machines, and a wrong match would load another trainer's weights.
         self._key = f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
+
+    def lend(self, tensors: Sequence[Tensor]) -> None:
+        self.lent = Lent(tensors)
 
     def open(self) -> Offer:
         # Both ends of this process use its GPU if it has one: through host memory each byte would cross the bus twice.
@@ -55,8 +60,8 @@ class MemoryReceiver(Receiver):
             raise ConfigError("weights.route = memory: the engine's weights are in another process than the trainer's")
 
     def receive(self, bucket: Bucket) -> list[Named]:
-        flat = _open[self.offer.where[0]].slot(bucket.slot)
-        return bucket.cut(flat)
+        sender = _open[self.offer.where[0]]
+        return bucket.cut(sender.slot(bucket.slot), sender.lent.regions)
 
     def close(self) -> None:
         return None

@@ -8,12 +8,16 @@
 
 A sender has two slots: while the engine loads one, the trainer fills the other. The driver requests
 bucket n + 2 only when bucket n is loaded, so a publish needs no memory besides these slots and the weights.
+
+Of a trainer that does not gather its weights, a route may let the engine read them where they are (`Sender.lend`): each byte is
+then copied once, into the engine's own weights.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +25,7 @@ from torch import Tensor
 
 from agentrl.config.schema import WeightsConfig
 from agentrl.registry import Registry
-from agentrl.weights.bucket import ALIGN, Bucket, Named, Stream, fill
+from agentrl.weights.bucket import ALIGN, NOTHING_LENT, Bucket, Lent, Named, Stream, fill
 
 SLOTS = 2
 
@@ -48,6 +52,11 @@ class Sender(ABC):
     def __init__(self, slot_bytes: int, receivers: int) -> None:
         self.slot_bytes, self.receivers = slot_bytes, receivers
         self._turn = 0
+        self.lent: Lent = NOTHING_LENT
+
+    def lend(self, tensors: Sequence[Tensor]) -> None:
+        """Called before `open` with tensors that may be read in place (see Lent). Routes that cannot do so copy them."""
+        return None
 
     @abstractmethod
     def open(self) -> Offer:
@@ -63,7 +72,7 @@ class Sender(ABC):
             return None
         slot, self._turn = self._turn, (self._turn + 1) % SLOTS
         # `self.slot` blocks until the bucket before the last, which used this slot, is no longer read.
-        entries, used = fill(stream, self.slot_bytes, self.slot(slot), self.align)
+        entries, used = fill(stream, self.slot_bytes, self.slot(slot), self.align, self.lent)
         return self.ship(Bucket(slot, used, tuple(entries)))
 
     @abstractmethod

@@ -89,7 +89,7 @@ class SharedReceiver(Receiver):
         self._slots: list[Tensor] = []
 
     def open(self) -> None:
-        token, *files = self.offer.where
+        token, *files = self.offer.where[: 1 + SLOTS]
         for name in files:
             # A file of this name that was made on another machine does not hold the token.
             # Before mapping, which would create a missing file and lengthen a short one.

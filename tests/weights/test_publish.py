@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 import torch
 
 from agentrl.backends.embedded.engine import EmbeddedEngine
@@ -66,11 +67,12 @@ def test_published_weights_explain_the_samples_and_stale_ones_do_not(tiny: str) 
     assert gap(actor, published, 1.0) > 1e-2  # control: another temperature is noticed too
 
 
-def test_a_bucket_is_a_copy(tiny: str) -> None:
-    """An engine that loads late must not see weights of a later update."""
+@pytest.mark.parametrize("route", ["shared", "disk"])
+def test_a_bucket_is_a_copy(tiny: str, route: str) -> None:
+    """An engine that loads late does not see weights of a later update, on routes that do not read them in place."""
     actor = trained_actor(tiny)
     before = weights_of(actor)
-    receiver = open_receiver(actor.run(Actor.open_route, "memory", WeightsConfig(), 1), 0)
+    receiver = open_receiver(actor.run(Actor.open_route, route, WeightsConfig(), 1), 0)
     bucket = actor.run(Actor.next_bucket, True)
     actor.run(Actor.update, make_batch(8, seed=9), AlgorithmConfig(), step=9)
     assert bucket is not None

@@ -25,8 +25,8 @@ from agentrl.rollout.replay.record import RecordingEngine
 from agentrl.train.actor import Actor
 from agentrl.train.publish import Publisher, check_takes_weights, check_weights
 from agentrl.train.source import WeightSource
-from agentrl.weights import collective, memory, routes, shared
-from agentrl.weights.bucket import ALIGN, PACKED, Bucket, Named, Stream, fill, tensor_in
+from agentrl.weights import collective, disk, in_place, memory, routes, shared
+from agentrl.weights.bucket import ALIGN, PACKED, Bucket, Lent, Named, Stream, fill, tensor_in
 from agentrl.weights.route import Offer, Silent
 from agentrl.weights.target import Adapter, MembersChangedError
 from tests.publishing import weights_of
@@ -37,7 +37,7 @@ SMALL_BUCKETS = WeightsConfig(bucket_mib=SMALL)
 LORA = ModelConfig(lora=LoraSection(rank=4, alpha=8.0))
 
 
-@pytest.mark.parametrize("route", ["auto", "memory", "shared", "collective", "disk"])
+@pytest.mark.parametrize("route", ["auto", "memory", "in_place", "shared", "collective", "disk"])
 def test_each_route_brings_the_weights_and_only_it_does(tiny: str, tmp_path: Path, route: str) -> None:
     """Into the embedded engine, twice: the second publish goes over slots that were used before."""
 
@@ -137,10 +137,11 @@ def test_a_group_that_cannot_meet_is_refused_in_seconds(monkeypatch: pytest.Monk
 
 
 def test_full_shared_memory_is_an_error_and_no_crash() -> None:
+    before = set(shared.FOLDER.glob("agentrl-weights-*"))
     sender = shared.SharedSender(1 << 50, 1)
     with pytest.raises(ConfigError, match=r"no room .* lower weights\.bucket_mib"):
         sender.open()
-    assert not list(shared.FOLDER.glob("agentrl-weights-*"))
+    assert not set(shared.FOLDER.glob("agentrl-weights-*")) - before
 
 
 def test_a_broken_publish_is_refused_and_the_next_one_heals(tiny: str) -> None:
@@ -175,6 +176,9 @@ class Gathers:
 
     def largest(self) -> int:
         return 32
+
+    def resident(self) -> list[torch.Tensor]:
+        return []
 
     def tensors(self) -> Iterator[Named]:
         self.started += 1
@@ -334,7 +338,9 @@ def test_bucket_mib_bounds_each_bucket_and_folder_is_where_it_lies(tiny: str, tm
     buckets: list[Bucket] = []
     while (bucket := actors.run(Actor.next_bucket, not buckets)) is not None:
         buckets.append(bucket)
-        assert Path(bucket.file).is_relative_to(tmp_path) and Path(bucket.file).is_file() and bucket.nbytes <= mib * 2**20
+        file, _, number = bucket.file.rpartition(":")
+        assert Path(file).is_relative_to(tmp_path) and Path(file).is_file() and number == str(len(buckets))
+        assert bucket.nbytes <= mib * 2**20
     assert largest <= mib * 2**20 and sum(bucket.nbytes for bucket in buckets) >= total
     assert all(bucket.nbytes > mib * 2**20 - largest for bucket in buckets[:-1]) and len(buckets) >= total / (mib * 2**20)
     actors.run(Actor.close_route)
@@ -359,3 +365,92 @@ def test_an_adapter_alone_is_published_in_place_of_the_one_before(tiny: str) -> 
         await engine.close()
 
     asyncio.run(run())
+
+
+LENDING = {"memory": memory.MemorySender, "in_place": in_place.InPlaceSender}
+
+
+@pytest.mark.parametrize("route", LENDING)
+def test_lent_weights_are_read_where_the_trainer_has_them(route: str) -> None:
+    """Two parameters of one storage and one of its own: what the trainer writes is seen without another bucket. A tensor
+    made for the stream goes through the bucket."""
+    both = torch.arange(64.0)
+    held = {"a": both[:16], "b": both[16:].view(6, 8), "c": torch.full((3, 5), 7.0)}
+    made = torch.full((4,), 9.0)
+    sender = LENDING[route](1 << 12, 1)
+    sender.lend(list(held.values()))
+    receiver = routes.open_receiver(sender.open(), 0)
+    sender.attached()
+    bucket = sender.send(Stream(iter([*held.items(), ("made", made)])))
+    assert bucket is not None
+    assert [entry.lent is None for entry in bucket.entries] == [False, False, False, True]
+    found = dict(receiver.receive(Bucket.from_plain(bucket.to_plain())))
+    assert all(torch.equal(found[name], tensor) for name, tensor in [*held.items(), ("made", made)])
+    both += 100.0
+    held["c"][2, 4] = -1.0
+    made.zero_()
+    assert all(torch.equal(found[name], tensor) for name, tensor in held.items())
+    assert found["made"].tolist() == [9.0] * 4
+    receiver.close()
+    sender.close()
+
+
+def test_a_lent_tensor_is_found_in_the_region_that_holds_all_of_it() -> None:
+    one, two = torch.zeros(10), torch.zeros(4, 6)
+    lent = Lent([two, one])
+    at = {region.data_ptr(): number for number, region in enumerate(lent.regions)}
+    assert lent.find(one[3:5]) == (at[one.data_ptr()], 12)
+    assert lent.find(two[1]) == (at[two.data_ptr()], 24)
+    assert lent.find(two.t()) is None and lent.find(torch.zeros(1)) is None
+    whole = torch.zeros(8)
+    assert Lent([whole[:4]]).find(whole[2:6]) is None
+
+
+def test_the_trainers_weights_are_lent_and_its_update_reaches_the_engine(tiny: str) -> None:
+    """In-place publishing after another optimizer step: every weight is the trainer's, and none was copied to a bucket."""
+    actors = trained(tiny)
+    for _ in range(2):
+        offer = actors.run(Actor.open_route, "in_place", SMALL_BUCKETS, 1)  # the second time the weights are shared already
+        receiver = routes.open_receiver(offer, 0)
+        actors.run(Actor.route_attached)
+        found, first = {}, True
+        while (bucket := actors.run(Actor.next_bucket, first)) is not None:
+            first = False
+            assert all(entry.lent is not None for entry in bucket.entries)
+            found |= {name: tensor.clone() for name, tensor in receiver.receive(bucket)}
+        receiver.close()
+        want = weights_of(actors)
+        assert set(found) == set(want) and all(torch.equal(found[name], want[name]) for name in want)
+        trained(tiny, actors, steps=1)
+
+
+def test_in_place_is_refused_without_weights_to_lend_or_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = in_place.InPlaceSender(1 << 12, 1)
+    with pytest.raises(ConfigError, match="the trainer gathers, converts or offloads"):
+        sender.open()
+    sender.lend([torch.zeros(8)])
+    monkeypatch.setattr(in_place, "SPARE", 1e15)
+    with pytest.raises(ConfigError, match=r"0 MiB of weights, and .* MiB free"):
+        sender.open()
+    monkeypatch.setattr(in_place, "SPARE", 1.0)
+    offer = sender.open()
+    other = offer.where[3].split(" ")
+    wrong = replace(offer, where=(*offer.where[:3], " ".join([*other[:2], "1", *other[3:]])))
+    with pytest.raises(ConfigError, match="cannot open the trainer's memory: another file"):
+        routes.open_receiver(wrong, 0)
+    sender.close()
+
+
+def test_an_older_bucket_of_a_network_file_system_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "STALE_S", 0.1)
+    sender = disk.DiskSender(1 << 12, 1, tmp_path)
+    lent = torch.arange(5.0)
+    sender.lend([lent])
+    receiver = routes.open_receiver(sender.open(), 0)
+    bucket = sender.send(Stream(iter([("made", torch.ones(3)), ("lent", lent), ("more", torch.ones(2, dtype=torch.int64))])))
+    assert bucket is not None
+    found = {name: tensor.tolist() for name, tensor in receiver.receive(bucket)}
+    assert found == {"made": [1.0] * 3, "lent": [0.0, 1.0, 2.0, 3.0, 4.0], "more": [1, 1]}
+    with pytest.raises(EngineError, match="bucket0 does not hold bucket 2"):
+        receiver.receive(replace(bucket, file=bucket.file[:-1] + "2"))
+    sender.close()

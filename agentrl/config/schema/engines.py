@@ -73,8 +73,9 @@ class WeightsConfig(Frozen):
 
     route: str = "auto"
     """"memory" (engine and trainer in one process), "ipc" (on the same GPUs), "nccl" (a broadcast to vLLM on other GPUs),
-    "shared" (on one machine), "collective" (a broadcast to other machines, through host memory), "disk" (files in `folder`), the
-    name of one in `plugins/` of a shelf, or "auto": the first of those six that works."""
+    "in_place" (those of a single trainer on this machine's CPU, which the engine maps), "shared" (on one machine), "collective"
+    (a broadcast to other machines, through host memory), "disk" (files in `folder`), the name of one in `plugins/` of a shelf, or
+    "auto": the first of those seven that works."""
     bucket_mib: Annotated[Positive, Unit("MiB")] | None = None
     """Size of the buckets in which they are sent, two of which are in memory at once; by default 256 on GPUs and 64 on CPUs."""
     folder: str | None = None
