@@ -30,7 +30,7 @@ from bench_workers import Taker
 from light_workers import Bare, Idle
 
 from agentrl.batch.rows import Ragged, build, jagged, select
-from agentrl.batch.schedule import with_trees
+from agentrl.batch.schedule import Mode, with_trees
 from agentrl.cluster.future import Pending
 from agentrl.cluster.group import Backend, WorkerGroup
 from agentrl.cluster.launch import launch
@@ -43,6 +43,9 @@ from agentrl.train.init_model import init_model
 
 MIB = 1 << 20
 TOKEN_BYTES = 8 + 1 + 4 + 4 + 4 + 4
+MODES: tuple[Mode, ...] = ("off", "auto", "on")
+PREFIXES = ((1024, 8, 256), (256, 8, 256), (64, 8, 256), (24, 8, 256), (16, 2, 512))
+"""Prompts, members and responses of the groups whose updates are compared."""
 
 
 def best(call: Callable[[], Any], times: int, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -203,41 +206,50 @@ def scale(rows: int) -> dict[str, float]:
 
 
 def prefix(prompt: int, members: int, response: int, times: int) -> dict[str, float]:
-    """An update on one group (forward, backward, optimizer step), with its prompt computed once against packed
-    `members` times, in CPU seconds of one thread; and the largest difference of the logprobs."""
-    rng = np.random.default_rng(1)
-    head = rng.integers(7, 390, prompt)
-    texts = [np.concatenate((head, rng.integers(7, 390, response))) for _ in range(members)]
-    offsets = torch.arange(members + 1) * (prompt + response)
-    flat = torch.from_numpy(np.concatenate(texts))
-    sampled = torch.arange(len(flat)) % (prompt + response) >= prompt
-    columns = {"sampled": sampled, "logprobs": -6.0 * sampled, "advantages": 1.0 * sampled}
-    batch = build(
-        {
-            "token_ids": jagged(flat, offsets),
-            **{n: jagged(v, offsets) for n, v in columns.items()},
-            "group": torch.zeros(members, dtype=torch.int64),
-        },
-        members,
-    )
-    shared = with_trees(Ragged.of(batch), "on").batch
+    """An update on one group (forward, backward, optimizer step) by the ways of `optim.prefix_sharing`, in CPU seconds of one
+    thread, in turns and the best of `times` rounds each; and the largest difference of the logprobs."""
+    batch = group_batch(prompt, members, response)
+    ways = {mode: with_trees(Ragged.of(batch), mode).batch for mode in MODES}
     model = InitModelConfig(layers=4, hidden=256, mlp=768, heads=8, kv_heads=4, head_dim=32, init_std=0.2)
     with tempfile.TemporaryDirectory() as folder:
         actor = launch(Actor, backend="inline")
         path = str(init_model(model, Path(folder) / "model", seed=0))
         actor.run(Actor.init_model, path, ModelConfig(), OptimConfig(lr=1e-6, micro_tokens=1 << 16))
-    logprobs = [actor.run(Actor.compute_logprob, rows)["logprobs"].values() for rows in (batch, shared)]
+    logprobs = [actor.run(Actor.compute_logprob, ways[mode])["logprobs"].values() for mode in ("off", "on")]
     algorithm = AlgorithmConfig(minibatch=members)
-    slow = best(lambda: actor.run(Actor.update, batch, algorithm), times, time.process_time)
-    ratio = actor.run(Actor.update, shared, algorithm)["prefix_ratio"]
-    fast = best(lambda: actor.run(Actor.update, shared, algorithm), times, time.process_time)
+    ratio = actor.run(Actor.update, ways["on"], algorithm)["prefix_ratio"]
+    seconds = {mode: float("inf") for mode in MODES}
+    for _ in range(times):
+        for mode, rows in ways.items():
+            call = partial(actor.run, Actor.update, rows, algorithm)
+            seconds[mode] = min(seconds[mode], best(call, 1, time.process_time))
     return {
-        "packed_s": slow,
-        "shared_s": fast,
-        "packed_over_shared": slow / fast,
+        **{f"{mode}_s": value for mode, value in seconds.items()},
+        "off_over_on": seconds["off"] / seconds["on"],
+        "better_over_auto": min(seconds["off"], seconds["on"]) / seconds["auto"],
         "token_ratio": ratio,
         "logprob_difference": float((logprobs[0] - logprobs[1]).abs().max()),
     }
+
+
+def group_batch(prompt: int, members: int, response: int) -> TensorDict:
+    """One group with a prompt of that length; its responses are from half as long as `response` to half as long again."""
+    rng = np.random.default_rng(1)
+    head = rng.integers(7, 390, prompt)
+    sizes = np.linspace(response // 2, response * 3 // 2, members).astype(int)
+    texts = [np.concatenate((head, rng.integers(7, 390, size))) for size in sizes]
+    offsets = torch.from_numpy(np.cumsum([0, *(len(text) for text in texts)]))
+    sampled = torch.from_numpy(np.concatenate([np.arange(len(text)) >= prompt for text in texts]))
+    columns = {"sampled": sampled, "logprobs": -6.0 * sampled, "advantages": 1.0 * sampled}
+    return build(
+        {
+            "token_ids": jagged(torch.from_numpy(np.concatenate(texts)), offsets),
+            **{name: jagged(values, offsets) for name, values in columns.items()},
+            "group": torch.zeros(members, dtype=torch.int64),
+            "member": torch.arange(members),
+        },
+        members,
+    )
 
 
 def main() -> None:
@@ -246,6 +258,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="size of the dispatched batch")
     parser.add_argument("--rows", type=int, default=100_000, help="rows of the batch of `scale`")
     parser.add_argument("--workers", type=int, default=8, help="largest number of workers of the fan-out, up to 64")
+    parser.add_argument("--rounds", type=int, default=5, help="of each way in `prefix`")
     args = parser.parse_args()
     torch.set_num_threads(1)
     parts = args.only or ["scale", "prefix", "dispatch", "fan_out"]
@@ -254,9 +267,10 @@ def main() -> None:
         results["scale"] = scale(args.rows)
         print("scale", results["scale"], flush=True)
     if "prefix" in parts:
-        for prompt in (1024, 256):
-            results[f"prefix_{prompt}"] = prefix(prompt, 8, 256, 3)
-            print(f"prefix_{prompt}", results[f"prefix_{prompt}"], flush=True)
+        for prompt, members, response in PREFIXES:
+            name = f"prefix_{prompt}_{members}_{response}"
+            results[name] = prefix(prompt, members, response, args.rounds)
+            print(name, {key: round(value, 4) for key, value in results[name].items()}, flush=True)
     if "dispatch" in parts or "fan_out" in parts:
         start_ray(ClusterConfig(), object_store_bytes=(3 * args.mib + 512) * MIB)
         if "dispatch" in parts:

@@ -19,9 +19,10 @@ from torch import Tensor
 from agentrl.backends.attention_form import NOT_GIVEN, AttentionForm, NotGiven, attention_form
 from agentrl.backends.exact_attention import exact_attention
 from agentrl.batch.device import on_device
-from agentrl.batch.prefix_attention import SuffixBlock, attend_into, fused_attention, suffix_blocks
+from agentrl.batch.prefix_attention import SuffixBlock, attend_into, fused_attention, same_width, suffix_blocks
 from agentrl.errors import ModelError
 from agentrl.train.families.layout import layout
+from agentrl.train.shared_attention import Spans, runs_after, shared_attention
 from agentrl.train.ulysses import Ulysses
 from agentrl.train.varlen import varlen_attention, varlen_takes
 
@@ -50,7 +51,8 @@ class PackedSequences:
     of ranks that shares the tokens, if there is one.
 
     If rows share prefixes (`spans` of batch/prefix.py), the blocks hold the spans without a prefix before them,
-    which include the prefixes themselves, and `suffixes` the suffixes after them. `experts`: where routers are to send the
+    which include the prefixes themselves, and `suffixes` the suffixes after them; on a CPU, `parts` has all of it for
+    `shared_attention`. `experts`: where routers are to send the
     tokens of this rank (Micro.experts)."""
 
     cu_seqlens: Tensor
@@ -59,6 +61,7 @@ class PackedSequences:
     ulysses: Ulysses | None = None
     suffixes: tuple[SuffixBlock, ...] = ()
     spans: Tensor | None = None
+    parts: Spans | None = None
     experts: Tensor | None = None
     _cut: dict[int, PackedSequences] = field(default_factory=dict, compare=False, repr=False)
 
@@ -98,7 +101,11 @@ def packed_trees(spans: Tensor, longest: int, device: torch.device) -> PackedSeq
     alone = spans[:, 0] == spans[:, 1]
     blocks = _blocks(spans[alone, 2], spans[alone, 3], device)
     ends = on_device(torch.cat([spans.new_zeros(1), spans[:, 3]]).to(torch.int32), device)
-    return PackedSequences(ends, longest, blocks, suffixes=tuple(suffix_blocks(spans[~alone], device)), spans=spans)
+    parts = None
+    if device.type == "cpu":
+        parts = Spans(_blocks(spans[:, 2], spans[:, 3], device), runs_after(spans))
+    suffixes = tuple(suffix_blocks(spans[~alone], device))
+    return PackedSequences(ends, longest, blocks, suffixes=suffixes, spans=spans, parts=parts)
 
 
 def padded(packed: PackedSequences, missing: int) -> PackedSequences:
@@ -224,6 +231,8 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: A
     """Right-padded blocks under a causal mask: a real token never attends to the padding after it."""
     if len(packed.blocks) == 1 and packed.blocks[0].exact and not packed.suffixes:
         return _attend(q, k, v, packed.blocks[0], form)
+    if packed.parts is not None and form.plain_up_to(packed.longest):
+        return _shared(q, k, v, packed.parts, form)
     out = q.new_zeros(*q.shape[:2], v.shape[2])
     for block in packed.blocks:
         # Cells past a row's end repeat its last token: they need a finite value, and their results are dropped.
@@ -231,6 +240,13 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: A
         cells = _attend(q.index_select(0, at), k.index_select(0, at), v.index_select(0, at), block, form)
         out = out.index_copy(0, block.tokens, cells if block.exact else cells.index_select(0, block.cells))
     return attend_into(out, q, k, v, packed.suffixes, form) if packed.suffixes else out
+
+
+def _shared(q: Tensor, k: Tensor, v: Tensor, parts: Spans, form: AttentionForm) -> Tensor:
+    wide, heads = v.shape[2], q.shape[1]
+    if k.shape[1] != heads:
+        k, v = (tensor.repeat_interleave(heads // k.shape[1], dim=1) for tensor in (k, v))
+    return shared_attention(*same_width(q, k, v), parts, form.scale)[..., :wide]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, form: AttentionForm) -> Tensor:
