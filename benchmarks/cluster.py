@@ -120,6 +120,7 @@ def dispatch(megabytes: int, workers: int) -> dict[str, float]:
         "memcpy_s": copy,
         "dispatch_first_s": first,
         "dispatch_s": warm,
+        "first_over_memcpy": first / copy,
         "dispatch_over_memcpy": warm / copy,
         "driver_peak_over_batch": (memory.peak - memory.start + size) / size,
     }

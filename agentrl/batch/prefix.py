@@ -16,9 +16,9 @@ import torch
 
 from agentrl.batch.rows import Ragged, Rows, row_index
 
-WORTH = 1.5
-"""From this ratio of plain to computed tokens on, sharing is faster than packing: on a CPU an update is
-1.7x as fast at a ratio of 1.8 and 3.0x at 3.3 (benchmarks/cluster.py --only prefix)."""
+PER_TREE, PER_ROW = 8.0, 4.0
+"""What a tree costs besides its tokens, and each of its rows, in tokens of the model: calls of the attention for the tree alone.
+Measured on a CPU with the smallest models, to which calls cost the most (benchmarks/cluster.py --only prefix)."""
 
 SHORTEST = 16
 """Shorter common prefixes are not worth a tree."""
@@ -51,7 +51,7 @@ class SharedPack:
 
     @property
     def ratio(self) -> float:
-        """Plain tokens per computed token; sharing is faster from about `WORTH` on."""
+        """Plain tokens per computed token."""
         return len(self.at) / max(1, len(self.token_ids))
 
 

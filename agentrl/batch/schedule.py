@@ -26,13 +26,13 @@ import numpy as np
 import torch
 
 from agentrl.batch.balance import check_cap, group_units, partition, plan, unit_sums
-from agentrl.batch.prefix import WORTH, Tree, find_trees
+from agentrl.batch.prefix import PER_ROW, PER_TREE, Tree, find_trees
 from agentrl.batch.rows import Ragged, Rows, row_index
 from agentrl.config.schema import AlgorithmConfig
 
 Mode = Literal["off", "auto", "on"]
-ALWAYS = 1.0
-"""The ratio from which `on` shares: whenever sharing saves tokens."""
+FREE = 0.0
+"""The weight of a tree's own cost for `on`, which shares whenever that saves tokens; for `auto` it is 1."""
 
 
 def cut_minibatches(view: Ragged, algorithm: AlgorithmConfig, seed: int, step: int) -> list[np.ndarray]:
@@ -81,7 +81,7 @@ def effective_mode(mode: Mode, gpus: bool) -> Mode:
 
 def with_trees(view: Ragged, mode: Mode) -> Ragged:
     """The batch with row columns `tree` int64 (the number of the row's tree, -1 if it has none) and `tree_prefix` int64
-    (number of tokens that the tree shares), and the batch-wide `share_from` (the ratio from which sharing is used).
+    (number of tokens that the tree shares), and the batch-wide `tree_cost` (how much a tree's own cost counts, see `plan_ranks`).
 
     Unchanged if `mode` is "off" or no rows of a group have a common prefix. Needs `token_ids` and `group`.
     """
@@ -95,7 +95,7 @@ def with_trees(view: Ragged, mode: Mode) -> Ragged:
             prefix[list(shared.rows)] = shared.prefix
     if not bool((tree >= 0).any()):
         return view
-    return view.with_rows(tree=tree, tree_prefix=prefix).with_wide(share_from=WORTH if mode == "auto" else ALWAYS)
+    return view.with_rows(tree=tree, tree_prefix=prefix).with_wide(tree_cost=1.0 if mode == "auto" else FREE)
 
 
 def assign_ranks(view: Ragged, parts: Sequence[np.ndarray], ranks: int, kept: bool = False) -> Ragged:
@@ -140,7 +140,7 @@ def plan_ranks(
     tokens: np.ndarray,
     ranks: int,
     trees: tuple[np.ndarray, np.ndarray] | None,
-    share_from: float,
+    tree_cost: float,
     keep: np.ndarray | None = None,
 ) -> RankPlan:
     """The rank of each row, given its number of tokens, and whether the trees (numbers, prefixes) are used.
@@ -148,7 +148,8 @@ def plan_ranks(
     `keep[i]`: a group number; all rows of one group go to one rank, shared or not. Without it, a tree with
     more work than a rank's even share is cut over ranks, and each of its parts computes the prefix.
 
-    Both layouts are planned, and the shared one is taken if the *slowest rank* gains enough by it. The total over all
+    Both layouts are planned, and the shared one is taken if the *slowest rank* is faster by it: fewer tokens, also with
+    `tree_cost` times what its trees cost besides. The total over all
     ranks would be misleading: one large tree that must stay on one rank saves tokens but makes that rank the slowest.
     """
     nothing = np.zeros(len(tokens), dtype=np.int64)
@@ -158,13 +159,18 @@ def plan_ranks(
         return RankPlan(plain, apart, nothing, plain_load, 1.0)
     together, prefix = _used(*trees)
     shared, shared_load = _spread(tokens, ranks, together, prefix, keep)
-    ratio = plain_load / max(shared_load, 1.0)
-    if ratio <= ALWAYS or ratio < share_from:
+    if plain_load <= shared_load + tree_cost * max(own_cost(together[rows]) for rows in shared):
         return RankPlan(plain, apart, nothing, plain_load, 1.0)
     if keep is not None:
         # Rows of a kept group without a tree still stay with their group, under a number that no tree has.
         together = np.where(together >= 0, together, together.max() + 1 + keep)
-    return RankPlan(shared, together, prefix, shared_load, ratio)
+    return RankPlan(shared, together, prefix, shared_load, plain_load / max(shared_load, 1.0))
+
+
+def own_cost(together: np.ndarray) -> float:
+    """What the trees among some rows cost besides their tokens, in tokens. `together`: each row's tree, -1 if it has none."""
+    rows = np.unique(together[together >= 0], return_counts=True)[1]
+    return float(PER_TREE * len(rows) + PER_ROW * rows.sum())
 
 
 def _used(tree: np.ndarray, prefix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -206,10 +212,10 @@ def _spread(
 
 
 def trees_among(view: Ragged, rows: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray] | None, float]:
-    """The trees of `rows` as `plan_ranks` takes them, and the ratio to share from; None if there are none."""
+    """The trees of `rows` as `plan_ranks` takes them, and the weight of their own cost; None if there are none."""
     if "tree" not in view:
-        return None, ALWAYS
-    return (view.numbers("tree")[rows], view.numbers("tree_prefix")[rows]), float(view.batch["share_from"])
+        return None, FREE
+    return (view.numbers("tree")[rows], view.numbers("tree_prefix")[rows]), float(view.batch["tree_cost"])
 
 
 def token_ratio(view: Ragged) -> float:

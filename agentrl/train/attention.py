@@ -22,27 +22,13 @@ from agentrl.batch.device import on_device
 from agentrl.batch.prefix_attention import SuffixBlock, attend_into, fused_attention, same_width, suffix_blocks
 from agentrl.errors import ModelError
 from agentrl.train.families.layout import layout
-from agentrl.train.shared_attention import Spans, runs_after, shared_attention
+from agentrl.train.shared_attention import Block, Spans, runs_after, shared_attention
 from agentrl.train.ulysses import Ulysses
 from agentrl.train.varlen import varlen_attention, varlen_takes
 
 PACKED = "agentrl_packed"
 WASTE = 1.25
 """The most cells of a block of rows, padding included, as a multiple of its tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Rows of similar length, computed in one call: `gather` [n * width] maps a cell of the padded block to its token
-    (a cell past a row's end repeats the row's last token), `cells` [tokens] are the cells that are not padding,
-    `tokens` [tokens] the positions of their results, and `exact` says that no cell is padding."""
-
-    rows: int
-    width: int
-    gather: Tensor
-    cells: Tensor
-    tokens: Tensor
-    exact: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from agentrl.train.attention import Block
-
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of similar length, computed in one call: `gather` [n * width] maps a cell of the padded block to its token
+    (a cell past a row's end repeats the row's last token), `cells` [tokens] are the cells that are not padding,
+    `tokens` [tokens] the positions of their results, and `exact` says that no cell is padding."""
+
+    rows: int
+    width: int
+    gather: Tensor
+    cells: Tensor
+    tokens: Tensor
+    exact: bool
 
 
 @dataclass(frozen=True, slots=True)

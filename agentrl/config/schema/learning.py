@@ -125,8 +125,8 @@ class OptimConfig(Frozen):
     micro_tokens: Tokens = 16384
     """Hard cap of a micro-batch per rank; it must hold the longest row."""
     prefix_sharing: Literal["off", "auto", "on"] = "auto"
-    """Rows of a group that start with the same tokens compute them once: always ("on"), only if that saves a third of the slowest
-    rank's tokens ("auto"; on CPUs only), or never ("off"). Results are the same."""
+    """Rows of a group that start with the same tokens compute them once: always ("on"), whenever that is faster
+    for the slowest rank ("auto"; on CPUs only), or never ("off"). Results are the same."""
 
 
 class CriticConfig(Frozen):

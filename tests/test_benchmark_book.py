@@ -1,0 +1,73 @@
+"""The benchmark book: docs say what the results' files say, and what got worse is named."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def book() -> Any:
+    spec = importlib.util.spec_from_file_location("book", ROOT / "benchmarks" / "book.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_made_of_the_files(book: Any) -> None:
+    """`python benchmarks/book.py write` brings it up to date."""
+    assert (ROOT / "docs" / "benchmark_book.md").read_text() == book.page()
+
+
+def test_every_file_is_of_a_claim_with_its_command_and_its_figures(book: Any) -> None:
+    files = {file.stem: json.loads(file.read_text()) for file in (ROOT / "benchmarks" / "results").glob("*.json")}
+    named = {claim["name"]: claim for claim in book.claims()}
+    assert set(files) <= set(named) and files
+    for name, found in files.items():
+        assert found["command"] == f"python {named[name]['command']}"
+        labels = {figure["label"] for figure in named[name]["figures"]}
+        assert labels - {"*"} <= set(found["figures"])
+        assert (
+            {"processor", "cores", "memory_gib", "load", "python"} == set(found["machine"]) and found["date"] and found["commit"]
+        )
+    assert sum(claim["seconds"] for claim in book.claims()) <= 20 * 60
+    for claim in named.values():
+        assert (ROOT / claim["command"].split()[0]).is_file()
+
+
+def test_what_got_worse_by_a_tenth_is_named(book: Any) -> None:
+    def result(speed: float, size: float, **more: float) -> dict[str, Any]:
+        figures = {"speed": {"value": speed, "better": "higher"}, "size": {"value": size, "better": "lower"}}
+        return {"claim": "c", "figures": {**figures, **{name: {"value": v, "better": "higher"} for name, v in more.items()}}}
+
+    assert book.worse(result(91.0, 1.09), result(100.0, 1.0)) == []
+    assert book.worse(result(150.0, 0.5), result(100.0, 1.0)) == []
+    assert book.worse(result(88.0, 1.25), result(100.0, 1.0)) == [
+        "c: speed: 100 -> 88, 12 % worse",
+        "c: size: 1 -> 1.25, 25 % worse",
+    ]
+    assert book.worse(result(100.0, 1.0), result(100.0, 1.0, rest=3.0)) == ["c: rest: no longer measured"]
+    assert book.worse(result(100.0, 1.0), result(100.0, 0.0)) == ["c: size: 0 -> 1, 100 % worse"]
+
+
+def test_a_figure_is_read_by_its_path_and_a_missing_one_is_an_error(book: Any) -> None:
+    raw = {"ratios": {"a.b": 2.0, "c": {"d": 3.0}}, "now": 1}
+    claim = {
+        "figures": [
+            {"label": "x", "at": "ratios.a.b", "better": "higher", "aim": 2.0},
+            {"label": "y", "at": "ratios.c.d", "better": "lower", "aim": 2.5},
+            {"label": "*", "at": "ratios.c", "better": "lower"},
+        ]
+    }
+    found = dict(book.figures(claim, raw))
+    assert {label: figure["value"] for label, figure in found.items()} == {"x": 2.0, "y": 3.0, "d": 3.0}
+    assert [book.verdict(figure) for figure in found.values()] == ["met", "**missed**", ""]
+    with pytest.raises(RuntimeError, match=r"no 'ratios\.q'"):
+        dict(book.figures({"figures": [{"label": "x", "at": "ratios.q", "better": "higher"}]}, raw))
