@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from agentrl.batch.device import on_device
-from agentrl.train.attention import Block, PackedSequences, similar
+from agentrl.train.attention import PackedSequences, similar
 from agentrl.train.families.layout import layout
+from agentrl.train.shared_attention import Block
 from agentrl.train.ulysses import Ulysses
 
 STATE = frozenset({"cache_params", "past_key_values", "past_key_value", "layer_past", "state"})
