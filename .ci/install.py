@@ -84,7 +84,8 @@ def configured() -> dict[str, list[str]]:
 
 
 def certificates() -> dict[str, str]:
-    return {"SSL_CERT_FILE": path for path in configured().get("cert", [])}
+    named = configured().get("cert", [])
+    return {"SSL_CERT_FILE": named[-1]} if named else {}
 
 
 def name_of(requirement: str) -> str:
