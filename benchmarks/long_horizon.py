@@ -5,14 +5,17 @@
     python benchmarks/long_horizon.py --only curriculum [--seeds 0] [--quick]
     python benchmarks/long_horizon.py --only report                                # tables, CSV and PNG of what is there
 
-Credit: three arms from one warm start per seed (tasks of 2 to 6 calls, which its teacher mostly leaves too early), on key_value
-tasks of 7 and 8 calls. `terminal` has the success of the episode as its reward, compared by GRPO; `turns` has half of the reward
-at the turns that made the gold call of that turn, and `turn_returns` gives each turn its own reward to go; `dense` has the
-rewards of `turns` summed over the episode, by GRPO, which tells what the reward does from what the credit does. Curves are over
-sampled tokens, and the table is at the tokens that every run of every arm has reached.
+All runs start from one warm start, that of `configs/recipes/horizon/key_value.toml`: goals of 2 to 12 calls, of which its
+teacher leaves nine in ten too early. A seed is of the tasks and of the sampling.
 
-Curriculum: the sampler `staged` from 2 calls to 10 against tasks of 9 and 10 calls from the start; held-out success by horizon,
-from environments of weight 0.
+Credit: three arms on key_value tasks of 8 and 10 calls. `terminal` has the success of the episode as its reward, compared by
+GRPO; `turns` has half of the reward at the turns that made the gold calls, and `turn_returns` gives each turn its own reward to
+go; `dense` has the same reward, summed over the episode, by GRPO, which tells what the reward does from what the credit does.
+Curves are over sampled tokens, and the table is at the tokens that every run of every arm has reached; a second table says how
+greedy held-out episodes end before and after.
+
+Curriculum: that recipe's stages, from 2 calls to 12, against tasks of 10 and 12 calls from the start; held-out success by
+horizon, from environments of weight 0.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -38,55 +42,24 @@ from agentrl.env import Message, Task, ToolEnv
 from agentrl.run.reader import load_run
 
 HERE = Path(__file__).resolve().parent
-DENSE = {
-    "agentrl_reward": 1,
-    "name": "key_value_turns",
-    "root": {
-        "op": "sum",
-        "of": [
-            {
-                "op": "all",
-                "id": "success",
-                "weight": 0.5,
-                "of": [
-                    {"use": "text.equals", "args": {"expect": {"$": "/task/gold/answer"}}},
-                    {"use": "format.regex", "scope": "turn", "reduce": "min", "args": {"pattern": "[0-9]*", "where": "all"}},
-                ],
-            },
-            {
-                "use": "calls.match",
-                "id": "calls",
-                "weight": 0.5,
-                "scope": "turn",
-                "reduce": "sum",
-                "scale": [0, 1 / 8],
-                "emit": "step",
-                "missing": 0,
-                # The gold call of this turn's number, so that the same right call pays once.
-                "args": {"expect": [{"$": "/task/gold/calls", "at": "turn"}], "compare": "exact"},
-            },
-        ],
-    },
-    "success": {"id": "success"},
-}
+LADDER = "recipes/horizon/key_value"
 ARMS = {
     "terminal": ["env.reward=key_value_exact", "algorithm.advantage.name=grpo"],
-    "dense": ["env.reward=DENSE", "algorithm.advantage.name=grpo"],
-    "turns": ["env.reward=DENSE", "algorithm.advantage.name=turn_returns"],
+    "dense": ["env.reward=key_value_turns", "algorithm.advantage.name=grpo"],
+    "turns": ["env.reward=key_value_turns", "algorithm.advantage.name=turn_returns"],
 }
 COMMON = [
     "engine=embedded",
     "cluster.backend=inline",
     "trajectories_every=100",
     "health.idle_updates=1000",  # an arm that learns nothing is a result
-    "rollout.groups=8",
-    "rollout.max_turns=14",
-    "rollout.max_episode_tokens=900",
-    "eval.tasks=64",
     "checkpoint.every=10",
+    "sft=false",
 ]
+CREDIT = ["steps=20", "eval.every=5", "eval.tasks=48", "rollout.groups=4"]
+CLIMB = ["steps=48", "eval.every=8"]
 QUICK = "--quick"
-HORIZONS = (2, 4, 6, 8, 10)
+HORIZONS = (2, 4, 6, 8, 10, 12)
 REQUESTS = {8: [2, 3], 50: [8, 14], 100: [16, 28], 200: [32, 56]}
 
 
@@ -120,15 +93,13 @@ def run(name: str, config: str, overrides: Iterable[str]) -> None:
         command("train", config, f"name={name}", *overrides, "--overwrite")
 
 
-def warm(seed: int, quick: bool, calls: Sequence[int]) -> Path:
-    """The warm start of a seed, shared by its arms: tasks of up to as many calls, which the teacher mostly leaves too early."""
-    name = f"warm{seed}-{calls[1]}"
-    model = work() / "runs" / name / "warm_start"
+def warm(quick: bool) -> str:
+    """The warm start of all runs, as an override."""
+    model = work() / "runs" / "warm" / "warm_start"
     if not (model / "config.json").is_file():
         steps = ["sft.min_steps=50", "sft.max_steps=50", "sft.gate=0.0"] if quick else []
-        where = [f"sft.params.calls=[{calls[0]},{calls[1]}]", "engine=embedded", "cluster.backend=inline"]
-        command("sft", "quickstart", f"name={name}", f"seed={seed}", *where, *steps, "--overwrite")
-    return model
+        command("sft", LADDER, "name=warm", "engine=embedded", "cluster.backend=inline", *steps, "--overwrite")
+    return f"model.path={model}"
 
 
 def speed(args: argparse.Namespace) -> None:
@@ -170,40 +141,34 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 def credit(args: argparse.Namespace) -> None:
     """The arms of every seed, one after the other."""
-    spec = work() / "key_value_turns.json"
-    spec.write_text(json.dumps(DENSE))
+    size = ["steps=3", "eval.every=1", "eval.tasks=8", "rollout.groups=2"] if args.quick else CREDIT
+    model = warm(args.quick)
     for seed in args.seeds:
-        model = warm(seed, args.quick, [2, 6])
         for arm, overrides in ARMS.items():
-            own = [word.replace("DENSE", str(spec)) for word in overrides]
-            size = ["steps=3", "eval.every=1", "eval.tasks=8", "rollout.groups=2"] if args.quick else ["steps=24", "eval.every=6"]
-            start = [f"seed={seed}", "sft=false", f"model.path={model}", "env.params.calls=[7,8]"]
-            run(f"credit-{arm}-{seed}", "quickstart", [*COMMON, *start, *own, *size])
+            tasks = [f"seed={seed}", model, "env.params.calls=[8,10]", "~rollout.sampler"]
+            run(f"credit-{arm}-{seed}", LADDER, [*COMMON, *tasks, *overrides, *size])
 
 
 def curriculum(args: argparse.Namespace) -> None:
     """The stages, and the longest tasks from the start, of every seed."""
     spec = work() / "horizons.toml"
     spec.write_text(horizons())
+    model = warm(args.quick)
+    size = ["steps=3", "eval.every=1", "rollout.groups=2"] if args.quick else CLIMB
+    few = [f"env.calls{n}.eval.tasks=4" for n in HORIZONS] if args.quick else []
     for seed in args.seeds:
-        model = warm(seed, args.quick, [2, 10])
         for arm in ("staged", "direct"):
-            size = ["steps=3", "eval.every=1"] if args.quick else ["steps=80", "eval.every=16"]
-            sampler = "{name='uniform'}" if arm == "direct" else "{name='staged',args={stages=[" + ",".join(
-                f"{{calls=[{low},{high}]}}" for low, high in ((2, 2), (3, 4), (5, 6), (7, 8), (9, 10))
-            ) + "],threshold=0.7,window=12}}"  # fmt: skip
-            own = [f"seed={seed}", "sft=false", f"model.path={model}", f"env.train.sampler={sampler}"]
-            few = ["rollout.groups=2", *(f"env.calls{n}.eval.tasks=4" for n in HORIZONS)] if args.quick else []
-            run(f"horizon-{arm}-{seed}", str(spec), [*COMMON, *own, *size, *few])
+            own = ["env.train.sampler={name='uniform'}"] if arm == "direct" else []
+            run(f"horizon-{arm}-{seed}", str(spec), [*COMMON, f"seed={seed}", model, *own, *size, *few])
 
 
 def horizons() -> str:
     """A run of key_value whose held-out success is known by horizon: one more environment for each, which is only evaluated."""
-    shared = "set_share = 0.25, max_value = 4"
+    shared = "set_share = 0.0, keys = 14, max_value = 4"
     entry = '[[env]]\nname = "{}"\nid = "key_value"\nreward = "key_value_exact"\nweight = {}\nparams = {{ calls = {}, {} }}\n'
-    parts = [entry.format("train", 1.0, "[9, 10]", shared) + "eval = { tasks = 1, weight = 0.0 }\n"]
+    parts = [entry.format("train", 1.0, "[10, 12]", shared) + "eval = { tasks = 1, weight = 0.0 }\n"]
     parts += [entry.format(f"calls{n}", 0.0, n, shared) + "eval = { tasks = 16 }\n" for n in HORIZONS]
-    return 'base = "quickstart"\nname = "horizons"\n' + "\n".join(parts)
+    return f'base = "{LADDER}"\nname = "horizons"\n' + "\n".join(parts)
 
 
 # -- what came of it -------------------------------------------------------------------------------------
@@ -253,11 +218,36 @@ def report_credit(curves: dict[tuple[str, str], list[list[float]]]) -> None:
         found = {seed: at(points, budget) for (name, seed), points in curves.items() if name == arm}
         each = [f"{found[seed]:.3f}" if seed in found else "-" for seed in ("0", "1", "2")]
         rows.append([arm, *each, f"{statistics.mean(found.values()):.3f}" if found else "-"])
-    print(f"\nheld-out success on tasks of 7 and 8 calls after {budget:,.0f} sampled tokens (greedy)")
+    print(f"\nheld-out success on tasks of 8 and 10 calls after {budget:,.0f} sampled tokens (greedy)")
     table(["arm", "seed 0", "seed 1", "seed 2", "mean"], rows, "credit_table.csv")
+    print("\nhow greedy held-out episodes end, all seeds")
+    kinds = ["solved", "stopped early", "a wrong call", "went on, or a wrong answer"]
+    phases = [(arm, phase) for arm in ARMS for phase in ("before", "after")]
+    counts = [
+        sum((ends(f"credit-{name}-{seed}", phase) for name, seed in curves if name == arm), Counter()) for arm, phase in phases
+    ]
+    table(
+        ["arm", "", *kinds],
+        [[*who, *(n[kind] for kind in kinds)] for who, n in zip(phases, counts, strict=True)],
+        "credit_ends.csv",
+    )
     lines = {f"{arm}, seed {seed}": (ARM_COLORS[arm], [(row[1], row[2]) for row in points])
              for (arm, seed), points in sorted(curves.items())}  # fmt: skip
     draw("credit.png", lines, "sampled tokens")
+
+
+def ends(name: str, phase: str) -> Counter[str]:
+    """How the evaluated episodes of a phase ("before", "after") ended, against the gold calls in their order."""
+    found: Counter[str] = Counter()
+    for path in (work() / "runs" / name / "trajectories").glob(f"{phase}_*.jsonl"):
+        for episode in map(json.loads, path.read_text().splitlines()):
+            calls = [call for message in episode["messages"] for call in message["tool_calls"]]
+            made = [(call["name"], call["arguments"]) for call in calls]
+            wanted = [(call["name"], call["arguments"]) for call in episode["task"]["gold"]["calls"]]
+            kind = "a wrong call" if made[: len(wanted)] != wanted[: len(made)] else "stopped early"
+            kind = "went on, or a wrong answer" if made[: len(wanted)] == wanted else kind
+            found["solved" if episode["success"] else kind] += 1
+    return found
 
 
 ARM_COLORS = {"terminal": "tab:blue", "dense": "tab:green", "turns": "tab:orange"}

@@ -12,10 +12,11 @@ from agentrl.config import TrainConfig
 from agentrl.config.identity import identity_of
 from agentrl.config.load import load_config
 from agentrl.rollout.mixture.source import MixedTasks, parts_of
+from agentrl.run.checks import check_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "recipes" / "horizon"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.toml"))
-LONGEST = {"key_value": 10, "service_desk": 200, "workspace": 200}
+LONGEST = {"key_value": 12, "service_desk": 200, "workspace": 200}
 
 
 def recipe(name: str, *overrides: str) -> TrainConfig:
@@ -83,3 +84,7 @@ def test_the_stages_are_in_the_identity() -> None:
     one, two = recipe("key_value"), recipe("key_value", "rollout.sampler.args.threshold=0.5")
     first, second = identity_of(one, "train"), identity_of(two, "train")
     assert {key for key in first if first[key] != second.get(key)} == {"rollout.sampler.args.threshold"}
+
+
+def test_the_recipe_for_two_cores_passes_every_check_before_a_run() -> None:
+    assert check_config(recipe("key_value", "engine=embedded", "cluster.backend=inline"), planned=True) == []
