@@ -56,8 +56,8 @@ COMMON = [
     "checkpoint.every=10",
     "sft=false",
 ]
-CREDIT = ["steps=20", "eval.every=5", "eval.tasks=48", "rollout.groups=4"]
-CLIMB = ["steps=48", "eval.every=8"]
+CREDIT = ["steps=12", "eval.every=5", "eval.tasks=48", "rollout.groups=4", "optim.schedule=constant"]
+CLIMB = ["eval.every=8"]
 QUICK = "--quick"
 HORIZONS = (2, 4, 6, 8, 10, 12)
 REQUESTS = {8: [2, 3], 50: [8, 14], 100: [16, 28], 200: [32, 56]}
