@@ -193,6 +193,12 @@ def at(rows: Sequence[Sequence[float]], tokens: float) -> float:
     return rows[-1][2]
 
 
+def average(rows: Sequence[Sequence[float]], tokens: float) -> float:
+    """The mean of success over the first so many sampled tokens: who learns sooner, which the end does not tell."""
+    points = [(row[1], row[2]) for row in rows if row[1] < tokens] + [(tokens, at(rows, tokens))]
+    return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(points)) / tokens
+
+
 def report(args: argparse.Namespace) -> None:
     """Tables, CSV and PNG of the runs that are done."""
     done = sorted(path.parent.name for path in work().glob("runs/*/summary.json"))
@@ -213,27 +219,31 @@ def report_credit(curves: dict[tuple[str, str], list[list[float]]]) -> None:
     budget = min(points[-1][1] for points in curves.values())
     flat = [[*key, *row] for key, points in sorted(curves.items()) for row in points]
     save("credit.csv", ["arm", "seed", "update", "tokens", "success"], flat)
+    print(f"\nheld-out success on tasks of 8 and 10 calls (greedy): after {budget:,.0f} sampled tokens, and its mean until then")
+    seeds = sorted({seed for _, seed in curves})
     rows = []
     for arm in ARMS:
-        found = {seed: at(points, budget) for (name, seed), points in curves.items() if name == arm}
-        each = [f"{found[seed]:.3f}" if seed in found else "-" for seed in ("0", "1", "2")]
-        rows.append([arm, *each, f"{statistics.mean(found.values()):.3f}" if found else "-"])
-    print(f"\nheld-out success on tasks of 8 and 10 calls after {budget:,.0f} sampled tokens (greedy)")
-    table(["arm", "seed 0", "seed 1", "seed 2", "mean"], rows, "credit_table.csv")
+        mine = [curves.get((arm, seed)) for seed in seeds]
+        rows.append([arm, *(cell for what in (at, average) for cell in cells([p and what(p, budget) for p in mine]))])
+    table(["arm", *(f"{what}{n}" for what in ("", "until: ") for n in (*seeds, "mean"))], rows, "credit_table.csv")
     print("\nhow greedy held-out episodes end, all seeds")
-    kinds = ["solved", "stopped early", "a wrong call", "went on, or a wrong answer"]
-    phases = [(arm, phase) for arm in ARMS for phase in ("before", "after")]
-    counts = [
-        sum((ends(f"credit-{name}-{seed}", phase) for name, seed in curves if name == arm), Counter()) for arm, phase in phases
-    ]
-    table(
-        ["arm", "", *kinds],
-        [[*who, *(n[kind] for kind in kinds)] for who, n in zip(phases, counts, strict=True)],
-        "credit_ends.csv",
-    )
+    rows = []
+    for arm, phase in ((arm, phase) for arm in ARMS for phase in ("before", "after")):
+        counts = sum((ends(f"credit-{name}-{seed}", phase) for name, seed in curves if name == arm), Counter[str]())
+        rows.append([arm, phase, *(counts[kind] for kind in KINDS)])
+    table(["arm", "", *KINDS], rows, "credit_ends.csv")
     lines = {f"{arm}, seed {seed}": (ARM_COLORS[arm], [(row[1], row[2]) for row in points])
              for (arm, seed), points in sorted(curves.items())}  # fmt: skip
     draw("credit.png", lines, "sampled tokens")
+
+
+def cells(values: Sequence[float | None]) -> list[str]:
+    """The values and their mean, as a table has them."""
+    known = [value for value in values if value is not None]
+    return ["-" if value is None else f"{value:.3f}" for value in (*values, statistics.mean(known) if known else None)]
+
+
+KINDS = ("solved", "stopped early", "a wrong call", "went on, or a wrong answer")
 
 
 def ends(name: str, phase: str) -> Counter[str]:
