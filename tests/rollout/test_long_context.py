@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 from agentrl.batch import collate
-from agentrl.catalog import EnvRef, add_tool_set
+from agentrl.catalog import EnvRef, add_tool_set, find_reward
 from agentrl.config.schema import ToolsConfig
 from agentrl.env import Message, Task, ToolCall, ToolEnv
 from agentrl.render.base import Renderer
 from agentrl.render.toolcalls import render_tool_calls
 from agentrl.reward import compile_spec, load_spec
+from agentrl.reward.credit import reward_spots
 from agentrl.rollout.context.base import ContextPolicy, Stop
 from agentrl.rollout.context.compact import HEAD, Compact
 from agentrl.rollout.context.keep_recent import KeepRecent
@@ -169,6 +170,20 @@ async def test_gold_that_outgrows_the_context_many_times(
     batch = collate([trajectory])
     assert batch.batch_size[0] == rewrites + 1 and int(batch["sampled"].values().sum()) == len(sampled)
     assert float(batch["rewards"].values().sum()) == 1.0
+
+    # With credit by turns: an equal share of a half at the last token of each turn that made a change, in whichever ledger that
+    # is, and the other half at the end.
+    score = compile_spec(load_spec(find_reward("workspace_turns"))).score(trajectory)
+    writes = [(call["name"], call["arguments"]) for call in trajectory.task.gold["writes"]]
+    paid = {
+        (t.ledger, t.end): 0.5 / len(writes)
+        for t in trajectory.turns
+        for c in t.message.tool_calls
+        if (c.name, c.arguments) in writes
+    }
+    last = trajectory.turns[-1]
+    assert {spot[:2]: spot[2] for spot in reward_spots(trajectory, score)} == pytest.approx(paid | {(last.ledger, last.end): 0.5})
+    assert len({ledger for ledger, _ in paid}) > 1
 
 
 # -- what is still known --------------------------------------------------------------------------------
