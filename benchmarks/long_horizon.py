@@ -56,7 +56,7 @@ COMMON = [
     "checkpoint.every=10",
     "sft=false",
 ]
-CREDIT = ["steps=12", "eval.every=5", "eval.tasks=48", "rollout.groups=4", "optim.schedule=constant"]
+CREDIT = ["steps=12", "eval.every=5", "eval.tasks=48", "rollout.groups=4"]
 CLIMB = ["eval.every=8"]
 QUICK = "--quick"
 HORIZONS = (2, 4, 6, 8, 10, 12)
@@ -224,14 +224,16 @@ def report_credit(curves: dict[tuple[str, str], list[list[float]]]) -> None:
     rows = []
     for arm in ARMS:
         mine = [curves.get((arm, seed)) for seed in seeds]
-        rows.append([arm, *(cell for what in (at, average) for cell in cells([p and what(p, budget) for p in mine]))])
+        rows.append(
+            [arm, *(cell for what in (at, average) for cell in cells([None if p is None else what(p, budget) for p in mine]))]
+        )
     table(["arm", *(f"{what}{n}" for what in ("", "until: ") for n in (*seeds, "mean"))], rows, "credit_table.csv")
     print("\nhow greedy held-out episodes end, all seeds")
-    rows = []
+    counted: list[list[Any]] = []
     for arm, phase in ((arm, phase) for arm in ARMS for phase in ("before", "after")):
         counts = sum((ends(f"credit-{name}-{seed}", phase) for name, seed in curves if name == arm), Counter[str]())
-        rows.append([arm, phase, *(counts[kind] for kind in KINDS)])
-    table(["arm", "", *KINDS], rows, "credit_ends.csv")
+        counted.append([arm, phase, *(counts[kind] for kind in KINDS)])
+    table(["arm", "", *KINDS], counted, "credit_ends.csv")
     lines = {f"{arm}, seed {seed}": (ARM_COLORS[arm], [(row[1], row[2]) for row in points])
              for (arm, seed), points in sorted(curves.items())}  # fmt: skip
     draw("credit.png", lines, "sampled tokens")
