@@ -1,10 +1,13 @@
-"""Files that readers see complete at any moment, and their digests."""
+"""Files that readers see complete at any moment, how plain ones are opened, and their digests."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 from collections.abc import Iterable
+from io import BufferedReader
 from pathlib import Path
 
 
@@ -29,7 +32,28 @@ def atomic_write_all(path: Path, parts: Iterable[str]) -> None:
         raise
 
 
+def plain_file(path: str, flags: int) -> int:
+    """An `opener` for `open`, for what should be a plain file: of anything else (a pipe, which would be waited for; a folder; a
+    device) it raises OSError, which names it."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a plain file", path)
+    return descriptor
+
+
+def open_plain(path: Path) -> BufferedReader:
+    """A plain file, to be read in bytes. Raises OSError, also for what is none."""
+    return open(path, "rb", opener=plain_file)
+
+
+def read_plain(path: Path, errors: str = "strict") -> str:
+    """The text of a plain file, in UTF-8. Raises OSError, also for what is none; ValueError if it is no UTF-8 (`errors`)."""
+    with open_plain(path) as file:
+        return file.read().decode("utf-8", errors)
+
+
 def file_sha256(path: Path) -> str:
     """The SHA-256 of a file's content, in hexadecimal."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -106,6 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `agentrl ... | head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"agentrl: {error.filename}: {error.strerror}: mend that and repeat the command", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("agentrl: interrupted", file=sys.stderr)
         return 130

@@ -75,8 +75,11 @@ def _step(api: Api, ident: str, args: argparse.Namespace) -> int:
     page = api.episodes(ident, {"step": step, "limit": "500"})
     groups = api.groups(ident, {"step": step, "limit": "500"})
     if not metrics and not page["rows"]:
-        steps = sorted({file["step"] for file in api.run(ident, {})["steps"]})
-        raise NotFoundError(f"--step {step}: the run has no such step; there are episodes of {_listed(steps)}")
+        files = api.run(ident, {})["steps"]
+        wrong = [f"{file['file']}.jsonl: {file['problem'] or 'it has no row'}" for file in files if file["step"] == args.step]
+        steps = sorted({file["step"] for file in files if file["episodes"]})
+        said = "; ".join(wrong) or "the run has no such step"
+        raise NotFoundError(f"--step {step}: {said}; there are episodes of {_listed(steps)}")
     if args.json:
         print_json({"metrics": metrics, "groups": groups, "episodes": page["rows"], "total": page["total"]})
         return 0

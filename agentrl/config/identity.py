@@ -36,6 +36,7 @@ _ANYWHERE = {
     "stop_at_success": "says how long a run takes",
     "trajectories_every": _KEPT,
     "checkpoint": _KEPT,
+    "keep": _KEPT,
     "trackers": _KEPT,
     "health": "says when a run is told that it does not learn",
     "callbacks": "watch, and train nothing",

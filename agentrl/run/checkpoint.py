@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import TrainConfig
+from agentrl.config.identity import identity_of
 from agentrl.errors import CheckpointError
 from agentrl.executors import in_thread
 from agentrl.plain_text import read_json
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.evaluate import Evaluation
-from agentrl.run.folder import RunFolder, lines
+from agentrl.run.folder import DRIVER, RunFolder, lines
 from agentrl.spans import at, here, note, now, spanned
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.learner import Learner
 from agentrl.trajectory import Group
 
-DRIVER = "driver.json"
 GROUPS = "groups.jsonl"
 POLL = 0.05
 _NAMED = 5
@@ -63,6 +63,7 @@ class Saver:
             # No await between these two: a group that ended in between would be in neither of them, or in both.
             state = {"step": step, "ledger": self._collector.to_json(contents=False)}
             groups = self._collector.complete_groups()
+            state |= {"metrics": self._folder.metrics_seal(), "identity": identity_of(self._config, "train")}
             await in_thread("files", _write_driver, aside, state, groups)
         except Exception as error:
             self._checkpoints.give_up(step, error)
@@ -132,6 +133,11 @@ class Saver:
         await self._learner.load(newest)
         state = read_json((newest / DRIVER).read_text())
         self._collector.load_json(state["ledger"], _read_groups(newest / GROUPS))
+        if "metrics" in state and not self._folder.metrics_are(state["metrics"]):
+            self._say(
+                f"{self._folder.metrics}: not as written up to step {state['step']}: rows are missing or changed, and "
+                "stay so; what is trained does not depend on them"
+            )
         if torn := self._folder.rewind(state["step"]):
             at = ", ".join(map(str, torn[:_NAMED])) + (", ..." if len(torn) > _NAMED else "")
             self._say(

@@ -13,21 +13,31 @@ exports/           step_NNNNNN/, checkpoints that were evaluated later, as such 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
 import shutil
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from agentrl.config import TrainConfig, to_toml
 from agentrl.config.origin import Origins
-from agentrl.errors import ConfigError, ResourceError
-from agentrl.files import atomic_write, atomic_write_all
+from agentrl.config.schema import KeepConfig
+from agentrl.errors import ConfigError, ResourceError, RunFolderError
+from agentrl.files import atomic_write, atomic_write_all, open_plain, plain_file, read_plain
 from agentrl.plain_json import json_text
+from agentrl.plain_text import read_json
 from agentrl.trajectory import Group, Trajectory
+
+DRIVER = "driver.json"
+"""The driver's state in a checkpoint."""
+
+
+_ROTATING = ("step", "eval")
 
 
 class RunFolder:
@@ -92,14 +102,34 @@ class RunFolder:
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add a row to metrics.jsonl."""
-        with self.metrics.open("a") as file:
+        with self._appended() as file:
             file.write(json_text(row) + "\n")
 
     def sync_metrics(self) -> None:
         """Flush metrics.jsonl to the disk: a checkpoint vouches for the rows of its step and before."""
         if self.metrics.exists():
-            with self.metrics.open("a") as file:
+            with self._appended() as file:
                 os.fsync(file.fileno())
+
+    def _appended(self) -> TextIO:
+        """Only a plain file: a pipe in its place would be waited for."""
+        return open(self.metrics, "a", encoding="utf-8", opener=plain_file)
+
+    def metrics_seal(self) -> dict[str, Any]:
+        """Size and SHA-256 of metrics.jsonl as it is, for `metrics_are`."""
+        data = self._bytes()
+        return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+    def metrics_are(self, seal: Mapping[str, Any]) -> bool:
+        """Whether the beginning of metrics.jsonl is what `metrics_seal` found."""
+        data = self._bytes()[: seal["size"]]
+        return bool(len(data) == seal["size"] and hashlib.sha256(data).hexdigest() == seal["sha256"])
+
+    def _bytes(self) -> bytes:
+        if not self.metrics.exists():
+            return b""
+        with open_plain(self.metrics) as file:
+            return file.read()
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All complete rows of metrics.jsonl; a last row that was cut short by a kill is skipped, and what is no row too."""
@@ -110,7 +140,7 @@ class RunFolder:
         being written or was cut short."""
         if not self.metrics.exists():
             return [], [], []
-        *whole, last = self.metrics.read_text(encoding="utf-8", errors="replace").split("\n")
+        *whole, last = read_plain(self.metrics, "replace").split("\n")
         found = [(number, _row(line)) for number, line in enumerate(whole, 1) if line]
         rows = [row for _, row in found if row is not None]
         return rows, [number for number, row in found if row is None], [len(whole) + 1] if last else []
@@ -127,6 +157,23 @@ class RunFolder:
                 shutil.rmtree(model)
         return [*damaged, *cut]
 
+    def rotate(self, keep: KeepConfig, step: int) -> None:
+        """Remove the episodes, and what training made of their tokens, of updates and evaluations up to `step` that are more than
+        `keep` says. Those of the newest step stay, and of "before" and "after". What lies beyond `step` an attempt left that was
+        lost; it is written again."""
+        if not (keep.trajectories or keep.trajectories_mib):
+            return
+        files: dict[int, list[Path]] = defaultdict(list)
+        for path in (path for kind in _ROTATING for path in self.trajectories.glob(f"{kind}_*.jsonl")):
+            files[int(path.stem.rpartition("_")[2])].append(path)
+        size, steps = 0.0, sorted((number for number in files if number <= step), reverse=True)
+        for place, number in enumerate(steps):
+            size += sum(path.stat().st_size for path in files[number]) / 2**20
+            many, large = 0 < keep.trajectories <= place, 0 < keep.trajectories_mib < size
+            for path in files[number] if place and (many or large) else ():
+                (self.tokens / path.name).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
+
     def write_trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> None:
         """Write `trajectories/<name>.jsonl`, row by row; an older file of that name is replaced at the end."""
         atomic_write_all(self.trajectories / f"{name}.jsonl", lines(trajectories))
@@ -136,9 +183,29 @@ class RunFolder:
         self.tokens.mkdir(exist_ok=True)
         atomic_write_all(self.tokens / f"{name}.jsonl", lines)
 
+    def read_summary(self) -> dict[str, Any] | None:
+        """What `write_summary` wrote; None if the run has not ended. Raises RunFolderError if it is damaged."""
+        found = stored_object(self.summary, "remove it")
+        if found is not None and not {"status", "steps", "engine"} <= found.keys():
+            raise RunFolderError(f"{self.summary}: damaged: it lacks what a summary has; remove it")
+        return found
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
         atomic_write(self.summary, json_text(summary, indent=2) + "\n")
+
+
+def stored_object(path: Path, mend: str) -> dict[str, Any] | None:
+    """A JSON object of a run; None if there is no such file. Raises RunFolderError, which ends with what to do, `mend`."""
+    try:
+        found = read_json(read_plain(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as problem:
+        raise RunFolderError(f"{path}: damaged: {problem}; {mend}") from None
+    if not isinstance(found, dict):
+        raise RunFolderError(f"{path}: damaged: expected a JSON object; {mend}")
+    return found
 
 
 def _row(line: str) -> dict[str, Any] | None:

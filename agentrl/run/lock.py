@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from agentrl.errors import ConfigError
+from agentrl.files import plain_file
 from agentrl.plain_text import read_json
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ def locked(folder: Path) -> Iterator[None]:
 
     On a file system without locks (some network ones) a warning in the log takes its place.
     """
-    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+    with open(folder / LOCK, "a+", encoding="utf-8", opener=plain_file) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

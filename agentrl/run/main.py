@@ -14,9 +14,10 @@ from typing import Any
 from agentrl.cluster.shared_folder import check_arrived
 from agentrl.config import TrainConfig
 from agentrl.config.origin import Origins
+from agentrl.config.schema import KeepConfig
 from agentrl.deadline import run_loop
 from agentrl.errors import FULL, AgentrlError, JudgeBudgetError, NothingScoredError, ResourceError, WorkerDiedError
-from agentrl.executors import share_the_lock
+from agentrl.executors import in_thread, share_the_lock
 from agentrl.run.callbacks import Callback
 from agentrl.run.checks.model import model_notes
 from agentrl.run.checks.sizes import advice
@@ -27,6 +28,7 @@ from agentrl.run.gc_threshold import raise_gc_threshold
 from agentrl.run.health import MOSTLY_UNSCORED, Health, Unhealthy, check_any_scored
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.lock import locked
+from agentrl.run.log_file import LogFile
 from agentrl.run.loop import evaluate_now, train_loop
 from agentrl.run.provenance import check_contents, updates_done
 from agentrl.run.quiet import quiet_libraries
@@ -36,6 +38,7 @@ from agentrl.run.sft import warm_start
 from agentrl.run.trackers import Status, TrackedRun, makers
 from agentrl.train.actor import Actor
 from agentrl.train.families.choice import Packing, packing_of, with_packing
+from agentrl.train.seal import seal
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +78,8 @@ def execute(
     raise_gc_threshold()
     share_the_lock()
     outcome = RunOutcome(only_warm_start=only_warm_start)
-    with locked(folder.path), _log_to(folder), Display() as display, _log_of(config, folder, display, resumed) as run_log:
+    log_file = _log_to(folder, config.keep)
+    with locked(folder.path), log_file, Display() as display, _log_of(config, folder, display, resumed) as run_log:
         folder.summary.unlink(missing_ok=True)  # of an earlier end: a run without one goes on, or was killed
         display.say(f"agentrl train: {folder.path} ({'resumed' if resumed else 'new'})")
         if resumed and (old := folder.keep_config(config, origins or Origins(), updates_done(folder))) is not None:
@@ -101,6 +105,7 @@ def execute(
                 raise ResourceError(
                     f"{folder.path}: the disk is full; free some space and continue with: {_resume_command(folder)}"
                 ) from error
+            log.exception("the run failed")
             raise
         except BaseException as error:
             outcome.error = f"{type(error).__name__}: {error}"
@@ -114,9 +119,8 @@ def execute(
 
 def _log_of(config: TrainConfig, folder: RunFolder, display: Display, resumed: bool) -> RunLog:
     health = Health(config, folder.read_metrics(), display.warn)
-    return RunLog(
-        folder, display, makers(config.trackers, TrackedRun(folder, config, resumed)), resumed, health, config.prometheus
-    )
+    trackers = makers(config.trackers, TrackedRun(folder, config, resumed))
+    return RunLog(folder, display, trackers, resumed, health, config.prometheus, config.keep)
 
 
 def _packing_notes(packing: Packing) -> list[str]:
@@ -206,6 +210,7 @@ async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interr
         with session.display.doing("writing the trained model"):
             await session.actors.arun(Actor.export_hf, str(folder.final))
         await check_arrived(session.actors, folder.final, "the trained model")
+        await in_thread("files", seal, folder.final, session.collector.version)
         outcome.status = "done"
 
 
@@ -327,9 +332,8 @@ def _resume_command(folder: RunFolder) -> str:
 
 
 @contextmanager
-def _log_to(folder: RunFolder) -> Iterator[None]:
-    handler = logging.FileHandler(folder.log)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+def _log_to(folder: RunFolder, keep: KeepConfig) -> Iterator[None]:
+    handler = LogFile(folder.log, keep)
     logging.getLogger("agentrl").setLevel(logging.INFO)
     # An exporter of traces that finds no collector says so in the other.
     loggers = [logging.getLogger("agentrl"), logging.getLogger("opentelemetry")]

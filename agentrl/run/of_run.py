@@ -15,13 +15,13 @@ from agentrl.config.envs import alone
 from agentrl.config.identity import Identity, changes, identity_of
 from agentrl.config.paths import with_absolute_paths
 from agentrl.errors import CatalogError, CheckpointError, ConfigError
-from agentrl.plain_text import read_json
 from agentrl.run.contents import contents_of
 from agentrl.run.engines import engine_name
 from agentrl.run.folder import RunFolder
 from agentrl.run.provenance import origin_hint, recorded_contents
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.export import export_run, start_model
+from agentrl.train.seal import check_model
 
 _UNFIT = re.compile(r"[^\w.-]+")
 _COMMON = ("final", "warm_start", "model")
@@ -91,6 +91,7 @@ def model_of(folder: RunFolder, which: str) -> RunModel:
         step = int(which)
     label = f"{which}_{step}" if which == "best" else f"step_{step}" if which != "last" or ends is None else "final"
     if step == ends:
+        check_model(folder.final)
         return RunModel(label, str(folder.final), step)
     if step == 0 and not (folder.checkpoints / "step_000000").is_dir():
         return RunModel("start", start_model(folder.path, load_config(folder.config)), 0)
@@ -99,9 +100,8 @@ def model_of(folder: RunFolder, which: str) -> RunModel:
 
 def _final_step(folder: RunFolder) -> int | None:
     """The updates that the model in `final` has had; None if there is none, or the run went on after it."""
-    if not (folder.final / "config.json").is_file() or not folder.summary.is_file():
+    if not (folder.final / "config.json").is_file() or (summary := folder.read_summary()) is None:
         return None
-    summary = read_json(folder.summary.read_text())
     return None if summary["status"] in ("failed", "interrupted") else int(summary["steps"])
 
 
@@ -154,9 +154,9 @@ def model_note(model: str, config: TrainConfig) -> str | None:
 
 def other_engine(folder: RunFolder, config: TrainConfig) -> list[str]:
     """That the run sampled with another engine, whose numbers differ in their last digits, if it did."""
-    if not folder.summary.is_file():
+    if (summary := folder.read_summary()) is None:
         return []
-    was, now = read_json(folder.summary.read_text())["engine"], engine_name(config)
+    was, now = summary["engine"], engine_name(config)
     return [f"engine was {was}, is {now}"] if was and was != now else []
 
 

@@ -9,13 +9,13 @@ import os
 from pathlib import Path
 
 from agentrl.config import TrainConfig
-from agentrl.config.identity import Identity, differences
-from agentrl.errors import CatalogError, ConfigError, ModelError, RewardSpecError
-from agentrl.files import atomic_write
+from agentrl.config.identity import Identity, differences, identity_of
+from agentrl.errors import CatalogError, ConfigError, ModelError, RewardSpecError, RunFolderError
+from agentrl.files import atomic_write, read_plain
 from agentrl.plain_text import read_json
 from agentrl.run.checks import check_train
 from agentrl.run.contents import code_of, contents_of
-from agentrl.run.folder import RunFolder
+from agentrl.run.folder import DRIVER, RunFolder, stored_object
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.learner import policy_updates
 from agentrl.train.optim import rate
@@ -33,8 +33,9 @@ def check_resumable(before: TrainConfig, config: TrainConfig, folder: RunFolder)
     """All checks before a run that was started with `before` continues with `config`; returns what its user should know.
 
     Raises a UserError if something that the run needs is missing (the message then says where it was started), and ConfigError if
-    a file has other content than at the start.
+    a file has other content than at the start, or config.toml other values than the newest checkpoint was trained with.
     """
+    _check_own_config(before, folder)
     try:
         notes = check_train(config)
     except (CatalogError, ConfigError, ModelError, RewardSpecError) as error:
@@ -69,8 +70,12 @@ def check_contents(config: TrainConfig, folder: RunFolder) -> None:
 
 
 def _recorded(folder: RunFolder) -> dict[str, Identity] | None:
-    file = folder.path / FILE
-    return read_json(file.read_text()) if file.is_file() else None
+    """What `write_provenance` wrote; None if nothing is there. Raises RunFolderError if it is damaged."""
+    mend = "restore it, or remove it: the files that the config names are then taken to be the same"
+    found = stored_object(folder.path / FILE, mend)
+    if found is not None and not (isinstance(found.get("contents"), dict) and isinstance(found.get("folder"), str)):
+        raise RunFolderError(f"{folder.path / FILE}: damaged: it lacks what agentrl writes there; {mend}")
+    return found
 
 
 def recorded_contents(folder: RunFolder) -> Identity:
@@ -86,6 +91,22 @@ def origin_hint(folder: RunFolder) -> str:
         return ""
     path = os.pathsep.join(part for part in (str(recorded["folder"]), os.environ.get("AGENTRL_PATH", "")) if part)
     return f"\nthe run began in {recorded['folder']}; if the cause is a file there, resume from there or with AGENTRL_PATH={path}"
+
+
+def _check_own_config(before: TrainConfig, folder: RunFolder) -> None:
+    """Raises ConfigError if config.toml was changed by hand or is another run's. Keys that one lacks are another version's."""
+    newest = Checkpoints(folder.checkpoints, keep=1).newest()
+    try:
+        then: Identity = {} if newest is None else read_json(read_plain(newest / DRIVER)).get("identity", {})
+    except (OSError, ValueError, AttributeError):
+        return  # damaged: it is not loaded either, which is said then
+    now = identity_of(before, "train")
+    both = then.keys() & now.keys()
+    if newest is not None and (found := differences({k: then[k] for k in both}, {k: now[k] for k in both})):
+        raise ConfigError(
+            f"{folder.config}: {newest} was trained with other values: {found}; put them back (what the file was is in "
+            f"{folder.history.name}/ if a resume changed it), or start another run"
+        )
 
 
 def updates_done(folder: RunFolder) -> int:

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from agentrl.errors import ConfigError, RunFolderError
+from agentrl.files import open_plain, read_plain
 from agentrl.plain_text import read_json, toml_table
-from agentrl.run.folder import RunFolder
+from agentrl.run.folder import RunFolder, stored_object
 from agentrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -62,11 +63,13 @@ class RunRecord:
 
     @cached_property
     def text(self) -> str:
-        """config.toml as it is; "" if there is none."""
+        """config.toml as it is; "" if there is none. Raises RunFolderError if it cannot be read."""
         try:
-            return self.folder.config.read_text(encoding="utf-8", errors="replace")
-        except OSError:
+            return read_plain(self.folder.config, "replace")
+        except FileNotFoundError:
             return ""
+        except OSError as problem:
+            raise RunFolderError(f"{self.folder.config}: damaged: {problem}") from None
 
     @cached_property
     def table(self) -> dict[str, Any]:
@@ -121,10 +124,7 @@ class RunRecord:
     @property
     def summary(self) -> dict[str, Any] | None:
         """summary.json; None as long as the run has not ended. Raises RunFolderError if it is damaged."""
-        found = _json(self.folder.summary)
-        if found is not None and not isinstance(found, dict):
-            raise RunFolderError(f"{self.folder.summary}: damaged: expected a JSON object")
-        return found
+        return stored_object(self.folder.summary, "remove it")
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -139,15 +139,16 @@ class RunRecord:
 
     @property
     def files(self) -> list[EpisodeFile]:
-        """The files of episodes, in the order of steps: before, then each step with its evaluation, then after."""
+        """The files of episodes, in the order of steps: before, then each step with its evaluation, then after. Raises
+        RunFolderError if their folder cannot be read."""
         kind = self.evaluation
         if kind is not None:
             path = self.path / "trajectories.jsonl"
             return [EpisodeFile("trajectories", path, kind, 0)] if path.is_file() else []
         found = []
-        for path in self.folder.trajectories.glob("*.jsonl") if self.folder.trajectories.is_dir() else ():
+        for path in self._listed(self.folder.trajectories):
             named = _NAME.fullmatch(path.stem)
-            if named is not None and named[1] in PHASES:
+            if path.suffix == ".jsonl" and named is not None and named[1] in PHASES:
                 found.append(EpisodeFile(path.stem, path, PHASES[named[1]], int(named[2])))
         return sorted(found, key=lambda file: (file.step, _ORDER[file.phase], file.name))
 
@@ -155,10 +156,26 @@ class RunRecord:
         """The episodes in order of their files' steps, one at a time in memory. Raises RunFolderError for a damaged row."""
         for file in self.files:
             if phase in (None, file.phase) and step in (None, file.step):
-                with file.path.open(encoding="utf-8") as lines:
+                with self._opened(file.path) as lines:
                     for number, line in enumerate(lines, 1):
-                        if line.endswith("\n"):
+                        if line.endswith(b"\n"):
                             yield episode_of(line, f"{file.path}:{number}")
+
+    @staticmethod
+    def _opened(path: Path) -> BinaryIO:
+        try:
+            return open_plain(path)
+        except OSError as problem:
+            raise RunFolderError(f"{path}: damaged: {problem}") from None
+
+    @staticmethod
+    def _listed(folder: Path) -> list[Path]:
+        try:
+            return list(folder.iterdir())
+        except FileNotFoundError:
+            return []
+        except OSError as problem:
+            raise RunFolderError(f"{folder}: damaged: {problem}") from None
 
     @property
     def live(self) -> bool:
@@ -259,7 +276,7 @@ def _evaluated(run: RunRecord) -> float | None:
 def _json(path: Path) -> Any:
     """A JSON file; None if there is none. Raises RunFolderError if it is damaged."""
     try:
-        return read_json(path.read_text(encoding="utf-8"))
+        return read_json(read_plain(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as problem:
@@ -276,7 +293,7 @@ def _changed(path: Path) -> float | None:
 def _tail(path: Path, most: int = 65536) -> list[dict[str, Any]]:
     """The last whole rows of a JSONL file, as far as they lie in its last bytes and are JSON objects."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             size = file.seek(0, 2)
             file.seek(max(size - most, 0))
             lines = file.read().split(b"\n")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from agentrl.config.schema import PrometheusConfig
+from agentrl.config.schema import KeepConfig, PrometheusConfig
 from agentrl.rollout.evaluate import Evaluation, fault_of
 from agentrl.run.display import Display, percent
 from agentrl.run.folder import RunFolder
@@ -37,9 +37,12 @@ class RunLog:
         resumed: bool = False,
         health: Health | None = None,
         prometheus: PrometheusConfig | None = None,
+        keep: KeepConfig = KeepConfig(),
     ) -> None:
         """`trackers`: by name, each yet to be made. `resumed`: the folder and the trackers have rows of this run already.
-        `health`: looks at every update and evaluation. `prometheus`: where it is served."""
+        `health`: looks at every update and evaluation. `prometheus`: where it is served. `keep`: how many
+        episodes stay."""
+        self._keep = keep
         self.folder, self.display, self.health = folder, display, health
         self.writes = Writes()
         self.trackers: list[Outlet] = []
@@ -100,6 +103,7 @@ class RunLog:
         if tokens is not None:
             self.folder.write_tokens(name, token_lines(trajectories, tokens))
         self.folder.write_trajectories(name, trajectories)
+        self.folder.rotate(self._keep, int(name.rpartition("_")[2]))
 
     async def evaluation(self, phase: str, step: int, result: Evaluation, values: Mapping[str, Any]) -> None:
         """Record a held-out evaluation: its row, its trajectories, and a line for the user."""

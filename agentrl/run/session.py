@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ from agentrl.train.learner import Learner, policy_updates
 from agentrl.train.pretrained import named_anywhere
 from agentrl.train.publish import Publisher
 from agentrl.train.role_layout import rests
+from agentrl.train.seal import MANIFEST, check_model, seal
 from agentrl.watchdog import LoopWatchdog
 
 log = logging.getLogger(__name__)
@@ -101,15 +103,20 @@ class Session:
 
 
 def model_folder(config: TrainConfig, folder: RunFolder) -> str:
-    """The folder or hub name of a session's initial model: the warm start's result, `model.path`, or a newly built one."""
+    """The folder or hub name of a session's initial model: the warm start's result, `model.path`, or a newly built one. Raises
+    CheckpointError if the first or the last is not as it was written."""
     # First, because a warm start begins with one of the models below and is what the run goes on from.
     if (folder.warm_start / "config.json").is_file():
+        check_model(folder.warm_start)
         return str(folder.warm_start)
     if config.model.path is not None:
         return named_anywhere(config.model.path)
     assert config.model.init is not None
-    if not (folder.model / "config.json").is_file():
+    if os.path.lexists(folder.model / MANIFEST):
+        check_model(folder.model)
+    elif not (folder.model / "config.json").is_file() or not folder.checkpoints.is_dir():  # else an older version's, without one
         init_model(config.model.init, folder.model, config.seed)
+        seal(folder.model, 0)
     return str(folder.model)
 
 

@@ -9,6 +9,7 @@ from agentrl.batch import collate
 from agentrl.cluster.shared_folder import check_arrived
 from agentrl.config.envs import alone, warmed, weight_at
 from agentrl.errors import AgentrlError
+from agentrl.executors import in_thread
 from agentrl.rollout.clock import Watch
 from agentrl.rollout.evaluate import Evaluation, evaluate, together
 from agentrl.run.assembly import longest_row
@@ -20,6 +21,7 @@ from agentrl.run.rows import evaluation_row
 from agentrl.run.run_log import RunLog
 from agentrl.run.session import Session
 from agentrl.train.actor import Actor
+from agentrl.train.seal import seal
 from agentrl.warm_start import MixedTranscripts, Transcripts
 
 STEPS_A_CALL = 10
@@ -65,6 +67,7 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         )
     await session.actors.arun(Actor.end_sft, str(session.folder.warm_start))
     await check_arrived(session.actors, session.folder.warm_start, "the warmed-up model")
+    await in_thread("files", seal, session.folder.warm_start, 0)
 
 
 def transcripts_of(session: Session) -> Transcripts | MixedTranscripts:

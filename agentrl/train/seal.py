@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from agentrl.errors import CheckpointError
-from agentrl.files import atomic_write, file_sha256
+from agentrl.files import atomic_write, file_sha256, read_plain
 from agentrl.plain_text import read_json
 
 MANIFEST = "manifest.json"
@@ -51,7 +51,10 @@ def check_intact(folder: Path) -> None:
     if not is_whole(folder):
         raise CheckpointError(f"{folder}: a file is missing or short, or the manifest is damaged")
     files = {name: said["sha256"] for name, said in read_manifest(folder)["files"].items() if isinstance(said, dict)}
-    found = _sums([folder / name for name in files])
+    try:
+        found = _sums([folder / name for name in files])
+    except OSError as problem:
+        raise CheckpointError(f"{folder}: a file cannot be read: {problem}") from None
     changed = [name for (name, was), now in zip(files.items(), found, strict=True) if was != now]
     if changed:
         raise CheckpointError(f"{folder}: {', '.join(changed)}: not as written (SHA-256 differs)")
@@ -59,8 +62,14 @@ def check_intact(folder: Path) -> None:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Step, files and, if it was evaluated, score. Raises OSError or ValueError if there is none that can be read."""
-    found: dict[str, Any] = read_json((folder / MANIFEST).read_text(encoding="utf-8"))
+    found: dict[str, Any] = read_json(read_plain(folder / MANIFEST))
     return found
+
+
+def check_model(folder: Path) -> None:
+    """`check_intact` of a model folder of a run, if it has a manifest. Raises CheckpointError."""
+    if os.path.lexists(folder / MANIFEST):
+        check_intact(folder)
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:

@@ -25,13 +25,14 @@ _ID = re.compile(r"([a-z]+(?:_\d+)?)\.(\d+)")
 def find(db: sqlite3.Connection, ident: str) -> sqlite3.Row:
     """The index's row of an episode. Raises NotFoundError."""
     parts = _ID.fullmatch(ident)
-    found = None
+    found, why = None, ""
     if parts is not None:
-        file = db.execute("SELECT id FROM files WHERE name = ?", (parts[1],)).fetchone()
+        file = db.execute("SELECT id, problem FROM files WHERE name = ?", (parts[1],)).fetchone()
         if file is not None:
+            why = f"; {parts[1]}.jsonl: {file[1]}" if file[1] else ""
             found = db.execute(f"SELECT {COLUMNS} {FROM} WHERE e.file = ? AND e.row = ?", (file[0], int(parts[2]))).fetchone()
     if found is None:
-        raise NotFoundError(f"there is no episode {ident!r}; expected FILE.ROW, for example step_000005.0")
+        raise NotFoundError(f"there is no episode {ident!r}; expected FILE.ROW, for example step_000005.0{why}")
     row: sqlite3.Row = found
     return row
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from agentrl.errors import RunFolderError
+from agentrl.files import open_plain
 from agentrl.plain_text import read_json
 from agentrl.run.reader import EpisodeFile, RunRecord
 from agentrl.view import features, signs
@@ -175,8 +176,12 @@ class Index:
 def _read_on(db: sqlite3.Connection, file: EpisodeFile) -> bool:
     """Index the next rows of a file; whether there may be more."""
     try:
-        handle = file.path.open("rb")
-    except OSError:  # it went away since it was listed
+        handle = open_plain(file.path)
+    except FileNotFoundError:  # it went away since it was listed
+        return False
+    except OSError as fault:
+        with _transaction(db):
+            _note_unreadable(db, file, str(fault))
         return False
     with handle, _transaction(db):
         stat = os.fstat(handle.fileno())
@@ -188,6 +193,16 @@ def _read_on(db: sqlite3.Connection, file: EpisodeFile) -> bool:
             _forget(db, file.name)
             known = None
         return _read_rows(db, file, handle, stat, known)
+
+
+def _note_unreadable(db: sqlite3.Connection, file: EpisodeFile, problem: str) -> None:
+    """What keeps a file from being read; it is tried again at the next look."""
+    _forget(db, file.name)
+    db.execute(
+        "INSERT INTO files (name, phase, step, inode, size, mtime, done, print, rows, damaged, problem) "
+        "VALUES (?,?,?,0,0,0,0,'',0,0,?)",
+        (file.name, file.phase, file.step, problem),
+    )
 
 
 def _look(path: Path | int) -> tuple[int, int, int] | None:
@@ -223,7 +238,7 @@ def say_reading(run: RunRecord) -> Iterator[None]:
 def cache_folder(run: Path) -> Path:
     """`.view` in the run's folder, or one in the user's cache if that cannot be written."""
     inside = run / ".view"
-    if os.access(inside if inside.is_dir() else run, os.W_OK):
+    if os.access(inside if inside.is_dir() else run, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
         return inside
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "agentrl" / "view" / hashlib.sha256(str(run).encode()).hexdigest()[:16]

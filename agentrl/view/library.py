@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import RunFolderError, hinted
+from agentrl.files import open_plain
 from agentrl.plain_text import read_json
 from agentrl.run.reader import RunRecord, find_runs, is_run, load_run, overview
 from agentrl.view.index import Index
@@ -41,7 +42,7 @@ class Metrics:
                 self._read()
             except FileNotFoundError:
                 self._rows, self._done = [], 0
-            except (OSError, ValueError) as problem:
+            except (OSError, ValueError, RecursionError) as problem:
                 raise RunFolderError(f"{self._path}: damaged: {problem}") from None
             return self._rows
 
@@ -52,7 +53,7 @@ class Metrics:
             self.edition += 1
         if stat.st_size == self._done:
             return
-        with self._path.open("rb") as file:
+        with open_plain(self._path) as file:
             file.seek(self._done)
             new = file.read()
         whole = new[: new.rfind(b"\n") + 1]

@@ -172,7 +172,7 @@ def test_whole_sections_are_named_only_if_nothing_in_them_is_read() -> None:
         sections = {name for name in CANNOT_MATTER[purpose] if any(".".join(path).startswith(f"{name}.") for path in KEYS)}
         update = {"sft", "algorithm", "optim", "critic", "reward_model", "model.init", "model.lora", "rollout.sampler"}
         update |= {"rollout.mixture", "rollout.accept", "env.sft", "env.advantage", "env.sampler"}
-        kept = {"cluster", "checkpoint", "health", "traces", "prometheus", "profile"}
+        kept = {"cluster", "checkpoint", "keep", "health", "traces", "prometheus", "profile"}
         assert sections == kept | ({"vllm.args"} if purpose == "train" else update)
 
 

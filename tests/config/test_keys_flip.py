@@ -442,6 +442,10 @@ ELSEWHERE: dict[str, str] = {
         for key in ("keep", "keep_best", "best")
     },
     "CheckpointConfig.asynchronous": "train/test_async_save.py::test_save_returns_before_the_checkpoint_is_whole_only_when_asynchronous",  # noqa: E501
+    "KeepConfig.trajectories": "run/test_damage.py::test_of_the_newest_steps_so_many_keep_their_episodes",
+    "KeepConfig.trajectories_mib": "run/test_damage.py::test_episodes_stay_up_to_a_size_and_the_newest_always",
+    "KeepConfig.log_mib": "run/test_damage.py::test_the_log_begins_anew_at_its_size_and_so_many_older_ones_stay",
+    "KeepConfig.log_files": "run/test_damage.py::test_the_log_begins_anew_at_its_size_and_so_many_older_ones_stay",
     "HealthConfig.lint": "run/test_check_lint.py::test_a_typo_in_a_pointer_is_refused_before_the_run",
     "HealthConfig.preflight": "run/test_preflight.py::test_a_dead_server_is_refused_with_what_it_wrote_in_a_dry_run_too",
     "HealthConfig.preflight_timeout": "run/test_preflight.py::test_a_server_that_does_not_answer_is_waited_for_as_long_as_the_key_says",  # noqa: E501

@@ -13,7 +13,7 @@ from agentrl.config.schema.model import InitModelConfig, LoraSection, ModelConfi
 from agentrl.config.schema.observe import ProfileConfig, PrometheusConfig, TracesConfig
 from agentrl.config.schema.reward import JudgeConfig, RewardConfig, RewardModelConfig
 from agentrl.config.schema.rollout import RolloutConfig
-from agentrl.config.schema.run import CheckpointConfig, EvalConfig, HealthConfig, TrainConfig
+from agentrl.config.schema.run import CheckpointConfig, EvalConfig, HealthConfig, KeepConfig, TrainConfig
 from agentrl.config.schema.tools import AgentConfig, McpServerConfig, SandboxConfig, ToolsConfig
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "HealthConfig",
     "InitModelConfig",
     "JudgeConfig",
+    "KeepConfig",
     "KlConfig",
     "LoraSection",
     "McpServerConfig",

@@ -11,7 +11,9 @@ from agentrl.config.schema.base import (
     FolderName,
     Fraction,
     Frozen,
+    NotNegative,
     NotNegativeInt,
+    Positive,
     PositiveInt,
     Seconds,
     Temperature,
@@ -55,6 +57,20 @@ class CheckpointConfig(Frozen):
     """The metric that decides which are best: success rate or mean reward."""
     asynchronous: bool = True
     """Write files in the background while training continues (needs a copy of the state in host memory)."""
+
+
+class KeepConfig(Frozen):
+    """How much stays of what grows with a run's length (checkpoints: `checkpoint.keep`)."""
+
+    trajectories: Annotated[NotNegativeInt, Unit("steps")] = 0
+    """Of so many of the newest steps the episodes of updates and evaluations stay in `trajectories/` and `tokens/`; 0: of all.
+    Those before and after training always stay."""
+    trajectories_mib: Annotated[NotNegative, Unit("MiB")] = 0.0
+    """As many of the newest steps stay as fit this size of `trajectories/`, at least one; 0: any size."""
+    log_mib: Annotated[Positive, Unit("MiB")] = 64.0
+    """At this size `log.txt` becomes `log.txt.1`, that one `log.txt.2`, ..., and a new one is begun."""
+    log_files: Annotated[PositiveInt, Unit("files")] = 4
+    """So many of these older ones stay."""
 
 
 class HealthConfig(Frozen):
@@ -134,6 +150,8 @@ class TrainConfig(Frozen):
     """How API models are called."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What is saved, and how much is kept."""
+    keep: KeepConfig = KeepConfig()
+    """How much stays of what grows with the run's length."""
     health: HealthConfig = HealthConfig()
     """What keeps a run that cannot learn from starting, and from ending as if it had learned."""
     trackers: list[Choice] = Field(default_factory=lambda: [Choice(name="tensorboard")])

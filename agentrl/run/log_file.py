@@ -1,0 +1,23 @@
+"""The log of a run, `log.txt`: begun anew at a size, with so many older ones kept beside it."""
+
+from __future__ import annotations
+
+import logging
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.schema import KeepConfig
+from agentrl.files import plain_file
+
+
+class LogFile(RotatingFileHandler):
+    """Writes lines with time, level and name. Raises OSError if there is something else than a plain file: a pipe in its place
+    would be waited for."""
+
+    def __init__(self, path: Path, keep: KeepConfig) -> None:
+        super().__init__(path, maxBytes=max(int(keep.log_mib * 2**20), 1), backupCount=keep.log_files, encoding="utf-8")
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    def _open(self) -> Any:
+        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=plain_file)

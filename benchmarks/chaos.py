@@ -1,0 +1,333 @@
+"""Runs whose processes are killed or stopped at random moments: what comes of them, and what they leave behind.
+
+    python benchmarks/chaos.py [--points 100] [--seed 0] [--kinds inline,workers,ray] [--point 17]
+
+A point is one tiny run. At a random moment of it one of its processes, the driver or any that it started, gets SIGKILL, or
+SIGSTOP for a random time. If the run does not end by itself it is resumed. It must have the metrics and the weights of the
+undisturbed run to the digit. `GRACE_S` after a run ended or its driver was killed, nothing of it may be left: no process (and so
+no socket), no shared memory, no temporary file. What a point does is drawn from the seed and its number: `--point` plays one
+again.
+
+Ray's folder of sessions, its logs, is not counted: Ray keeps it. Temporary files and, as root, /dev/shm are each run's own (a
+mount namespace), so that other programs are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import psutil  # noqa: E402
+
+GRACE_S = 10.0
+LIMIT_S = 240.0
+PRIVATE = "AGENTRL_CHAOS_PRIVATE"
+TAG = "AGENTRL_CHAOS"
+SPEC = {
+    "agentrl_reward": 1,
+    "name": "short",
+    "success": {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}},
+    "root": {"use": "cost.tokens", "args": {"max": 100}},
+}
+CONFIG = """
+steps = 6
+engine = "embedded"
+[env]
+id = "key_value"
+reward = "{spec}"
+[model.init]
+layers = 1
+hidden = 32
+mlp = 32
+heads = 2
+kv_heads = 1
+head_dim = 16
+[rollout]
+groups = 3
+group_size = 4
+max_turns = 3
+max_turn_tokens = 32
+max_episode_tokens = 512
+[optim]
+lr = 1e-3
+[eval]
+tasks = 4
+every = 2
+[checkpoint]
+every = 1
+keep = 2
+"""
+KINDS = {
+    "inline": ["cluster.backend=inline"],
+    "workers": ["rollout.workers=2", "cluster.max_restarts=5"],
+    "ray": ["cluster.max_restarts=5"],
+}
+WEIGHTS = {"inline": 7, "workers": 1, "ray": 2}
+NOT_COMPARED = ("time/", "engine/", "throughput/", "loop/", "workers/")
+
+
+@dataclass(slots=True)
+class Point:
+    """What is done, and what came of it."""
+
+    number: int
+    kind: str
+    signal: str = ""
+    victim: str = ""
+    after: float = 0.0
+    came: str = ""
+    faults: list[str] = field(default_factory=list)
+
+
+class Run:
+    """A command in a session of its own, forked from here, where the libraries are imported."""
+
+    def __init__(self, words: list[str], said: Path, temporary: Path, tag: str) -> None:
+        self.tag, self.said = tag, said
+        self.code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._become(words, said, temporary)
+        self.process = psutil.Process(self.pid)
+
+    def _become(self, words: list[str], said: Path, temporary: Path) -> None:
+        os.setsid()
+        os.environ |= {"TMPDIR": str(temporary), TAG: self.tag, "RAY_TMPDIR": str(temporary)}
+        tempfile.tempdir = None
+        out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for descriptor in (1, 2):
+            os.dup2(out, descriptor)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        import atexit
+
+        from agentrl.cli.main import main
+
+        code = 1
+        try:
+            code = main(words)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        atexit._run_exitfuncs()
+        os._exit(code)
+
+    def poll(self) -> bool:
+        """Whether it has ended; `code` is then how."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.code = os.waitstatus_to_exitcode(status)
+        return self.code is not None
+
+    def wait(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while not self.poll() and time.monotonic() < until:
+            time.sleep(0.02)
+        return self.poll()
+
+    def family(self) -> list[psutil.Process]:
+        """The driver and every process that it started, also those that have left its session or lost their parent."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return False
+            return os.getsid(process.pid) == self.pid or process.environ().get(TAG) == self.tag
+        except (psutil.Error, OSError):
+            return False
+
+
+def name_of(process: psutil.Process, driver: int) -> str:
+    """What a victim is called."""
+    if process.pid == driver:
+        return "driver"
+    line = " ".join(process.cmdline())
+    found = [part for part in ("gcs_server", "raylet", "ray::", "log_monitor", "runtime_env", "resource_tracker") if part in line]
+    return line.split()[0] if found[:1] == ["ray::"] else found[0] if found else process.name()
+
+
+def left_behind(run: Run, temporary: Path) -> list[str]:
+    """What is still there once `GRACE_S` have passed, or nothing as soon as nothing is."""
+    until = time.monotonic() + GRACE_S
+    while found := [*_processes(run), *_files(temporary), *_files(Path("/dev/shm")) * bool(os.environ.get(PRIVATE))]:
+        if time.monotonic() > until:
+            return found
+        time.sleep(0.2)
+    return []
+
+
+def _processes(run: Run) -> Iterator[str]:
+    for process in run.family():
+        try:
+            yield f"process {name_of(process, run.pid)}"
+        except psutil.Error:
+            continue
+
+
+def _files(folder: Path) -> list[str]:
+    return [str(path) for path in folder.iterdir() if path.name != "ray"]
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    """Its metrics, without what a clock measured."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith(NOT_COMPARED)} for row in rows]
+
+
+def result(folder: Path) -> tuple[list[dict[str, Any]], bytes]:
+    return numbers(folder), (folder / "final" / "model.safetensors").read_bytes()
+
+
+def play(out: Path, point: Point, seed: int, undisturbed: tuple[Any, float]) -> None:
+    """One point, into it."""
+    draw = random.Random(f"{seed}/{point.number}")
+    expected, seconds = undisturbed
+    place = out / f"p{point.number:03d}"
+    temporary = place / "t"
+    temporary.mkdir(parents=True)
+    words = ["train", str(out / "run.toml"), f"out={place}", "name=run", *KINDS[point.kind]]
+    run = Run(words, place / "said.txt", temporary, f"{os.getpid()}-{point.number}")
+    point.after, stopped = draw.uniform(0.0, seconds), draw.uniform(0.2, 3.0)
+    point.signal = draw.choice(["SIGKILL", "SIGKILL", "SIGSTOP"])
+    if not run.wait(point.after):
+        strike(run, point, draw, stopped)
+    ended(run, point, place, temporary)
+    for _ in range(3):
+        if run.code == 0 or point.faults:
+            break
+        begun = (place / "run" / "config.toml").is_file()
+        again = ["train", "--resume", str(place / "run")] if begun else [*words, "--overwrite"]
+        point.came += f"{'resumed' if begun else 'begun again'} after {run.code}; "
+        run = Run(again, place / "said.txt", temporary, run.tag)
+        ended(run, point, place, temporary)
+    if run.code != 0 and not point.faults:
+        point.faults.append(f"exit code {run.code} after three resumes")
+    elif not point.faults and result(place / "run") != expected:
+        point.faults.append("other numbers than the undisturbed run")
+    if not point.faults:
+        shutil.rmtree(place)
+
+
+def strike(run: Run, point: Point, draw: random.Random, stopped: float) -> None:
+    """Send the signal to one of the run's processes; one that was stopped goes on after `stopped` seconds."""
+    family = sorted(run.family(), key=lambda process: process.pid)
+    process = draw.choice(family) if family else run.process
+    try:
+        point.victim = name_of(process, run.pid)
+        process.send_signal(signal.Signals[point.signal])
+        if point.signal == "SIGSTOP":
+            time.sleep(stopped)
+            process.send_signal(signal.SIGCONT)
+    except psutil.Error:  # it has just ended
+        point.victim += " (gone)"
+
+
+def ended(run: Run, point: Point, place: Path, temporary: Path) -> None:
+    """Wait for the end of a command, and look what it left."""
+    if not run.wait(LIMIT_S):
+        point.faults.append(f"it did not end within {LIMIT_S:g} s")
+    elif "Traceback" in (said := (place / "said.txt").read_text()):
+        point.faults.append("a traceback: " + said.strip().splitlines()[-1][:200])
+    found = left_behind(run, temporary) if not point.faults else []
+    point.faults += [f"left behind: {', '.join(found[:6])}"] if found else []
+    for process in run.family():
+        process.kill()
+
+
+def undisturbed_run(out: Path, kind: str) -> tuple[Any, float]:
+    """Its result and seconds."""
+    began, place = time.monotonic(), out / f"w_{kind}"
+    (place / "t").mkdir(parents=True)
+    run = Run(
+        ["train", str(out / "run.toml"), f"out={place}", "name=run", *KINDS[kind]],
+        place / "said.txt",
+        place / "t",
+        f"{os.getpid()}-{kind}",
+    )
+    if not run.wait(LIMIT_S) or run.code != 0:
+        raise SystemExit((place / "said.txt").read_text())
+    seconds = time.monotonic() - began
+    if found := left_behind(run, place / "t"):
+        print(f"the undisturbed {kind} run left behind: {', '.join(found)}")
+    return result(place / "run"), seconds
+
+
+def import_first() -> None:
+    """What a run imports, once for all that are forked."""
+    import transformers  # noqa: F401
+    from torch.utils.tensorboard.writer import SummaryWriter  # noqa: F401
+
+    import agentrl.run.main  # noqa: F401
+
+
+def in_private_mounts() -> None:
+    """Go on with an empty /dev/shm of our own, as root."""
+    if os.environ.get(PRIVATE) or os.geteuid() != 0 or shutil.which("unshare") is None:
+        return
+    mount = 'mount -t tmpfs -o size=2g none /dev/shm && exec "$0" "$@"'
+    probe = subprocess.run(["unshare", "-m", "sh", "-c", "mount -t tmpfs none /dev/shm"], capture_output=True)
+    if probe.returncode == 0:
+        os.environ[PRIVATE] = "1"
+        os.execvp("unshare", ["unshare", "-m", "sh", "-c", mount, sys.executable, *sys.argv])
+
+
+def main() -> int:
+    """Play the points; 1 if there was a fault."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--points", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--point", type=int, help="play this one alone")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of runs")
+    arguments = parser.parse_args()
+    in_private_mounts()
+    import_first()
+    kinds = arguments.kinds.split(",")
+    out = Path(tempfile.mkdtemp(prefix="agc-"))
+    (out / "spec.json").write_text(json.dumps(SPEC))
+    (out / "run.toml").write_text(CONFIG.format(spec=out / "spec.json"))
+    print(f"seed {arguments.seed}; folders of points with a fault stay in {out}", flush=True)
+    whole: dict[str, tuple[Any, float]] = {}
+    points = []
+    for number in [arguments.point] if arguments.point is not None else range(arguments.points):
+        kind = random.Random(f"{arguments.seed}/{number}/kind").choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
+        if kind not in whole:
+            whole[kind] = undisturbed_run(out, kind)
+        points.append(point := Point(number, kind))
+        play(out, point, arguments.seed, whole[kind])
+        what = f"{point.signal} of {point.victim} after {point.after:.2f} s" if point.victim else "ended before the signal"
+        print(f"point {number:3d}  {kind:8} {what}: {point.came}{'; '.join(point.faults) or 'equal'}", flush=True)
+    return say(points)
+
+
+def say(points: list[Point]) -> int:
+    """The last lines."""
+    bad = [point for point in points if point.faults]
+    struck = Counter(f"{point.kind} {point.victim}" for point in points if point.victim)
+    print("struck: " + ", ".join(f"{name} {count}" for name, count in struck.most_common()))
+    resumed = sum(bool(point.came) for point in points)
+    equal = len(points) - len(bad)
+    print(f"{len(points)} points, {struck.total()} struck, {resumed} resumed, {equal} equal and clean, {len(bad)} faults")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

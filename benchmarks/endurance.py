@@ -1,0 +1,210 @@
+"""What a long run costs more and more of: memory, descriptors, threads and files by update, with slopes and an extrapolation.
+
+    python benchmarks/endurance.py [--updates 2000] [--episodes 50] [--backend inline] [--out DIR] [name=value ...]
+    python benchmarks/endurance.py --table DIR        the table again, from what was sampled
+
+One run of a tiny model through `agentrl train`, with checkpoints, evaluations and trajectories as a real one has them, watched
+from outside: its processes by kind (the driver, each kind of Ray's and of a worker's), and its folder by part. A slope is that of
+least squares over the last half of the updates (allocators come to rest before that); `flat` is one that adds less than a tenth
+of the level, or less than `NOISE`, in 10,000 updates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+SPEC = {
+    "agentrl_reward": 1,
+    "name": "short",
+    "success": {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}},
+    "root": {"use": "cost.tokens", "args": {"max": 12}},
+}
+"""Fewer tokens are better, so that a model that knows nothing has something to learn."""
+CONFIG = """
+steps = {updates}
+engine = "embedded"
+[env]
+id = "key_value"
+reward = "{spec}"
+[model.init]
+layers = 1
+hidden = 32
+mlp = 32
+heads = 2
+kv_heads = 1
+head_dim = 16
+[rollout]
+groups = {groups}
+group_size = 5
+max_turns = 2
+max_turn_tokens = 6
+max_episode_tokens = 512
+[optim]
+lr = 1e-4
+[eval]
+tasks = 4
+every = 100
+[checkpoint]
+every = 25
+[cluster]
+backend = "{backend}"
+"""
+ASKED = 10_000
+EVERY_S = 2.0
+NOISE = {"MiB": 32.0, "descriptors": 4.0, "threads": 4.0, "processes": 1.0, "files": 50.0}
+"""What may be added in `ASKED` updates and is still called flat, whatever the level is."""
+_TITLE = re.compile(r"ray::(\w+)|(gcs_server|raylet|dashboard|log_monitor|runtime_env)|multiprocessing\.(\w+)")
+Sample = dict[str, float]
+
+
+def kind(process: psutil.Process, driver: int) -> str:
+    """What a process is called in the table."""
+    if process.pid == driver:
+        return "driver"
+    found = _TITLE.search(" ".join(process.cmdline()))
+    return next((part for part in found.groups() if part), "child") if found else "child"
+
+
+def processes(driver: int) -> Sample:
+    """Of each kind: processes, and the sums of unshared memory, descriptors and threads."""
+    found: Sample = defaultdict(float)
+    for process in _family(driver):
+        try:
+            name = kind(process, driver)
+            memory, descriptors, threads = process.memory_full_info().uss / 2**20, process.num_fds(), process.num_threads()
+        except psutil.Error:  # it has just ended
+            continue
+        values = {"processes": 1, "MiB": memory, "descriptors": descriptors, "threads": threads}
+        for what, value in values.items():
+            found[f"{name}, {what}"] += value
+    return found
+
+
+def _family(driver: int) -> Iterator[psutil.Process]:
+    try:
+        parent = psutil.Process(driver)
+        yield from [parent, *parent.children(recursive=True)]
+    except psutil.Error:
+        return
+
+
+def on_disk(folder: Path, temporary: Path) -> Sample:
+    """Files and MiB of each part of the run's folder, of the temporary folder and of shared memory."""
+    files, size = Counter[str](), Counter[str]()
+    places = [(path, path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    for place, name in [*places, (temporary, "temporary folder"), (Path("/dev/shm"), "/dev/shm")]:
+        for at, _, names in os.walk(place) if place.is_dir() else [(str(place.parent), [], [place.name])]:
+            for file in names:
+                try:
+                    size[name] += os.lstat(Path(at, file)).st_size
+                except OSError:
+                    continue
+                files[name] += 1
+    of = {f"{name}, files": float(count) for name, count in files.items()}
+    return of | {f"{name}, MiB": count / 2**20 for name, count in size.items()}
+
+
+def updates(folder: Path) -> int:
+    """How many the run has recorded, by the end of its metrics."""
+    try:
+        with (folder / "metrics.jsonl").open("rb") as file:
+            file.seek(max(file.seek(0, 2) - 65536, 0))
+            steps = re.findall(rb'"step": (\d+), "phase": "train"', file.read())
+    except OSError:
+        return 0
+    return int(steps[-1]) if steps else 0
+
+
+def watched(out: Path, arguments: argparse.Namespace) -> int:
+    """Play the run to its end, and write samples to `samples.jsonl`; returns its exit code."""
+    temporary, folder = out / "tmp", out / "run"
+    temporary.mkdir(parents=True, exist_ok=True)
+    (out / "spec.json").write_text(json.dumps(SPEC))
+    text = CONFIG.format(
+        updates=arguments.updates, groups=arguments.episodes // 5, spec=out / "spec.json", backend=arguments.backend
+    )
+    (out / "run.toml").write_text(text)
+    command = [sys.executable, "-m", "agentrl.cli.main", "train", str(out / "run.toml"), f"out={out}", "name=run", "--overwrite"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
+    began, seen = time.monotonic(), -1
+    with (out / "said.txt").open("w") as said, (out / "samples.jsonl").open("w") as samples:
+        run = subprocess.Popen([*command, *arguments.overrides], stdout=said, stderr=said, env=env, cwd=out)
+        while run.poll() is None:
+            time.sleep(EVERY_S)
+            if seen < (step := updates(folder)) < arguments.updates:  # the end writes once what is in no step
+                sample = {"update": step, "seconds": time.monotonic() - began, **processes(run.pid), **on_disk(folder, temporary)}
+                samples.write(json.dumps(sample) + "\n")
+                samples.flush()
+                seen = step
+    return run.returncode
+
+
+def slopes(samples: list[Sample]) -> list[tuple[str, float, float, float, float]]:
+    """(what, at half of the updates, at the end, slope per 1,000 updates, the level at `ASKED`), each of what was sampled."""
+    later = [sample for sample in samples if sample["update"] >= samples[-1]["update"] / 2]
+    x = np.array([sample["update"] for sample in later])
+    rows = []
+    for key in sorted({key for sample in later for key in sample} - {"update", "seconds"}):
+        y = np.array([sample.get(key, 0.0) for sample in later])
+        slope, start = np.polyfit(x, y, 1) if len(x) > 1 else (0.0, y[0])
+        rows.append((key, float(start + slope * x[0]), float(start + slope * x[-1]), slope * 1000, float(start + slope * ASKED)))
+    return rows
+
+
+def is_flat(key: str, level: float, slope: float) -> bool:
+    """Whether 10,000 updates add next to nothing."""
+    return slope * ASKED / 1000 <= max(NOISE[key.rpartition(", ")[2]], 0.1 * level)
+
+
+def table(samples: list[Sample], episodes: int) -> str:
+    """The slopes as Markdown."""
+    last = samples[-1]
+    lines = [
+        f"{last['update']:,.0f} updates, {last['update'] * episodes:,.0f} episodes, {last['seconds'] / 60:.0f} minutes, "
+        f"{len(samples)} samples",
+        "",
+        f"| what | at half | at the end | per 1,000 updates | at {ASKED:,} | flat |",
+        "|---|---|---|---|---|---|",
+    ]
+    for key, first, end, slope, later in slopes(samples):
+        flat = "yes" if is_flat(key, (first + end) / 2, slope) else "**no**"
+        lines.append(f"| {key} | {first:.1f} | {end:.1f} | {slope:+.2f} | {later:.1f} | {flat} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=2000)
+    parser.add_argument("--episodes", type=int, default=50, help="of an update, a multiple of 5")
+    parser.add_argument("--backend", default="inline")
+    parser.add_argument("--out", type=Path, help="where the run and its samples are kept")
+    parser.add_argument("--table", type=Path, metavar="DIR", help="print the table of what was sampled there; runs nothing")
+    parser.add_argument("overrides", nargs="*", help="of the run's config")
+    arguments = parser.parse_args()
+    out = (arguments.table or arguments.out or Path(tempfile.mkdtemp(prefix="agentrl-endurance-"))).absolute()
+    code = 0 if arguments.table else watched(out, arguments)
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    if code or not samples:
+        print((out / "said.txt").read_text()[-4000:])
+        return code or 1
+    print(table(samples, arguments.episodes))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

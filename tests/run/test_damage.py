@@ -1,0 +1,231 @@
+"""Damaged run folders: no command ends in a traceback, hangs, or goes on wrong; `make proofs` plays the whole matrix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentrl.config import TrainConfig
+from agentrl.config.identity import identity_of
+from agentrl.config.schema import KeepConfig
+from agentrl.errors import CheckpointError, ConfigError, RunFolderError
+from agentrl.files import read_plain
+from agentrl.run.folder import RunFolder
+from agentrl.run.log_file import LogFile
+from agentrl.run.provenance import _check_own_config, origin_hint
+from agentrl.train.checkpoint import Checkpoints
+from agentrl.train.seal import check_model, seal
+from tests.conftest import PROOFS, proof
+from tests.run import damage
+from tests.run.damage import COMMANDS, KINDS, Runs, cases, make_runs, tried, warmed
+from tests.view.folders import episode, run_folder
+
+READ = ("config.toml", "metrics.jsonl", "summary.json", "trajectories/step_000002.jsonl", "trajectories")
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Folders with what readers read, without a run."""
+    made = {}
+    for name in ("whole", "cut", "other"):
+        out = tmp_path_factory.mktemp(name)
+        out.chmod(0o755)
+        files = {f"step_{step:06d}": [episode(step), episode(step + 1)] for step in (1, 2, 3)}
+        made[name] = run_folder(out / "run", files).path
+        (made[name] / "summary.json").write_text(json.dumps({"status": "done", "steps": 3, "engine": "embedded", "error": None}))
+    return Runs(**made)
+
+
+@pytest.mark.parametrize("file", READ)
+@pytest.mark.parametrize("name", ["view", pytest.param("show", marks=proof), pytest.param("runs", marks=proof)])
+def test_readers_show_what_is_there_or_name_the_file(read: Runs, tmp_path: Path, name: str, file: str) -> None:
+    tmp_path.chmod(0o755)
+    found = {}
+    for kind in damage.kinds_of(read.cut / file):
+        if kind not in damage.DENIED:  # who may read what, a process without root's rights tries in `make proofs`
+            verdict, outcome = tried(name, file, kind, read, tmp_path / "case")
+            if verdict not in ("right", "said"):
+                found[kind] = (verdict, outcome.said[-300:])
+    assert found == {}
+
+
+@proof
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_damage_ends_a_command_without_a_word(
+    name: str, tmp_path_factory: pytest.TempPathFactory, cache: dict[str, Runs]
+) -> None:
+    place = tmp_path_factory.mktemp("case")
+    for folder in (place, *place.parents[:3]):
+        folder.chmod(0o755)
+    if not cache:
+        cache["runs"] = make_runs(tmp_path_factory.mktemp("runs"))
+        warmed(cache["runs"], place / "run")
+    found = {}
+    for file, kind in cases(cache["runs"].cut):
+        verdict, outcome = tried(name, file, kind, cache["runs"], place / "run")
+        if verdict not in ("right", "said"):
+            found[file, kind] = (verdict, outcome.said[-300:])
+    assert found == {}
+
+
+@pytest.fixture(scope="module")
+def cache() -> dict[str, Runs]:
+    assert PROOFS is not None
+    return {}
+
+
+def config(out: Path, **more: object) -> TrainConfig:
+    return TrainConfig.model_validate({"name": "x", "out": str(out), "env": {"id": "key_value"}, **more})
+
+
+def checkpoint(folder: RunFolder, step: int, **state: object) -> Path:
+    with Checkpoints(folder.checkpoints, keep=3).writing(step) as path:
+        (path / "driver.json").write_text(json.dumps({"step": step, **state}))
+    return folder.checkpoints / f"step_{step:06d}"
+
+
+def test_a_config_changed_by_hand_or_of_another_run_is_refused_by_key_and_values(tmp_path: Path) -> None:
+    folder, ran = RunFolder.create(config(tmp_path)), config(tmp_path, seed=3)
+    path = checkpoint(folder, 2, identity=identity_of(ran, "train"))
+    _check_own_config(ran, folder)
+    _check_own_config(config(tmp_path, seed=3, steps=99), folder)  # may change
+    with pytest.raises(ConfigError, match=rf"config.toml: {path} was trained with other values: seed was 3, is 4"):
+        _check_own_config(config(tmp_path, seed=4), folder)
+    with pytest.raises(ConfigError, match=r"rollout.groups was 16, is 4"):
+        _check_own_config(config(tmp_path, seed=3, rollout={"groups": 4}), folder)
+    (path / "driver.json").write_text("[" * (path / "driver.json").stat().st_size)
+    _check_own_config(config(tmp_path, seed=4), folder)  # damaged, and not loaded
+
+
+def test_a_resume_may_not_change_the_groups_of_an_update(tmp_path: Path) -> None:
+    from agentrl.config.identity import check_resumed
+
+    for groups in (4, 16):
+        with pytest.raises(ConfigError, match=rf"rollout.groups was 8, is {groups}"):
+            check_resumed(config(tmp_path, rollout={"groups": 8}), config(tmp_path, rollout={"groups": groups}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        (lambda text: text, True),
+        (lambda text: text + '{"step": 3, "phase": "train"}\n', True),
+        (lambda text: text.replace('"loss": 2', '"loss": 3'), False),
+        (lambda text: text[text.index("\n") + 1 :], False),
+        (lambda text: "", False),
+    ],
+)
+def test_rows_that_are_missing_or_changed_are_seen_against_the_checkpoint(tmp_path: Path, change: object, same: bool) -> None:
+    folder = RunFolder.create(config(tmp_path))
+    for step in (1, 2):
+        folder.append_metrics({"step": step, "phase": "train", "loss": step})
+    written = folder.metrics_seal()
+    assert written["size"] == folder.metrics.stat().st_size
+    folder.metrics.write_text(change(folder.metrics.read_text()))  # type: ignore[operator]
+    assert folder.metrics_are(written) is same
+    folder.rewind(2)
+    assert folder.metrics_are(written) is same, "a rewind keeps the rows as they were, to the byte"
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind not in ("read-only", "unreadable", "a file", "another run's", "missing")]
+)
+def test_a_damaged_record_of_the_run_is_named_with_what_to_do(tmp_path: Path, kind: str) -> None:
+    folder = RunFolder.create(config(tmp_path))
+    (folder.path / "provenance.json").write_text(json.dumps({"folder": "/elsewhere", "contents": {}}))
+    folder.write_summary({"status": "done", "steps": 2, "engine": "embedded"})
+    assert "the run began in /elsewhere" in origin_hint(folder) and (folder.read_summary() or {})["steps"] == 2
+    with damage.limited(5):
+        for path in (folder.path / "provenance.json", folder.summary):
+            KINDS[kind](path, path)
+        if kind != "a flipped bit":  # which may leave it JSON
+            with pytest.raises(RunFolderError, match=r"provenance.json: damaged: .*restore it, or remove it"):
+                origin_hint(folder)
+            with pytest.raises(RunFolderError, match=r"summary.json: damaged: .*remove it"):
+                folder.read_summary()
+
+
+def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_no_wait(tmp_path: Path) -> None:
+    for kind in ("a pipe", "a folder", "a link to itself"):
+        path = tmp_path / kind
+        path.write_text("x")
+        KINDS[kind](path, path)
+        with damage.limited(5), pytest.raises(OSError, match=kind):
+            read_plain(path)
+
+
+def test_a_flipped_bit_in_a_trained_model_is_found_before_it_is_evaluated(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(1000))
+    check_model(tmp_path)  # of an older version: without a manifest
+    seal(tmp_path, 4)
+    check_model(tmp_path)
+    KINDS["a flipped bit"](file, file)
+    with pytest.raises(CheckpointError, match=r"model.safetensors: not as written"):
+        check_model(tmp_path)
+
+
+def kept(folder: RunFolder) -> list[str]:
+    return sorted(path.stem for path in folder.trajectories.iterdir())
+
+
+def write(folder: RunFolder, name: str, size: int = 100) -> None:
+    (folder.trajectories / f"{name}.jsonl").write_text("x" * size)
+    folder.tokens.mkdir(exist_ok=True)
+    (folder.tokens / f"{name}.jsonl").write_text("y")
+
+
+def test_of_the_newest_steps_so_many_keep_their_episodes(tmp_path: Path) -> None:
+    folder = RunFolder.create(config(tmp_path))
+    names = ["before_000000", "step_000001", "step_000002", "eval_000002", "step_000003", "step_000009", "after_000004"]
+    for name in names:
+        write(folder, name)
+    folder.rotate(KeepConfig(), 3)
+    assert kept(folder) == sorted(names)
+    folder.rotate(KeepConfig(trajectories=2), 3)  # step 9 is of an attempt that was lost, and is no newest one
+    assert kept(folder) == sorted(set(names) - {"step_000001"})
+    assert not (folder.tokens / "step_000001.jsonl").exists() and (folder.tokens / "step_000002.jsonl").exists()
+    folder.rotate(KeepConfig(trajectories=1), 3)
+    assert kept(folder) == ["after_000004", "before_000000", "step_000003", "step_000009"]
+
+
+def test_episodes_stay_up_to_a_size_and_the_newest_always(tmp_path: Path) -> None:
+    folder = RunFolder.create(config(tmp_path))
+    for step in range(1, 6):
+        write(folder, f"step_{step:06d}", 300 << 10)
+        folder.rotate(KeepConfig(trajectories_mib=1.0), step)
+        assert [int(name[-6:]) for name in kept(folder)] == list(range(max(step - 2, 1), step + 1))  # 3 x 300 KiB fit 1 MiB
+    folder.rotate(KeepConfig(trajectories_mib=0.1), 5)
+    assert kept(folder) == ["step_000005"]
+
+
+def test_readers_go_on_over_steps_that_are_gone(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", {f"step_{step:06d}": [episode(step)] for step in (1, 2, 3)})
+    assert damage.command(["show", str(folder.path)]).code == 0
+    folder.rotate(KeepConfig(trajectories=2), 3)
+    from agentrl.run.reader import load_run
+
+    assert [file.step for file in load_run(folder.path).files] == [2, 3] and len(list(load_run(folder.path).episodes())) == 2
+    shown = json.loads(damage.command(["show", str(folder.path), "--json"]).said)
+    assert [file["step"] for file in shown["steps"]] == [2, 3], "the index forgets what is gone"
+
+
+def test_the_log_begins_anew_at_its_size_and_so_many_older_ones_stay(tmp_path: Path) -> None:
+    handler = LogFile(tmp_path / "log.txt", KeepConfig(log_mib=0.001, log_files=2))  # 1048 bytes
+    for number in range(100):
+        handler.handle(_record(f"line {number:02d} " + "x" * 60))
+    handler.close()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["log.txt", "log.txt.1", "log.txt.2"] and all((tmp_path / name).stat().st_size <= 1048 for name in names)
+    text = "".join((tmp_path / name).read_text() for name in reversed(names))
+    told = [int(line.split("line ")[1][:2]) for line in text.splitlines()]
+    assert told == list(range(100 - len(told), 100)) and len(told) > 15
+
+
+def _record(text: str) -> object:
+    import logging
+
+    return logging.makeLogRecord({"name": "agentrl", "levelname": "INFO", "msg": text})
