@@ -80,7 +80,7 @@ KINDS = {
     "ray": ["cluster.max_restarts=5"],
 }
 WEIGHTS = {"inline": 7, "workers": 1, "ray": 2}
-NOT_COMPARED = ("time/", "engine/", "throughput/", "loop/", "workers/")
+NOT_COMPARED = ("time/", "engine/", "throughput/", "loop/", "rollout/worker_")
 
 
 @dataclass(slots=True)
