@@ -162,7 +162,7 @@ class TheirUser(ModelUser):
     """The user that ToolSandbox simulates: its instruction, its examples, and its tool to end the conversation."""
 
     def __init__(self, env: ToolSandbox) -> None:
-        super().__init__(model=env.user_model, stop=(), **env.user_options)
+        super().__init__(model=env.user_model, system="", stop=(), **env.user_options)  # `shown` has theirs
         self.env = env
 
     async def shown(self, conversation: Sequence[Message]) -> list[dict[str, Any]]:
