@@ -448,7 +448,8 @@ class ToolEnv(EnvHooks):
     # -- replays -----------------------------------------------------------------------------------
 
     def as_twin(self) -> EnvTwin:
-        """This environment as one that plays an episode once more, for rewards that replay calls."""
+        """This environment as one that plays an episode once more, for rewards that replay calls. Asked before the reset, also of
+        one that is served. An override may lift limits on turns here, since gold calls are made one a turn."""
         return EnvTwin(self, self.scripted or type(self).user_reply is ToolEnv.user_reply)
 
     def copier(self) -> Copier | None:

@@ -17,8 +17,8 @@ _Known = tuple[float, int, bool]  # value, number of episodes, whether all of it
 @dataclass(frozen=True)
 class MeansTable:
     """`means`: of each mean, the categories or earlier means that it is of. A mean is plain, but one that `over_tasks` names is
-    over tasks: that has the benchmark's number of tasks of each category, which counts for one that was not played. `weights`:
-    those of the overall value.
+    over tasks: that has the benchmark's number of tasks of each category, which is its share however many of them were played or
+    scored. `weights`: those of the overall value.
 
     A mean is shown only if all of its categories were played, the overall value too. If some were not, a row of another name
     (`AS_ZERO`) has what a leaderboard shows that counts them as 0."""
@@ -39,7 +39,7 @@ class MeansTable:
 
     def _mean(self, name: str, parts: Sequence[tuple[str, _Known | None]]) -> _Known:
         tasks = self.over_tasks.get(name)
-        sizes = [1 if tasks is None else tasks[part] if known is None else known[1] for part, known in parts]
+        sizes = [1 if tasks is None else tasks[part] for part, _ in parts]
         value = sum(known[0] * size for (_, known), size in zip(parts, sizes, strict=True) if known is not None) / sum(sizes)
         return value, sum(known[1] for _, known in parts if known), all(known is not None and known[2] for _, known in parts)
 

@@ -105,9 +105,11 @@ def groups(episodes: Iterable[Played], of: Callable[[Played], Iterable[str]]) ->
 
 
 def pass_hat_table(episodes: Sequence[Played], of: str) -> list[OfficialRow]:
-    """`pass_hat_rows` for each value of the tasks' `data[of]`, and the plain mean of their pass^1."""
-    rows = [pass_hat_rows(part, f"{name} ") for name, part in sorted(groups(episodes, lambda one: [one.data[of]]).items())]
-    first = [replace(known[0], weight=1 / len(rows)) for known in rows if known]
+    """`pass_hat_rows` for each value of the tasks' `data[of]` (a row without a value if nothing of it was scored), and the plain
+    mean of their pass^1."""
+    parts = sorted(groups(episodes, lambda one: [one.data[of]]).items())
+    rows = [pass_hat_rows(part, f"{name} ") or [mean_row(f"{name} pass^1", part)] for name, part in parts]
+    first = [replace(known[0], weight=1 / len(rows)) for known in rows]
     return [*(row for known in rows for row in known), weighted_row(f"mean of {of}s pass^1", first)]
 
 

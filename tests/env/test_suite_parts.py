@@ -123,12 +123,12 @@ def test_means_of_means_against_a_computation_by_hand() -> None:
     table = MeansTable({"both": ("a", "b"), "top": ("both", "c")}, {"top": 0.5, "c": 0.25}, {"both": {"a": 10, "b": 30}})
     found = {"a": [played("1", True), played("2", False)], "b": [played("3", True)] * 3, "c": [played("4", False)]}
     rows = {row.name: row.value for row in table.rows(found)}
-    both = (0.5 * 2 + 1.0 * 1) / 3  # over tasks: of a two, of b one (played three times)
+    both = (0.5 * 10 + 1.0 * 30) / 40  # over the benchmark's tasks, however many of each were played
     assert rows["both"] == pytest.approx(both) and rows["top"] == pytest.approx(both / 2)
     assert rows["overall"] == pytest.approx(0.5 * both / 2 + 0.25 * 0.0) and AS_ZERO not in rows
     part = {row.name: row.value for row in table.rows({"a": found["a"]})}
     assert (part["both"], part["top"], part["overall"]) == (None, None, None)
-    assert part[AS_ZERO] == pytest.approx(0.5 * (0.5 * 2 / (2 + 30)) / 2)
+    assert part[AS_ZERO] == pytest.approx(0.5 * (0.5 * 10 / (10 + 30)) / 2)
     assert table.rows({}) == []
 
 

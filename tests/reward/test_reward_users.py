@@ -40,6 +40,17 @@ def test_calls_are_in_the_order_in_which_they_were_made():
     assert rounds == [["look", "f", "press", "press"], ["g", "look"]]
 
 
+def test_what_the_user_did_before_the_first_turn_is_paid_at_it_and_the_rest_at_the_turn_that_it_answers():
+    """Three of four calls were made: look before the first turn, f at turn 0, press after turn 1."""
+    wanted = [{"name": "look", "arguments": {}, "by": "user"}, {"name": "f", "arguments": {"x": 1}},
+              {"name": "press", "arguments": {"key": "a"}, "by": "user"}, {"name": "z", "arguments": {}}]  # fmt: skip
+    args = {"expect": wanted, "by": "both", "compare": "superset", "credit": "matched"}
+    score = compile_spec(spec(leaf("calls.match", args, emit="step"))).score(talked())
+    assert (score.value, score.turns, score.terminal) == (0.75, {0: 0.5, 1: 0.25}, 0.0)
+    silent = compile_spec(spec(leaf("calls.match", args, emit="step"))).score(episode(user_calls=[user_call(-1, "look")]))
+    assert (silent.value, silent.turns, silent.terminal) == (0.25, {}, 0.25), "no turn to pay it at"
+
+
 BOTH = [
     {"name": "f", "arguments": {"x": 1}},
     {"name": "press", "arguments": {"key": "a"}, "by": "user"},

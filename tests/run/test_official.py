@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from agentrl.env.official import mean_row, pass_hat_rows, weighted_row
+from agentrl.env.official import mean_row, pass_hat_rows, pass_hat_table, weighted_row
 from agentrl.env.suite import OfficialRow, Played
 from agentrl.trajectory import StopReason
 
@@ -31,6 +33,16 @@ def test_pass_hat_k_goes_to_the_least_number_of_samples_as_in_tau2() -> None:
     ]  # fmt: skip
     assert pass_hat_rows(episodes)[0].note == "1 of 8 episodes unscored, in no mean"
     assert pass_hat_rows([played("c", 0, None)]) == []
+
+
+def test_a_group_that_was_not_scored_at_all_has_a_row_and_is_named_by_the_mean_of_groups() -> None:
+    """Of three domains one was an outage: its place in the table says so, and so does the mean over the other two."""
+    made = {"a": [True, False], "b": [True], "c": [None, None]}
+    episodes = [replace(played(f"{kind}{n}", 0, one), data={"kind": kind}) for kind in made for n, one in enumerate(made[kind])]
+    rows = {row.name: row for row in pass_hat_table(episodes, "kind")}
+    assert rows["c pass^1"] == OfficialRow("c pass^1", None, 0, None, "2 of 2 episodes unscored, in no mean")
+    mean = rows["mean of kinds pass^1"]
+    assert (mean.value, mean.n, mean.note) == (pytest.approx((0.5 + 1) / 2), 3, "without c pass^1")
 
 
 def test_weights_are_scaled_over_known_rows_or_the_whole_is_unknown() -> None:

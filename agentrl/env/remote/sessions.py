@@ -187,9 +187,10 @@ class EnvSession:
         options = dict(body["options"])
         if "task" in options:
             options["task"] = Task(**options["task"])
+        env = self._new(body)
         if options.get("user", GOLD) != GOLD:
             options["user"] = RecordedUser.of_row(options["user"])
-        env = self._new(body)
+            env.as_twin()  # only replays bring a record's user, and an environment may lift limits for them
         observation, info = await env.areset(seed=body["seed"], options=options)
         wire.check_plain(env.task)
         return {"observation": self._seen(env, observation), "info": info}

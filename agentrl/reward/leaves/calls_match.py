@@ -100,7 +100,7 @@ class CallsMatch(Leaf):
             # A sum of quotients may end just below 1.
             value = 1.0 if value >= 1.0 - 1e-9 else 0.0
         size = _size(len(made), len(gold), self.compare)
-        shares = _shares(made, pairs, credits, size) if size and self.spreads(self.args) else None
+        shares = _shares(view, made, pairs, credits, size) if size and self.spreads(self.args) else None
         return Reading(value, _evidence(made, gold, pairs, credits), shares)
 
     def _rule(self, args: Args) -> CallRule:
@@ -209,13 +209,13 @@ def _size(made: int, gold: int, compare: str) -> int:
     return {"exact": max(made, gold), "superset": gold, "subset": made}[compare]
 
 
-def _shares(made: Sequence[Made], pairs: assign.Pairs, credits: Sequence[float], size: int) -> dict[int, float]:
+def _shares(view: View, made: Sequence[Made], pairs: assign.Pairs, credits: Sequence[float], size: int) -> dict[int, float]:
     """Each turn's share of the value: the credit of the pairs that its calls are in. A gold call is in one pair at most, so the
-    same call made again earns nothing."""
+    same call made again earns nothing. What the user did before the first turn counts to it, as in `View.made`."""
     shares: dict[int, float] = {}
     for (i, _), credit in zip(pairs, credits, strict=True):
-        if credit:
-            turn = made[i].turn.index
+        if credit and view.turns:
+            turn = max(made[i].turn.index, view.turns[0].index)
             shares[turn] = shares.get(turn, 0.0) + credit / size
     return shares
 

@@ -14,6 +14,7 @@ from agentrl.env.remote.client import RemoteEnv
 from agentrl.env.remote.link import Link
 from agentrl.env.remote.sessions import SessionLimits
 from agentrl.env.remote.wire import Asked
+from agentrl.env.twin import EnvTwin
 from agentrl.reward import Scorer
 from agentrl.rollout.replay.play import Replayer
 from agentrl.rollout.replay.record import Recorder
@@ -44,7 +45,23 @@ class Leaves(Guest):
         return "gone"
 
 
-KINDS: dict[str, type[Cabinet]] = {kind.__name__: kind for kind in (Cabinet, Chatty, Guest, Leaves)}
+class Hurried(Cabinet):
+    """One turn with calls a round: a second one is the episode's last, but for a replay, which makes one call a turn."""
+
+    limited = True
+
+    def as_twin(self) -> EnvTwin:
+        self.limited = False
+        return super().as_twin()
+
+    async def astep(self, action: Any) -> Any:
+        before = self.trajectory.turns[-1:]
+        if self.limited and isinstance(action, Message) and before and before[0].message.tool_calls and action.tool_calls:
+            self.finish()
+        return await super().astep(action)
+
+
+KINDS: dict[str, type[Cabinet]] = {kind.__name__: kind for kind in (Cabinet, Chatty, Guest, Hurried, Leaves)}
 
 
 class Cabinets:
@@ -125,6 +142,16 @@ def test_scores_by_round_over_http_are_those_in_process(kind: str, server: Runni
     assert found == [scored(again, episode) for episode in episodes]
     assert Guest.asked == asked
     assert not server.app.sessions.episodes
+
+
+def test_a_limit_that_is_not_a_replays_is_lifted_there_too(server: Running) -> None:
+    """Three gold calls in the first round, which the policy makes in one turn."""
+    three = [put("a", "x"), put("a", "y"), put("b", "z")]
+    there, task = maker(server, "Hurried"), task_for("Hurried", [three, [swap("a", "b")]])
+    episodes = [played(task, [[calls], [[swap("a", "b")]]], there()) for calls in (three, three[:2])]
+    assert [len(episode.turns) for episode in episodes] == [4, 4]
+    for make in (lambda task: Hurried(), there):
+        assert [scored(by_round(make=make), episode)[0] for episode in episodes] == [1, 0]
 
 
 def test_gold_is_replayed_once_a_task_there_too_if_the_user_is_scripted(server: Running) -> None:
