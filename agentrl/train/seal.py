@@ -41,7 +41,7 @@ def is_whole(folder: Path) -> bool:
     try:
         files = read_manifest(folder)["files"].items()
         return all(_within(name) and (folder / name).stat().st_size == _size(said) for name, said in files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return False
 
 

@@ -1,0 +1,195 @@
+"""The corpus, a share of each fuzz target, and what the fuzzing itself promises (README.md)."""
+
+import json
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+
+from agentrl.errors import EnvError
+from agentrl.executors import at_once
+from agentrl.matching import TextTooLongError, compile_pattern, within_seconds
+from agentrl.plain_json import json_text
+from agentrl.schemas import BadSchemaError, check_schema, checked_validator, first_fault
+from agentrl.tool import Tool
+from agentrl.tool.output import shaped
+from agentrl.tool.toolbox import Toolbox
+from agentrl.trajectory import Message, StopReason, Task, ToolCall, Trajectory, Turn
+from tests.hostile import fuzz, targets
+from tests.hostile.fuzz import CORPUS, TooSlowError, fuzz_here, limited, text_of
+
+ENTRIES = sorted(CORPUS.glob("*.json"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_fetched(monkeypatch):
+    def refuse(*args, **named):
+        raise TooSlowError("something was fetched")  # which nothing catches
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+
+
+@pytest.mark.parametrize("file", ENTRIES, ids=lambda file: file.stem)
+def test_what_was_found_once_is_taken_within_two_seconds(file):
+    entry = json.loads(file.read_text())
+    assert entry["did"]
+    with limited(2.0):
+        targets.TARGETS[entry["target"]].read(text_of(entry))
+
+
+@pytest.mark.parametrize("name", sorted(targets.TARGETS))
+def test_a_few_inputs_of_each_target(name, tmp_path):
+    found = fuzz_here(name, 6, 7, folder=tmp_path)
+    assert found["failed"] is None, f"{found['why']}: {Path(found['failed'] or '.').read_text()}"
+
+
+def test_all_inputs_together_are_a_hundred_thousand():
+    assert sum(target.inputs for target in targets.TARGETS.values()) == 100_000
+
+
+def test_an_input_that_fails_is_kept_in_its_shortest_form(tmp_path, monkeypatch):
+    def read(text):
+        assert "b" not in text
+
+    monkeypatch.setitem(targets.TARGETS, "t", targets.Target(read, st.text("ab", min_size=1), 1))
+    found = fuzz_here("t", 200, 1, folder=tmp_path)
+    kept = json.loads(Path(found["failed"]).read_text())
+    assert kept["target"] == "t" and kept["text"] == "b" and kept["did"].startswith("AssertionError")
+    with pytest.raises(AssertionError):
+        fuzz.again(Path(found["failed"]))
+
+
+def test_an_input_that_takes_long_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzz, "SECONDS", 0.02)
+    monkeypatch.setitem(targets.TARGETS, "t", targets.Target(lambda text: time.sleep(1 if text else 0), st.just("x"), 1))
+    assert "longer than 0.02 s" in fuzz_here("t", 1, 1, folder=tmp_path)["why"]
+
+
+# -- schemas ---------------------------------------------------------------------------------------
+
+REFUSED = {
+    "/properties/a/$ref: a reference to 'http://127.0.0.1:9/x'": {"properties": {"a": {"$ref": "http://127.0.0.1:9/x"}}},
+    "/properties/a/$ref: a reference to '#/$defs/x', where there is no schema": {"properties": {"a": {"$ref": "#/$defs/x"}}},
+    "/anyOf/0: it leads to itself by way of the root": {"anyOf": [{"$ref": "#"}]},
+    "/properties/a~1b/pattern: '(' is not a regular expression": {"properties": {"a/b": {"pattern": "("}}},
+    "/patternProperties: '(a{101}){100}' repeats": {"patternProperties": {"(a{101}){100}": {}}},
+    "/$defs/a/$id: 'x' begins a schema of its own": {"$defs": {"a": {"$id": "x"}}},
+    "unevaluatedProperties in a schema with patternProperties": {"unevaluatedProperties": False, "patternProperties": {"a": {}}},
+    "/properties/a/default: set is not JSON": {"properties": {"a": {"default": {1}}}},
+    "/default: inf is not JSON": {"default": float("inf")},
+    "a schema of more than 100000 values": {"enum": list(range(100_001))},
+    "a schema of more than 1000000 characters": {"description": "a" * 1_000_001},
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_a_schema_is_refused_where_its_tool_is_made_by_tool_place_and_remedy(said):
+    with pytest.raises(TypeError, match=re.escape(said)) as caught:
+        Tool.from_schema("find", "", REFUSED[said], lambda **given: None)
+    assert str(caught.value).startswith("tool find: ") and "; " in str(caught.value)
+
+
+def test_what_only_looks_like_a_reference_is_a_name_or_a_value():
+    check_schema({"properties": {"$ref": {"type": "string"}, "pattern": {"default": {"$ref": "http://x", "pattern": "("}}}})
+
+
+def test_a_schema_that_calls_itself_below_a_property_is_checked_as_deep_as_the_value():
+    tree = {"properties": {"left": {"$ref": "#"}}, "additionalProperties": False}
+    value = {"left": {"left": {"left": {"right": 1}}}}
+    fault = first_fault(checked_validator(tree), value)
+    assert list(fault.absolute_path) == ["left"] * 3 and "right" in fault.message
+    assert first_fault(checked_validator(tree), {"left": {"left": {}}}) is None
+
+
+def test_a_value_is_checked_for_one_second_in_all(monkeypatch):
+    """One pattern that stays under the limit, on 50 texts: their sum does not."""
+    monkeypatch.setattr("agentrl.schemas.SCHEMA_S", 0.2)
+    slow = checked_validator({"items": {"pattern": "^(a|aa)+$"}})
+    began = time.perf_counter()
+    with pytest.raises(TimeoutError):
+        first_fault(slow, ["a" * 24 + "!"] * 5000)
+    assert time.perf_counter() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("items", "unique"),
+    [
+        ([1, 1.0], False),
+        ([1, True], True),
+        ([{"a": 1, "b": [0]}, {"b": [0], "a": 1.0}], False),
+        ([[False], [0]], True),
+        ([], True),
+    ],
+)
+def test_unique_items_are_those_of_json_schema(items, unique):
+    """The values that JSON Schema calls equal: https://json-schema.org/draft/2020-12/json-schema-core section 4.2.2."""
+    assert (first_fault(checked_validator({"uniqueItems": True}), items) is None) == unique
+
+
+def test_unique_objects_take_linear_time():
+    began = time.perf_counter()
+    assert first_fault(checked_validator({"uniqueItems": True}), [{"k": i} for i in range(20_000)]) is None
+    assert time.perf_counter() - began < 1  # 200,000,000 comparisons before
+
+
+@pytest.mark.parametrize(("name", "fits"), [("n1", True), ("known", True), ("x", False)])
+def test_additional_properties_beside_patterns(name, fits):
+    schema = {"properties": {"known": {}}, "patternProperties": {"^n[0-9]$": {}}, "additionalProperties": False}
+    assert (first_fault(checked_validator(schema), {name: 1}) is None) == fits
+
+
+def test_what_is_no_json_schema_says_where():
+    with pytest.raises(BadSchemaError, match="at /properties: "):
+        checked_validator({"properties": ["a"]})
+
+
+# -- patterns, numbers, ways out -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(?R)?a", "a(?1)", "(?P<x>a)(?&x)", "((a{100}){100}){2}", "(?x)(a{200} # )\n){200}", "a" * 10_001]
+)
+def test_a_pattern_that_no_time_limit_ends_is_refused(pattern):
+    with pytest.raises(ValueError, match=r"calls itself|repeats|characters"):
+        compile_pattern(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"[(]{3}(a{100}){99}", r"\d{4}-\d{2}-\d{2}", "(?:a{0,9000}){0,9000}", r"\(\?R\)", "[{9999}]{9}"]
+)
+def test_others_are_compiled(pattern):
+    assert compile_pattern(pattern).pattern == pattern
+
+
+def test_no_pattern_is_looked_for_in_a_text_of_more_than_a_million_characters():
+    with pytest.raises(TextTooLongError):
+        within_seconds(compile_pattern("a").search, "b" * 1_000_001, 1.0)
+
+
+def test_numbers_that_json_lacks_are_null_in_every_file():
+    row = {"a": float("nan"), "b": [float("-inf"), 10**5000, 1.5], "c": {"d": True, "e": 10**300}}
+    assert targets.strict(json_text(row)) == {"a": None, "b": [None, None, 1.5], "c": {"d": True, "e": 10**300}}
+    episode = Trajectory(
+        env_id="e", task=Task("t", 0, "train", {"x": float("inf")}, {}), seed=0, messages=[Message("user", "go")],
+        turns=[Turn(0, Message("assistant", "", (ToolCall("f", {"k": float("nan")}),)))], stop=next(iter(StopReason)),
+    )  # fmt: skip
+    found = targets.strict("".join(episode.json_chunks()))
+    assert found["task"]["data"] == {"x": None} and found["turns"][0]["message"]["tool_calls"][0]["arguments"] == {"k": None}
+
+
+def test_an_answer_with_an_integer_that_python_does_not_write_is_an_answer():
+    value, text = shaped("add", {"total": 10**5000, "n": 1}, 1000, len)
+    assert value == {"total": "an integer of about 5000 digits", "n": 1} and json.loads(text) == value
+    assert sys.get_int_max_str_digits() == 4300
+    with pytest.raises(EnvError):
+        shaped("add", object(), 1000, len)
+
+
+def test_tools_of_from_schema_are_checked_when_they_are_added_and_on_a_loop():
+    box = Toolbox([Tool.from_schema("t", "", {"properties": {"a": {"pattern": "^a+$"}}}, lambda **given: 1)])
+    assert at_once(box["t"].check, {"a": "aa"}) is None and at_once(box["t"].check, {"a": "b"}).kind == "invalid_argument"
