@@ -40,11 +40,14 @@ def measured(name: str, megabytes: float, most: int) -> dict[str, Any]:
     every = list(shapes(name))
     tried = every if len(every) <= most else random.Random(0).sample(every, most)
     slow: list[tuple[float, Shape]] = sorted(((seconds(read, s.text(64_000)), s) for s in tried), key=lambda it: -it[0])[:3]
-    rows = [(seconds(read, s.text(int(megabytes * 1e6))), seconds(read, s.text(1_000_000)), s) for _, s in slow]
+    large = int(megabytes * 1e6)
+    rows = [(seconds(read, s.text(large)), seconds(read, s.text(1_000_000)), s) for _, s in slow]
     longest, one, shape = max(rows, key=lambda row: row[0])
     return {
-        "syntax": name, "shapes": len(tried), "longest": str(shape), "seconds_64KB": round(slow[0][0], 4), "seconds_1MB": round(one, 3),
-        "megabytes": megabytes, "seconds": round(longest, 2), "growth": round(longest / one, 1), "linear": longest <= 2 * megabytes * one,
+        "syntax": name, "shapes": len(tried), "longest": str(shape),
+        "seconds_64KB": round(slow[0][0], 4), "seconds_1MB": round(one, 3),
+        "megabytes": megabytes, "seconds": round(longest, 2),
+        "growth": round(longest / one, 1), "linear": longest <= 2 * megabytes * one,
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
     }  # fmt: skip
 

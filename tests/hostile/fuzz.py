@@ -72,7 +72,7 @@ def fuzz_here(name: str, inputs: int, seed: int, current: Path | None = None, fo
     from tests.hostile.targets import TARGETS
 
     target = TARGETS[name]
-    done = {"target": name, "inputs": 0, "longest_s": 0.0, "failed": None, "why": ""}
+    done: dict[str, Any] = {"target": name, "inputs": 0, "longest_s": 0.0, "failed": None, "why": ""}
     failing: list[tuple[str, str]] = []
 
     @seeded(seed)
