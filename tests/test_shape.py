@@ -163,7 +163,7 @@ def test_shelves_are_not_importable_by_library_code() -> None:
 
 
 # Folders of tests that are no room's: whole runs, learning curves, and what stands beside the package.
-OTHER_TESTS = {"e2e", "curves", "examples", "gpu", "shelf"}
+OTHER_TESTS = {"e2e", "curves", "examples", "gpu", "shelf", "hostile"}
 
 
 def test_tests_mirror_the_rooms() -> None:
