@@ -69,7 +69,8 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float | None) -> Tensor:
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        sums_in = torch.float64 if q.dtype == torch.float64 else torch.float32  # as the kernel has them
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=sums_in)
         for block in spans.blocks:
             found, sums = _FORWARD(*(_cells(tensor, block) for tensor in (q, k, v)), 0.0, True, scale=scale)
             out.index_copy_(0, block.tokens, _tokens(found.transpose(1, 2), block))
