@@ -11,16 +11,20 @@ from io import BufferedReader
 from pathlib import Path
 
 
-def atomic_write(path: Path, text: str) -> None:
-    """Write to a temporary file, fsync, rename: readers (and a kill) find the old file or the new one, never half of one."""
-    atomic_write_all(path, [text])
+def atomic_write(path: Path, text: str, *, private: bool = False) -> None:
+    """Write to a temporary file, fsync, rename: readers (and a kill) find the old file or the new one, never half of one.
+    `private`: only its owner may read it."""
+    atomic_write_all(path, [text], private=private)
 
 
-def atomic_write_all(path: Path, parts: Iterable[str]) -> None:
+def atomic_write_all(path: Path, parts: Iterable[str], *, private: bool = False) -> None:
     """The same for a text in parts, with one part at a time in memory. If producing a part raises, the old file stays."""
     # In the same folder, because a rename is atomic only within one file system.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if private:
+            temporary.unlink(missing_ok=True)
+            temporary.touch(mode=0o600)
         with temporary.open("w", encoding="utf-8") as file:
             for part in parts:
                 file.write(part)

@@ -15,6 +15,7 @@ from agentrl import __version__
 from agentrl.cli.configs import is_override
 from agentrl.cli.parser import Parser
 from agentrl.errors import AgentrlError, UserError
+from agentrl.redaction import guarded_output
 from agentrl.shown import safe
 
 COMMANDS = (
@@ -93,7 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from agentrl.cli.complete import complete
 
         complete(build_parser())
-    args = _parse(argv)
+    with guarded_output():
+        return _run(_parse(argv))
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         code: int = args.run(args)
         return code

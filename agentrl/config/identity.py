@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
+from agentrl.redaction import redacted
 
 Purpose = Literal["train", "eval", "rollout"]
 Identity = dict[str, Any]
@@ -180,7 +181,8 @@ def without_secrets(config: TrainConfig) -> dict[str, Any]:
     table = config.model_dump(mode="json", exclude_none=True)
     for part in _with_secrets(table):
         part.update({key: _digests(part[key]) for key in _SECRET if key in part})
-    return table
+    shown: dict[str, Any] = redacted(table, said=True)
+    return shown
 
 
 def _with_secrets(table: dict[str, Any]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from agentrl.config.layers import Find, Layers, Table, joined, read_layers
 from agentrl.config.overrides import overridden, parse_overrides
 from agentrl.config.schema import ONE, SEVERAL, EnvConfig, TrainConfig
 from agentrl.errors import ConfigError, hinted
+from agentrl.redaction import learn
 
 _ABSENT = object()
 
@@ -43,6 +44,7 @@ def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()
     except ValidationError as error:
         raise ConfigError(_explain(error, as_list(table), layers, overrides)) from None
     check_envs(config)
+    learn(config.model_dump(mode="json", exclude_none=True))
     return config
 
 

@@ -20,6 +20,7 @@ from agentrl.harness.brief import Brief, Outcome
 from agentrl.harness.clean import text_of
 from agentrl.harness.process import AgentProcess
 from agentrl.plain_text import read_json
+from agentrl.redaction import learn, redact, resolved
 from agentrl.shelves import function_named
 from agentrl.trajectory import Json, ToolResult
 
@@ -72,7 +73,9 @@ class Command:
 
     def __init__(self, config: AgentConfig) -> None:
         """Raises ConfigError if there is no such program, or a variable that it should get is not set."""
+        learn({"command": config.command, "env": config.env})
         self._command, self._env = list(config.command), dict(config.env)
+        resolved({"command": self._command, "env": self._env}, "agent")  # raises here and not in the first episode
         if shutil.which(self._command[0]) is None:
             raise ConfigError(f"agent.command: {self._command[0]!r} is neither a program on PATH nor a file that can be executed")
         if missing := [name for name in config.pass_env if name not in os.environ]:
@@ -83,13 +86,13 @@ class Command:
 
     async def run(self, brief: Brief, doors: Doors, record: dict[str, Json]) -> Outcome:
         with tempfile.TemporaryDirectory(prefix="agentrl-agent-", ignore_cleanup_errors=True) as folder:
-            process = await AgentProcess.start(self._command, self._variables(brief, Path(folder)))
+            process = await AgentProcess.start(resolved(self._command, "agent.command"), self._variables(brief, Path(folder)))
             code: int | None = None
             try:
                 code = await process.wait()
             finally:
                 await process.end()
-                stdout, stderr = process.stdout.text(brief.key), process.stderr.text(brief.key)
+                stdout, stderr = (redact(stream.text(brief.key)) for stream in (process.stdout, process.stderr))
                 record |= {"exit_code": code, "stdout": stdout, "stderr": stderr}
         failure = None if code == 0 else f"exit code {code}{_tail(stderr or stdout)}"
         return Outcome(stdout.strip() or None, failure, record)
@@ -102,7 +105,7 @@ class Command:
         host = httpx.URL(brief.openai_url).host
         fixed = {"AGENTRL_TASK_FILE": str(file), "AGENTRL_FOLDER": str(folder), "NO_PROXY": host, "no_proxy": host}
         short = {name: value for name, value in given.items() if len(value.encode()) <= _LONGEST_VARIABLE}
-        return {**own, **self._env, **short, **fixed}
+        return {**own, **resolved(self._env, "agent.env"), **short, **fixed}
 
     async def close(self) -> None:
         return None

@@ -31,6 +31,7 @@ from agentrl.errors import ConfigError, ResourceError, RunFolderError
 from agentrl.files import atomic_write, atomic_write_all, open_plain, plain_file, read_plain
 from agentrl.plain_json import json_text
 from agentrl.plain_text import read_json
+from agentrl.redaction import redact, redacted
 from agentrl.trajectory import Group, Trajectory
 
 DRIVER = "driver.json"
@@ -79,8 +80,9 @@ class RunFolder:
                 f"{shlex.quote(str(folder.path))}; or choose another name: name={config.name}-2; or start over: --overwrite"
             )
         try:
+            folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # what a run writes may hold what is private
             folder.trajectories.mkdir(parents=True)
-            atomic_write(folder.config, text)
+            atomic_write(folder.config, text, private=True)
         except OSError as error:
             shutil.rmtree(folder.path, ignore_errors=True)
             raise ResourceError(f"{folder.path}: the run folder cannot be written: {error}") from None
@@ -96,8 +98,8 @@ class RunFolder:
         file = self.history / f"until_{step:06d}.toml"
         self.history.mkdir(exist_ok=True)
         if not file.exists():
-            atomic_write(file, before)
-        atomic_write(self.config, now)
+            atomic_write(file, before, private=True)
+        atomic_write(self.config, now, private=True)
         return file
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
@@ -192,7 +194,7 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
-        atomic_write(self.summary, json_text(summary, indent=2) + "\n")
+        atomic_write(self.summary, json_text(redacted(summary, said=True), indent=2) + "\n")
 
 
 def stored_object(path: Path, mend: str) -> dict[str, Any] | None:
@@ -219,7 +221,7 @@ def _row(line: str) -> dict[str, Any] | None:
 
 
 def lines(rows: Iterable[Trajectory | Group]) -> Iterator[str]:
-    """One JSON object per line, in the chunks that the rows yield."""
+    """One JSON object per line, in the chunks that the rows yield, without known secrets."""
     for row in rows:
-        yield from row.json_chunks()
+        yield from map(redact, row.json_chunks())
         yield "\n"

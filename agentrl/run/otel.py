@@ -15,6 +15,7 @@ from typing import Any
 
 from agentrl.config import TrainConfig
 from agentrl.errors import ConfigError, DependencyError
+from agentrl.redaction import redact_said
 from agentrl.spans import Kind, TraceSpan, Value, listen, now
 
 PROTOCOLS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
@@ -87,7 +88,7 @@ class Traces:
                 attributes=attributes_of(found, self._common),
                 kind=self._kinds.CLIENT if found.kind == "generation" else self._kinds.INTERNAL,
                 instrumentation_scope=self._scope,
-                status=self._status(self._codes.ERROR, str(error)) if error else self._status(),
+                status=self._status(self._codes.ERROR, redact_said(str(error))) if error else self._status(),
                 start_time=found.begin + epoch,
                 end_time=found.end + epoch,
             )
@@ -122,7 +123,8 @@ def attributes_of(found: TraceSpan, common: Mapping[str, str]) -> dict[str, Valu
     if found.place:
         named["agentrl.process"] = found.place
     known = NAMES.get(found.kind, {})
-    return named | {known.get(key, f"agentrl.{key}"): value for key, value in found.values.items() if value is not None}
+    named |= {known.get(key, f"agentrl.{key}"): value for key, value in found.values.items() if value is not None}
+    return {key: redact_said(value) if isinstance(value, str) else value for key, value in named.items()}
 
 
 def _exporter() -> EntryPoint | None:

@@ -13,6 +13,7 @@ from agentrl.config.identity import Identity, differences, identity_of
 from agentrl.errors import CatalogError, ConfigError, ModelError, RewardSpecError, RunFolderError
 from agentrl.files import atomic_write, read_plain
 from agentrl.plain_text import read_json
+from agentrl.redaction import redacted
 from agentrl.run.checks import check_train
 from agentrl.run.contents import code_of, contents_of
 from agentrl.run.folder import DRIVER, RunFolder, stored_object
@@ -26,7 +27,7 @@ FILE = "provenance.json"
 def write_provenance(config: TrainConfig, folder: RunFolder) -> None:
     """Record what a new run is started with. Raises a UserError if a file that the config names is missing."""
     provenance = {"folder": str(Path.cwd()), "contents": contents_of(config, "train")}
-    atomic_write(folder.path / FILE, json.dumps(provenance, indent=2) + "\n")
+    atomic_write(folder.path / FILE, json.dumps(redacted(provenance), indent=2) + "\n")
 
 
 def check_resumable(before: TrainConfig, config: TrainConfig, folder: RunFolder) -> tuple[str, ...]:

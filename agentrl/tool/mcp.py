@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from agentrl.config.schema import McpServerConfig
 from agentrl.errors import ConfigError, DependencyError, EnvError, ToolError
+from agentrl.redaction import learn, redact_said, resolved
 from agentrl.tool.tool import Options, Tool
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class McpSource:
             raise DependencyError("tools.mcp needs the MCP SDK: pip install 'agentrl[mcp]'")
         if sum((bool(server.command), bool(server.url), build is not None)) != 1:
             raise ConfigError(f"tools.mcp.{name}: give either a command (a list of words) or a url")
+        learn({"command": server.command, "url": server.url, "env": server.env})
         self.name = name
         self.server = server
         self.build = build
@@ -94,7 +96,11 @@ class McpSession:
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
 
-        server = self.server
+        try:
+            server = McpServerConfig.model_validate(resolved(self.server.model_dump(), f"tools.mcp.{self.name}"))
+        except ConfigError as problem:
+            ready.set_exception(problem)
+            return
         target: Any = server.url
         if server.command:
             program = StdioServerParameters(command=server.command[0], args=server.command[1:], env=dict(server.env) or None)
@@ -118,7 +124,7 @@ class McpSession:
             # Once the session is open, a broken connection makes the next call fail, so nothing is reported here.
             if not ready.done():
                 where = server.url or " ".join(server.command) or "in this process"
-                ready.set_exception(EnvError(f"MCP server {self.name!r} ({where}): {_cause(fault)}"))
+                ready.set_exception(EnvError(redact_said(f"MCP server {self.name!r} ({where}): {_cause(fault)}")))
 
     def _tool(self, client: Client, item: Any) -> Tool:
         async def call(**arguments: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from agentrl.deadline import LateError, contained, within
 from agentrl.errors import AgentrlError, EnvError, PolicyTimeoutError, ToolError, ToolTimeoutError
 from agentrl.executors import by_size, size_of
+from agentrl.redaction import redact, redact_said, redacted
 from agentrl.spans import span
 from agentrl.tool.options import MAX_OUTPUT, formed
 from agentrl.tool.output import CountTokens, error_text, estimate_tokens, fit, shaped
@@ -178,6 +179,8 @@ class Toolbox:
         if isinstance(answer, Problem):
             return self._refuse(call, answer, waiting.since)
         value, content = await by_size(size_of(answer), shaped, item.name, answer, self._budget(item), self._count)
+        if (clean := redact(content)) != content:
+            content, value = clean, redacted(value)
         return ToolResult(call.id, call.name, content, value, None, time.monotonic() - waiting.since)
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
@@ -254,7 +257,7 @@ class Toolbox:
             kind = PolicyTimeoutError if item.options.policy_late else ToolTimeoutError
             raise kind(f"tool {item.name}: {message}") from None
         except Exception as fault:
-            raise EnvError(f"tool {item.name} failed: {type(fault).__name__}: {fault}") from fault
+            raise EnvError(redact_said(f"tool {item.name} failed: {type(fault).__name__}: {fault}")) from fault
 
     def refusal(self, call: ToolCall, problem: Problem) -> str:
         """What the policy reads in place of an answer: in the form of the tool, of the environment, or as JSON with the keys
@@ -267,7 +270,8 @@ class Toolbox:
         return error_text(cut.kind, cut.message) if own is None else own(call, cut)
 
     def _refuse(self, call: ToolCall, problem: Problem, began: float) -> ToolResult:
-        return ToolResult(call.id, call.name, self.refusal(call, problem), None, problem.kind, time.monotonic() - began)
+        text = redact(self.refusal(call, problem))
+        return ToolResult(call.id, call.name, text, None, problem.kind, time.monotonic() - began)
 
     def _budget(self, item: Tool | None) -> int:
         own = None if item is None else item.options.max_output

@@ -6,10 +6,12 @@ import sqlite3
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.plain_text import toml_table
+from agentrl.redaction import learn, redact_said, redacted
 from agentrl.run.metrics import metrics_table
 from agentrl.run.reader import RunRecord
 from agentrl.view import episode as episodes_of
@@ -24,6 +26,13 @@ Asked = Mapping[str, str]
 _KEPT = 64
 FIRST_S = 0.5
 """Seconds that the first question about a run's episodes waits for its index, which suffices for a small run."""
+
+
+def _shown(text: str) -> str:
+    """A config's text without what it holds of secrets by its names and addresses."""
+    with suppress(ValueError):
+        learn(toml_table(text))
+    return redact_said(text)
 
 
 class Api:
@@ -58,7 +67,8 @@ class Api:
             )
         fresh = RunRecord(one.run.path)
         summary = None if row["status"] == "damaged" else fresh.summary
-        return {**row, "config": fresh.text, "summary": summary, "metric_table": metric_table(), "steps": steps}
+        config = _shown(fresh.text)
+        return {**row, "config": config, "summary": redacted(summary, said=True), "metric_table": metric_table(), "steps": steps}
 
     def metrics(self, ident: str, asked: Asked) -> Json:
         one = self.library.get(ident)

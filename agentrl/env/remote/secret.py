@@ -9,6 +9,7 @@ import secrets
 
 from agentrl.env.remote.sessions import RefusedError
 from agentrl.errors import ConfigError
+from agentrl.redaction import remember
 
 SHORTEST = 16
 
@@ -46,4 +47,5 @@ def token_in(variable: str, key: str) -> str:
     token = os.environ.get(variable, "")
     if not token:
         raise ConfigError(f"{key}: the environment variable {variable} is not set, which has the server's token")
+    remember(token)
     return token

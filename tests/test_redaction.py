@@ -1,0 +1,193 @@
+"""Distinct keys are planted wherever a secret may be, and looked for in everything that leaves the process."""
+
+from __future__ import annotations
+
+import io
+import logging
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl import redaction
+from agentrl.config import to_toml
+from agentrl.config.identity import without_secrets
+from agentrl.config.load import load_config
+from agentrl.config.schema import McpServerConfig
+from agentrl.errors import ConfigError, EnvError
+from agentrl.redaction import GONE, guarded_output, learn, redact, redact_said, redacted, remember, resolved
+from agentrl.run.folder import RunFolder
+from agentrl.run.otel import attributes_of
+from agentrl.spans import TraceSpan
+from agentrl.tool import Toolbox, tool
+from agentrl.tool.mcp import McpSource
+from agentrl.trajectory import ToolCall
+
+PLANTED = {
+    name: f"planted-{name}-0123456789"
+    for name in ("variable", "reference", "within", "flag", "equals", "header", "url", "query", "env", "param", "tool", "tracker")
+}
+
+
+@pytest.fixture(autouse=True)
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("_known", "_ordered", "_read"):
+        monkeypatch.setattr(redaction, name, type(getattr(redaction, name))())
+    monkeypatch.setenv("SOME_API_KEY", PLANTED["variable"])
+    monkeypatch.setenv("REFERRED", PLANTED["reference"])
+    monkeypatch.setenv("WITHIN", PLANTED["within"])
+    factory = logging.getLogRecordFactory()
+    yield
+    logging.setLogRecordFactory(factory)
+
+
+CONFIG = """
+[env]
+id = "key_value"
+[model]
+path = "m"
+[tools.mcp.one]
+command = ["server", "--api-key", "{flag}", "--token={equals}", "--header", "X-Api-Key: {header}", "--ref", "env:REFERRED"]
+env = {{ SERVICE_TOKEN = "{env}", MODE = "production", OTHER = "env:REFERRED" }}
+[tools.mcp.two]
+url = "https://me:{url}@host/mcp?api_key={query}&x=${{env:WITHIN}}"
+"""
+
+
+def found_in(text: str) -> list[str]:
+    return [name for name, secret in PLANTED.items() if secret in text]
+
+
+def config_file(tmp_path: Path) -> Path:
+    text = CONFIG.format(**PLANTED)
+    (tmp_path / "c.toml").write_text(text)
+    return tmp_path / "c.toml"
+
+
+def test_what_a_config_holds_leaves_only_in_its_own_private_file(tmp_path: Path) -> None:
+    config = load_config(config_file(tmp_path), [f"out={tmp_path}/runs", "name=r"])
+    folder = RunFolder.create(config)
+    held = {"flag", "equals", "header", "env", "url", "query"}
+    assert set(found_in(folder.config.read_text())) == held  # of references only the name
+    assert "env:REFERRED" in folder.config.read_text() and "${env:WITHIN}" in folder.config.read_text()
+    assert stat.S_IMODE(folder.config.stat().st_mode) == 0o600 and stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    folder.keep_config(config.model_copy(update={"seed": config.seed + 1}), {}, 3)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (folder.config, *folder.history.iterdir())} == {0o600}
+    everything = " ".join(PLANTED[name] for name in held)
+    folder.write_summary({"status": "failed", "error": everything, "deep": [{everything: everything}]})
+    assert found_in(folder.summary.read_text()) == []
+    assert found_in(str(without_secrets(config))) == [] and found_in(to_toml(config)) != []
+    from agentrl.view.api import _shown
+
+    redaction._known.clear(), redaction._ordered.clear()  # another process, which has only the file
+    assert found_in(_shown(folder.config.read_text())) == [] and "production" in _shown(folder.config.read_text())
+
+
+def test_references_are_resolved_late_and_remembered() -> None:
+    row = {"a": "env:REFERRED", "b": ["x${env:WITHIN}y", "env:NOT a name"], "c": 3}
+    assert redact(PLANTED["reference"]) == PLANTED["reference"]
+    assert resolved(row, "k") == {"a": PLANTED["reference"], "b": [f"x{PLANTED['within']}y", "env:NOT a name"], "c": 3}
+    assert redact(f"<{PLANTED['reference']}> {PLANTED['within']}") == f"<{GONE}> {GONE}"
+    with pytest.raises(ConfigError, match=r"k\.z: the environment variable NOWHERE_SET is not set"):
+        resolved({"z": "env:NOWHERE_SET"}, "k")
+
+
+def test_logs_and_prints_and_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, err, seen = io.StringIO(), io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    handler = logging.StreamHandler(seen)
+    log = logging.getLogger("planted")
+    log.addHandler(handler)
+    remember(PLANTED["param"])
+    try:
+        with guarded_output():
+            print("a", PLANTED["variable"], file=sys.stderr)
+            print(f"b {PLANTED['param']}")
+            log.warning("c %s", PLANTED["param"])
+            try:
+                raise ValueError(f"401: Incorrect API key provided: {PLANTED['variable']}, sk-abcdefghijklmnop1234")
+            except ValueError:
+                log.exception("d")
+    finally:
+        log.removeHandler(handler)
+    assert sys.stdout is out and (out.getvalue(), err.getvalue()) == (f"b {GONE}\n", f"a {GONE}\n")
+    assert found_in(seen.getvalue()) == [] and "sk-abc" not in seen.getvalue()
+    assert seen.getvalue().startswith(f"c {GONE}\nd\nTraceback") and "ValueError: 401: Incorrect" in seen.getvalue()
+
+
+async def test_a_tool_that_echoes_a_secret_tells_nobody() -> None:
+    remember(PLANTED["tool"])
+
+    @tool
+    def echo(text: str) -> dict[str, str]:
+        "Say it again."
+        return {"said": f"{text} {PLANTED['tool']}"}
+
+    @tool
+    def fail() -> str:
+        "Fail."
+        raise RuntimeError(f"refused {PLANTED['tool']}")
+
+    box = Toolbox([echo, fail])
+    result = await box.call(ToolCall("echo", {"text": "x"}, id="1"))
+    assert found_in(str(result)) == [] and result.value == {"said": f"x {GONE}"}
+    assert found_in(str(await box.call(ToolCall("echo", {"wrong": PLANTED["tool"]}, id="1")))) == []
+    with pytest.raises(EnvError) as failed:
+        await box.call(ToolCall("fail", {}, id="2"))
+    assert found_in(str(failed.value)) == [] and "refused" in str(failed.value)
+
+
+async def test_a_server_that_does_not_start_says_so_without_its_keys() -> None:
+    pytest.importorskip("mcp")
+    server = McpServerConfig(command=["false", "--token", PLANTED["flag"], "--r=${env:REFERRED}"], env={"A_KEY": PLANTED["env"]})
+    with pytest.raises(EnvError) as failed:
+        await McpSource("s", server).session().open()
+    assert found_in(str(failed.value)) == [] and "'s'" in str(failed.value)
+    missing = McpServerConfig(command=["true", "env:NOWHERE_SET"])
+    with pytest.raises(ConfigError, match="NOWHERE_SET is not set"):
+        await McpSource("s", missing).session().open()
+
+
+def test_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    remember(PLANTED["tool"])
+    span = TraceSpan.__new__(TraceSpan)
+    for name, value in {
+        "kind": "tool",
+        "name": "t",
+        "error": "",
+        "place": "",
+        "values": {"call": f"x {PLANTED['tool']}"},
+    }.items():
+        object.__setattr__(span, name, value)
+    assert found_in(str(attributes_of(span, {}))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "stays"),
+    [
+        ("model.tokenizer = 'Qwen/Qwen3-0.6B'", True),
+        ("optim.max_tokens = 100000", True),
+        ("https://example.com/a:b@c", True),
+        ("a bearer of good news", True),
+        ("skating-rinks-are-closed-today", True),
+        ("Authorization: Bearer abcdefgh12345678", False),
+        ("https://u:secretpw@h/x", False),
+        ("hf_abcdefghijklmnopqrstuvwx", False),
+    ],
+    ids=range(8),  # pytest puts the name of a test into an environment variable, whose addresses are looked at too
+)
+def test_what_looks_like_a_secret(text: str, stays: bool) -> None:
+    assert (redact_said(text) == text) is stays and redact(text) == text
+
+
+def test_names_that_are_no_secrets() -> None:
+    table: dict[str, Any] = {
+        "token_env": "NAME_OF_VARIABLE", "tokenizer": "some/tokenizer", "max_tokens": "12345678", "key": "short",
+        "SSH_AUTH_SOCK": "/tmp/agent.sock", "command": ["run", "--tokens", "12345678", "--key-file", "/etc/keys/one"],
+    }  # fmt: skip
+    learn(table)
+    assert redacted(table) == table
