@@ -74,6 +74,7 @@ LEVELS = {
 SAME = {
     ("config", "errors"),
     ("config", "plain_text"),
+    ("config", "redaction"),
     ("trajectory", "plain_json"),
     ("executors", "errors"),
     ("matching", "executors"),

@@ -155,7 +155,7 @@ def _nccl() -> str:
 
 def check_ray(cluster: ClusterConfig, workers: int = 0) -> Iterator[MachineFinding]:
     """Start or join Ray, list its resources, and check whether the config's pools fit, and so many rollout workers."""
-    from agentrl.cluster.runtime import start_ray, stop_ray
+    from agentrl.cluster.runtime import asks_for_token, open_ports, start_ray, stop_ray
 
     begun = time.monotonic()
     try:  # really starts it: most faults (sockets, shared memory, routing) only show then
@@ -170,6 +170,7 @@ def check_ray(cluster: ClusterConfig, workers: int = 0) -> Iterator[MachineFindi
         nodes = cluster_nodes()
         what = ", ".join(f"{node.name}: {node.cpus:g} CPU slots, {node.gpus:g} GPUs" for node in nodes)
         yield MachineFinding("ray", "ok", f"up in {time.monotonic() - begun:.1f} s; {what}")
+        yield _reachable(open_ports(), asks_for_token())
         if cluster.pools:
             try:
                 place(cluster.pools, nodes)
@@ -180,6 +181,15 @@ def check_ray(cluster: ClusterConfig, workers: int = 0) -> Iterator[MachineFindi
             yield _room_for(workers, cluster, sum(node.cpus for node in nodes))
     finally:
         stop_ray()
+
+
+def _reachable(ports: list[str], token: bool) -> MachineFinding:
+    """Where other machines can connect to Ray, by the sockets that listen now, and whether they then need a token."""
+    said = f"{len(ports)} open to other machines: {', '.join(ports)}" if ports else "none open to other machines"
+    if not ports or token:
+        return MachineFinding("ports", "ok", said + ("; who connects needs the token" if ports else ""))
+    advice = "who reaches one runs code as you: let a firewall admit the cluster's machines only, or set RAY_AUTH_MODE=token"
+    return MachineFinding("ports", "warn", f"{said}; no token is asked for", advice)
 
 
 def _room_for(workers: int, cluster: ClusterConfig, slots: float) -> MachineFinding:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import ipaddress
 import logging
 import os
+import secrets
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,7 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
             with tempfile.TemporaryDirectory(prefix="agentrl-shelf-") as staged:
                 _init(address, _join(address, Path(staged)))
         else:
+            own_token()
             with _environment(worker_env()):
                 _init(None, _local(object_store_bytes))
     have = ray.cluster_resources().get("CPU", 0.0)
@@ -64,6 +68,43 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
             f"the run needs {need_cpus:g} CPU slots, the cluster has {have:g}: lower cluster.actors or "
             'vllm.replicas, or set cluster.backend = "inline"'
         )
+
+
+def own_token() -> None:
+    """Give the Ray that this process is about to start a token of its own, unless the user chose one, or none (RAY_AUTH_MODE).
+
+    Ray listens on every interface, and who reaches it runs code: a new local Ray therefore asks for a token (since 2.60, by
+    default), and would write one to ~/.ray/auth_token, which others may read. It stays in this process's environment, which Ray's
+    processes inherit. Before the first Ray of this process, or its processes would know another one."""
+    mode = os.environ.get("RAY_AUTH_MODE", "token").lower()
+    if mode != "token" or "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
+        return
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    with suppress(ImportError, AttributeError):  # a Ray without tokens
+        raylet: Any = importlib.import_module("ray._raylet")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def asks_for_token() -> bool:
+    """Whether the Ray that this process uses refuses who has no token."""
+    try:
+        raylet: Any = importlib.import_module("ray._raylet")
+        return bool(raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN)
+    except (ImportError, AttributeError):  # a Ray without tokens
+        return False
+
+
+def open_ports() -> list[str]:
+    """Where this process and its children listen so that other machines can connect: "address:port program"."""
+    import psutil
+
+    own = psutil.Process()
+    found = []
+    for process in (own, *own.children(recursive=True)):
+        with suppress(psutil.Error):
+            sockets = [one.laddr for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+            found += [f"{at.ip}:{at.port} {process.name()}" for at in sockets if not ipaddress.ip_address(at.ip).is_loopback]
+    return sorted(found)
 
 
 def connected() -> bool:

@@ -1,0 +1,75 @@
+"""Who connects to a local Ray needs its token. Ray listens on every interface."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from agentrl.cluster import runtime
+from agentrl.cluster.checks import _reachable
+from agentrl.config.schema import ClusterConfig
+from tests.conftest import proof
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ({}, True),
+        ({"RAY_AUTH_MODE": "token"}, True),
+        ({"RAY_AUTH_MODE": "disabled"}, False),
+        ({"RAY_AUTH_TOKEN_PATH": "/x"}, False),
+    ],
+)
+def test_a_token_is_made_unless_the_user_has_one_or_wants_none(
+    given: dict[str, str], made: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    runtime.own_token()
+    token = os.environ.pop("RAY_AUTH_TOKEN", "")
+    assert len(token) == (64 if made else 0)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
+    runtime.own_token()
+    assert os.environ["RAY_AUTH_TOKEN"] == "mine"
+
+
+def test_what_doctor_says_of_ports() -> None:
+    levels = {
+        (ports, token): _reachable(["0.0.0.0:1 gcs"] if ports else [], token) for ports in (0, 1) for token in (False, True)
+    }
+    assert {key: found.level for key, found in levels.items()} == {
+        (0, False): "ok",
+        (0, True): "ok",
+        (1, False): "warn",
+        (1, True): "ok",
+    }
+    assert "0.0.0.0:1 gcs" in levels[1, False].found and "firewall" in levels[1, False].advice
+
+
+JOIN = "import ray; ray.init(address='{}', logging_level=40, log_to_driver=False); print('JOINED')"
+
+
+@proof
+def test_who_has_no_token_does_not_come_in() -> None:
+    runtime.start_ray(ClusterConfig())
+    try:
+        import ray
+
+        assert runtime.asks_for_token()
+        assert any("gcs_server" in port for port in runtime.open_ports())
+        address = ray.get_runtime_context().gcs_address
+        plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        for env, joins in (({**plain, "HOME": "/nonexistent"}, False), ({**plain, "RAY_AUTH_MODE": "token",
+                           "RAY_AUTH_TOKEN": os.environ["RAY_AUTH_TOKEN"]}, True)):  # fmt: skip
+            done = subprocess.run(
+                [sys.executable, "-c", JOIN.format(address)], env=env, capture_output=True, text=True, timeout=120
+            )
+            assert ("JOINED" in done.stdout) is joins, done.stderr[-500:]
+    finally:
+        runtime.stop_ray()
