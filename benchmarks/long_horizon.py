@@ -14,8 +14,8 @@ go; `dense` has the same reward, summed over the episode, by GRPO, which tells w
 Curves are over sampled tokens, and the table is at the tokens that every run of every arm has reached; a second table says how
 greedy held-out episodes end before and after.
 
-Curriculum: that recipe's stages, from 2 calls to 12, against tasks of 10 and 12 calls from the start; held-out success by
-horizon, from environments of weight 0.
+Curriculum: that recipe's stages, from 2 calls to 12, at its constant rate and at one that falls to 0, against tasks of 10 and 12
+calls from the start; held-out success by horizon, from environments of weight 0.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ COMMON = [
 ]
 CREDIT = ["steps=12", "eval.every=5", "eval.tasks=48", "rollout.groups=4"]
 CLIMB = ["eval.every=8"]
+CURRICULA = {"staged": [], "linear": ["optim.schedule=linear"], "direct": ["env.train.sampler={name='uniform'}"]}
 QUICK = "--quick"
 HORIZONS = (2, 4, 6, 8, 10, 12)
 REQUESTS = {8: [2, 3], 50: [8, 14], 100: [16, 28], 200: [32, 56]}
@@ -157,8 +158,7 @@ def curriculum(args: argparse.Namespace) -> None:
     size = ["steps=3", "eval.every=1", "rollout.groups=2"] if args.quick else CLIMB
     few = [f"env.calls{n}.eval.tasks=4" for n in HORIZONS] if args.quick else []
     for seed in args.seeds:
-        for arm in ("staged", "direct"):
-            own = ["env.train.sampler={name='uniform'}"] if arm == "direct" else []
+        for arm, own in CURRICULA.items():
             run(f"horizon-{arm}-{seed}", str(spec), [*COMMON, f"seed={seed}", model, *own, *size, *few])
 
 
