@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from agentrl.env.base import ToolEnv
 from agentrl.trajectory import Json, ToolCall
@@ -12,10 +12,12 @@ Ask = Callable[[Sequence[ToolCall]], Awaitable[Sequence[str]]]
 
 
 class CallsTogether:
-    """The first call of a turn asks for the answers of all of them (those of tools that are offered, with arguments that could be
+    """The first call of a turn asks for the answers of all of them (those of the benchmark's tools, with arguments that could be
     read); each of the others finds its own. Part of one episode's state."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
+        """`names`: of the benchmark's tools; others (a tool set's) are not its own."""
+        self.names = frozenset(names)
         self.due: list[tuple[ToolCall, str]] = []
         self.answered = -1  # turns when calls were made last
 
@@ -25,9 +27,7 @@ class CallsTogether:
         if (found := self._found(len(turns), name, arguments)) is not None:
             return found
         made = (
-            [one for one in turns[-1].message.tool_calls if one.name in env.toolbox and one.arguments is not None]
-            if turns
-            else []
+            [one for one in turns[-1].message.tool_calls if one.name in self.names and one.arguments is not None] if turns else []
         )
         if (name, arguments) not in [(one.name, one.arguments) for one in made] or self.answered == len(turns):
             made = [ToolCall(name, arguments)]

@@ -140,6 +140,13 @@ class Toolbox:
         _ = added.schema, added.check  # both are lazy: a bad signature should fail here, not in an episode
         self._tools = {**self._tools, added.name: added}
 
+    def offer(self, tools: Mapping[str, Tool]) -> None:
+        """Add a table of tools that many episodes share, before those that are here (a tool set's, say). Raises TypeError if a
+        name is taken."""
+        if taken := sorted(tools.keys() & self._tools.keys()):
+            raise TypeError(f"two tools are called {taken[0]!r}")
+        self._tools = {**tools, **self._tools} if self._tools else tools
+
     def replace(self, item: Tool) -> None:
         """Replace the tool with the same name. Raises KeyError if there is none."""
         if item.name not in self._tools:

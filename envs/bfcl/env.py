@@ -111,7 +111,7 @@ class Bfcl(SuiteEnv):
             return self.finish()  # the first turn is the last one
         classes, later = tuple(task.data["classes"]), {name for names in task.data["later"].values() for name in names}
         self.apis, self.methods = self.package.instances(task.id, task.data, self.memory), self.package.methods(classes)
-        self.toolbox.table = {name: tool for name, tool in api_tools(self.package, classes).items() if name not in later}
+        self.toolbox.offer({name: tool for name, tool in api_tools(self.package, classes).items() if name not in later})
         self.toolbox.unlisted = method_tools(self.package, classes)
         return None
 

@@ -80,7 +80,8 @@ class Tau2(SuiteEnv):
 
     async def setup(self, task: Task) -> None:
         self.world, self.ended, self.errors, self.said = self.here.begin(task.data["start"]), "", 0, 0
-        self.toolbox.table, self.user_toolbox.table = self.here.tools, self.here.user_tools
+        self.toolbox.offer(self.here.tools)
+        self.user_toolbox.offer(self.here.user_tools)
         self.user = self.gold_user(task) if self.model == "gold" else self._model_user(task)
 
     def user_models(self) -> Sequence[UserModel]:

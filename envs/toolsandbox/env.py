@@ -64,7 +64,7 @@ class ToolSandbox(ForeignSuite):
         self.user_model, self.user_options, self.network, self.now = user, dict(user_options or {}), network, now
         self.parallel = within(parallel, 1, 5, "toolsandbox: parallel")
         super().__init__(**base)
-        self.context, self.calls = "", CallsTogether()
+        self.context, self.calls = "", CallsTogether(())
         self.verdict: dict[str, Json] | None = None
 
     def arguments(self) -> tuple[str, ...]:
@@ -86,9 +86,10 @@ class ToolSandbox(ForeignSuite):
     # -- the episode -------------------------------------------------------------------------------
 
     async def setup(self, task: Task) -> None:
-        self.verdict, self.calls = None, CallsTogether()
-        for declared in (await self._ask("start"))["tools"]:
-            self.toolbox.add(_offered(json.dumps(declared)))
+        declared = (await self._ask("start"))["tools"]
+        offered = {one["function"]["name"]: _offered(json.dumps(one)) for one in declared}
+        self.verdict, self.calls = None, CallsTogether(offered)
+        self.toolbox.offer(offered)
         self.user = self.gold_user(task) if self.user_model == "scripted" else TheirUser(self)
 
     def user_models(self) -> Sequence[UserModel]:

@@ -141,7 +141,8 @@ class Workspace(Files, Mail, Calendar, Contacts, ToolEnv):
     async def setup(self, task: Task) -> None:
         self.world = private(task.data["world"])
         self.person = User(task.data["requests"])
-        self.toolbox.table = {name: TOOLS[name] for name in task.data["tools"]}
+        beside = {name: item for name, item in self.toolbox.table.items() if name not in TOOLS}  # of tool sets
+        self.toolbox.table = {name: TOOLS[name] for name in task.data["tools"]} | beside
 
     def state(self) -> Json:
         return {

@@ -180,7 +180,6 @@ def test_a_package_in_place_is_its_folder_and_a_missing_file_is_named(tmp_path: 
 
 def test_calls_of_a_turn_are_asked_for_once_and_equal_calls_get_an_answer_each() -> None:
     class Env:
-        toolbox = ("find",)
         trajectory: Any = None
 
     class Turn:
@@ -192,7 +191,7 @@ def test_calls_of_a_turn_are_asked_for_once_and_equal_calls_get_an_answer_each()
         asked.append([call.arguments for call in made])
         return [f"{len(asked)}.{place}" for place in range(len(made))]
 
-    env, together = Env(), CallsTogether()
+    env, together = Env(), CallsTogether(["find"])
     env.trajectory = SimpleNamespace(turns=[Turn()])
     found = [asyncio.run(together.answer(env, "find", {"n": n}, ask)) for n in (1, 1, 2)]  # type: ignore[arg-type]
     assert (found, asked) == (["1.0", "1.1", "1.2"], [[{"n": 1}, {"n": 1}, {"n": 2}]])

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import make_env
+from agentrl.catalog import EnvRef, make_env
+from agentrl.config.schema import ToolsConfig
 from agentrl.env import Message, ToolCall, ToolEnv
 from agentrl.env.python_api import public_state, read_call
 from agentrl.env.suite import Played
@@ -127,6 +128,20 @@ def test_a_function_that_arrives_later_is_offered_then_and_runs_before() -> None
     assert env.toolbox.names == ("put", "clear", "look")
     env.step(turn(LOOK))
     assert env.step(turn())[1] == 1.0
+
+
+def test_tools_of_a_set_are_offered_beside_those_of_a_conversation() -> None:
+    params = {"category": "multi_turn_miss_func", "source": str(TOY), "split": "all"}
+    env = EnvRef("bfcl", params, tools=ToolsConfig(sets=["notes"])).build(scorer=None)
+    env.reset(seed=0)
+    assert env.toolbox.names == ("put", "clear", "write_note", "read_notes")
+    for _ in range(2):
+        env.step(turn())
+    assert env.toolbox.names == ("put", "clear", "write_note", "read_notes", "look")
+    assert env.step(turn(call("write_note", title="a", text="b")))[0][0].content == "noted"
+    other = toy("multi_turn_miss_func")
+    other.reset(seed=0)
+    assert other.toolbox.names == ("put", "clear"), "tables are shared by episodes, and were not changed"
 
 
 def test_too_many_steps_in_a_round_end_the_episode() -> None:

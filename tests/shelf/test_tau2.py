@@ -15,6 +15,7 @@ from tau2_source import TASKS, write_source
 
 from agentrl.catalog import EnvRef, find_env
 from agentrl.catalog.scoring import find_spec
+from agentrl.config.schema import ToolsConfig
 from agentrl.env import Message, ToolCall
 from agentrl.env.branch import changed_texts
 from agentrl.env.inplace import import_in_place, text_constant
@@ -94,6 +95,16 @@ def test_splits_are_the_benchmarks_own_and_what_is_in_no_base_set_is_apart(sourc
     whole = build(source, domain="all", full=False)
     assert whole.task_count("all") == 4 * 5
     assert {whole.family(whole.make_task(n, "all")) for n in range(20)} >= {"mock", "retail", "telecom/far_plug"}
+
+
+def test_tools_of_a_set_are_offered_beside_the_domains(source: Path) -> None:
+    alone, env = (
+        build(source),
+        EnvRef("tau2", {"source": str(source), "domain": "retail"}, tools=ToolsConfig(sets=["notes"])).build(),
+    )
+    for one in (env, alone):
+        one.reset(options={"task": task_of(one, "switch")})
+    assert env.toolbox.names == (*alone.toolbox.names, "write_note", "read_notes") and len(alone.toolbox.names) > 1
 
 
 def test_a_task_is_the_same_whenever_it_is_read(source: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from agentrl.catalog import EnvRef, find_env
 from agentrl.cli.env_subject import subject_of
+from agentrl.config.schema import ToolsConfig
 from agentrl.env import Message, ToolCall
 from agentrl.env.check.isolation import check_fork
 from agentrl.env.suite import Played
@@ -136,6 +137,16 @@ def test_all_calls_of_a_turn_are_made_at_once_and_too_many_are_refused(source: P
     assert "4 calls in one turn; at most 3" in results(env)[3].content
     assert env.step("The lamp is off.")[2] is True
     assert env.trajectory.state["verdict"]["turn_count"] == 4, "the refused ones never reached the benchmark"
+
+
+def test_calls_of_a_set_in_the_same_turn_are_not_the_benchmarks(source: Path) -> None:
+    env: Any = EnvRef("toolsandbox", {"source": str(source)}, tools=ToolsConfig(sets=["notes"])).build()
+    begun(env, "lamp_on").step(
+        call(("find", {"name": "a"}), ("write_note", {"title": "t", "text": "x"}), ("find", {"name": "b"}))
+    )
+    assert [result.content for result in results(env)] == ["['a']", "noted", "['b']"]
+    env.step("The lamp is off.")
+    assert env.trajectory.state["verdict"]["turn_count"] == 3, "the note never reached the benchmark"
 
 
 def test_a_call_in_no_turn_is_made_by_itself_and_leaves_nothing_to_the_next(env: Any) -> None:

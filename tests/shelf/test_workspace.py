@@ -20,7 +20,8 @@ from conversation_probes import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.catalog import find_env, find_reward
+from agentrl.catalog import EnvRef, find_env, find_reward
+from agentrl.config.schema import ToolsConfig
 from agentrl.env import Message, ToolCall
 from agentrl.errors import ConfigError, ToolError
 from agentrl.reward import compile_spec
@@ -72,6 +73,15 @@ def test_gold_scores_one_in_the_number_of_calls_asked_for(params, split):
         assert low <= len(results) <= high
         assert all(result is not None and result.error is None for result in results)
         assert "[cut:" not in "".join(result.content for result in results)
+
+
+def test_tools_of_a_set_are_offered_beside_those_of_the_task():
+    """Notes are what is left of results that a context policy removed, so they must be there."""
+    alone, env = EnvRef("workspace").build(scorer=None), EnvRef("workspace", tools=ToolsConfig(sets=["notes"])).build(scorer=None)
+    for one in (alone, env):
+        one.reset(seed=0)
+    assert env.toolbox.names == (*alone.toolbox.names, "write_note", "read_notes")
+    assert env.step(call("write_note", title="a", text="b"))[0][0].content == "noted"
 
 
 @pytest.mark.parametrize("spec", ["workspace", "workspace_dense"])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import EnvError, ToolError, ToolTimeoutError
-from agentrl.tool import Toolbox, estimate_tokens, tool
+from agentrl.tool import Tool, Toolbox, estimate_tokens, tool
 from agentrl.tool.output import fit
 from agentrl.trajectory import ToolCall, ToolResult
 
@@ -303,3 +303,15 @@ def test_adding_and_removing_changes_one_box_only() -> None:
     assert one.names == ("get", "refuse")
     with pytest.raises(KeyError):
         one.remove("slow")
+
+
+def test_a_shared_table_is_offered_before_what_is_there_and_stays_as_it_is():
+    one, two, other = (Tool.from_schema(name, "", {"type": "object"}, lambda: None) for name in ("one", "two", "other"))
+    table = {"one": one, "two": two}
+    empty, box = Toolbox(), Toolbox([other])
+    empty.offer(table)
+    assert empty.table is table, "nothing is copied where nothing else is"
+    box.offer(table)
+    assert box.names == ("one", "two", "other") and list(table) == ["one", "two"]
+    with pytest.raises(TypeError, match="two tools are called 'one'"):
+        box.offer(table)
