@@ -465,6 +465,7 @@ def warming_up(config: TrainConfig, out: Path) -> dict[str, Any]:
         patch.setattr(module, "evaluate", course.evaluated)
         patch.setattr(module, "Transcripts", Source)
         try:
+            course.session.folder.warm_start.mkdir(exist_ok=True)  # which a real actor writes
             asyncio.run(module.warm_start(course.session, course.run_log, course.interrupt))
         except AgentrlError as problem:
             ended = "shut" if "did not open its gate" in str(problem) else str(problem)
