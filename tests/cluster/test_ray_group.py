@@ -207,7 +207,8 @@ def test_doctor_checks_ray_and_the_pools_of_a_config(monkeypatch):
     stopped = []  # the tests share one Ray
     monkeypatch.setattr(runtime, "stop_ray", lambda: stopped.append(1))
     fit = list(checks.check_ray(ClusterConfig(pools={"train": PoolConfig()})))
-    assert [(f.check, f.level) for f in fit] == [("ray", "ok"), ("pools", "ok")] and stopped == [1]
+    assert [(f.check, f.level) for f in fit] == [("ray", "ok"), ("ports", "ok"), ("pools", "ok")] and stopped == [1]
+    assert "gcs_server" in fit[1].found and "needs the token" in fit[1].found
     tight = list(checks.check_ray(ClusterConfig(pools={"train": PoolConfig(per_node=999)})))
     assert tight[-1].level == "fail" and "pool train" in tight[-1].found
 

@@ -1,7 +1,7 @@
 """What code in the local sandbox can do to others, by the calls that neither Landlock nor an empty set of capabilities covers:
 signals by file descriptors, truncation on old kernels, priorities, System V's objects, threads, and outliving its driver.
 
-Each is tried by Python code and by a command, on this kernel and with the filter as an older one gets it."""
+Each is tried by Python code and, in `make proofs`, by a command and with the filter as an older kernel gets it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ import pytest
 
 from agentrl.sandbox import SANDBOXES, SandboxSpec, local
 from agentrl.sandbox.base import ExecResult
+from tests.conftest import proof
 
 CODE = SandboxSpec(cpu_s=5, memory=512 << 20, processes=False, workdir="/")
 COMMANDS = SandboxSpec(cpu_s=5, memory=512 << 20, workdir="/")
@@ -56,12 +57,12 @@ async def run(code: str, spec: SandboxSpec, **args: object) -> ExecResult:
         await box.stop()
 
 
-@pytest.fixture(params=["code", "command"])
+@pytest.fixture(params=["code", pytest.param("command", marks=proof)])
 def kind(request: pytest.FixtureRequest) -> SandboxSpec:
     return CODE if request.param == "code" else COMMANDS
 
 
-@pytest.fixture(params=[None, 1])
+@pytest.fixture(params=[None, pytest.param(1, marks=proof)])
 def landlock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
     """None: this kernel's version; 1: the filter and rules that Linux 5.13 would get."""
     if request.param is not None:
