@@ -210,7 +210,10 @@ class Foreign:
         return process
 
     def give(self, process: ForeignProcess) -> None:
-        """Give a process back."""
+        """Give a process back. Nothing in a fork, to which it does not belong: it would take it for one that has ended, and kill
+        what is left of it."""
+        if os.getpid() != self._parent:
+            return
         with self._free:
             self._out.discard(process)
             if process.lives:

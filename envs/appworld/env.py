@@ -15,6 +15,7 @@ from agentrl.tool import tool
 from agentrl.trajectory import Json
 
 SPLITS = {"train": "train", "dev": "heldout", "test_normal": "test_normal", "test_challenge": "test_challenge"}
+VARIANTS = 3  # tasks of a scenario
 SYSTEM = """You do tasks for {first_name} {last_name} ({email}, {phone_number}) by writing Python code, which runs in a shell \
 that keeps its variables. Apps are called as apis.APP.API(...). Read before you call: \
 print(apis.api_docs.show_app_descriptions()), print(apis.api_docs.show_api_descriptions(app_name='...')), \
@@ -122,5 +123,5 @@ class AppWorld(ForeignSuite):
             levels = groups(played, lambda one: [str(one.data["difficulty"])] * (one.data["difficulty"] is not None))
             parts = {dataset: played, **{f"{dataset}, level {level}": part for level, part in sorted(levels.items())}}
             for name, part in parts.items():
-                rows += [in_percent(mean_row(f"TGC {name}", part)), in_percent(whole_row(f"SGC {name}", part))]
+                rows += [in_percent(mean_row(f"TGC {name}", part)), in_percent(whole_row(f"SGC {name}", part, VARIANTS))]
         return rows

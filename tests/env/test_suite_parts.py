@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,9 @@ def test_families_are_whole_or_not_and_pass_hat_k_is_told_by_group() -> None:
     episodes = [played("a1", True), played("a2", False), played("b1", True, family="g"), played("c1", None, family="h")]
     assert (whole_row("x", episodes).value, whole_row("x", episodes).n) == (0.5, 2)
     assert in_percent(whole_row("x", episodes)).value == 50.0 and "1 of 4" in whole_row("x", episodes).note
+    # Of a part that was played: families of two tasks, of which g and h have one each, are no whole ones.
+    part = whole_row("x", episodes, size=2)
+    assert (part.value, part.n) == (0.0, 1) and part.note == "1 of 4 episodes unscored, in no mean; 2 of 3 not played whole"
     several = [played("a", n < 2, sample=n) for n in range(3)] + [played("z", n < 1, kind="b", sample=n) for n in range(2)]
     rows = {row.name: row.value for row in pass_hat_table(several, "kind")}
     assert rows == {
@@ -249,6 +253,22 @@ def test_scripts_have_a_steady_clock_and_siblings_and_a_copied_world_is_made_aga
         return found
 
     assert asyncio.run(play()) == [[0, 1], [0, 1, 2]]
+    pool.end()
+
+
+def test_a_fork_that_lets_go_of_a_world_leaves_its_parents_process_alone(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    pool = foreign(sys.executable, tmp_path / "script.py", (), 1)
+    world = HeldWorld(pool, ("start", {"first": 0}))
+    assert asyncio.run(world.ask("show")) == [0]
+    if (child := os.fork()) == 0:
+        try:
+            world.end()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert asyncio.run(world.ask("show")) == [0]
+    world.end()
     pool.end()
 
 

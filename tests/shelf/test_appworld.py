@@ -176,14 +176,15 @@ def test_the_official_table_counts_tasks_and_whole_scenarios() -> None:
         played("a3", False, 1),
         played("b1", True, 2),
         played("b2", True, 2),
+        played("b3", True, 2),
     ]
-    episodes += [played("c1", True, 2), played("c2", None, 2)]
+    episodes += [played("c1", True, 2), played("c2", None, 2), played("c3", True, 2), played("d1", True, 1)]
     rows = {row.name: (row.value, row.n) for row in find_env("appworld").load().official(episodes)}  # type: ignore[attr-defined]
-    # By hand: five of six scored tasks; of the scenarios a fails, b passes, and c is unscored.
+    # By hand: eight of nine scored tasks; of the scenarios a fails, b passes, c is unscored, and of d one of three was played.
     assert rows == {
-        "TGC dev": (pytest.approx(500 / 6), 6), "SGC dev": (50.0, 2),
-        "TGC dev, level 1": (pytest.approx(200 / 3), 3), "SGC dev, level 1": (0.0, 1),
-        "TGC dev, level 2": (100.0, 3), "SGC dev, level 2": (100.0, 1),
+        "TGC dev": (pytest.approx(800 / 9), 9), "SGC dev": (50.0, 2),
+        "TGC dev, level 1": (pytest.approx(300 / 4), 4), "SGC dev, level 1": (0.0, 1),
+        "TGC dev, level 2": (100.0, 5), "SGC dev, level 2": (100.0, 1),
     }  # fmt: skip
 
 
