@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import stdev
 
-from agentrl.env.official import groups, mean_row
+from agentrl.env.official import groups, left_out, mean_row
 from agentrl.env.suite import OfficialRow, Played
 
 AS_ZERO = "overall (unplayed: 0)"
@@ -35,7 +35,8 @@ class MeansTable:
             known[name] = value, n, whole = self._mean(name, [(part, known.get(part)) for part in parts])
             if n:
                 rows.append(OfficialRow(name, value if whole else None, n, self.weights.get(name), "" if whole else _PART))
-        return [*rows, *self._overall(known)]
+        played = [one for part in found.values() for one in part]
+        return [*rows, *self._overall(known, left_out(played, sum(one.success is not None for one in played)))]
 
     def _mean(self, name: str, parts: Sequence[tuple[str, _Known | None]]) -> _Known:
         tasks = self.over_tasks.get(name)
@@ -43,7 +44,7 @@ class MeansTable:
         value = sum(known[0] * size for (_, known), size in zip(parts, sizes, strict=True) if known is not None) / sum(sizes)
         return value, sum(known[1] for _, known in parts if known), all(known is not None and known[2] for _, known in parts)
 
-    def _overall(self, known: Mapping[str, _Known]) -> list[OfficialRow]:
+    def _overall(self, known: Mapping[str, _Known], lost: str) -> list[OfficialRow]:
         parts = {name: known.get(name, (0.0, 0, False)) for name in self.weights}
         n = sum(part[1] for part in parts.values())
         if not n:
@@ -53,7 +54,7 @@ class MeansTable:
             said = f"not every category was played (in {', '.join(missing)})"
             as_zero = OfficialRow(AS_ZERO, value, n, None, "what the leaderboard would show of this; no model's accuracy")
             return [OfficialRow("overall", None, n, None, said), as_zero]
-        return [OfficialRow("overall", value, n)]
+        return [OfficialRow("overall", value, n, None, lost)]
 
 
 def spread_rows(name: str, episodes: Iterable[Played], of: Callable[[Played], Iterable[str]]) -> list[OfficialRow]:

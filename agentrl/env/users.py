@@ -137,10 +137,13 @@ class ModelUser:
         """`system`: the whole system prompt, in place of the one that is made of `goal`. `stop`: the words, or one of several,
         with which the model ends the conversation; a message that makes calls does not. `tools`: schemas of the user's own tools
         (`env.user_toolbox.schemas()`). `complete` replaces litellm. `options` go to `litellm.acompletion`, as does `seed`;
-        temperature is 0 by default. Raises DependencyError if there is neither `complete` nor litellm."""
+        temperature is 0 by default. Raises DependencyError if there is neither `complete` nor litellm, ValueError without a stop
+        word that a system prompt made of `goal` could name, and for an empty one, which every text contains."""
         if complete is None and find_spec("litellm") is None:
             raise DependencyError("a model as user needs litellm: pip install 'agentrl[litellm]'")
         self.stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(self.stops) or (system is None and not self.stops):
+            raise ValueError(f"stop = {stop!r}: expected a word with which the model ends the conversation, or several")
         self.system = INSTRUCTIONS.format(goal=goal, stop=self.stops[0]) if system is None else system
         self.goal, self.model, self.timeout = goal, model, timeout
         self.tools = [dict(schema) for schema in tools]

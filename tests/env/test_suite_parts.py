@@ -130,6 +130,9 @@ def test_means_of_means_against_a_computation_by_hand() -> None:
     both = (0.5 * 10 + 1.0 * 30) / 40  # over the benchmark's tasks, however many of each were played
     assert rows["both"] == pytest.approx(both) and rows["top"] == pytest.approx(both / 2)
     assert rows["overall"] == pytest.approx(0.5 * both / 2 + 0.25 * 0.0) and AS_ZERO not in rows
+    lost = table.rows({**found, "c": [*found["c"], played("5", None)]})[-1]
+    assert (lost.name, lost.value) == ("overall", rows["overall"])
+    assert lost.note == "1 of 7 episodes unscored, in no mean", "an outage is named beside the value that it may have moved"
     part = {row.name: row.value for row in table.rows({"a": found["a"]})}
     assert (part["both"], part["top"], part["overall"]) == (None, None, None)
     assert part[AS_ZERO] == pytest.approx(0.5 * (0.5 * 10 / (10 + 30)) / 2)

@@ -65,6 +65,16 @@ def test_a_fork_has_its_own_user() -> None:
     assert replay_env.step("b")[0][0].content == "2" == env.step("b")[0][0].content
 
 
+def test_a_model_needs_a_word_to_end_with() -> None:
+    async def complete(messages: Any) -> str:
+        return ""
+
+    for options in ({"stop": ()}, {"stop": ""}, {"system": "Play.", "stop": ("",)}):
+        with pytest.raises(ValueError, match="expected a word with which the model ends the conversation"):
+            ModelUser("a goal", complete=complete, **options)  # type: ignore[arg-type]
+    assert ModelUser(system="Play.", stop=(), complete=complete).stops == (), "one that leaves in another way"
+
+
 async def test_a_model_sees_turned_roles_and_no_tools() -> None:
     seen: list[Any] = []
 
