@@ -47,6 +47,10 @@ class EnvOffer:
             return None
         return make_scorer(find_spec(self.ref, None), RewardConfig(), self.ref)
 
+    @cached_property
+    def _host_params(self) -> frozenset[str]:
+        return frozenset(getattr(self.ref.entry.load(), "host_params", ()))
+
     def _ref(self, asked: Asked) -> EnvRef:
         entry = self.ref.entry
         if asked.id not in (entry.id, entry.name):
@@ -61,6 +65,12 @@ class EnvOffer:
             for name in asked.sets:
                 if Path(name).name != name or name.startswith("~") or name.endswith(".py"):
                     raise CatalogError(f"tools.sets: {name!r} is a path; a client names tool sets on the shelves of the server")
+            for name in sorted(self._host_params & asked.params.keys()):
+                if asked.params[name] != self.ref.params.get(name):
+                    raise CatalogError(
+                        f"params.{name} names what is on the server's machine, and is the server's to set: agentrl env serve "
+                        f"{entry.name} {name}=..."
+                    )
             wrappers = tuple(Choice(**row) for row in asked.wrappers)
             tools = ToolsConfig(sets=[*self.ref.tools.sets, *asked.sets], args=self.ref.tools.args)
             params = {**self.ref.params, **asked.params}

@@ -63,7 +63,8 @@ class ToolEnv(EnvHooks):
 
     For `agentrl env check`: `splits` are the names that `make_task` accepts, `order_free` says that the calls of a
     gold solution may come in any order, `idle_share` is the share of tasks in which doing nothing is correct. For rewards that
-    replay calls: `scripted` promises of a `user_reply` of its own that it does the same whatever the policy says.
+    replay calls: `scripted` promises of a `user_reply` of its own that it does the same whatever the policy says. For
+    `agentrl env serve --http`: `host_params` name files, programs or addresses; a client may not set these parameters.
 
     One object runs one episode at a time. The order of calls is `areset`, `astep`..., `aclose`; `reset`, `step`
     and `close` are the same calls, blocking.

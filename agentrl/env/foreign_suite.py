@@ -19,6 +19,7 @@ class ForeignSuite(SuiteEnv):
 
     script: ClassVar[Path]
     beside = frozenset({"python", "processes"})
+    host_params = SuiteEnv.host_params | {"python", "processes"}
     shared = frozenset({"inside", "python", "source", "version"})
 
     def __init__(self, *, python: str | None = None, processes: int = 2, **base: Any) -> None:

@@ -37,6 +37,7 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
     order_free: ClassVar[bool] = False
     idle_share: ClassVar[float] = 0.0
     scripted: ClassVar[bool] = False
+    host_params: ClassVar[frozenset[str]] = frozenset()
     metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012 - Gymnasium's own attribute
 
     max_output: ClassVar[int | None] = None

@@ -93,6 +93,7 @@ class SuiteEnv(ToolEnv):
     required: ClassVar[tuple[str, ...]] = ()
     kind: ClassVar[str] = ""
     beside: ClassVar[frozenset[str]] = frozenset()
+    host_params = frozenset({"source"})
 
     def __init__(self, *, source: str | None = None, **base: Any) -> None:
         """`source`: the benchmark's checkout or package folder; by default what `agentrl env install` recorded, else the

@@ -34,6 +34,7 @@ class FunctionCalling(ToolEnv):
     """The tools are the task's own; a call is recorded, not executed. One turn ends the episode."""
 
     id = "agentrl/FunctionCalling-v0"
+    host_params = frozenset({"data"})
     reward = "function_calling"
     summary = "call the right functions with the right arguments in one turn (own set, BFCL, xLAM, ToolACE, Hermes)"
     order_free = True

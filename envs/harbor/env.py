@@ -32,6 +32,7 @@ class Harbor(SuiteEnv):
     """An episode's state is its sandbox. The tests are put into it when the episode has ended, and their verdict is read back."""
 
     id = "agentrl/Harbor-v0"
+    host_params = SuiteEnv.host_params | {"tasks", "sandbox"}
     reward = "harbor"
     summary = "terminal and software tasks in Harbor's format, judged by their tests in a sandbox"
     suite = "harbor"

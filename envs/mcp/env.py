@@ -53,6 +53,7 @@ class Mcp(ToolEnv):
     """Each episode has its own session; a fork is a new session after the same calls."""
 
     id = "agentrl/Mcp-v0"
+    host_params = frozenset({"command", "url", "tasks", "variables"})
     reward = "mcp"
     summary = "use the tools of any MCP server, on tasks from a file"
     shared = frozenset({"tasks", "allowed", "state_tool", "system", "splits", "private", "_sessions"})

@@ -35,6 +35,7 @@ class Python(ToolEnv):
     """An episode's state is the files in its sandbox. No process persists between runs."""
 
     id = "agentrl/Python-v0"
+    host_params = frozenset({"sandbox"})
     reward = "python"
     summary = "solve problems by running Python in a locked-down interpreter"
     shared = frozenset({"levels", "wall", "wanted", "sandbox"})

@@ -25,6 +25,7 @@ class Tau2(SuiteEnv):
     """Serve a customer by a policy. The customer has tools too (a phone, in telecom), which the agent must talk them through."""
 
     id = "agentrl/Tau2-v0"
+    host_params = SuiteEnv.host_params | {"user_args"}
     reward = "tau2"
     summary = "tau2-bench: customers of an airline, a shop, a telephone company, with its own tools, policies and scoring"
     suite = "tau2"

@@ -32,6 +32,7 @@ class ToolSandbox(ForeignSuite):
     """An episode is ToolSandbox's own execution context, as bytes; each turn is played by its code, in its own Python."""
 
     id = "agentrl/ToolSandbox-v0"
+    host_params = ForeignSuite.host_params | {"user_options"}
     reward = "toolsandbox"
     summary = "Apple's ToolSandbox: stateful tools, a user, milestones and minefields; read from your checkout"
     suite = "toolsandbox"

@@ -136,6 +136,7 @@ class VerifiersEnv(ToolEnv):
     """A verifiers environment (SingleTurn, MultiTurn or Tool). Its own rubric's reward is in the state."""
 
     id = "verifiers/Env-v0"
+    host_params = frozenset({"load", "args"})
     shared = frozenset({"theirs"})
 
     def __init__(self, *, load: str = "", args: dict[str, Any] | None = None, environment: Any = None, **base: Any) -> None:

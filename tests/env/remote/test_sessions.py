@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from agentrl.catalog import EnvRef
+from agentrl.catalog.offer import EnvOffer
 from agentrl.config.schema import Choice, ToolsConfig
 from agentrl.env import Message, ToolEnv
 from agentrl.env.check import Subject, check_all
@@ -362,6 +363,22 @@ async def test_what_the_server_does_not_have_is_refused_there(
         wrong.card()
     with pytest.raises(kind, match=why):
         await wrong.build().areset(seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "why"),
+    [
+        ("mcp", {"command": ["/bin/false"]}, r"params.command names what is on the server's machine.*env serve mcp command="),
+        ("harbor", {"source": "/"}, r"params.source names .* env serve harbor source="),
+        ("python", {"sandbox": {"name": "local"}}, r"params.sandbox names"),
+    ],
+)
+def test_what_is_on_the_servers_machine_is_not_a_clients_to_name(name: str, params: dict[str, Any], why: str) -> None:
+    """A program, a folder, a place where commands run: whoever has the token would otherwise have the machine."""
+    offer = EnvOffer(EnvRef(name, {"level": 1} if name == "mcp" else {}))
+    with pytest.raises(CatalogError, match=why):
+        offer.build(Asked(name, params))
+    offer.build(Asked(name, {}))
 
 
 # -- faults and time -----------------------------------------------------------------------------------
