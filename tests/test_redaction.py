@@ -4,23 +4,45 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import stat
+import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from agentrl import redaction
+from agentrl.backends.api.engine import LiteLlmEngine
 from agentrl.config import to_toml
 from agentrl.config.identity import without_secrets
-from agentrl.config.load import load_config
-from agentrl.config.schema import McpServerConfig
-from agentrl.errors import ConfigError, EnvError
-from agentrl.redaction import GONE, guarded_output, learn, redact, redact_said, redacted, remember, resolved
+from agentrl.config.load import config_from, load_config
+from agentrl.config.schema import ApiConfig, JudgeConfig, McpServerConfig, SandboxConfig
+from agentrl.errors import ConfigError, EnvError, ReplayError
+from agentrl.harness.programs import Remote
+from agentrl.redaction import (
+    GONE,
+    guard_process,
+    guarded_output,
+    learn,
+    redact,
+    redact_said,
+    redacted,
+    remember,
+    resolved,
+    stderr_of_children,
+)  # fmt: skip
+from agentrl.reward.context import judge_settings
+from agentrl.rollout.replay.tape import Recorded, RecordWriter
 from agentrl.run.folder import RunFolder
 from agentrl.run.otel import attributes_of
+from agentrl.run.trackers import TRACKERS, check_trackers, makers
+from agentrl.sandbox import SANDBOXES
+from agentrl.sandbox.pool import provider_of
 from agentrl.spans import TraceSpan
 from agentrl.tool import Toolbox, tool
 from agentrl.tool.mcp import McpSource
@@ -42,6 +64,16 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     factory = logging.getLogRecordFactory()
     yield
     logging.setLogRecordFactory(factory)
+
+
+@SANDBOXES.register("planted")
+def _planted_sandbox(*, token: str) -> Any:
+    return SimpleNamespace(token=token)
+
+
+@TRACKERS.register("planted")
+def _planted_tracker(run: Any, token: str) -> Any:
+    return token
 
 
 CONFIG = """
@@ -191,3 +223,73 @@ def test_names_that_are_no_secrets() -> None:
     }  # fmt: skip
     learn(table)
     assert redacted(table) == table
+
+
+def _api(value: str) -> object:
+    return LiteLlmEngine("openai/x", ApiConfig(base=value))._options["api_base"]
+
+
+def _agent(value: str) -> object:
+    return resolved(Remote(value)._url, "agent.url")
+
+
+def _tracker(value: str) -> object:
+    config = config_from({"env": {"id": "key_value"}, "trackers": [{"name": "planted", "args": {"token": value}}]})
+    check_trackers(config)
+    return makers(config.trackers, cast(Any, None))[0][1]()
+
+
+def _sandbox(value: str) -> object:
+    return getattr(provider_of(SandboxConfig(provider="planted", args={"token": value})), "token")  # noqa: B009
+
+
+@pytest.mark.parametrize(
+    ("key", "used"),
+    [
+        ("reward.judge.api_base", lambda value: judge_settings(JudgeConfig(api_base=value)).api_base),
+        ("api.base", _api),
+        ("agent.url", _agent),
+        ("trackers.planted.args.token", _tracker),
+        ("env.sandbox.args.token", _sandbox),
+    ],
+)
+def test_every_address_and_argument_may_be_a_reference(key: str, used: Callable[[str], object]) -> None:
+    assert used("http://u:${env:WITHIN}@h/") == f"http://u:{PLANTED['within']}@h/"
+    assert redact(PLANTED["within"]) == GONE
+    with pytest.raises(ConfigError, match=f"{re.escape(key)}: the environment variable NOWHERE_SET is not set"):
+        used("http://${env:NOWHERE_SET}/")
+
+
+async def test_a_record_holds_no_secret_and_its_digests_fit_what_is_replayed(tmp_path: Path) -> None:
+    remember(PLANTED["tool"])
+    writer = RecordWriter(tmp_path / "calls.jsonl")
+    writer.add("e", "step", 0, {"action": PLANTED["tool"]}, {"said": f"x {PLANTED['tool']}"})
+    writer.close()
+    assert found_in((tmp_path / "calls.jsonl").read_text()) == []
+    record = Recorded.read(tmp_path / "calls.jsonl")  # which checks its chain
+    for ask in (PLANTED["tool"], GONE):  # what is asked where the secret is known, and where only the record is
+        assert record.take("e", "step", 0, {"action": ask}).answer == {"said": f"x {GONE}"}
+    with pytest.raises(ReplayError, match="action"):
+        record.take("e", "step", 0, {"action": "other"})
+
+
+def test_what_programs_write_to_standard_error_is_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
+    remember(PLANTED["flag"])
+    seen = io.StringIO()
+    monkeypatch.setattr(sys, "__stderr__", seen)
+    subprocess.run(["sh", "-c", f"echo begun {PLANTED['flag']} >&2"], stderr=stderr_of_children(), check=True)
+    end = time.monotonic() + 5
+    while not seen.getvalue() and time.monotonic() < end:
+        time.sleep(0.005)
+    assert seen.getvalue() == f"begun {GONE}\n"
+
+
+def test_an_actor_of_ray_redacts_what_goes_to_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    guard_process({"api": {"base": f"http://u:{PLANTED['url']}@h"}})
+    guard_process()
+    print(PLANTED["url"], PLANTED["variable"])
+    print(PLANTED["url"], file=sys.stderr)
+    assert (out.getvalue(), err.getvalue()) == (f"{GONE} {GONE}\n", f"{GONE}\n")

@@ -22,6 +22,7 @@ from agentrl.cluster.shipment import GatherPlan
 from agentrl.cluster.watched import watched
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.errors import UserError, WorkerError
+from agentrl.redaction import guard_process
 
 
 class RemoteFailure(Exception):
@@ -64,6 +65,7 @@ class Host:
     """The class behind each Ray actor. Only a WorkerGroup calls it, users do not."""
 
     def __init__(self) -> None:
+        guard_process()
         self._roles: dict[str, Worker] = {}
         self._cards = take_cards()
 

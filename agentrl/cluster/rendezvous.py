@@ -6,6 +6,7 @@ So no other process can take the port between choosing and using it.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from datetime import timedelta
 
 from agentrl.cluster.address import LOOPBACK_ADDRESS, pin_gloo
 from agentrl.errors import DispatchError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -23,13 +26,22 @@ class Rendezvous:
     port: int
 
 
+def bind_at(listener: socket.socket, host: str) -> None:
+    """Bind to a free port of this address alone, since who reaches a store can read and write it; on all interfaces only if the
+    address that others are told is none of this machine's own (it is translated on the way)."""
+    try:
+        listener.bind((host, 0))
+    except OSError:
+        log.warning("%s is no address of this machine: the store of torch.distributed listens on all interfaces", host)
+        listener.bind(("", 0))
+
+
 class Listener:
     """Rank 0's bound socket, held until the store takes it over."""
 
     def __init__(self, host: str) -> None:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        # On all interfaces: other nodes may come by another address than the one that is announced.
-        self._socket.bind(("", 0))
+        bind_at(self._socket, host)
         # All ranks of a large group may connect before rank 0 gets to its store; with a short backlog some would be refused.
         self._socket.listen(1024)
         self.address = Rendezvous(host, int(self._socket.getsockname()[1]))
@@ -47,6 +59,11 @@ def listen(host: str) -> Rendezvous:
     listener = Listener(host)
     _listeners[listener.address] = listener
     return listener.address
+
+
+def taken(rendezvous: Rendezvous) -> int:
+    """The file descriptor of the socket that listens there, for the store that takes it over."""
+    return _listeners.pop(rendezvous).detach()
 
 
 def join_group(rendezvous: Rendezvous | None, rank: int, world_size: int, backend: str | None, timeout: float) -> None:
@@ -77,7 +94,6 @@ def join_group(rendezvous: Rendezvous | None, rank: int, world_size: int, backen
     if rendezvous.host != LOOPBACK_ADDRESS:
         pin_gloo()
     if rank == 0:
-        fd = _listeners.pop(rendezvous).detach()
         store = TCPStore(
             rendezvous.host,
             rendezvous.port,
@@ -86,7 +102,7 @@ def join_group(rendezvous: Rendezvous | None, rank: int, world_size: int, backen
             # The constructor would block until all have come; `init_process_group` waits for them anyway, by the same timeout.
             wait_for_workers=False,
             timeout=span,
-            master_listen_fd=fd,
+            master_listen_fd=taken(rendezvous),
         )
     else:
         store = TCPStore(rendezvous.host, rendezvous.port, world_size, is_master=False, timeout=span)

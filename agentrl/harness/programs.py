@@ -170,10 +170,11 @@ class Remote:
     """An agent behind a URL: it gets a POST per episode and answers it with JSON when it is done."""
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigError for a URL of another form."""
-        if not url.startswith(("http://", "https://")):
+        """Raises ConfigError for a URL of another form, or a variable that is not set."""
+        if not resolved(url, "agent.url").startswith(("http://", "https://")):
             raise ConfigError(f"agent.url = {url!r}: expected http://... or https://...")
-        self._url = url
+        self._url = url  # as it is written, for messages
+        learn({"url": url})
         self._client: httpx.AsyncClient | None = None
 
     async def run(self, brief: Brief, doors: Doors, record: dict[str, Json]) -> Outcome:
@@ -181,7 +182,7 @@ class Remote:
             # Without limits of its own: the episode's are kept by who waits for this.
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         try:
-            async with self._client.stream("POST", self._url, json=brief.to_json()) as answer:
+            async with self._client.stream("POST", resolved(self._url, "agent.url"), json=brief.to_json()) as answer:
                 data = await _limited(answer)
         except httpx.HTTPError as fault:
             return Outcome(None, text_of(f"{self._url}: {type(fault).__name__}: {fault}", brief.key), record)

@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.config.schema import JudgeConfig, RewardConfig
 from agentrl.given import PREFIX, names, taken
+from agentrl.redaction import resolved
 from agentrl.reward.judge.client import Judge, JudgeSettings
 from agentrl.reward.leaf import AsTwin, Context, ReplayEnv
 from agentrl.reward.spec import load_spec
@@ -55,7 +56,7 @@ def as_leaf(function: Callable[..., Any]) -> Callable[..., Any]:
 def judge_settings(config: JudgeConfig) -> JudgeSettings:
     """The config section as the judge's settings."""
     return JudgeSettings(
-        api_base=config.api_base,
+        api_base=resolved(config.api_base, "reward.judge.api_base"),
         cache=None if config.cache is None else Path(config.cache),
         calls=config.calls,
         usd=config.usd,

@@ -12,6 +12,7 @@ from agentrl.config.envs import alone, eval_weights
 from agentrl.errors import UserError
 from agentrl.files import atomic_write
 from agentrl.plain_json import json_text
+from agentrl.redaction import redacted
 from agentrl.run.display import Display
 from agentrl.run.eval_session import EvalSession, open_live
 from agentrl.run.official import official
@@ -39,7 +40,7 @@ async def run_eval(
     report = make_report([outcome.episodes[pair] for pair in request.pairs], request.samples)
     found = _official(config, request, [outcome.episodes[pair] for pair in request.pairs])
     report |= {"model": request.model, **about, **({"official": found} if found else {})}
-    atomic_write(request.out / "report.json", json_text(report, indent=2) + "\n")
+    atomic_write(request.out / "report.json", json_text(redacted(report, said=True), indent=2) + "\n")
     return report, outcome
 
 
@@ -77,7 +78,7 @@ async def run_evals(
     found = official(config, episodes, request.split)
     own = {"official": found} if found else {}
     whole = {"success": mean_success(reports, eval_weights(config)), "model": request.model, **about, **own, "envs": reports}
-    atomic_write(request.out.parent / "report.json", json_text(whole, indent=2) + "\n")
+    atomic_write(request.out.parent / "report.json", json_text(redacted(whole, said=True), indent=2) + "\n")
     return whole, outcome, request
 
 
@@ -93,5 +94,5 @@ def write_comparison(folder: Path, comparison: Mapping[str, Any]) -> Path:
     """Write comparison.json into `folder`; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "comparison.json"
-    atomic_write(file, json_text(comparison, indent=2) + "\n")
+    atomic_write(file, json_text(redacted(comparison, said=True), indent=2) + "\n")
     return file

@@ -16,6 +16,7 @@ from agentrl.config.identity import check_same_identity
 from agentrl.errors import ReplayError
 from agentrl.files import atomic_write
 from agentrl.plain_text import read_json
+from agentrl.redaction import redacted
 from agentrl.rollout.replay.record import Recorder
 from agentrl.rollout.replay.tape import Recorded
 from agentrl.run.assembly import Inputs
@@ -78,7 +79,7 @@ class RecordFolder:
         file = self.path / "record.json"
         if file.exists():
             before, of = self.manifest().get("identity"), f"the record of another run ({file})"
-            check_same_identity(before, self._request["identity"], of, self.path, "--record")
+            check_same_identity(before, redacted(self._request["identity"]), of, self.path, "--record")
         if inputs.tokenizer is not None:
             assert config.model.path is not None
             inputs.tokenizer.save_pretrained(str(self.tokenizer))
@@ -86,6 +87,6 @@ class RecordFolder:
             load_model_config(config.model.path, config.model.trust_remote_code).save_pretrained(str(self.tokenizer))
         # The manifest last: a folder without it is not a record, so an interrupted start does not look like one.
         atomic_write(self.path / "reward.json", json.dumps(inputs.specs[0], indent=2) + "\n")
-        atomic_write(file, json.dumps(manifest, indent=2) + "\n")
+        atomic_write(file, json.dumps(redacted(manifest), indent=2) + "\n")
         self.calls.touch()
         return Recorder(self.calls, Recorded.read(self.calls).transcripts)

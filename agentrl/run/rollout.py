@@ -20,6 +20,7 @@ from agentrl.executors import share_the_lock
 from agentrl.files import atomic_write
 from agentrl.plain_json import json_text
 from agentrl.plain_text import read_json
+from agentrl.redaction import redact
 from agentrl.rollout.clock import Watch
 from agentrl.rollout.evaluate import fault_of, run_tasks, success_rate
 from agentrl.run.checks.suite import suite_notes
@@ -153,7 +154,7 @@ async def _play(
 
         def keep(trajectory: Trajectory) -> None:
             nonlocal done, scored
-            file.write(json_text(trajectory.to_json()) + "\n")
+            file.write(redact(json_text(trajectory.to_json())) + "\n")
             file.flush()
             outcome.episodes[trajectory.task.seed, trajectory.member] = trajectory
             done += 1
@@ -201,7 +202,7 @@ def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajecto
                 "another --out, so that the record is whole"
             )
     atomic_write(note, json.dumps({"identity": identity}, indent=2) + "\n")
-    atomic_write(path, "".join(json_text(t.to_json()) + "\n" for t in scored.values()))
+    atomic_write(path, "".join(redact(json_text(t.to_json())) + "\n" for t in scored.values()))
     return scored
 
 
@@ -219,5 +220,5 @@ def _identity(config: TrainConfig, request: RolloutRequest) -> Identity:
 
 def _sort(request: RolloutRequest, outcome: RolloutOutcome) -> None:
     """Rewrite the file in the order of tasks, so that equal runs leave equal files."""
-    rows = [json_text(outcome.episodes[pair].to_json()) + "\n" for pair in sorted(outcome.episodes)]
+    rows = [redact(json_text(outcome.episodes[pair].to_json())) + "\n" for pair in sorted(outcome.episodes)]
     atomic_write(request.out / "trajectories.jsonl", "".join(rows))

@@ -22,6 +22,7 @@ from agentrl.config import TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.executors import in_thread, share_the_lock
 from agentrl.given import packed, unpack, used
+from agentrl.redaction import guard_process
 from agentrl.rollout.engine import Engine, EngineConnection
 from agentrl.rollout.player import Job
 from agentrl.rollout.workers.channel import Channel, Door
@@ -113,6 +114,7 @@ class RolloutWorker:
 
     async def run(self, name: str, door: Door, recipe: Recipe, spool: str | None) -> str:
         """Play until the driver says that it is enough, or is gone."""
+        guard_process(recipe.config.model_dump(mode="json", exclude_none=True))
         raise_gc_threshold()
         share_the_lock()
         rows, slow_loop = None if spool is None else Path(spool), recipe.config.rollout.slow_loop

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from agentrl.config.schema import SandboxConfig
 from agentrl.errors import ConfigError, EnvError, ResourceError, hinted
+from agentrl.redaction import resolved
 from agentrl.sandbox.base import SANDBOXES, Sandbox, SandboxProvider, SandboxSpec
 
 log = logging.getLogger(__name__)
@@ -179,7 +180,7 @@ def chosen(config: SandboxConfig | Mapping[str, Any] | None) -> SandboxConfig:
 
 def provider_of(config: SandboxConfig) -> SandboxProvider:
     """The config's provider. Raises ConfigError for an unknown name or argument."""
-    make: Callable[..., SandboxProvider] = SANDBOXES.bind(config.provider, config.args)
+    make: Callable[..., SandboxProvider] = SANDBOXES.bind(config.provider, resolved(config.args, "env.sandbox.args"))
     return make()
 
 

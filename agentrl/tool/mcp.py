@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO
 
 from agentrl.config.schema import McpServerConfig
 from agentrl.errors import ConfigError, DependencyError, EnvError, ToolError
-from agentrl.redaction import learn, redact_said, resolved
+from agentrl.redaction import learn, redact_said, resolved, stderr_of_children
 from agentrl.tool.tool import Options, Tool
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ class McpSession:
         if server.command:
             program = StdioServerParameters(command=server.command[0], args=server.command[1:], env=dict(server.env) or None)
             # Not sys.stderr, which the SDK binds at import: in a notebook or a test it has no file descriptor.
-            target = stdio_client(program, errlog=self._errlog or cast(TextIO, sys.__stderr__))
+            target = stdio_client(program, errlog=self._errlog or stderr_of_children())
         elif self._build is not None:
             target = self._build()
         try:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from agentrl.cluster.rendezvous import listen, taken
 from agentrl.config.schema import WeightsConfig
 from agentrl.errors import ConfigError, EngineError
 from agentrl.weights.bucket import Bucket, Named
@@ -44,8 +45,12 @@ class CollectiveSender(Sender):
 
     def open(self) -> Offer:
         try:
-            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
-        except RuntimeError as problem:
+            place = listen(self._host)
+            self._store = TCPStore(
+                place.host, place.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S),
+                master_listen_fd=taken(place),
+            )  # fmt: skip
+        except (RuntimeError, OSError) as problem:
             raise ConfigError(f"weights.route = collective: cannot listen on {self._host}: {problem}") from problem
         self._slots = [torch.empty(self.slot_bytes, dtype=torch.uint8) for _ in range(SLOTS)]
         # Joining waits for all the others, and they learn of the group only after this call has returned: hence a thread.

@@ -26,6 +26,7 @@ from agentrl.backends.vllm.version import check_calls, tells_versions
 from agentrl.backends.words import Words
 from agentrl.errors import EngineError, ModelError
 from agentrl.executors import in_thread
+from agentrl.redaction import guard_process
 from agentrl.rollout.engine import EngineStats, Finish, Generation, Sampling, Told
 from agentrl.rollout.workers.channel import Door
 from agentrl.rollout.workers.core import WorkerCore
@@ -72,6 +73,7 @@ class VllmActor:
 
     def __init__(self, options: dict[str, Any]) -> None:
         """`options`: keyword arguments for vLLM's AsyncEngineArgs."""
+        guard_process(options)
         self._options = options
         self._words = Words(str(options["model"]), trust=bool(options.get("trust_remote_code")))
         self._engine: Any = None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from agentrl.errors import JudgeBudgetError
+from agentrl.redaction import redact_said, redacted
 from agentrl.reward.judge.budget import Budget
 from agentrl.reward.judge.cache import VerdictCache
 from agentrl.reward.judge.load import load_litellm
@@ -126,7 +127,7 @@ class Judge:
             try:
                 value = self._attempt(request)
             except _Fault as fault:
-                why = str(fault)
+                why = redact_said(str(fault))
                 if not fault.again:
                     break
                 continue
@@ -221,7 +222,7 @@ def _verdict(response: Any, request: VerdictRequest) -> Json:
     fault = first_fault(validator(request.schema), verdict)
     if fault is not None:
         raise _Fault(f"the judge's verdict does not fit its schema: {fault.message[:200]}", again=True)
-    return verdict
+    return redacted(verdict)
 
 
 def _no_constant(token: str) -> NoReturn:

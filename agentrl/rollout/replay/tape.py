@@ -26,6 +26,7 @@ from typing import Any
 
 from agentrl.errors import ReplayError
 from agentrl.plain_text import read_json
+from agentrl.redaction import redact
 from agentrl.trajectory import Json, Trajectory
 from agentrl.watchdog import EPISODE
 
@@ -51,8 +52,8 @@ def canonical(value: Json) -> str:
 
 
 def digest(value: Json) -> str:
-    """The first 16 hexadecimal digits of SHA-256 over the canonical text."""
-    return hashlib.sha256(canonical(value).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    """The first 16 hexadecimal digits of SHA-256 over the canonical text, as a record has it: without known secrets."""
+    return hashlib.sha256(redact(canonical(value)).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def content_of(trajectory: Trajectory) -> Json:
@@ -123,6 +124,9 @@ class RecordWriter:
     def add(self, episode: str, kind: str, call: int, ask: Json, answer: Json, *, asked: str | None = None) -> None:
         """Append one row. `asked`: the digest of the whole question if `ask` is a shortened form of it."""
         row = {"episode": episode, "kind": kind, "call": call, "asked": asked or digest(ask), "ask": ask, "answer": answer}
+        text = json.dumps(row, ensure_ascii=False)
+        if (clean := redact(text)) != text:
+            row = json.loads(clean)
         with self._lock:
             self._sum = _chained(self._sum, row)
             self._file.write(json.dumps({**row, "sum": self._sum}, ensure_ascii=False) + "\n")

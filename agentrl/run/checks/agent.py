@@ -14,6 +14,7 @@ from agentrl.env import ToolEnv
 from agentrl.env.sync import run_sync
 from agentrl.env.wrapper import ToolWrapper
 from agentrl.errors import AgentrlError, ConfigError, ResourceError
+from agentrl.redaction import resolved
 from agentrl.render.base import Renderer
 from agentrl.rollout.clock import Watch
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
@@ -116,7 +117,7 @@ class _Scripted(Engine):
 
 def _check_url(url: str) -> None:
     try:
-        httpx.get(url, timeout=_ANSWERS_WITHIN)  # whatever it answers: only a POST is an episode
+        httpx.get(resolved(url, "agent.url"), timeout=_ANSWERS_WITHIN)  # whatever it answers: only a POST is an episode
     except httpx.HTTPError as problem:
         raise ResourceError(f"agent.url: {url} does not answer: {type(problem).__name__}: {problem}") from problem
 

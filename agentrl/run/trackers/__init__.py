@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.config import Choice, TrainConfig
+from agentrl.redaction import resolved
 from agentrl.registry import Registry
 from agentrl.run.folder import RunFolder
 
@@ -94,7 +95,7 @@ def check_trackers(config: TrainConfig) -> None:
     Reads: trackers.
     """
     for choice in config.trackers:
-        args = TRACKERS.arguments(choice.name, choice.args)
+        args = TRACKERS.arguments(choice.name, resolved(choice.args, f"trackers.{choice.name}.args"))
         make = TRACKERS.entry(choice.name).make
         if isinstance(make, type) and issubclass(make, Tracker):
             make.check(config, args)
@@ -104,7 +105,7 @@ def makers(choices: Sequence[Choice], run: TrackedRun) -> list[tuple[str, Callab
     """The trackers of a run by name, in order, each yet to be made."""
 
     def maker(choice: Choice) -> Callable[[], Tracker]:
-        bound = TRACKERS.bind(choice.name, choice.args)
+        bound = TRACKERS.bind(choice.name, resolved(choice.args, f"trackers.{choice.name}.args"))
         return lambda: bound(run)
 
     return [(choice.name, maker(choice)) for choice in choices]

@@ -1,0 +1,260 @@
+"""Distinct keys are planted wherever a run may hold one, a real small run and an evaluation with a record are played by things
+that repeat them, and everything that they left is searched: only config.toml holds what was given in plain text."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl import redaction
+from agentrl.cli.main import main
+from tests.conftest import proof
+from tests.e2e.inside import logging_kept
+from tests.rollout.loopback import LoopbackServer, completion
+
+pytestmark = [proof, pytest.mark.timeout(200)]
+
+PLAIN = {name: f"plain-{name}-0123456789abcdef" for name in ("param", "flag", "equals", "base")}
+REFERRED = {name: f"referred-{name}-0123456789abcdef" for name in ("provider", "server", "judge", "tracker", "within")}
+PLANTED = {**PLAIN, **REFERRED}
+
+ENV = '''
+from agentrl.env import Message, Task, ToolCall, ToolEnv
+from agentrl.tool import tool
+
+
+class Leaky(ToolEnv):
+    """Say 1."""
+
+    id = "my/Leaky-v0"
+    summary = "repeats its own token"
+
+    def __init__(self, *, service_token="", **base):
+        super().__init__(**base)
+        self.service_token = service_token
+
+    def make_task(self, rng_seed, split):
+        return Task(f"leaky/{split}/{rng_seed}", rng_seed, split, {"who": rng_seed, "split": split}, {"answer": "1"})
+
+    def prompt(self, task):
+        return [Message("user", f"Task {task.seed} of {task.split}.")]
+
+    @tool(read_only=True)
+    async def look(self) -> str:
+        """look"""
+        return f"the token is {self.service_token}"
+
+    @tool(read_only=True)
+    async def broken(self) -> str:
+        """fail"""
+        raise RuntimeError(f"no such {self.service_token}")
+
+    def state(self):
+        return {"headers": f"token: {self.service_token}"}
+
+    def gold_turns(self, task):
+        return [Message("assistant", tool_calls=(ToolCall("look", {}), ToolCall("leak", {}))), Message("assistant", "1")]
+'''
+
+SERVER = """
+import json, os, sys
+said = " ".join([*sys.argv, os.environ["SERVER_KEY"]])
+print("begun with", said, file=sys.stderr, flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    about = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "leaky", "version": said}}
+    tools = {"tools": [{"name": "leak", "description": "leak", "inputSchema": {"type": "object", "properties": {}}}]}
+    text = {"content": [{"type": "text", "text": said}]}
+    found = {"initialize": about, "tools/list": tools, "tools/call": text, "ping": {}}.get(asked["method"])
+    answer = {"result": found} if found is not None else {"error": {"code": -32601, "message": "no such method"}}
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer}), flush=True)
+"""
+
+TRACKER = """
+from pathlib import Path
+
+from agentrl.run.trackers import TRACKERS, Tracker
+
+
+@TRACKERS.register("leaky")
+class Leaky(Tracker):
+    def __init__(self, run, token=""):
+        Path("tracker").write_text(f"{len(token)} {token[:8]}")
+        raise ConnectionError(f"401: {token} is not known")
+
+    def row(self, phase, step, values): ...
+
+    def close(self, status, summary): ...
+"""
+
+CONFIG = """
+name = "run"
+steps = 1
+trackers = [{{ name = "jsonl" }}, {{ name = "leaky", args = {{ token = "env:TRACKER" }} }}]
+trajectories_every = 1
+engine = "embedded"
+[env]
+id = "leaky"
+reward = "spec.json"
+params = {{ service_token = "{param}" }}
+[tools.mcp.one]
+command = ["{python}", "server.py", "--api-key", "{flag}", "--token={equals}"]
+env = {{ SERVER_KEY = "env:SERVER" }}
+[model.init]
+layers = 1
+hidden = 16
+mlp = 16
+heads = 2
+kv_heads = 1
+head_dim = 8
+[sft]
+min_steps = 1
+max_steps = 1
+gate = 0.0
+gate_every = 1
+gate_tasks = 1
+batch = 2
+[rollout]
+groups = 1
+group_size = 2
+max_turns = 2
+max_turn_tokens = 8
+[algorithm]
+minibatch = 2
+[cluster]
+backend = "inline"
+[eval]
+tasks = 1
+every = 0
+[health]
+lint = false
+[reward.judge]
+api_base = "http://me:${{env:JUDGE}}@127.0.0.1:{port}/v1?x=${{env:WITHIN}}"
+cache = "verdicts"
+[api]
+base = "http://127.0.0.1:{port}/v1?api_key={base}"
+"""
+
+SPEC = {
+    "agentrl_reward": 1,
+    "name": "marked",
+    "root": {"op": "sum", "of": [
+        {"use": "cost.tokens", "weight": 0.5, "args": {"max": 100}},
+        {"use": "judge", "weight": 0.5, "args": {"model": "openai/judge-2026-01-01", "prompt": "Mark:\n{transcript}"}},
+    ]},
+    "success": {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}},
+}  # fmt: skip
+
+
+class Echo(LoopbackServer):
+    """A provider that repeats what it was sent: a judge in its reasons, a policy in its calls and answers, an error in its
+    body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: set[str] = set()
+
+    def handle(self, handler: BaseHTTPRequestHandler) -> None:
+        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        told = f"{handler.headers.get('Authorization', '')} {handler.path}"
+        with self.lock:
+            self.requests.append(body)
+            self.keys.add(told)
+        status, reply = self.reply(body, told)
+        data = json.dumps(reply).encode()
+        handler.send_response(status)
+        handler.send_header("Content-Type", "application/json")
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    def reply(self, body: dict[str, Any], told: str) -> tuple[int, dict[str, Any]]:
+        text = json.dumps(body["messages"])
+        if body["model"].startswith("judge"):
+            message = {"role": "assistant", "content": json.dumps({"score": 0.5, "reason": f"you sent {told}"})}
+        elif "Task 1 " in text or "Mark" in text:
+            refused = f"Incorrect API key provided: {told} {REFERRED['provider']}"
+            return 400, {"error": {"message": refused, "type": "invalid_request_error", "code": 400}}
+        elif any(row["role"] == "tool" for row in body["messages"]):
+            message = {"role": "assistant", "content": f"1 {told} {REFERRED['provider']}"}
+        else:
+            calls = [
+                {"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": "{}"}}
+                for n, name in enumerate(("look", "leak", "broken")[: 3 if "Task 2 " in text else 2])
+            ]
+            message = {"role": "assistant", "content": None, "tool_calls": calls}
+        return 200, completion(message, body, True)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    for name in ("_known", "_ordered", "_read"):
+        monkeypatch.setattr(redaction, name, type(getattr(redaction, name))())
+    work, home, temporary = tmp_path / "work", tmp_path / "home", tmp_path / "temporary"
+    for folder in (work / "envs" / "leaky", work / "plugins", home, temporary):
+        folder.mkdir(parents=True)
+    (work / "envs" / "leaky" / "env.py").write_text(ENV)
+    (work / "plugins" / "tracker.py").write_text(TRACKER)
+    (work / "server.py").write_text(SERVER)
+    (work / "spec.json").write_text(json.dumps(SPEC))
+    monkeypatch.chdir(work)
+    for name, value in {"HOME": str(home), "TMPDIR": str(temporary), "OPENAI_API_KEY": REFERRED["provider"],
+                        "SERVER": REFERRED["server"], "JUDGE": REFERRED["judge"], "TRACKER": REFERRED["tracker"],
+                        "WITHIN": REFERRED["within"]}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    factory = logging.getLogRecordFactory()
+    with logging_kept():
+        yield tmp_path
+    logging.setLogRecordFactory(factory)
+
+
+def found_under(folder: Path, given: Path) -> dict[str, set[str]]:
+    """The names of the keys in each file, but the config that was given."""
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and path != given:
+            content = path.read_bytes()
+            if names := {name for name, key in PLANTED.items() if key.encode() in content}:
+                found[str(path.relative_to(folder))] = names
+    return found
+
+
+def test_no_key_is_anywhere_but_in_the_private_config(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    if find_spec("mcp") is None or find_spec("litellm") is None:  # litellm is only imported as the run does it
+        pytest.skip("needs agentrl[mcp] and agentrl[litellm]")
+    given = place / "work" / "c.toml"
+    with Echo() as server:
+        given.write_text(CONFIG.format(**PLAIN, python=sys.executable, port=server.http.server_port))
+        assert main(["train", "c.toml"]) == 0
+        evaluated = main(["eval", "--config", "c.toml", "--model", "api:openai/x", "-n", "3", "--split", "heldout", "--out",
+                          "judged", "--record", "tape", "health.preflight=false", "api.retries=0"])  # fmt: skip
+        sent = " ".join(server.keys)
+    assert evaluated in (0, 1) and ("Bearer" in sent or "Basic" in sent)
+    said = capfd.readouterr()
+    run = place / "work" / "runs" / "run"
+    assert (place / "work" / "tracker").read_text() == f"{len(REFERRED['tracker'])} referred", "the reference was resolved"
+    rows = [json.loads(line) for line in (place / "work" / "judged" / "trajectories.jsonl").read_text().splitlines()]
+    told = json.dumps(rows)
+    assert [
+        name for name in ("the token is [redacted]", "Incorrect API key provided: ", "1 Bearer [red") if name not in told
+    ] == []
+    verdicts = [path.read_text() for path in (place / "work" / "verdicts").rglob("*.json")]
+    assert verdicts and all("you sent B" in text and "[redacted]" in text for text in verdicts)
+    private = {str(path.relative_to(place)) for path in (run / "config.toml", *(run / "history").glob("*")) if path.exists()}
+    found = found_under(place, given)
+    assert {path: names for path, names in found.items() if path not in private} == {}
+    assert found[str((run / "config.toml").relative_to(place))] == set(PLAIN)
+    assert {stat.S_IMODE((place / path).stat().st_mode) for path in private} == {0o600}
+    streams = {"stdout": said.out, "stderr": said.err}
+    assert {(name, where) for name, key in PLANTED.items() for where, text in streams.items() if key in text} == set()
