@@ -12,10 +12,14 @@ import asyncio
 import importlib
 import ipaddress
 import json
+import logging
+import socket
 from collections.abc import Collection
 from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
+
+log = logging.getLogger(__name__)
 
 HEADERS_S = 10.0
 """Seconds in which a request's headers must have come, from its connection or its first byte on."""
@@ -32,6 +36,16 @@ CONTAINERS = 300_000
 DEPTH = 64
 """Lists and objects in each other."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def bind_at(listener: socket.socket, host: str) -> None:
+    """Bind to a free port of this address alone, for what whoever reaches it can read and write; on all interfaces only if the
+    address that others are told is none of this machine's own (it is translated on the way)."""
+    try:
+        listener.bind((host, 0))
+    except OSError:
+        log.warning("%s is no address of this machine: the store of torch.distributed listens on all interfaces", host)
+        listener.bind(("", 0))
 
 
 def strict_json(data: bytes | bytearray | str, containers: int = CONTAINERS, depth: int = DEPTH, *, rfc: bool = True) -> Any:

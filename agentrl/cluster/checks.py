@@ -27,6 +27,8 @@ from agentrl.cluster.machine import (
 from agentrl.cluster.spread import WORKER_CPUS
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import AgentrlError
+from agentrl.sandbox.local import WHAT_HELPS
+from agentrl.sandbox.reach import reach
 
 Level = Literal["ok", "warn", "fail"]
 GIB = 1 << 30
@@ -129,6 +131,16 @@ def check_network() -> Iterator[MachineFinding]:
         yield MachineFinding("RAY_ADDRESS", "warn", "set but empty", "Ray takes that for an address; a run removes it")
 
 
+def check_sandbox() -> Iterator[MachineFinding]:
+    """What the sandboxes of this machine reach; code of a policy runs in none that keeps less than docs/sandboxes.md says."""
+    found = reach()
+    if found.local is None or found.bubblewrap is None:
+        advice = "" if found.local is None else 'environments that run code need env.sandbox.provider = "bubblewrap"'
+        yield MachineFinding("sandbox", "ok", found.said(), advice)
+    else:
+        yield MachineFinding("sandbox", "warn", found.said(), f"environments that run code are refused: {WHAT_HELPS}")
+
+
 def check_gpus() -> Iterator[MachineFinding]:
     """GPUs that torch sees."""
     import torch
@@ -205,7 +217,9 @@ def _room_for(workers: int, cluster: ClusterConfig, slots: float) -> MachineFind
 
 def all_checks(cluster: ClusterConfig, with_ray: bool, workers: int = 0) -> Iterator[MachineFinding]:
     """Every check, quick ones first; `workers`: rollout.workers."""
-    quick: list[Callable[[], Iterator[MachineFinding]]] = [check_versions, check_machine, check_network, check_gpus]
+    quick: list[Callable[[], Iterator[MachineFinding]]] = [
+        check_versions, check_machine, check_network, check_sandbox, check_gpus,
+    ]  # fmt: skip
     for check in quick:
         yield from check()
     if with_ray:

@@ -6,7 +6,6 @@ So no other process can take the port between choosing and using it.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from dataclasses import dataclass
@@ -14,8 +13,7 @@ from datetime import timedelta
 
 from agentrl.cluster.address import LOOPBACK_ADDRESS, pin_gloo
 from agentrl.errors import DispatchError
-
-log = logging.getLogger(__name__)
+from agentrl.serving import bind_at
 
 
 @dataclass(frozen=True)
@@ -24,16 +22,6 @@ class Rendezvous:
 
     host: str
     port: int
-
-
-def bind_at(listener: socket.socket, host: str) -> None:
-    """Bind to a free port of this address alone, since who reaches a store can read and write it; on all interfaces only if the
-    address that others are told is none of this machine's own (it is translated on the way)."""
-    try:
-        listener.bind((host, 0))
-    except OSError:
-        log.warning("%s is no address of this machine: the store of torch.distributed listens on all interfaces", host)
-        listener.bind(("", 0))
 
 
 class Listener:
@@ -59,11 +47,6 @@ def listen(host: str) -> Rendezvous:
     listener = Listener(host)
     _listeners[listener.address] = listener
     return listener.address
-
-
-def taken(rendezvous: Rendezvous) -> int:
-    """The file descriptor of the socket that listens there, for the store that takes it over."""
-    return _listeners.pop(rendezvous).detach()
 
 
 def join_group(rendezvous: Rendezvous | None, rank: int, world_size: int, backend: str | None, timeout: float) -> None:
@@ -102,7 +85,7 @@ def join_group(rendezvous: Rendezvous | None, rank: int, world_size: int, backen
             # The constructor would block until all have come; `init_process_group` waits for them anyway, by the same timeout.
             wait_for_workers=False,
             timeout=span,
-            master_listen_fd=taken(rendezvous),
+            master_listen_fd=_listeners.pop(rendezvous).detach(),
         )
     else:
         store = TCPStore(rendezvous.host, rendezvous.port, world_size, is_master=False, timeout=span)

@@ -82,7 +82,7 @@ class BubblewrapProvider(FolderProvider):
     name = "bubblewrap"
 
     def unavailable(self) -> str | None:
-        return _unavailable()
+        return unavailable()
 
     def check(self, spec: SandboxSpec) -> None:
         need = 'needs a container; use provider = "docker" or "podman"'
@@ -158,7 +158,8 @@ def _machine() -> tuple[str, ...]:
 
 
 @cache
-def _unavailable() -> str | None:
+def unavailable() -> str | None:
+    """Why there is no bubblewrap here, or None."""
     if shutil.which("bwrap") is None:
         return "the program bwrap is not installed (the package bubblewrap has it)"
     probe = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]

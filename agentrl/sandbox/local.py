@@ -30,6 +30,10 @@ from agentrl.sandbox.base import (
 from agentrl.sandbox.folder import Folder
 from agentrl.sandbox.processes import Ended, Watched, run_group
 
+WHAT_HELPS = (
+    'install bubblewrap (the package bubblewrap; provider = "bubblewrap"), Podman or Docker (provider = "podman", "docker"), or '
+    "boot Linux 5.13 or newer with Landlock (CONFIG_SECURITY_LANDLOCK, and landlock in lsm=)"
+)
 JAIL = Path(__file__).with_name("jail.py")
 LANDLOCK_AT_MOST = 99
 """The newest version of Landlock that is used, whatever the kernel has: tests try what an older one leaves open."""
@@ -221,11 +225,11 @@ def require_kernel(isolate_files: bool) -> None:
 
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(21, 0, 0, 0, 0) < 0:  # PR_GET_SECCOMP
-        raise ResourceError("the local sandbox needs a kernel with seccomp filters")
+        raise ResourceError(f"the local sandbox needs a kernel with seccomp filters: {WHAT_HELPS}")
     if isolate_files and libc.syscall(444, None, 0, 1) < 1:  # landlock_create_ruleset, version query
         raise ResourceError(
-            "the local sandbox needs a kernel with Landlock (5.13 or newer) to keep code inside its folder; "
-            "isolate_files = false runs without that, and code can then read and write what you can"
+            "the local sandbox needs a kernel with Landlock (5.13 or newer) to keep code inside its folder: "
+            f"{WHAT_HELPS}. isolate_files = false runs without that, and code can then read and write what you can"
         )
 
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from agentrl.cluster.rendezvous import listen, taken
 from agentrl.config.schema import WeightsConfig
 from agentrl.errors import ConfigError, EngineError
+from agentrl.serving import bind_at
 from agentrl.weights.bucket import Bucket, Named
 from agentrl.weights.route import ROUTES, SLOTS, Offer, Receiver, Route, Sender
 
@@ -45,11 +45,14 @@ class CollectiveSender(Sender):
 
     def open(self) -> Offer:
         try:
-            place = listen(self._host)
+            listener = socket.socket()
+            bind_at(listener, self._host)
+            listener.listen(1024)
+            port, span = int(listener.getsockname()[1]), timedelta(seconds=TIMEOUT_S)
+            descriptor = listener.detach()  # the store's from now on
             self._store = TCPStore(
-                place.host, place.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S),
-                master_listen_fd=taken(place),
-            )  # fmt: skip
+                self._host, port, is_master=True, wait_for_workers=False, timeout=span, master_listen_fd=descriptor
+            )
         except (RuntimeError, OSError) as problem:
             raise ConfigError(f"weights.route = collective: cannot listen on {self._host}: {problem}") from problem
         self._slots = [torch.empty(self.slot_bytes, dtype=torch.uint8) for _ in range(SLOTS)]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from agentrl.cli.main import build_parser
 from agentrl.cluster import checks, machine, shipping
+from agentrl.errors import ResourceError
+from agentrl.sandbox.local import require_kernel
+from agentrl.sandbox.reach import Reach
 
 
 def parse(*argv: str) -> argparse.Namespace:
@@ -20,7 +25,7 @@ def test_the_quick_checks_pass_here_and_print_json(capsys):
     assert args.run(args) == 0
     out = json.loads(capsys.readouterr().out)
     names = {finding["check"] for finding in out["findings"]}
-    assert {"python", "torch", "ray", "shared memory", "disk", "own address", "open files"} <= names
+    assert {"python", "torch", "ray", "shared memory", "disk", "own address", "open files", "sandbox"} <= names
     assert out["failed"] == []
 
 
@@ -37,6 +42,31 @@ def test_an_empty_ray_address_and_a_lost_package_are_found(monkeypatch):
     assert any(f.check == "RAY_ADDRESS" and f.level == "warn" for f in checks.check_network())
     monkeypatch.setattr(checks, "CORE", ("no-such-package",))
     assert any(f.check == "no-such-package" and f.level == "fail" for f in checks.check_versions())
+
+
+@pytest.mark.parametrize(
+    ("landlock", "local", "bubblewrap", "level", "said", "advice"),
+    [
+        (7, None, None, "ok", "Landlock 7; local works; bubblewrap works (namespaces: user", ""),
+        (1, None, "not installed", "ok", "(files cannot be moved between folders; truncate by path is refused; TCP", ""),
+        (0, "no Landlock", None, "ok", "no Landlock; local is refused; bubblewrap works", 'provider = "bubblewrap"'),
+        (0, "no Landlock", "not installed", "warn", "local is refused; no bubblewrap: not installed", "install bubblewrap"),
+    ],
+)
+def test_what_the_sandboxes_reach(monkeypatch, landlock, local, bubblewrap, level, said, advice):
+    monkeypatch.setattr(checks, "reach", lambda: Reach("6.1", landlock, local, bubblewrap))
+    [found] = checks.check_sandbox()
+    assert found.level == level and found.found.startswith("Linux 6.1, ") and said in found.found and advice in found.advice
+
+
+def test_a_kernel_without_landlock_is_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda *args, **more: SimpleNamespace(prctl=lambda *a: 0, syscall=lambda *a: -1))
+    require_kernel.cache_clear()
+    try:
+        with pytest.raises(ResourceError, match=r"needs a kernel with Landlock.*install bubblewrap .*Podman or Docker"):
+            require_kernel(True)
+    finally:
+        require_kernel.cache_clear()
 
 
 def test_temporary_folders_that_ray_cannot_use(monkeypatch, tmp_path):

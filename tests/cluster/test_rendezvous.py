@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from agentrl.cluster.rendezvous import listen, taken
+from agentrl.cluster.rendezvous import _listeners, listen
 
 
 @pytest.mark.parametrize(("host", "bound", "warned"), [("127.0.0.1", "127.0.0.1", False), ("192.0.2.1", "0.0.0.0", True)])
@@ -16,6 +16,6 @@ def test_it_listens_at_the_announced_address_alone_if_that_is_its_own(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         place = listen(host)
-    with socket.socket(fileno=taken(place)) as found:
+    with socket.socket(fileno=_listeners.pop(place).detach()) as found:
         assert found.getsockname() == (bound, place.port) and place.host == host
     assert any("listens on all interfaces" in row.message for row in caplog.records) is warned
