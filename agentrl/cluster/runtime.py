@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import os
 import secrets
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from agentrl.cluster import ray_keeper
 from agentrl.cluster.guard import guard_network
 from agentrl.cluster.joining import check_join
 from agentrl.cluster.machine import ray_folder, usable_cpus, usable_gpus
@@ -22,6 +24,10 @@ from agentrl.config.schema import ClusterConfig
 from agentrl.errors import ResourceError
 
 log = logging.getLogger(__name__)
+
+MARK = "AGENTRL_RAY"
+"""In the environment of every process of a local Ray, with a value of its own."""
+_keeper: subprocess.Popen[bytes] | None = None
 
 
 def worker_env() -> dict[str, str]:
@@ -58,8 +64,15 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
                 _init(address, _join(address, Path(staged)))
         else:
             own_token()
-            with _environment(worker_env()):
-                _init(None, _local(object_store_bytes))
+            value = secrets.token_hex(16)
+            _keep(value)  # before: the driver may be killed while Ray starts
+            try:
+                with _environment({**worker_env(), MARK: value}):
+                    _init(None, _local(object_store_bytes))
+            except BaseException:
+                ray_keeper.kill_all(f"{MARK}={value}".encode())  # what had started
+                _let_go()
+                raise
     have = ray.cluster_resources().get("CPU", 0.0)
     if need_cpus > have:
         if started_here:
@@ -186,3 +199,27 @@ def stop_ray() -> None:
     import ray
 
     ray.shutdown()
+    _let_go()
+
+
+def _keep(value: str) -> None:
+    """Have a process end this Ray if this one is killed; see `cluster.ray_keeper`. Other systems than Linux have Ray's own."""
+    global _keeper
+    if sys.platform != "linux":
+        return
+    _keeper = subprocess.Popen(
+        [sys.executable, "-I", "-S", ray_keeper.__file__, f"{MARK}={value}", str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is not for it
+    )
+
+
+def _let_go() -> None:
+    """Tell the keeper that Ray has stopped."""
+    global _keeper
+    keeper, _keeper = _keeper, None
+    if keeper is not None:
+        with suppress(BrokenPipeError):  # it was killed
+            keeper.communicate(b"\n")

@@ -1,0 +1,62 @@
+"""Ends a local Ray whose driver died: `python -I -S ray_keeper.py VARIABLE=VALUE`, started by `cluster.runtime` for each Ray of
+its own.
+
+Ray has the kernel kill its processes with the driver, but each only from the moment at which it has asked for that: one that the
+driver was forking when it died, or that has not asked yet, goes on without one until it misses its cluster, a minute later. Its
+agents go on with it. This process waits for the driver's death and kills every process in whose environment the variable is,
+which all processes of this Ray have inherited and no other has, until none was there for `QUIET` seconds: the last may be
+starting. A line on stdin says that the driver has stopped Ray itself.
+
+Nothing of agentrl is imported: this starts with every run. Linux alone: it reads /proc.
+"""
+
+import os
+import select
+import signal
+import sys
+import time
+
+INTERVAL = 0.5
+"""Seconds between looks at the driver. Its pipe alone may stay open: processes that it forked hold a copy."""
+QUIET = 3.0
+
+
+def main(mark: bytes, driver: int) -> None:
+    """Wait for the end of `driver` (our parent), then kill what carries `mark`."""
+    open_pipe = True
+    while os.getppid() == driver:
+        if select.select([0] if open_pipe else [], [], [], INTERVAL)[0]:
+            if os.read(0, 1):
+                return
+            open_pipe = False  # the driver is ending, or closed it; its death is what counts
+    until = time.monotonic() + QUIET
+    while time.monotonic() < until:
+        if kill_all(mark):
+            until = time.monotonic() + QUIET
+        time.sleep(0.1)
+
+
+def kill_all(mark: bytes) -> int:
+    """Kill every process that has `mark` in its environment; returns how many there were."""
+    found = 0
+    for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib takes longer to import than all this takes to run
+        if name.isdigit() and int(name) != os.getpid() and mark in _environment(name):
+            try:
+                os.kill(int(name), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            found += 1
+    return found
+
+
+def _environment(pid: str) -> list[bytes]:
+    """What the process was started with; nothing if it has ended or is another user's."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
+            return file.read().split(b"\0")
+    except OSError:
+        return []
+
+
+if __name__ == "__main__":
+    main(sys.argv[1].encode(), int(sys.argv[2]))

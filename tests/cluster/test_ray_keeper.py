@@ -1,0 +1,110 @@
+"""A driver that is killed leaves nothing of its Ray, and nothing of another's is touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentrl.cluster import ray_keeper
+from agentrl.cluster.runtime import MARK
+from tests.conftest import proof
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(sys.platform != "linux", reason="the keeper is Linux's; elsewhere Ray has its own"),
+]
+
+DRIVER = """
+import time
+from agentrl.cluster.runtime import start_ray
+from agentrl.config.schema import ClusterConfig
+
+start_ray(ClusterConfig(), object_store_bytes=100 << 20)
+print("up", flush=True)
+time.sleep(100)
+"""
+
+
+def alive(text: str) -> list[int]:
+    """Processes that were started with `text` in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if text.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def line_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def agents_begun(tag: str) -> bool:
+    """Whether the raylet has started its agents; they look for it only seconds later."""
+    return any("agent" in word for pid in alive(tag) for word in line_of(pid).split()[:4] if word.endswith(".py"))
+
+
+@proof
+@pytest.mark.parametrize("moment", ["its agents start", "it is up"])
+def test_a_killed_driver_leaves_no_process_of_its_ray(moment: str) -> None:
+    tag = uuid.uuid4().hex
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, env={**os.environ, "OF_TEST": tag}, start_new_session=True
+    )
+    assert driver.stdout is not None
+    try:
+        if moment == "it is up":
+            assert driver.stdout.readline() == b"up\n"
+        else:
+            while not agents_begun(tag):
+                assert driver.poll() is None
+        driver.kill()
+        driver.wait()
+        time.sleep(2)  # what was being forked shows
+        until = time.monotonic() + 8
+        while alive(tag) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert [line_of(pid)[-120:] for pid in alive(tag)] == []
+    finally:
+        driver.stdout.close()
+        for pid in alive(tag):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes of two Rays: of "one", and of "one" with a longer value."""
+    begun = [subprocess.Popen(["sleep", "60"], env={MARK: value}) for value in ("one", "one-more")]
+    yield begun
+    for process in begun:
+        process.kill()
+        process.wait()
+
+
+PARENT = (
+    "import os, subprocess, sys; subprocess.Popen([sys.executable, '-I', *sys.argv[1:], str(os.getpid())], stdin=subprocess.PIPE)"
+)
+
+
+def test_the_keeper_ends_its_own_ray_alone_and_only_when_its_driver_is_dead(sleepers: list[subprocess.Popen[bytes]]) -> None:
+    mine, other = sleepers
+    keeper = [ray_keeper.__file__, f"{MARK}=one"]
+    told = subprocess.Popen([sys.executable, "-I", *keeper, str(os.getpid())], stdin=subprocess.PIPE, env={MARK: "of the driver"})
+    told.communicate(b"\n", timeout=10)
+    assert (told.returncode, mine.poll(), other.poll()) == (0, None, None)
+    subprocess.run([sys.executable, "-I", "-c", PARENT, *keeper], stdout=subprocess.DEVNULL, timeout=20, check=True)
+    mine.wait(10)
+    assert (mine.returncode, other.poll()) == (-signal.SIGKILL, None)
