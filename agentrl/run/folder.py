@@ -38,6 +38,8 @@ DRIVER = "driver.json"
 """The driver's state in a checkpoint."""
 
 
+NOTHING = -2
+"""Rewind to before everything, the warm start too; -1 is after it, before the first evaluation."""
 _ROTATING = ("step", "eval")
 
 
@@ -149,10 +151,15 @@ class RunFolder:
 
     def rewind(self, step: int) -> list[int]:
         """Remove the rows that a resume from `step` (updates done) will write again, and models of checkpoints that it will write
-        again, which an evaluation would take for theirs. The warm start is never repeated. Returns the numbers of lines that
+        again, which an evaluation would take for theirs. A warm start comes again from
+        `NOTHING` alone. Returns the numbers of lines that
         were no rows; they are removed too."""
         found, damaged, cut = self.sorted_metrics()
-        rows = [row for row in found if row["phase"] in ("sft", "gate") or (row["step"] <= step and row["phase"] != "after")]
+        rows = [
+            row
+            for row in found
+            if step != NOTHING and (row["phase"] in ("sft", "gate") or (row["step"] <= step and row["phase"] != "after"))
+        ]
         atomic_write(self.metrics, "".join(json_text(row) + "\n" for row in rows))
         for model in self.exports.glob("step_*"):
             if int(model.name.rpartition("_")[2]) > step:

@@ -23,7 +23,7 @@ from agentrl.run.checks.model import model_notes
 from agentrl.run.checks.sizes import advice
 from agentrl.run.curve import EVALUATED, draw_curve, points
 from agentrl.run.display import Display, percent
-from agentrl.run.folder import RunFolder
+from agentrl.run.folder import NOTHING, RunFolder
 from agentrl.run.gc_threshold import raise_gc_threshold
 from agentrl.run.health import MOSTLY_UNSCORED, Health, Unhealthy, check_any_scored
 from agentrl.run.interrupt import Interrupt
@@ -177,6 +177,8 @@ async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interr
         await session.publisher.sleep()  # until the first publish: what starts until then uses the same memory
     outcome.status = "interrupted"  # the early returns below follow Ctrl-C, except that of a warm start alone
     if config.sft is not None and not (folder.warm_start / "config.json").is_file():
+        folder.rewind(NOTHING)  # rows of an attempt that ended in its warm start would be written twice
+        run_log.rewound(NOTHING)
         await warm_start(session, run_log, interrupt)
         if interrupt.requested:
             return

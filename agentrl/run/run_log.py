@@ -84,7 +84,8 @@ class RunLog:
             self.endpoint.watch(session)
 
     def rewound(self, step: int) -> None:
-        """The run goes on from `step` (-1: from its start), and its folder was rewound to it."""
+        """The run goes on from `step` (-1: from its start, `folder.NOTHING`: from that of its warm
+        start), and its folder was rewound to it."""
         for tracker in self.trackers if self._begun else []:
             tracker.rewind(step)
 

@@ -17,6 +17,9 @@ from agentrl.run import main
 from agentrl.run.folder import RunFolder
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.reader import load_run
+from agentrl.warm_start import Transcripts
+from tests.conftest import proof
+from tests.e2e.inside import config_of, execute, numbers
 
 
 class Heard:
@@ -82,3 +85,29 @@ def test_a_run_that_goes_on_has_no_summary_of_its_last_end(tmp_path: Path, monke
         main.execute(config, folder, resumed=True)
     assert seen == [(False, True)]
     assert load_run(folder.path).summary["status"] == "failed" and not load_run(folder.path).live
+
+
+TINY = [f"model.init.{key}={value}" for key, value in {"layers": 1, "hidden": 32, "mlp": 32, "heads": 2, "kv_heads": 1}.items()]
+
+
+@pytest.mark.parametrize("resumed", [pytest.param(False, marks=proof), True])
+def test_a_warm_start_that_was_cut_off_has_each_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool) -> None:
+    """It begins again, by a restart of the run's own or by a resume, and its rows are those of an unbroken one."""
+    sft = ["sft.max_steps=20", "sft.min_steps=20", "sft.gate_every=20", "sft.batch=2", *TINY, "sft.gate=0.0", "sft.gate_tasks=2"]
+    expected = numbers(execute(config_of(tmp_path, "whole", *sft), only_warm_start=True))
+    take, calls = Transcripts.take, list[int]()
+
+    async def dying(self: Transcripts, start: int, count: int) -> Any:
+        if start and not calls:  # the second ten steps
+            calls.append(start)
+            raise WorkerDiedError("group 'actor': worker process gone: rank 0")
+        return await take(self, start, count)
+
+    monkeypatch.setattr(Transcripts, "take", dying)
+    config = config_of(tmp_path, "cut", *sft, f"cluster.max_restarts={0 if resumed else 1}")
+    if resumed:
+        with pytest.raises(WorkerDiedError):
+            execute(config, only_warm_start=True)
+    found = numbers(execute(config, resumed=resumed, only_warm_start=True))
+    assert len(calls) == 1 and [(row["phase"], row["step"]) for row in found] == [("sft", 10), ("sft", 20), ("gate", 20)]
+    assert found == expected

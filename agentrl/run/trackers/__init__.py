@@ -60,7 +60,8 @@ class Tracker(ABC):
         """The numbers of one row, after `step` updates; `phase` is "train", "eval", "before", ... None: not known."""
 
     def rewind(self, step: int) -> None:
-        """The run goes on from `step` (-1: from its start). Rows of later steps, and those of the phase "after", come again
+        """The run goes on from `step` (-1: from its start; -2: its warm start too comes
+        again). Rows of later steps, and those of the phase "after", come again
         (`voided`): take them back, or take none of them twice (`given.GivenRows`)."""
         return None
 
@@ -86,7 +87,7 @@ TRACKERS: Registry[Callable[..., Tracker]] = Registry("trackers", "TRACKERS", "a
 
 def voided(phase: str, step: int, to: int) -> bool:
     """Whether a row comes again if the run goes on from step `to`."""
-    return phase not in REPEATED and (step > to or phase == "after")
+    return to < -1 or (phase not in REPEATED and (step > to or phase == "after"))
 
 
 def check_trackers(config: TrainConfig) -> None:
