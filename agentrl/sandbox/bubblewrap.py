@@ -61,6 +61,7 @@ class BubblewrapSandbox(FolderSandbox):
     def _flags(self, cwd: str, env: Mapping[str, str]) -> Iterator[str]:
         share = ["--share-net"] if self.spec.network == "all" else []
         yield from ["--unshare-all", *share, "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
+        yield from _no_more_namespaces()
         yield from _machine()
         # Folders at the top that something was written to; others would be lost with the command's own root.
         self.host("")
@@ -155,6 +156,15 @@ def _machine() -> tuple[str, ...]:
     if not sys.base_prefix.startswith("/usr"):
         flags += ["--ro-bind", sys.base_prefix, sys.base_prefix]
     return (*flags, "--proc", "/proc", "--dev", "/dev")
+
+
+@cache
+def _no_more_namespaces() -> tuple[str, ...]:
+    """Flags with which a command cannot make user namespaces of its own, in which it would have all capabilities; bubblewrap has
+    them from 0.8 on."""
+    flags = ("--unshare-user", "--disable-userns")
+    done = subprocess.run(["bwrap", "--unshare-all", *flags, "--ro-bind", "/", "/", "true"], capture_output=True, timeout=20)
+    return flags if done.returncode == 0 else ()
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agentrl.sandbox import SANDBOXES
+from agentrl.sandbox import SANDBOXES, SandboxSpec
 from tests.conftest import proof
 from tests.sandbox.contract import Contract
 
@@ -33,6 +33,15 @@ class TestBubblewrap(Contract):
     provider_name = "bubblewrap"
     looks = True
     refused: ClassVar[list[dict[str, Any]]] = [{"image": "x"}, {"build": Path("x")}, {"cpus": 1.0}, {"processes": False}]
+
+    async def test_a_command_makes_no_namespaces_of_its_own(self) -> None:
+        """In a user namespace it would have all capabilities over the others that it makes with it."""
+        box = await SANDBOXES.bind("bubblewrap", {})().start(SandboxSpec())
+        try:
+            made = await box.exec("unshare --user true; echo $?; unshare --user --net true; echo $?")
+        finally:
+            await box.stop()
+        assert made.stdout.split() == ["1", "1"], made
 
 
 def tiny_image(client: str) -> str:
