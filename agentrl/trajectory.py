@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl import columns
-from agentrl.plain_json import json_text
+from agentrl.plain_data import json_text
 
 Json = Any  # a JSON value: None, bool, int, float, str, list[Json] or dict[str, Json]
 Role = Literal["system", "user", "assistant", "tool"]

@@ -46,8 +46,7 @@ LEVELS = {
     "matching": 0,
     "schemas": 0,
     "shown": 0,
-    "plain_json": 0,
-    "plain_text": 0,
+    "plain_data": 0,
     "tool": 1,
     "render": 1,
     "reward": 1,
@@ -73,9 +72,9 @@ LEVELS = {
 }
 SAME = {
     ("config", "errors"),
-    ("config", "plain_text"),
+    ("config", "plain_data"),
     ("config", "redaction"),
-    ("trajectory", "plain_json"),
+    ("trajectory", "plain_data"),
     ("executors", "errors"),
     ("matching", "executors"),
     ("schemas", "executors"),

@@ -21,7 +21,7 @@ import jsonschema
 from pydantic import Field
 
 from agentrl.errors import ConfigError, ToolError
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.tool import ToolSet, tool
 from agentrl.trajectory import Json
 

@@ -10,7 +10,7 @@ from typing import Any
 from agentrl.env import Message, ToolCall, ToolEnv
 from agentrl.env.users import GOLD, ModelUser
 from agentrl.errors import ConfigError, EnvError
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.shown import safe
 
 HELP = """  NAME a=b c=d     call a tool (values in JSON; a bare word is a string)

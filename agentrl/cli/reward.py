@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import CatalogError, UserError
-from agentrl.plain_json import json_text
-from agentrl.plain_text import read_json
+from agentrl.plain_data import json_text, read_json
 from agentrl.shown import safe
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from agentrl.config.keys import section_of
 from agentrl.config.paths import beside
 from agentrl.config.schema import AgentConfig, Choice, EnvConfig, McpServerConfig, ModelConfig, TrainConfig
 from agentrl.errors import ConfigError, UserError, hinted
-from agentrl.plain_text import toml_table
+from agentrl.plain_data import toml_table
 
 Table = dict[str, Any]
 Find = Callable[[str], Path]

@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.config.layers import Find, Table, joined, read_layers
 from agentrl.config.overrides import UNSET, Override, overridden, parse_overrides
 from agentrl.errors import ConfigError
-from agentrl.plain_text import toml_table
+from agentrl.plain_data import toml_table
 
 Keys = tuple[str | int, ...]
 DEFAULT = "default"

@@ -11,7 +11,7 @@ from agentrl.config.envs import as_list, entry_of
 from agentrl.config.keys import find_keys, section_at
 from agentrl.config.layers import ALTERNATIVES, Table
 from agentrl.errors import ConfigError, hinted
-from agentrl.plain_text import toml_table
+from agentrl.plain_data import toml_table
 
 _ONE = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|[^."'=]+)"""
 _PART = re.compile(_ONE)

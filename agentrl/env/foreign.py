@@ -25,7 +25,7 @@ from typing import Any
 from agentrl.env import foreign_main
 from agentrl.errors import ConfigError, EnvError
 from agentrl.executors import TOOLS
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.trajectory import Json
 
 COLLECT_S = 0.5

@@ -20,7 +20,7 @@ from typing import Any
 
 from agentrl.errors import ConfigError
 from agentrl.files import atomic_write, file_sha256
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.shelves import user_folder
 
 SOURCES = "AGENTRL_SOURCES"

@@ -18,7 +18,7 @@ from typing import Any
 from agentrl.env.families import held_out_families
 from agentrl.env.seeds import content_split, task_rng
 from agentrl.errors import DependencyError, TaskDataError
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.schemas import BadSchemaError, checked_validator, first_fault
 from agentrl.tool.validate import nearest
 from agentrl.trajectory import Json, Task

@@ -19,7 +19,7 @@ from agentrl.errors import ConfigError
 from agentrl.harness.brief import Brief, Outcome
 from agentrl.harness.clean import text_of
 from agentrl.harness.process import AgentProcess
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.redaction import learn, redact, resolved
 from agentrl.shelves import function_named
 from agentrl.trajectory import Json, ToolResult

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from agentrl.plain_json import unbounded
+from agentrl.plain_data import unbounded
 from agentrl.render.toolcalls import strict_json
 from agentrl.trajectory import Json
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from agentrl.plain_json import unbounded
+from agentrl.plain_data import unbounded
 from agentrl.trajectory import Json, ToolCall
 
 OPEN = "<tool_call>"

@@ -8,7 +8,7 @@ import marshal
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from agentrl.plain_json import unbounded
+from agentrl.plain_data import unbounded
 from agentrl.trajectory import Json, detached
 
 _UNSET: Any = object()

@@ -8,7 +8,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 from agentrl.errors import JudgeBudgetError, UserError
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.reward.score import Score, Scorer
 from agentrl.trajectory import Json, Trajectory
 

@@ -17,7 +17,7 @@ from agentrl.config import TrainConfig
 from agentrl.config.identity import identity_of
 from agentrl.errors import CheckpointError
 from agentrl.executors import in_thread
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.evaluate import Evaluation
 from agentrl.run.folder import DRIVER, RunFolder, lines

@@ -19,7 +19,7 @@ from rich.table import Table
 from agentrl.config.identity import changes
 from agentrl.env.passk import difference_with_interval, mean_with_interval
 from agentrl.errors import ConfigError
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.trajectory import Trajectory
 
 _OF_MODEL = ("model", "the files of model", "seed")

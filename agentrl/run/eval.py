@@ -11,7 +11,7 @@ from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, eval_weights
 from agentrl.errors import UserError
 from agentrl.files import atomic_write
-from agentrl.plain_json import json_text
+from agentrl.plain_data import json_text
 from agentrl.redaction import redacted
 from agentrl.run.display import Display
 from agentrl.run.eval_session import EvalSession, open_live

@@ -29,8 +29,7 @@ from agentrl.config.origin import Origins
 from agentrl.config.schema import KeepConfig
 from agentrl.errors import ConfigError, ResourceError, RunFolderError
 from agentrl.files import atomic_write, atomic_write_all, open_plain, plain_file, read_plain
-from agentrl.plain_json import json_text
-from agentrl.plain_text import read_json
+from agentrl.plain_data import json_text, read_json
 from agentrl.redaction import redact, redacted
 from agentrl.trajectory import Group, Trajectory
 

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from agentrl.errors import ConfigError
 from agentrl.files import plain_file
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 
 log = logging.getLogger(__name__)
 

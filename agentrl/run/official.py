@@ -16,7 +16,7 @@ from agentrl.config.envs import alone
 from agentrl.config.schema import EnvConfig
 from agentrl.env.official import played_of
 from agentrl.env.suite import WHOLE, SuiteEnv
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.run.contents import suite_env
 from agentrl.trajectory import Trajectory
 

@@ -12,7 +12,7 @@ from agentrl.config import TrainConfig
 from agentrl.config.identity import Identity, differences, identity_of
 from agentrl.errors import CatalogError, ConfigError, ModelError, RewardSpecError, RunFolderError
 from agentrl.files import atomic_write, read_plain
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.redaction import redacted
 from agentrl.run.checks import check_train
 from agentrl.run.contents import code_of, contents_of

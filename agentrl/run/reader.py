@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from agentrl.errors import ConfigError, RunFolderError
 from agentrl.files import open_plain, read_plain
-from agentrl.plain_text import read_json, toml_table
+from agentrl.plain_data import read_json, toml_table
 from agentrl.run.folder import RunFolder, stored_object
 from agentrl.trajectory import Trajectory
 

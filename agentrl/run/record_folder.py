@@ -15,7 +15,7 @@ from agentrl.config.envs import alone, the_env
 from agentrl.config.identity import check_same_identity
 from agentrl.errors import ReplayError
 from agentrl.files import atomic_write
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.redaction import redacted
 from agentrl.rollout.replay.record import Recorder
 from agentrl.rollout.replay.tape import Recorded

@@ -18,8 +18,7 @@ from agentrl.config.identity import Identity, check_same_identity, identity_of
 from agentrl.errors import ConfigError
 from agentrl.executors import share_the_lock
 from agentrl.files import atomic_write
-from agentrl.plain_json import json_text
-from agentrl.plain_text import read_json
+from agentrl.plain_data import json_text, read_json
 from agentrl.redaction import redact
 from agentrl.rollout.clock import Watch
 from agentrl.rollout.evaluate import fault_of, run_tasks, success_rate

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.cluster.watched import RankCall
-from agentrl.plain_json import json_text
+from agentrl.plain_data import json_text
 from agentrl.spans import TraceSpan
 
 Event = tuple[int, int, str, str, dict[str, Any]]

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from agentrl.errors import EnvError
-from agentrl.plain_json import MOST_BITS
+from agentrl.plain_data import MOST_BITS
 from agentrl.trajectory import Json
 
 CountTokens = Callable[[str], int]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ModelError
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.train.weight_files import INDEX, OLD_INDEX, OLD_SINGLE, SINGLE
 from agentrl.weights.conversions import loading_conversions
 

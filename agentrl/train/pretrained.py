@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.backends.parameters import positions_of
 from agentrl.config.schema import InitModelConfig, ModelConfig
 from agentrl.errors import ModelError, hinted
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.train.init_model import architecture
 
 REACH_S = 8.0

@@ -15,7 +15,7 @@ from typing import Any
 
 from agentrl.errors import CheckpointError
 from agentrl.files import atomic_write, file_sha256, read_plain
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 
 MANIFEST = "manifest.json"
 _READERS = 4

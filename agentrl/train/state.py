@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from agentrl.errors import CheckpointError
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.train.engine import BaseEngine
 from agentrl.train.plain_metadata import PlainReader
 

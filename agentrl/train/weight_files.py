@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from agentrl.errors import ModelError
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 
 Region = tuple[slice, ...]
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.plain_text import toml_table
+from agentrl.plain_data import toml_table
 from agentrl.redaction import learn, redact_said, redacted
 from agentrl.run.metrics import metrics_table
 from agentrl.run.reader import RunRecord

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.errors import RunFolderError
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.run.reader import EpisodeFile, RunRecord
 from agentrl.view.queries import COLUMNS, FROM, NotFoundError
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.view.signs import gold_distances, judge_gap, judged, made_calls, missed, repetition
 
 Json = Any

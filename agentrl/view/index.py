@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from agentrl.errors import RunFolderError
 from agentrl.files import open_plain
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.run.reader import EpisodeFile, RunRecord
 from agentrl.view import features, signs
 from agentrl.view.features import Features, features_of

@@ -13,7 +13,7 @@ from typing import Any
 
 from agentrl.errors import RunFolderError, hinted
 from agentrl.files import open_plain
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.run.reader import RunRecord, find_runs, is_run, load_run, overview
 from agentrl.view.index import Index
 from agentrl.view.queries import NotFoundError

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import AgentrlError
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.run.reader import RunRecord
 
 Json = Any

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.errors import UserError
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.run.reader import RunRecord, episode_of
 from agentrl.run.token_file import token_columns
 from agentrl.trajectory import TokenLedger

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.trajectory import Json
 
 from .rows import Row, bad, check_row

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from agentrl.errors import ConfigError, TaskDataError
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.reward.possible import solvable
 from agentrl.trajectory import Json
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agentrl.errors import ConfigError, TaskDataError
-from agentrl.plain_text import toml_table
+from agentrl.plain_data import toml_table
 from agentrl.sandbox import SandboxSpec
 
 DEEPEST = 6

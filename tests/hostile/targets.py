@@ -32,8 +32,7 @@ from agentrl.env.remote.secret import Secret
 from agentrl.errors import CheckpointError, ConfigError, ReplayError, RewardSpecError, RunFolderError
 from agentrl.executors import TooLongError
 from agentrl.matching import compile_pattern, within_seconds
-from agentrl.plain_json import json_text
-from agentrl.plain_text import read_json
+from agentrl.plain_data import json_text, read_json
 from agentrl.render.parsers import SYNTAXES, ForTools
 from agentrl.render.streaming import ProseReader
 from agentrl.reward import compile_spec

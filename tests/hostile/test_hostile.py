@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agentrl.errors import EnvError
 from agentrl.executors import at_once
 from agentrl.matching import TextTooLongError, compile_pattern, within_seconds
-from agentrl.plain_json import json_text
+from agentrl.plain_data import json_text
 from agentrl.schemas import BadSchemaError, check_schema, checked_validator, first_fault
 from agentrl.tool import Tool
 from agentrl.tool.output import shaped

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from agentrl.errors import EngineError
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 
 Json = dict[str, Any]
 _GONE = (502, 503, 504)

@@ -20,7 +20,7 @@ from agentrl.env.remote.openenv import OpenEnvFace
 from agentrl.env.remote.sessions import SessionLimits
 from agentrl.env.seeds import SPLITS
 from agentrl.errors import ConfigError, DependencyError, EnvError, RemoteEnvError, TaskDataError, ToolError
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.tool import Tool
 from agentrl.trajectory import Json, Message, Task
 

@@ -13,7 +13,7 @@ from agentrl.env.base import ScorerLike, ToolEnv
 from agentrl.env.seeds import SPLITS
 from agentrl.env.spaces import Observation
 from agentrl.errors import DependencyError, EnvError, TaskDataError
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.tool import Tool
 from agentrl.trajectory import Json, Message, StopReason, Task, ToolCall, ToolResult, Turn
 

@@ -16,7 +16,7 @@ import httpx
 
 from agentrl.env.remote import wire
 from agentrl.errors import ConfigError, RemoteEnvError
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.trajectory import Json
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.trajectory import Json
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ReplayError
-from agentrl.plain_text import read_json
+from agentrl.plain_data import read_json
 from agentrl.redaction import redact
 from agentrl.trajectory import Json, Trajectory
 from agentrl.watchdog import EPISODE

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentrl.files import atomic_write
-from agentrl.plain_json import json_text
-from agentrl.plain_text import read_json
+from agentrl.plain_data import json_text, read_json
 from agentrl.run.folder import RunFolder
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.identity import without_secrets
-from agentrl.plain_json import json_text
+from agentrl.plain_data import json_text
 from agentrl.run.trackers import TRACKERS, Cell, Status, TrackedRun, Tracker
 
 

@@ -1,0 +1,75 @@
+"""JSON and TOML as every program takes them. Read: what others wrote is a value or a ValueError, in linear time. Written: JSON of
+RFC 8259 (Python's own writes NaN and Infinity, and neither reads nor writes a long integer)."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MOST_BITS = 1023
+"""Of an integer that a double, as which most readers take numbers, can hold."""
+MOST_TOML = 1_000_000
+"""Characters of a TOML text."""
+MOST_DOTS = 64
+"""Dots in a key of TOML, each of which makes a table; `tomllib` takes quadratic time and memory for them."""
+_PART = r"""[\w"'-]"""
+_DOTTED = re.compile(rf"(?<!{_PART})(?:{_PART}++[ \t]*+\.[ \t]*+){{{MOST_DOTS}}}")
+
+
+def read_json(text: str | bytes | bytearray) -> Any:
+    """`json.loads`. Raises ValueError, also for what is nested too deep for it."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def toml_table(text: str) -> dict[str, Any]:
+    """`tomllib.loads`. Raises ValueError, also for what is nested too deep for it, long, or has a key of very many parts."""
+    if len(text) > MOST_TOML:
+        raise ValueError(f"{len(text)} characters; at most {MOST_TOML} are read")
+    if _DOTTED.search(text):
+        raise ValueError(f"a key with more than {MOST_DOTS} dots")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def json_text(
+    value: Any,
+    *,
+    indent: int | None = None,
+    default: Callable[[Any], Any] | None = None,
+    ensure_ascii: bool = True,
+    sort_keys: bool = False,
+    separators: tuple[str, str] | None = None,
+) -> str:
+    """`json.dumps`, with null for the numbers that JSON cannot represent: NaN, the infinities, and integers that Python refuses
+    to write (over 4,300 digits). Raises TypeError for what has no JSON form."""
+    form: dict[str, Any] = {"indent": indent, "ensure_ascii": ensure_ascii, "sort_keys": sort_keys, "separators": separators}
+    try:
+        return json.dumps(value, default=default, allow_nan=False, **form)
+    except ValueError:  # rare, so the others pay for no look at each number
+        return json.dumps(_plain(value, default), allow_nan=False, **form)
+
+
+def unbounded(value: Any) -> bool:
+    """Whether it is a number that JSON cannot represent, or that most of its readers cannot."""
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    return isinstance(value, int) and value.bit_length() > MOST_BITS
+
+
+def _plain(value: Any, default: Callable[[Any], Any] | None) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item, default) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, default) for item in value]
+    if value is None or isinstance(value, str | int | float):
+        return None if unbounded(value) else value
+    return value if default is None else _plain(default(value), default)
