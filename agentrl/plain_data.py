@@ -67,7 +67,7 @@ def unbounded(value: Any) -> bool:
 
 def _plain(value: Any, default: Callable[[Any], Any] | None) -> Any:
     if isinstance(value, Mapping):
-        return {key: _plain(item, default) for key, item in value.items()}
+        return {None if unbounded(key) else key: _plain(item, default) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, default) for item in value]
     if value is None or isinstance(value, str | int | float):

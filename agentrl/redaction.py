@@ -22,6 +22,7 @@ from typing import Any, TextIO, cast
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from agentrl.errors import ConfigError
+from agentrl.shown import safe
 
 SHORTEST = 8
 """Characters of a value that is taken for a secret by its name: shorter ones stand in too much that is none."""
@@ -150,7 +151,7 @@ def redacted(value: Any, *, said: bool = False) -> Any:
 
 
 def guard_logs() -> None:
-    """Redact every log record of this process, tracebacks too; once."""
+    """Redact every log record of this process, tracebacks too, with what a terminal could act on written out; once."""
     before = logging.getLogRecordFactory()
     if getattr(before, "redacts", False):
         return
@@ -158,11 +159,11 @@ def guard_logs() -> None:
     def made(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = before(*args, **kwargs)
         try:
-            record.msg, record.args = redact_said(record.getMessage()), ()
+            record.msg, record.args = safe(redact_said(record.getMessage())), ()
         except Exception:  # a message that does not fit its arguments: logging itself reports it
             return record
         if record.exc_info and record.exc_info[0] is not None:
-            record.exc_text = redact_said(logging.Formatter().formatException(record.exc_info))
+            record.exc_text = safe(redact_said(logging.Formatter().formatException(record.exc_info)))
         return record
 
     made.redacts = True  # type: ignore[attr-defined]

@@ -19,6 +19,13 @@ def safe(value: object, most: int = 0) -> str:
     return "".join(c if c in _KEPT or unicodedata.category(c) not in _UNSAFE else _escaped(c) for c in text)
 
 
+def cell(value: object) -> str:
+    """`safe`, for a cell or a title of a table of rich, which takes [brackets] for its own marks."""
+    from rich.markup import escape
+
+    return escape(safe(value))
+
+
 def _escaped(character: str) -> str:
     number = ord(character)
     return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 65536 else f"\\U{number:08x}"

@@ -81,6 +81,7 @@ SAME = {
     ("schemas", "matching"),
     ("given", "errors"),
     ("redaction", "errors"),
+    ("redaction", "shown"),
     ("shelves", "errors"),
     ("shelves", "given"),
     ("registry", "errors"),

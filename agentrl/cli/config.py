@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.configs import find_config_file, is_override
 from agentrl.errors import ConfigError
+from agentrl.shown import safe
 
 if TYPE_CHECKING:
     from agentrl.config import TrainConfig
@@ -91,7 +92,7 @@ def run_show(args: argparse.Namespace) -> int:
         said = {name: {"value": value, "origin": origin(keys)} if args.origin else value for name, (keys, value) in rows.items()}
         print(json.dumps(said, indent=2))
         return 0
-    print("\n".join(ConfigText(origin, meanings=False, shown=shown).section(config)).lstrip("\n"))
+    print(safe("\n".join(ConfigText(origin, meanings=False, shown=shown).section(config)).lstrip("\n")))
     return 0
 
 
@@ -109,7 +110,7 @@ def run_diff(args: argparse.Namespace) -> int:
     width = max((len(key) for key in shown), default=0)
     first = max((len(pair[0]) for pair in shown.values()), default=0)
     for key, (before, after) in shown.items():
-        print(f"{key:{width}}  {before:{first}}  ->  {after}")
+        print(safe(f"{key:{width}}  {before:{first}}  ->  {after}"))
     if not shown:
         print("no key differs")
     return 0

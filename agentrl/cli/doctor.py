@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from agentrl.cli.configs import add_config, read_config
+from agentrl.shown import safe
 
 if TYPE_CHECKING:
     from agentrl.cluster.checks import MachineFinding
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     for finding in all_checks(cluster, not args.no_ray and cluster.backend == "ray", workers):
         findings.append(finding)
         if not args.json:
-            print(line(finding), flush=True)
+            print(safe(line(finding)), flush=True)
     failed = [finding.check for finding in findings if finding.level == "fail"]
     if args.json:
         print(json.dumps({"findings": [asdict(finding) for finding in findings], "failed": failed}))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.cli import env_difficulty, env_floor, env_install
 from agentrl.cli.env_subject import reference, subject_of
 from agentrl.errors import UserError
+from agentrl.shown import safe
 
 if TYPE_CHECKING:
     from agentrl.catalog import EnvRef
@@ -145,9 +146,9 @@ def run_list(args: argparse.Namespace) -> int:
     short = max((len(entry.name) for entry in entries), default=0)
     for entry in entries:
         lacking = f"  [not installed: agentrl env install {entry.suite.suite}]" if entry.suite and entry.lacks_source() else ""
-        print(f"{entry.id:{width}}  {entry.name:{short}}  {entry.summary}{lacking}")
+        print(safe(f"{entry.id:{width}}  {entry.name:{short}}  {entry.summary}{lacking}"))
     for problem in broken_files().values():
-        print(f"skipped: {problem}")
+        print(safe(f"skipped: {problem}"))
     return 0
 
 
@@ -168,12 +169,12 @@ def run_show(args: argparse.Namespace) -> int:
         observation, _ = env.reset(seed=0, options={"split": split})
         print(f"\ntask 0 of {split}:")
         for message in observation:
-            print(f"  {message.role}: {message.content}")
+            print(safe(f"  {message.role}: {message.content}"))
     print("\ntools:")
     for tool in env.toolbox:
-        print("  " + json.dumps(tool.schema["function"], ensure_ascii=False))
+        print("  " + safe(json.dumps(tool.schema["function"], ensure_ascii=False)))
         if differs := _called_as(tool.options):
-            print(f"    {differs}")
+            print(safe(f"    {differs}"))
     if env.toolbox.max_output != MAX_OUTPUT:
         print(f"  answers of tools that do not say: at most {env.toolbox.max_output} tokens")
     env.close()
@@ -255,10 +256,10 @@ def _row(finding: CheckFinding) -> dict[str, Any]:
 
 def _print_table(env: str, findings: list[CheckFinding]) -> None:
     failed = sum(finding.ok is False for finding in findings)
-    print(f"{env}: {f'{failed} of {len(findings)} checks failed' if failed else 'all checks passed'}")
+    print(f"{safe(env)}: {f'{failed} of {len(findings)} checks failed' if failed else 'all checks passed'}")
     width = max(len(finding.check) for finding in findings)
     for finding in findings:
-        print(f"  {_STATUS[finding.ok]:4}  {finding.check:{width}}  {finding.evidence}")
+        print(safe(f"  {_STATUS[finding.ok]:4}  {finding.check:{width}}  {finding.evidence}"))
 
 
 def run_play(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from agentrl.errors import UserError
+from agentrl.shown import cell, safe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,9 +84,9 @@ def _print(env_id: str, report: DifficultyReport) -> None:
     counts = report.counts()
     for family, numbers in report.by_family().items():
         cells = [f"{one[middle]:g} ({one[low]:g} to {one[high]:g})" for one in (numbers[name] for name in COLUMNS)]
-        table.add_row(family or "-", str(counts[family]), *cells)
+        table.add_row(cell(family or "-"), str(counts[family]), *cells)
     Console(highlight=False).print(table)
     for task, reason in list(report.unplayed.items())[:4]:
-        print(f"without gold: {task}: {reason}")
+        print(safe(f"without gold: {task}: {reason}"))
     if len(report.unplayed) > 4:
         print(f"... and {len(report.unplayed) - 4} more (--json has all)")

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.shown import safe
 
 EPILOG = """examples:
   agentrl env floor key_value sql                         what doing nothing earns, of 200 held-out tasks each
@@ -73,4 +74,4 @@ def _print(found: dict[str, Any]) -> None:
         print(f"  {agent:15} mean {mean}, paid in full on {one['paid']} ({share}){lost}{own}")
         if one["ids"]:
             more = f" and {len(one['ids']) - SHOWN} more (--json has all)" if len(one["ids"]) > SHOWN else ""
-            print(f"    {', '.join(one['ids'][:SHOWN])}{more}")
+            print(safe(f"    {', '.join(one['ids'][:SHOWN])}{more}"))

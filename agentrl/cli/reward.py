@@ -195,8 +195,9 @@ def run_diff(args: argparse.Namespace) -> int:
         print(json_text({**found, "tasks": tasks, "tasks_of_one_episode": single}, indent=2))
         return 0
     for change in changes:
+        task = safe(change.task)
         print(
-            f"row {lines[change.row][0]} (task {change.task}, member {change.member}): "
+            f"row {lines[change.row][0]} (task {task}, member {change.member}): "
             f"{_shown(change.value_a)} -> {_shown(change.value_b)}, "
             f"rank {change.rank_a or 'none'} -> {change.rank_b or 'none'}"
         )

@@ -7,7 +7,6 @@ save:  begin (state copied)  ->  ... training continues, a background task waits
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from agentrl.config import TrainConfig
 from agentrl.config.identity import identity_of
 from agentrl.errors import CheckpointError
 from agentrl.executors import in_thread
-from agentrl.plain_data import read_json
+from agentrl.plain_data import json_text, read_json
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.evaluate import Evaluation
 from agentrl.run.folder import DRIVER, RunFolder, lines
@@ -172,7 +171,7 @@ def _write_driver(folder: Path, state: dict[str, Any], groups: Iterable[Group]) 
     """The driver's state, and its groups one per line, of which never more than one column is in memory as text."""
     with (folder / GROUPS).open("w") as file:
         file.writelines(lines(groups))
-    (folder / DRIVER).write_text(json.dumps(state))
+    (folder / DRIVER).write_text(json_text(state))
 
 
 def _read_groups(path: Path) -> Iterator[Group]:

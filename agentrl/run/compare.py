@@ -20,6 +20,7 @@ from agentrl.config.identity import changes
 from agentrl.env.passk import difference_with_interval, mean_with_interval
 from agentrl.errors import ConfigError
 from agentrl.plain_data import read_json
+from agentrl.shown import cell
 from agentrl.trajectory import Trajectory
 
 _OF_MODEL = ("model", "the files of model", "seed")
@@ -153,17 +154,17 @@ def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
     """A table for each environment; "-" stands for an unknown value."""
     for env, part in comparison["envs"].items():
         first = part["rows"][0]["model"]
-        table = Table("", "tasks", "pass@1", "95 % interval", "reward", f"minus {first}", "95 % interval", "better / worse")
-        table.title = env
+        table = Table("", "tasks", "pass@1", "95 % interval", "reward", cell(f"minus {first}"), "95 % interval", "better / worse")
+        table.title = cell(env)
         for row in part["rows"]:
             paired = f"{row['better']} / {row['worse']} of {row['paired']}" if "paired" in row else ""
             table.add_row(
-                row["model"], str(row["tasks"]), *_cells(row["pass@1"]), _short(row["reward"]), *_signed(row), paired
+                cell(row["model"]), str(row["tasks"]), *_cells(row["pass@1"]), _short(row["reward"]), *_signed(row), paired
             )  # fmt: skip
         console.print(table)
         for row in part["rows"][1:]:
             for line in row["also"]:
-                console.print(f"{row['model']} also differs: {line}", markup=False)
+                console.print(cell(f"{row['model']} also differs: {line}"))
 
 
 def _cells(rate: Mapping[str, float] | None) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from agentrl.env.official import played_of
 from agentrl.env.suite import WHOLE, SuiteEnv
 from agentrl.plain_data import read_json
 from agentrl.run.contents import suite_env
+from agentrl.shown import cell
 from agentrl.trajectory import Trajectory
 
 
@@ -66,9 +67,9 @@ def print_official(tables: Mapping[str, Any], console: Console) -> None:
         table = Table("", "value", "n", "weight", "")
         part = "; a part of it, and no result of the benchmark" if found["tasks"] < found["of"] else ""
         over = f"{found['tasks']} of its {found['of']} tasks ({found['split']}){part}"
-        table.title = f"{name} {found['version']}: its own metrics, over {over}"
+        table.title = cell(f"{name} {found['version']}: its own metrics, over {over}")
         for row in found["rows"]:
-            table.add_row(row["name"], _number(row["value"]), str(row["n"]), _number(row["weight"], ""), row["note"])
+            table.add_row(cell(row["name"]), _number(row["value"]), str(row["n"]), _number(row["weight"], ""), cell(row["note"]))
         console.print(table)
 
 
@@ -102,15 +103,15 @@ def _joined(labels: Sequence[str], tables: Sequence[Mapping[str, Any]]) -> dict[
 def print_side_by_side(joined: Mapping[str, Any], console: Console) -> None:
     """A table for each suite, a column for each model."""
     for name, found in joined.items():
-        table = Table("", *found["models"])
-        table.title = f"{name}: its own metrics"
+        table = Table("", *map(cell, found["models"]))
+        table.title = cell(f"{name}: its own metrics")
         for row in found["rows"]:
-            table.add_row(row["name"], *(f"{_number(v)} ({n})" for v, n in zip(row["values"], row["n"], strict=True)))
+            table.add_row(cell(row["name"]), *(f"{_number(v)} ({n})" for v, n in zip(row["values"], row["n"], strict=True)))
         console.print(table)
         if not found["same"]:
             said = "; ".join(f"{model}: {tasks} tasks of {split}, {version}" for model, (version, split, tasks) in
                              zip(found["models"], found["over"], strict=True))  # fmt: skip
-            console.print(f"they are not over the same: {said}", markup=False)
+            console.print(cell(f"they are not over the same: {said}"))
 
 
 def _number(value: float | None, unknown: str = "-") -> str:

@@ -6,7 +6,6 @@ reward.json   the reward spec                                        tokenizer/ 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from agentrl.config.envs import alone, the_env
 from agentrl.config.identity import check_same_identity
 from agentrl.errors import ReplayError
 from agentrl.files import atomic_write
-from agentrl.plain_data import read_json
+from agentrl.plain_data import json_text, read_json
 from agentrl.redaction import redacted
 from agentrl.rollout.replay.record import Recorder
 from agentrl.rollout.replay.tape import Recorded
@@ -86,7 +85,7 @@ class RecordFolder:
             # It names the tokenizer's class.
             load_model_config(config.model.path, config.model.trust_remote_code).save_pretrained(str(self.tokenizer))
         # The manifest last: a folder without it is not a record, so an interrupted start does not look like one.
-        atomic_write(self.path / "reward.json", json.dumps(inputs.specs[0], indent=2) + "\n")
-        atomic_write(file, json.dumps(redacted(manifest), indent=2) + "\n")
+        atomic_write(self.path / "reward.json", json_text(inputs.specs[0], indent=2) + "\n")
+        atomic_write(file, json_text(redacted(manifest), indent=2) + "\n")
         self.calls.touch()
         return Recorder(self.calls, Recorded.read(self.calls).transcripts)

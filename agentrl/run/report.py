@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentrl.env.passk import mean_with_interval, pass_at_k, pass_hat_k
+from agentrl.shown import cell
 from agentrl.trajectory import Trajectory, Turn
 
 ABOUT = ("model", "run", "official")
@@ -130,22 +131,22 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             continue
         elif isinstance(value, dict):
             for name, inner in value.items():
-                table.add_row(f"{key} / {name}", _short(inner), "")
+                table.add_row(cell(f"{key} / {name}"), cell(_short(inner)), "")
         elif key not in ("tasks", "episodes"):
-            table.add_row(key, _short(value), "")
+            table.add_row(cell(key), cell(_short(value)), "")
     console.print(table)
 
 
 def print_reports(reports: Mapping[str, Any], success: float | None, console: Console) -> None:
     """The reports of several environments, a column each."""
-    table = Table("", *reports, "mean", title="held-out tasks by environment")
+    table = Table("", *map(cell, reports), "mean", title="held-out tasks by environment")
     for key in [name for name in next(iter(reports.values())) if name not in ABOUT]:
         cells = [report[key] for report in reports.values()]
         if key.startswith("pass"):
             rates = ["-" if v is None else f"{v['mean']:.3f} ({v['low']:.2f} to {v['high']:.2f})" for v in cells]
             table.add_row(key, *rates, _short(success) if key == "pass@1" else "")
         elif not any(isinstance(value, dict) for value in cells) and any(value is not None for value in cells):
-            table.add_row(key, *map(_short, cells), "")
+            table.add_row(cell(key), *(cell(_short(value)) for value in cells), "")
     console.print(table)
 
 

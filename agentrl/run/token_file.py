@@ -9,7 +9,6 @@ trajectory's row: a resumed run writes both files again, and if it is killed in 
 from __future__ import annotations
 
 import base64
-import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from agentrl.plain_data import json_text
 from agentrl.trajectory import TokenLedger, Trajectory
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def token_lines(members: Sequence[Trajectory], tokens: TrainedTokens) -> Iterato
             for ledger in member.ledgers:
                 entries.append(_entry(*tokens.row(row)) if len(ledger) else {"advantage": 0.0, "log_ratio": None})
                 row += len(ledger) > 0
-        yield json.dumps({"check": check_of(member.ledgers), "ledgers": entries}) + "\n"
+        yield json_text({"check": check_of(member.ledgers), "ledgers": entries}) + "\n"
 
 
 def check_of(ledgers: Sequence[TokenLedger]) -> int:

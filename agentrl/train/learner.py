@@ -8,7 +8,6 @@ The parts in brackets run only if the config asks for them.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,8 +29,9 @@ from agentrl.cluster.shared_folder import check_arrived, check_shared
 from agentrl.cluster.worker import Worker
 from agentrl.config.envs import alone, longest_sample, own_advantages, told
 from agentrl.config.schema import AlgorithmConfig, Choice, TrainConfig
-from agentrl.errors import ConfigError, NonFiniteError
+from agentrl.errors import CheckpointError, ConfigError, NonFiniteError
 from agentrl.executors import in_thread
+from agentrl.plain_data import json_text, read_json
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
 from agentrl.train.engines import shares_prefixes
@@ -306,14 +306,14 @@ class Learner:
         await self.actors.arun(Actor.save, str(folder / "actor"))
         if self.critics is not None:
             await self.critics.arun(Critic.save, str(folder / "critic"))
-        (folder / STATE).write_text(json.dumps({"kl_coef": self.kl_coef}), encoding="utf-8")
+        (folder / STATE).write_text(json_text({"kl_coef": self.kl_coef}), encoding="utf-8")
 
     async def begin_save(self, folder: Path) -> None:
         """`save` in the background: returns when the state of all roles is copied. See `saved`."""
         await self.actors.arun(Actor.begin_save, str(folder / "actor"))
         if self.critics is not None:
             await self.critics.arun(Critic.begin_save, str(folder / "critic"))
-        (folder / STATE).write_text(json.dumps({"kl_coef": self.kl_coef}), encoding="utf-8")
+        (folder / STATE).write_text(json_text({"kl_coef": self.kl_coef}), encoding="utf-8")
 
     async def saved(self) -> bool:
         """Whether the save that `begin_save` started is complete; raises the error of a role whose part failed."""
@@ -332,7 +332,10 @@ class Learner:
         if self.critics is not None:
             await self.critics.arun(Critic.load, str(folder / "critic"))
         if (folder / STATE).is_file():
-            self.kl_coef = float(json.loads((folder / STATE).read_text(encoding="utf-8"))["kl_coef"])
+            coef = read_json((folder / STATE).read_text(encoding="utf-8"))["kl_coef"]
+            if coef is None:
+                raise CheckpointError(f"{folder / STATE}: kl_coef was not a number when it was saved; resume an older checkpoint")
+            self.kl_coef = float(coef)
 
     def close(self) -> None:
         """End the other roles; the actors belong to the caller that started them."""

@@ -6,7 +6,6 @@ loaded: a disk, or a person, may change what was written, and a model with a fli
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from typing import Any
 
 from agentrl.errors import CheckpointError
 from agentrl.files import atomic_write, file_sha256, read_plain
-from agentrl.plain_data import read_json
+from agentrl.plain_data import json_text, read_json
 
 MANIFEST = "manifest.json"
 _READERS = 4
@@ -74,7 +73,7 @@ def check_model(folder: Path) -> None:
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Replace the manifest: a reader sees the old one or the new one, never half of one."""
-    atomic_write(folder / MANIFEST, json.dumps(manifest))
+    atomic_write(folder / MANIFEST, json_text(manifest))
     sync_folder(folder)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from agentrl.errors import CheckpointError
-from agentrl.plain_data import read_json
+from agentrl.plain_data import json_text, read_json
 from agentrl.train.engine import BaseEngine
 from agentrl.train.plain_metadata import PlainReader
 
@@ -100,7 +99,7 @@ def _write_small(folder: Path, meta: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(_rng(), folder / f"rng_{rank}.pt")
     if rank == 0:
-        (folder / META).write_text(json.dumps(meta), encoding="utf-8")
+        (folder / META).write_text(json_text(meta), encoding="utf-8")
 
 
 def load_state(engine: BaseEngine, folder: Path) -> dict[str, Any]:

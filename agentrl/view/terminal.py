@@ -39,7 +39,8 @@ def cell(value: Json, most: int = 60) -> Text:
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Json]], most: int = 60) -> Table:
     """A table of unsafe values."""
-    out = Table(title=title or None, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    named = Text(safe(title)) if title else None
+    out = Table(title=named, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         out.add_column(Text(safe(name)), min_width=min(len(name), 8), overflow="fold")
     for row in rows:

@@ -15,6 +15,7 @@ from agentrl.errors import ConfigError
 from agentrl.run.curve import EVALUATED, points
 from agentrl.trajectory import Trajectory
 from tests.e2e.inside import config_of, episodes, execute, numbers, rows, updates
+from tests.strict_json import read_strictly
 
 SHORT = str(Path(__file__).with_name("short.json"))
 ENVS = (
@@ -84,6 +85,13 @@ def test_metrics_trajectories_and_summary_speak_of_each_environment(run: Path) -
         assert one["best"]["success"] == max(value for _, value in successes)
     assert summary["tokens"] == sum(one["tokens"] for one in summary["envs"].values())
     assert (run / "curve.png").stat().st_size > 10_000
+
+
+def test_a_strict_reader_takes_every_json_file_of_the_run(run: Path) -> None:
+    found = dict(read_strictly(run))
+    kinds = ("metrics.jsonl", "summary.json", "trajectories/", "manifest.json", "driver.json", "learner.json", "groups.jsonl")
+    assert [kind for kind in kinds if not any(kind in name for name in found)] == []
+    assert len(found["metrics.jsonl"]) >= 2
 
 
 def test_a_resumed_run_draws_and_learns_the_same(run: Path) -> None:

@@ -43,6 +43,7 @@ from agentrl.tool import Tool
 from agentrl.tool.toolbox import Toolbox
 from agentrl.train.seal import MANIFEST, check_intact, is_whole
 from agentrl.trajectory import Message, Task, Trajectory
+from tests.strict_json import strict
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/parts"))
 from call_shapes import PARTS
@@ -57,22 +58,6 @@ class Target:
     read: Read
     texts: st.SearchStrategy[str]
     inputs: int
-
-
-def strict(text: str) -> Any:
-    """A value of RFC 8259: no NaN, no infinity (written so or as 1e999), no lone surrogate, no number that few take."""
-
-    def number(word: str) -> float:
-        value = float(word)
-        assert math.isfinite(value), f"{word} is beyond a double"
-        return value
-
-    def constant(word: str) -> None:
-        raise AssertionError(f"{word} is not JSON")
-
-    value = json.loads(text, parse_float=number, parse_constant=constant)
-    text.encode()
-    return value
 
 
 # -- texts -----------------------------------------------------------------------------------------

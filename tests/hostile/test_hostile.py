@@ -1,6 +1,8 @@
 """The corpus, a share of each fuzz target, and what the fuzzing itself promises (README.md)."""
 
+import io
 import json
+import logging
 import re
 import socket
 import sys
@@ -9,18 +11,26 @@ from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
+from rich.console import Console
 
+from agentrl.cli.env import _print_table
+from agentrl.env.check import CheckFinding
 from agentrl.errors import EnvError
 from agentrl.executors import at_once
 from agentrl.matching import TextTooLongError, compile_pattern, within_seconds
 from agentrl.plain_data import json_text
+from agentrl.redaction import guarded_output
+from agentrl.run.official import print_official, print_side_by_side
+from agentrl.run.report import print_report, print_reports
 from agentrl.schemas import BadSchemaError, check_schema, checked_validator, first_fault
 from agentrl.tool import Tool
 from agentrl.tool.output import shaped
 from agentrl.tool.toolbox import Toolbox
 from agentrl.trajectory import Message, StopReason, Task, ToolCall, Trajectory, Turn
+from agentrl.view.terminal import table
 from tests.hostile import fuzz, targets
 from tests.hostile.fuzz import CORPUS, TooSlowError, fuzz_here, limited, text_of
+from tests.strict_json import strict
 
 ENTRIES = sorted(CORPUS.glob("*.json"))
 
@@ -173,12 +183,12 @@ def test_no_pattern_is_looked_for_in_a_text_of_more_than_a_million_characters():
 
 def test_numbers_that_json_lacks_are_null_in_every_file():
     row = {"a": float("nan"), "b": [float("-inf"), 10**5000, 1.5], "c": {"d": True, "e": 10**300}}
-    assert targets.strict(json_text(row)) == {"a": None, "b": [None, None, 1.5], "c": {"d": True, "e": 10**300}}
+    assert strict(json_text(row)) == {"a": None, "b": [None, None, 1.5], "c": {"d": True, "e": 10**300}}
     episode = Trajectory(
         env_id="e", task=Task("t", 0, "train", {"x": float("inf")}, {}), seed=0, messages=[Message("user", "go")],
         turns=[Turn(0, Message("assistant", "", (ToolCall("f", {"k": float("nan")}),)))], stop=next(iter(StopReason)),
     )  # fmt: skip
-    found = targets.strict("".join(episode.json_chunks()))
+    found = strict("".join(episode.json_chunks()))
     assert found["task"]["data"] == {"x": None} and found["turns"][0]["message"]["tool_calls"][0]["arguments"] == {"k": None}
 
 
@@ -193,3 +203,26 @@ def test_an_answer_with_an_integer_that_python_does_not_write_is_an_answer():
 def test_tools_of_from_schema_are_checked_when_they_are_added_and_on_a_loop():
     box = Toolbox([Tool.from_schema("t", "", {"properties": {"a": {"pattern": "^a+$"}}}, lambda **given: 1)])
     assert at_once(box["t"].check, {"a": "aa"}) is None and at_once(box["t"].check, {"a": "b"}).kind == "invalid_argument"
+
+
+ODD = "\x1b]0;owned\x07\x9b2J\u202e[/x]"
+
+
+def test_tables_and_logs_write_out_what_a_terminal_acts_on_and_take_no_marks_from_others(capsys):
+    """A report's and a comparison's names come from files of others; a log's texts from tools and policies."""
+    console = Console(file=io.StringIO(), width=200)
+    rate = {"mean": 0.5, "low": 0.25, "high": 0.75}
+    print_report({"episodes": 1, "tasks": 1, "stops": {ODD: 1}, "pass@1": rate, ODD: 1}, console)
+    print_reports({ODD: {"pass@1": rate, "reward": 1.0}}, 0.5, console)
+    row = {"name": ODD, "value": 0.5, "n": 1, "weight": None, "note": ODD}
+    print_official({ODD: {"version": ODD, "split": "test", "tasks": 1, "of": 2, "rows": [row]}}, console)
+    joined = {"models": [ODD], "over": [[ODD, "test", 1]], "same": False, "rows": [{"name": ODD, "values": [0.5], "n": [1]}]}
+    print_side_by_side({ODD: joined}, console)
+    console.print(table(ODD, [ODD], [(ODD,)]))
+    _print_table(ODD, [CheckFinding("fuzz", False, ODD, 0.0)])
+    with guarded_output():
+        logging.getLogger("hostile").warning("a tool said %s", ODD)
+        record = logging.getLogRecordFactory()("x", 30, "f", 1, "said %s", (ODD,), None)
+    text = console.file.getvalue() + capsys.readouterr().out + record.getMessage()
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
+    assert text.count("owned") >= 12 and "[/x]" in text

@@ -16,6 +16,7 @@ from agentrl.errors import ReplayError
 from agentrl.rollout.replay.tape import Recorded, RecordWriter, first_difference
 from agentrl.train.init_model import init_model
 from tests.rollout.loopback import Loopback, solve
+from tests.strict_json import read_strictly
 
 ENV = '''
 """A talk with a simulated user (a model), who is told a number by a tool of the environment."""
@@ -58,7 +59,8 @@ class Talk(ToolEnv):
         return await super().user_reply(message)
 
     def state(self):
-        return {"heard": self.heard, "dialed": self.dialed}
+        odd = [float("inf"), float("nan"), 10**5000, chr(0xD800), chr(0xD83D) + chr(0xDE00), {float("nan"): 1}]
+        return {"heard": self.heard, "dialed": self.dialed, "odd": odd}
 
 
 class Dials(ModelUser):
@@ -155,6 +157,16 @@ def test_replay_without_engine_environment_user_and_judge_is_equal_to_the_byte(r
     assert (recorded / "again" / "trajectories.jsonl").read_bytes() == live
     assert main(["eval", "--replay", "tape", "--out", "scored", "-n", "2"]) == 0
     assert json.loads((recorded / "scored" / "report.json").read_text())["episodes"] == 4
+
+
+def test_a_strict_reader_takes_every_file_of_a_record_and_of_its_run(recorded: Path) -> None:
+    """Where the environment's state has numbers that JSON lacks, and halves of characters."""
+    live = dict(read_strictly(recorded / "live"))
+    tape = dict(read_strictly(recorded / "tape"))
+    assert {"trajectories.jsonl", "rollout.json"} <= live.keys() and {"record.json", "reward.json", "calls.jsonl"} <= tape.keys()
+    odd = [None, None, None, chr(0xD800), chr(0x1F600), {"null": 1}]
+    assert [row["state"]["odd"] for row in live["trajectories.jsonl"]] == [odd] * 6
+    assert [row["answer"]["state"]["odd"] for row in tape["calls.jsonl"] if row["kind"] == "end"] == [odd] * 6
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ReplayError
-from agentrl.plain_data import read_json
+from agentrl.plain_data import json_text, read_json
 from agentrl.redaction import redact
 from agentrl.trajectory import Json, Trajectory
 from agentrl.watchdog import EPISODE
@@ -48,12 +48,15 @@ def current_episode() -> str:
 
 def canonical(value: Json) -> str:
     """The same text for equal JSON values. Raises TypeError for values that JSON cannot represent."""
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return json_text(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
 def digest(value: Json) -> str:
     """The first 16 hexadecimal digits of SHA-256 over the canonical text, as a record has it: without known secrets."""
-    return hashlib.sha256(redact(canonical(value)).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    text = redact(canonical(value))
+    if not text.isascii():  # two surrogates of one character are that character for whoever reads them from a file
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def content_of(trajectory: Trajectory) -> Json:
@@ -105,7 +108,8 @@ class RecordWriter:
             rows = _rows(path, whole.decode("utf-8", "surrogatepass"))
             self._sum = rows[-1]["sum"] if rows else ""
             path.write_bytes(whole)
-        self._file = path.open("a", encoding="utf-8", errors="surrogatepass")
+        # What JSON in UTF-8 lacks, a lone surrogate, is then written as JSON's own escape, and read back as it was.
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def begin(self, episode: str) -> None:
         """Count the episode's calls from 0."""
@@ -124,12 +128,12 @@ class RecordWriter:
     def add(self, episode: str, kind: str, call: int, ask: Json, answer: Json, *, asked: str | None = None) -> None:
         """Append one row. `asked`: the digest of the whole question if `ask` is a shortened form of it."""
         row = {"episode": episode, "kind": kind, "call": call, "asked": asked or digest(ask), "ask": ask, "answer": answer}
-        text = json.dumps(row, ensure_ascii=False)
+        text = json_text(row, ensure_ascii=False)
         if (clean := redact(text)) != text:
             row = json.loads(clean)
         with self._lock:
             self._sum = _chained(self._sum, row)
-            self._file.write(json.dumps({**row, "sum": self._sum}, ensure_ascii=False) + "\n")
+            self._file.write(json_text({**row, "sum": self._sum}, ensure_ascii=False) + "\n")
             self._file.flush()  # a killed process loses at most the line being written
 
     def prompt(self, episode: str, token_ids: Sequence[int], sampled: Sequence[int]) -> dict[str, Json]:
@@ -218,7 +222,7 @@ class Recorded:
 
 def diverged(path: Path, row: TapeRow, expected: Json, got: Json) -> ReplayError:
     """The error for a call that differs from the recorded one; names the first difference."""
-    place, old, new = first_difference(expected, json.loads(json.dumps(got)))
+    place, old, new = first_difference(expected, json.loads(json_text(got)))
     return ReplayError(
         f"{path}: episode {row.episode}, {row.kind} call {row.call}: at {place or '/'} expected {_brief(old)}, got {_brief(new)}"
     )
