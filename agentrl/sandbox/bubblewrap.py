@@ -16,6 +16,7 @@ from agentrl.errors import SandboxError
 from agentrl.executors import in_thread
 from agentrl.sandbox.base import SANDBOXES, Command, End, ExecResult, Sandbox, SandboxSpec
 from agentrl.sandbox.folder import Folder
+from agentrl.sandbox.kernel_calls import filtered
 from agentrl.sandbox.local import READABLE, FolderProvider, FolderSandbox
 from agentrl.sandbox.processes import Watched, run_group
 
@@ -38,7 +39,7 @@ class BubblewrapSandbox(FolderSandbox):
         merge: bool = False,
     ) -> ExecResult:
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        started = ["bwrap", *self._flags(self.spec.place(cwd or ""), env or {}), "--", *limited(self.spec), *argv]
+        started = filtered([*self._flags(self.spec.place(cwd or ""), env or {}), "--", *limited(self.spec), *argv])
         async with self._turn:
             watched = await self.watched(timeout, max_output)
             ended = await run_group(started, stdin, watched, env={"PATH": os.defpath}, merge=merge, status=False)

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import tarfile
+import textwrap
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,6 +43,25 @@ class TestBubblewrap(Contract):
         finally:
             await box.stop()
         assert made.stdout.split() == ["1", "1"], made
+
+    async def test_calls_that_no_namespace_confines_are_refused(self) -> None:
+        code = """
+        import ctypes, errno, os
+        libc, arm = ctypes.CDLL(None, use_errno=True), os.uname().machine == "aarch64"
+        tried = (250, 219, 0, -3, 0), (425, 425, 1, bytes(120)), (298, 241, bytes(128), 0, -1, -1, 0), (323, 282, 1)
+        for x86, number, *args in tried:
+            done = libc.syscall(number if arm else x86, *args)
+            print("done" if done >= 0 else errno.errorcode[ctypes.get_errno()])
+        os.chmod("made", 0o640) if open("made", "w").close() is None else None
+        print(oct(os.stat("made").st_mode)[-3:], os.kill(os.getpid(), 0))
+        """
+        box = await SANDBOXES.bind("bubblewrap", {})().start(SandboxSpec())
+        try:
+            await box.write({"code.py": textwrap.dedent(code).encode()})
+            made = await box.exec(["python3", "code.py"])
+        finally:
+            await box.stop()
+        assert made.stdout.split() == ["EPERM"] * 4 + ["640", "None"], made
 
 
 def tiny_image(client: str) -> str:
