@@ -1,5 +1,6 @@
 """The corpus, a share of each fuzz target, and what the fuzzing itself promises (README.md)."""
 
+import importlib.util
 import io
 import json
 import logging
@@ -20,6 +21,7 @@ from agentrl.executors import at_once
 from agentrl.matching import TextTooLongError, compile_pattern, within_seconds
 from agentrl.plain_data import json_text
 from agentrl.redaction import guarded_output
+from agentrl.render.parsers import SYNTAXES
 from agentrl.run.official import print_official, print_side_by_side
 from agentrl.run.report import print_report, print_reports
 from agentrl.schemas import BadSchemaError, check_schema, checked_validator, first_fault
@@ -226,3 +228,23 @@ def test_tables_and_logs_write_out_what_a_terminal_acts_on_and_take_no_marks_fro
     text = console.file.getvalue() + capsys.readouterr().out + record.getMessage()
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
     assert text.count("owned") >= 12 and "[/x]" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"), [("pythonic", "[f(k='", "')]"), ("lfm2", "<|tool_call_start|>[f(k='", "')]<|tool_call_end|>")]
+)
+def test_a_list_of_calls_in_python_is_read_up_to_its_limit(name, before, after):
+    read = SYNTAXES[name].parser
+    for size, error in ((199_990, ""), (200_000, "calls of 200009 characters; at most 200000 are read")):
+        [call] = read(before + "a" * size + after)[1]
+        assert (call.error or "").endswith(error) and (call.arguments is None) == bool(error)
+
+
+def test_the_table_of_parsers_is_what_its_record_says():
+    spec = importlib.util.spec_from_file_location("parsers", CORPUS.parents[2] / "benchmarks/parsers.py")
+    parsers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(parsers)
+    assert parsers.PAGE.read_text() == parsers.page(), "docs/templates.md is old: python benchmarks/parsers.py --page"
+    rows = [json.loads(line) for line in parsers.RECORD.read_text().splitlines()]
+    assert {row["syntax"] for row in rows} == set(SYNTAXES)
+    assert [row["syntax"] for row in rows if not row["linear"]] == []
