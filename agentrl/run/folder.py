@@ -31,6 +31,7 @@ from agentrl.errors import ConfigError, ResourceError, RunFolderError
 from agentrl.files import atomic_write, atomic_write_all, open_plain, plain_file, read_plain
 from agentrl.plain_data import json_text, read_json
 from agentrl.redaction import redact, redacted
+from agentrl.train.seal import MANIFEST
 from agentrl.trajectory import Group, Trajectory
 
 DRIVER = "driver.json"
@@ -164,6 +165,15 @@ class RunFolder:
             if int(model.name.rpartition("_")[2]) > step:
                 shutil.rmtree(model)
         return [*damaged, *cut]
+
+    def clear_final(self) -> None:
+        """Remove from `final/`, before a model is written there, what is no plain file (a pipe would be waited for), and the
+        manifest: half of a new model must not look like the whole old one. Raises OSError."""
+        if not self.final.is_dir():
+            return
+        for path in self.final.iterdir():
+            if path.name == MANIFEST or not (path.is_file() and not path.is_symlink()):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def rotate(self, keep: KeepConfig, step: int) -> None:
         """Remove the episodes, and what training made of their tokens, of updates and evaluations up to `step` that are more than

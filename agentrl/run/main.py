@@ -210,6 +210,7 @@ async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interr
         if config.rollout.colocate:
             await session.rest()
         with session.display.doing("writing the trained model"):
+            folder.clear_final()
             await session.actors.arun(Actor.export_hf, str(folder.final))
         await check_arrived(session.actors, folder.final, "the trained model")
         await in_thread("files", seal, folder.final, session.collector.version)
