@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
@@ -25,7 +27,7 @@ def atomic_write_all(path: Path, parts: Iterable[str], *, private: bool = False)
         if private:
             temporary.unlink(missing_ok=True)
             temporary.touch(mode=0o600)
-        with temporary.open("w", encoding="utf-8") as file:
+        with naming(path), temporary.open("w", encoding="utf-8") as file:
             for part in parts:
                 file.write(part)
             file.flush()
@@ -34,6 +36,24 @@ def atomic_write_all(path: Path, parts: Iterable[str], *, private: bool = False)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of a write knows no file, in contrast to one of `open`: it gets this one."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def full_text(path: Path | str, then: str) -> str:
+    """One line for a full disk: the file or folder, how much is free there, and what to do."""
+    there = Path(path).absolute()
+    while not there.exists():
+        there = there.parent
+    return f"{path}: the disk is full ({shutil.disk_usage(there).free} bytes are free): free some space and {then}"
 
 
 def plain_file(path: str, flags: int) -> int:

@@ -71,5 +71,9 @@ def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None
         with locked(target):
             shutil.rmtree(target)
     folder = RunFolder.create(config, origins)
-    write_provenance(config, folder)
+    try:
+        write_provenance(config, folder)
+    except OSError:
+        shutil.rmtree(folder.path, ignore_errors=True)  # else the name were taken by a run that has not begun
+        raise
     return folder

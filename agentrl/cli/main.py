@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from agentrl import __version__
 from agentrl.cli.configs import is_override
 from agentrl.cli.parser import Parser
-from agentrl.errors import AgentrlError, UserError
+from agentrl.errors import FULL, AgentrlError, UserError
+from agentrl.files import full_text
 from agentrl.redaction import guarded_output
 from agentrl.shown import safe
 
@@ -114,7 +115,8 @@ def _run(args: argparse.Namespace) -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"agentrl: {error.filename}: {error.strerror}: mend that and repeat the command", file=sys.stderr)
+        text = f"{error.filename}: {error.strerror}: mend that and repeat the command"
+        print(f"agentrl: {full_text(error.filename, 'repeat the command') if error.errno in FULL else text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("agentrl: interrupted", file=sys.stderr)

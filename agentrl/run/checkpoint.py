@@ -16,6 +16,7 @@ from agentrl.config import TrainConfig
 from agentrl.config.identity import identity_of
 from agentrl.errors import CheckpointError
 from agentrl.executors import in_thread
+from agentrl.files import naming
 from agentrl.plain_data import json_text, read_json
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.evaluate import Evaluation
@@ -169,7 +170,7 @@ class Saver:
 
 def _write_driver(folder: Path, state: dict[str, Any], groups: Iterable[Group]) -> None:
     """The driver's state, and its groups one per line, of which never more than one column is in memory as text."""
-    with (folder / GROUPS).open("w") as file:
+    with naming(folder / GROUPS), (folder / GROUPS).open("w") as file:
         file.writelines(lines(groups))
     (folder / DRIVER).write_text(json_text(state))
 

@@ -27,8 +27,8 @@ from typing import Any, TextIO
 from agentrl.config import TrainConfig, to_toml
 from agentrl.config.origin import Origins
 from agentrl.config.schema import KeepConfig
-from agentrl.errors import ConfigError, ResourceError, RunFolderError
-from agentrl.files import atomic_write, atomic_write_all, open_plain, plain_file, read_plain
+from agentrl.errors import FULL, ConfigError, ResourceError, RunFolderError
+from agentrl.files import atomic_write, atomic_write_all, full_text, naming, open_plain, plain_file, read_plain
 from agentrl.plain_data import json_text, read_json
 from agentrl.redaction import redact, redacted
 from agentrl.train.seal import MANIFEST
@@ -87,7 +87,8 @@ class RunFolder:
             atomic_write(folder.config, text, private=True)
         except OSError as error:
             shutil.rmtree(folder.path, ignore_errors=True)
-            raise ResourceError(f"{folder.path}: the run folder cannot be written: {error}") from None
+            text = f"{folder.path}: the run folder cannot be written: {error}"
+            raise ResourceError(full_text(folder.path, "repeat the command") if error.errno in FULL else text) from None
         return folder
 
     def keep_config(self, config: TrainConfig, origins: Origins, step: int) -> Path | None:
@@ -106,7 +107,7 @@ class RunFolder:
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add a row to metrics.jsonl."""
-        with self._appended() as file:
+        with naming(self.metrics), self._appended() as file:
             file.write(json_text(row) + "\n")
 
     def sync_metrics(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from contextlib import suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,17 @@ class LogFile(RotatingFileHandler):
     def __init__(self, path: Path, keep: KeepConfig) -> None:
         super().__init__(path, maxBytes=max(int(keep.log_mib * 2**20), 1), backupCount=keep.log_files, encoding="utf-8")
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """On a full disk lines wait in the buffer. That the disk is full is said by what the run cannot do without; a traceback a
+        line on the terminal would hide it."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        """Also on a full disk; what still waits is lost then."""
+        with suppress(OSError):
+            super().close()
 
     def _open(self) -> Any:
         return open(self.baseFilename, self.mode, encoding=self.encoding, opener=plain_file)

@@ -49,6 +49,9 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     interrupt.in_step = True
     meter = EngineMeter(session.engine)
     done = collector.ledger.version >= config.steps or interrupt.requested
+    if not done and _is_owed(session, run_log):
+        found, done = await _evaluated(session, run_log)
+        await session.saver.rate(found)
     while not done:
         await session.tracing.begin(collector.ledger.version + 1)
         clock = Clock(session.display)
@@ -72,9 +75,8 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         row = await log_step(session, run_log, step, groups, update, clock)
         await session.callbacks.step(row, session)
         found, reached = None, False
-        if config.eval.every and step % config.eval.every == 0 and step < config.steps and not interrupt.requested:
-            found = await evaluate_now(session, run_log, "eval")
-            reached = config.stop_at_success is not None and (found.success or 0.0) >= config.stop_at_success
+        if _is_due(config, step) and not interrupt.requested:
+            found, reached = await _evaluated(session, run_log)
         # Each step: what cannot be written must end the run at once, not after all its steps.
         await session.saver.check()
         await run_log.writes.check()
@@ -87,6 +89,24 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         await session.tracing.end()
     await session.saver.wait()
     interrupt.in_step = False
+
+
+def _is_due(config: TrainConfig, step: int) -> bool:
+    """Whether these weights are evaluated on the way; the last ones are after the loop."""
+    return bool(config.eval.every) and 0 < step < config.steps and step % config.eval.every == 0
+
+
+def _is_owed(session: Session, run_log: RunLog) -> bool:
+    """Whether the run was interrupted, or to end, where an evaluation was due, which an unbroken run has."""
+    step = session.collector.ledger.version
+    made = {row["step"] for row in run_log.folder.read_metrics() if row["phase"] == "eval"}
+    return _is_due(session.config, step) and step not in made
+
+
+async def _evaluated(session: Session, run_log: RunLog) -> tuple[Evaluation, bool]:
+    """An evaluation on the way, and whether its success ends the run."""
+    found, enough = await evaluate_now(session, run_log, "eval"), session.config.stop_at_success
+    return found, enough is not None and (found.success or 0.0) >= enough
 
 
 @spanned("evaluation", root=True)

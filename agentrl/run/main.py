@@ -18,6 +18,7 @@ from agentrl.config.schema import KeepConfig
 from agentrl.deadline import run_loop
 from agentrl.errors import FULL, AgentrlError, JudgeBudgetError, NothingScoredError, ResourceError, WorkerDiedError
 from agentrl.executors import in_thread, share_the_lock
+from agentrl.files import full_text
 from agentrl.run.callbacks import Callback
 from agentrl.run.checks.model import model_notes
 from agentrl.run.checks.sizes import advice
@@ -37,6 +38,7 @@ from agentrl.run.session import Session, open_session
 from agentrl.run.sft import warm_start
 from agentrl.run.trackers import Status, TrackedRun, makers
 from agentrl.train.actor import Actor
+from agentrl.train.checkpoint import disk_full
 from agentrl.train.families.choice import Packing, packing_of, with_packing
 from agentrl.train.seal import seal
 
@@ -53,6 +55,7 @@ class RunOutcome:
     restarts: int = 0
     engine: str = ""
     only_warm_start: bool = False
+    full: OSError | None = None
     started: float = field(default_factory=time.monotonic)
 
 
@@ -79,7 +82,13 @@ def execute(
     share_the_lock()
     outcome = RunOutcome(only_warm_start=only_warm_start)
     log_file = _log_to(folder, config.keep)
-    with locked(folder.path), log_file, Display() as display, _log_of(config, folder, display, resumed) as run_log:
+    with (
+        _full_disk_said(folder),
+        locked(folder.path),
+        log_file,
+        Display() as display,
+        _log_of(config, folder, display, resumed) as run_log,
+    ):
         folder.summary.unlink(missing_ok=True)  # of an earlier end: a run without one goes on, or was killed
         display.say(f"agentrl train: {folder.path} ({'resumed' if resumed else 'new'})")
         if resumed and (old := folder.keep_config(config, origins or Origins(), updates_done(folder))) is not None:
@@ -101,11 +110,8 @@ def execute(
             raise
         except OSError as error:
             outcome.error = f"{type(error).__name__}: {error}"
-            if error.errno in FULL:
-                raise ResourceError(
-                    f"{folder.path}: the disk is full; free some space and continue with: {_resume_command(folder)}"
-                ) from error
-            log.exception("the run failed")
+            if error.errno not in FULL:
+                log.exception("the run failed")
             raise
         except BaseException as error:
             outcome.error = f"{type(error).__name__}: {error}"
@@ -113,8 +119,23 @@ def execute(
             raise
         finally:
             _finish(config, folder, outcome, run_log)
+        if outcome.full is not None:
+            raise outcome.full
         _say_end(config, display, folder, outcome, [tracker.look for tracker in run_log.trackers if tracker.look])
     return {"done": 0, "interrupted": 130}.get(outcome.status, 1)
+
+
+@contextmanager
+def _full_disk_said(folder: RunFolder) -> Iterator[None]:
+    """Whatever could not be written, here or on a rank: one line with the file, what is free there, and how to go on."""
+    try:
+        yield
+    except Exception as error:
+        if not disk_full(error):
+            raise
+        named = error.filename if isinstance(error, OSError) and error.filename else folder.path
+        on = f"continue with: {_resume_command(folder)}"
+        raise ResourceError(f"{error}; {on}" if isinstance(error, ResourceError) else full_text(named, on)) from error
 
 
 def _log_of(config: TrainConfig, folder: RunFolder, display: Display, resumed: bool) -> RunLog:
@@ -239,7 +260,9 @@ def _unless_failed(outcome: RunOutcome, what: str) -> Iterator[None]:
         yield
     except OSError as problem:
         if outcome.error is None:
-            raise
+            if problem.errno not in FULL:
+                raise
+            outcome.status, outcome.error, outcome.full = "failed", f"{what}: {problem}", problem
         log.warning("%s: %s", what, problem)
 
 

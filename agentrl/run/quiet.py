@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
+
+from agentrl.errors import FULL
+
+log = logging.getLogger(__name__)
+_plain_hook = threading.excepthook
 
 
 def quiet_libraries() -> None:
@@ -16,3 +22,12 @@ def quiet_libraries() -> None:
     disable_progress_bars()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    threading.excepthook = _thread_failed
+
+
+def _thread_failed(args: threading.ExceptHookArgs, /) -> None:
+    """A library's writing thread (TensorBoard's) on a full disk: a line in the log; the run itself says that it is full."""
+    if isinstance(args.exc_value, OSError) and args.exc_value.errno in FULL:
+        log.warning("%s: %s", args.thread.name if args.thread else "a thread", args.exc_value)
+    else:
+        _plain_hook(args)

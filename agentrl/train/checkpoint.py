@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from agentrl.errors import FULL, CheckpointError, ResourceError
+from agentrl.files import full_text
 from agentrl.train.seal import MANIFEST, check_intact, is_whole, read_manifest, seal, sync_folder, write_manifest
 
 _NAME = re.compile(r"(\.writing_)?step_(\d{6,})")
 _OLD = ".old_"
 _DAMAGED = ".damaged_"
+_TOO_LITTLE = 1 << 20
 
 
 class Checkpoints:
@@ -54,10 +56,12 @@ class Checkpoints:
 
     def give_up(self, step: int, error: BaseException) -> NoReturn:
         """Remove what was written after `begin`, and raise `error`, or a ResourceError from it if the disk is full."""
+        full = disk_full(error) or _cut_short(error, self.root)
+        text = full_text(self.root, f"go on: checkpoint {step} was not written, older ones are intact") if full else ""
         shutil.rmtree(self._aside(step), ignore_errors=True)
-        if not disk_full(error):
+        if not full:
             raise error
-        raise ResourceError(f"{self.root}: the disk is full: checkpoint {step} was not written, older ones are intact") from error
+        raise ResourceError(text) from error
 
     @contextmanager
     def writing(self, step: int, score: float | None = None) -> Iterator[Path]:
@@ -170,6 +174,11 @@ class Checkpoints:
             if step not in best:
                 (path / MANIFEST).unlink(missing_ok=True)  # a half-removed folder must never look whole
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _cut_short(error: BaseException, folder: Path) -> bool:
+    """PyTorch's zip writer does not say why it could not write: "unexpected pos 704 vs 598"."""
+    return "inline_container" in str(error) and shutil.disk_usage(folder).free < _TOO_LITTLE
 
 
 def disk_full(error: BaseException | None) -> bool:
