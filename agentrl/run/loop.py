@@ -50,8 +50,8 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     meter = EngineMeter(session.engine)
     done = collector.ledger.version >= config.steps or interrupt.requested
     if not done and _is_owed(session, run_log):
-        found, done = await _evaluated(session, run_log)
-        await session.saver.rate(found)
+        owed, done = await _evaluated(session, run_log)
+        await session.saver.rate(owed)
     while not done:
         await session.tracing.begin(collector.ledger.version + 1)
         clock = Clock(session.display)

@@ -108,7 +108,7 @@ def assert_same(run: Path, whole: Path) -> None:
     for file in files(run / "trajectories"):
         ours, theirs = (told(path / "trajectories" / file) for path in (run, whole))
         assert ours == theirs
-        assert set(Counter((row["task"]["id"], row["member"]) for row in ours).values()) == {1}, file
+        assert set(Counter((row["env"], row["task"]["id"], row["member"]) for row in ours).values()) == {1}, file
     phases = Counter((row["phase"], row["step"]) for row in rows(run))
     assert set(phases.values()) == {1}, phases
 
