@@ -95,7 +95,7 @@ def test_a_mistake_is_named_and_leaves_nothing_behind(
         (["train", QUICKSTART, "--overwite"], "did you mean '--overwrite'?"),
         (["eval", "key_value", "--modle", "m"], "did you mean '--model'?"),
         (["env", "check", "key_value", "--alltasks"], "did you mean '--all-tasks'?"),
-        (["zzzz"], "'doctor')"),
+        (["zzzz"], "'test')"),
         (["train", QUICKSTART, "name=\udc80"], "'name=\\udc80' is not UTF-8: no name, path or value can hold it"),
     ],
 )

@@ -88,6 +88,7 @@ def test_the_gate_is_of_each(
     monkeypatch.setattr(sft, "transcripts_of", lambda session: Source())
     text = ""
     try:
+        course.session.folder.warm_start.mkdir(exist_ok=True)  # which a real actor writes
         asyncio.run(sft.warm_start(course.session, course.run_log, course.interrupt))
     except sft.AgentrlError as problem:
         text = str(problem)

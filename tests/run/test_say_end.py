@@ -203,7 +203,7 @@ def test_which_checkpoint_is_told_by_name_or_step(tmp_path: Path) -> None:
         model_of(folder, "7")
     with pytest.raises(ConfigError, match="--checkpoint newest: expected last, best or the number of a step"):
         model_of(folder, "newest")
-    folder.write_summary({"status": "interrupted", "steps": 3})  # resumed since: `final` is of before
+    folder.write_summary({"status": "interrupted", "steps": 3, "engine": "embedded"})  # resumed since: `final` is of before
     with pytest.raises(CheckpointError, match=r"step_000003.*not a whole checkpoint"):
         model_of(folder, "last")  # step_000003 is exported, and has no weights here
     with pytest.raises(ConfigError, match=r"not a run folder .*runs in .*: a run"):
