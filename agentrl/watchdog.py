@@ -46,7 +46,7 @@ Owner = Literal["user", "package", "library"]
 _PACKAGE = Path(__file__).resolve().parent
 _LIBRARIES = [Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib")]
 _WAITING = frozenset({selectors.__file__, threading.__file__, queue.__file__, thread.__file__, connection.__file__})
-_IDLE = "_Crew._next"  # where a thread of `executors` waits for a call
+_IDLE = {"_Crew._next", "_pass_on"}  # where a thread waits: of `executors` for a call, of `redaction` for a line of a program
 _RUN = events.Handle._run.__code__
 
 
@@ -259,7 +259,7 @@ class _Processor:
 
 def _waits(frame: FrameType) -> bool:
     """Whether a thread waits for work, for another thread, or for what a socket brings."""
-    return frame.f_code.co_filename in _WAITING or frame.f_code.co_qualname == _IDLE
+    return frame.f_code.co_filename in _WAITING or frame.f_code.co_qualname in _IDLE
 
 
 def _of_one_call(frame: FrameType) -> tuple[list[FrameType], str]:

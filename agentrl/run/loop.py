@@ -99,8 +99,9 @@ def _is_due(config: TrainConfig, step: int) -> bool:
 def _is_owed(session: Session, run_log: RunLog) -> bool:
     """Whether the run was interrupted, or to end, where an evaluation was due, which an unbroken run has."""
     step = session.collector.ledger.version
-    made = {row["step"] for row in run_log.folder.read_metrics() if row["phase"] == "eval"}
-    return _is_due(session.config, step) and step not in made
+    if not _is_due(session.config, step):
+        return False
+    return step not in {row["step"] for row in run_log.folder.read_metrics() if row["phase"] == "eval"}
 
 
 async def _evaluated(session: Session, run_log: RunLog) -> tuple[Evaluation, bool]:

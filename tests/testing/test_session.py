@@ -125,9 +125,7 @@ def test_a_mark_that_came_from_elsewhere_is_refused(start: Callable[..., FileSes
         "import pytest\nmarks = getattr(pytest.mark, 'gpus')(2)\npytestmark = marks\ndef test_a(): pass\n"
     )
     result = ended(start(f"{tmp_path}/test_x.py", ()))
-    assert result.problem.startswith(
-        "test_x.py::test_a has the mark gpus(2), which the scheduler could not read and gave 0: write"
-    )
+    assert "test_x.py::test_a has the mark gpus(2), which the scheduler could not read and gave 0: write" in result.problem
     assert [case.outcome for case in result.cases] == ["not run"]
 
 

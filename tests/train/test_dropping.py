@@ -125,7 +125,7 @@ def test_leaving_rows_out_changes_no_step_with_shared_prefixes(tiny: str, monkey
     algorithm = AlgorithmConfig(minibatch=8, groups=groups, aggregate="seq_mean_token_mean")
     (one, left), (all_rows, right) = both(tiny, sharing(several(prompt_tokens=40), "on"), algorithm, monkeypatch)
     assert one["tokens_computed"] < 0.6 * all_rows["tokens_computed"] and all_rows["prefix_ratio"] > 1.0
-    assert (left - right).abs().max() < 1e-6
+    assert (left - right).abs().max() < 5e-6  # of steps of 1e-4: two attentions are joined, in another order
 
 
 @pytest.mark.parametrize("mode", MODES)

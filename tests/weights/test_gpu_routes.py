@@ -81,7 +81,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Cards:
 
 
 def test_auto_tries_gpus_first_and_host_memory_after_them() -> None:
-    assert routes.order() == ("memory", "ipc", "nccl", "shared", "collective", "disk")
+    assert routes.order() == ("memory", "ipc", "in_place", "nccl", "shared", "collective", "disk")
 
 
 @pytest.mark.parametrize("route", ["ipc", "nccl"])
@@ -91,7 +91,9 @@ def test_without_gpus_the_route_is_refused_by_name(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(publish, "has_gpus", lambda cluster, role: on[role])
     for actor, engine in ((False, False), (True, False), (False, True)):
         on |= {"actor": actor, "rollout": engine}
-        with pytest.raises(ConfigError, match=f'weights.route = "{route}" goes from GPU to GPU.* "collective", "disk", "memory"'):
+        with pytest.raises(
+            ConfigError, match=f'weights.route = "{route}" goes from GPU to GPU.* "collective", "disk", "in_place", "memory"'
+        ):
             publish.check_weights(config)
     on |= {"actor": True, "rollout": True}
     apart, beside = (config.model_copy(update={"rollout": RolloutConfig(colocate=colocate)}) for colocate in (False, True))
@@ -154,7 +156,7 @@ def test_ranks_other_than_0_fill_their_own_buckets_for_ipc_alone(
 ) -> None:
     made = ipc.IpcSender(ROOM, 1) if route == "ipc" else shared.SharedSender(ROOM, 1)
     monkeypatch.setattr(source, "make_sender", lambda *args: made)
-    engine: Any = SimpleNamespace(largest=lambda: 1, tensors=lambda: iter(WEIGHTS))
+    engine: Any = SimpleNamespace(largest=lambda: 1, resident=list, tensors=lambda: iter(WEIGHTS))
     rank = WeightSource(engine, 1)
     rank.open(route, WeightsConfig(), 1, "127.0.0.1")
     assert type(rank._sender) is kind
