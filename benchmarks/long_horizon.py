@@ -58,7 +58,13 @@ COMMON = [
 ]
 CREDIT = ["steps=12", "eval.every=5", "eval.tasks=48", "rollout.groups=4"]
 CLIMB = ["eval.every=8"]
-CURRICULA = {"staged": [], "linear": ["optim.schedule=linear"], "direct": ["env.train.sampler={name='uniform'}"]}
+LITTLE = "rollout.sampler.args.review=0.15"
+CURRICULA = {
+    "review": [],  # the recipe: its rate falls, and one group in three is of an earlier stage
+    "linear": [LITTLE],
+    "staged": [LITTLE, "optim.schedule=constant"],
+    "direct": ["env.train.sampler={name='uniform'}"],
+}
 QUICK = "--quick"
 HORIZONS = (2, 4, 6, 8, 10, 12)
 REQUESTS = {8: [2, 3], 50: [8, 14], 100: [16, 28], 200: [32, 56]}
@@ -83,10 +89,16 @@ def results() -> Path:
     return folder
 
 
+def finished(folder: Path) -> bool:
+    """Whether a run is at its end: one that was interrupted has a summary too."""
+    summary = folder / "summary.json"
+    return summary.is_file() and json.loads(summary.read_text())["status"] != "interrupted"
+
+
 def run(name: str, config: str, overrides: Iterable[str]) -> None:
     """Train, or go on with, the run of this name; nothing if it is done."""
     folder = work() / "runs" / name
-    if (folder / "summary.json").is_file():
+    if finished(folder):
         print(f"{name}: done already", flush=True)
     elif list(folder.glob("checkpoints/*/manifest.json")):
         command("train", "--resume", str(folder))
@@ -201,17 +213,32 @@ def average(rows: Sequence[Sequence[float]], tokens: float) -> float:
 
 def report(args: argparse.Namespace) -> None:
     """Tables, CSV and PNG of the runs that are done."""
-    done = sorted(path.parent.name for path in work().glob("runs/*/summary.json"))
+    done = sorted(path.name for path in work().glob("runs/*") if finished(path))
     curves = {(name.split("-")[1], name.split("-")[2]): curve(name, ["success"]) for name in done if name.startswith("credit-")}
     if curves:
         report_credit(curves)
-    for name in (name for name in done if name.startswith("horizon-")):
-        rows = curve(name, [f"env/calls{n}/success" for n in HORIZONS])
-        save(f"{name}.csv", ["update", "tokens", *(f"calls {n}" for n in HORIZONS)], rows)
-        lines = {f"{n} calls": (f"C{k}", [(row[0], row[2 + k]) for row in rows]) for k, n in enumerate(HORIZONS)}
-        draw(f"{name}.png", lines, "update")
-        print(f"\n{name}: held-out success by horizon")
-        table(["update", "tokens", *(f"{n} calls" for n in HORIZONS)], [rows[0], rows[-1]], "")
+    climbs = [name.split("-")[1:] for name in done if name.startswith("horizon-")]
+    if climbs:
+        report_climbs([(arm, seed) for one in CURRICULA for arm, seed in climbs if arm == one])
+
+
+def report_climbs(runs: Sequence[tuple[str, str]]) -> None:
+    """Held-out success by horizon: every evaluation of every run, the last of each, and a picture of each arm's mean."""
+    keys = [f"env/calls{n}/success" for n in HORIZONS]
+    curves = {(arm, seed): curve(f"horizon-{arm}-{seed}", keys) for arm, seed in runs}
+    head = ["arm", "seed", "update", "tokens", *(f"{n} calls" for n in HORIZONS)]
+    save("horizons.csv", head, [[*key, *row] for key, rows in curves.items() for row in rows])
+    print("\nheld-out success by horizon, at the last update")
+    last = [(key, rows[-1]) for key, rows in curves.items()]
+    rounded = [[*key, int(row[0]), f"{row[1]:,.0f}", *(f"{value:.2f}" for value in row[2:])] for key, row in last]
+    table(head, rounded, "horizons_table.csv")
+    for arm in CURRICULA:
+        mine = [rows for (name, _), rows in curves.items() if name == arm]
+        if not mine:
+            continue
+        means = [[statistics.mean(column) for column in zip(*rows, strict=True)] for rows in zip(*mine, strict=True)]
+        lines = {f"{n} calls": (f"C{k}", [(row[0], row[2 + k]) for row in means]) for k, n in enumerate(HORIZONS)}
+        draw(f"horizon-{arm}.png", lines, f"update (mean of {len(mine)} seeds)")
 
 
 def report_credit(curves: dict[tuple[str, str], list[list[float]]]) -> None:
