@@ -9,13 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from agentrl.cluster import joining
-from agentrl.cluster.runtime import start_ray
+from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import ResourceError
 
 
 @pytest.fixture
 def port() -> Iterator[tuple[socket.socket, str]]:
+    stop_ray()  # of an earlier file of this process, which would be gone on with
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken, f"127.0.0.1:{taken.getsockname()[1]}"

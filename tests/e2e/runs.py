@@ -138,7 +138,9 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """Metrics rows without what a clock measured and what an engine counted since its start."""
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "engine/", "throughput/"))} for row in rows(folder)]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "engine/", "throughput/", "loop/"))} for row in rows(folder)
+    ]
 
 
 def wait_for_step(folder: Path, step: int, process: Command, timeout: float = 120) -> None:

@@ -14,6 +14,7 @@ import ray
 
 from agentrl.cli.main import main
 from agentrl.cluster.devices import planned_elsewhere
+from agentrl.cluster.runtime import stop_ray
 from agentrl.config.load import config_from
 from agentrl.errors import ConfigError, ModelError
 from agentrl.run.dry_run import GIB, Peak, RolePlacement, advice, dry_run, environments, memory_of, peaks, waiting
@@ -162,6 +163,7 @@ def test_the_command_needs_no_weights_and_refuses_what_does_not_fit(
     assert main([*asked, "--gpu-memory", "0.001"]) == 2
     said = capsys.readouterr().err
     assert "of 0.0 GiB, in the turn of actor: it does not fit; " in said and "activations" in said
+    stop_ray()  # of an earlier file, whose nodes would be asked what they have
     # Planned for another machine, it needs neither vLLM nor a card here; and does not start Ray.
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else real(name, *rest))
