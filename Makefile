@@ -37,7 +37,7 @@ help:
 	@echo "make constraints       write constraints.txt with the versions installed here"
 	@echo "make pictures          the viewer's pages as pictures, docs/images (ARGS='runs/quickstart runs/seed1', else two are trained)"
 	@echo "make bench             measure every claim of the benchmark book, under 20 minutes (ARGS='--only publish')"
-	@echo "make bench-compare     name what got worse by 10 % against the committed results"
+	@echo "make bench-compare     name what got worse by 10 % against the committed results (ARGS='--against HEAD~1')"
 
 $(BIN)/.core: pyproject.toml .ci/install.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -166,10 +166,10 @@ pictures: $(BIN)/.test
 	$(BIN)/python .ci/pictures.py $(ARGS)
 
 bench: $(BIN)/.test
-	$(BIN)/python benchmarks/book.py run $(ARGS); status=$$?; $(BIN)/python benchmarks/book.py write; exit $$status
+	$(BIN)/python benchmarks/book.py run $(ARGS)
 
 bench-compare: $(BIN)/.test
-	$(BIN)/python benchmarks/book.py compare
+	$(BIN)/python benchmarks/book.py compare $(ARGS)
 
 clean:
 	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache

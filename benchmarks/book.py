@@ -1,69 +1,140 @@
 """The benchmark book: every claim of claims.toml measured by its command, compared with what was committed, and written to docs.
 
-    python benchmarks/book.py run [--only publish]     benchmarks/results/NAME.json of each claim
-    python benchmarks/book.py compare                  names every figure that is worse than the committed one; exit code 1 then
-    python benchmarks/book.py write                    docs/benchmark_book.md from the files
+    python benchmarks/book.py run [--only publish]          benchmarks/results/NAME.json of each claim, then the page
+    python benchmarks/book.py compare [--against COMMIT]    names every figure that is worse than in that commit; exit code 1 then
+    python benchmarks/book.py write                         docs/benchmark_book.md from the files
 
-`make bench` runs and writes, `make bench-compare` compares. A claim that fails or passes its limit keeps the file that it
-had, and is named at the end; exit code 1 then.
+`make bench` runs, `make bench-compare` compares. Each file is written as soon as its claim is measured, so Ctrl-C leaves those
+before it. A claim that fails or passes its limit keeps the file that it had; the others go on, it is named at the end, and the
+exit code is 1. A claim whose peer is not installed is skipped by name, with the command that installs it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
 import os
 import platform
+import re
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "benchmarks"
 RESULTS = HERE / "results"
 PAGE = ROOT / "docs" / "benchmark_book.md"
+INTEGRATIONS = ROOT / ".integrations"
 WORSE = 0.1
+GRACE_S = 15.0
+"""For a command that is told to end, to end its own processes (Ray), before all of its group are killed."""
+BUSY = 0.2
+"""The share of the cores that others may use before a claim begins without a word about it."""
+Claim = dict[str, Any]
 
 
-def claims() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = tomllib.loads((HERE / "claims.toml").read_text())["claim"]
+def claims() -> list[Claim]:
+    found: list[Claim] = tomllib.loads((HERE / "claims.toml").read_text())["claim"]
     return found
 
 
 # -- measuring --------------------------------------------------------------------------------------
 
 
-def measured(claim: dict[str, Any]) -> dict[str, Any]:
-    """The result of a claim's command. Raises RuntimeError if it fails or takes longer than it may."""
-    command = [sys.executable, *claim["command"].split()]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    load, start = os.getloadavg()[0], time.perf_counter()
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=claim["seconds"], check=False)
-    except subprocess.TimeoutExpired as problem:
-        raise RuntimeError(f"not done within {claim['seconds']} s") from problem
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}")
-    raw = json.loads(done.stdout.strip().splitlines()[-1])
+class Skipped(Exception):
+    """A claim cannot be measured here; the text says why and what to do."""
+
+
+def measured(claim: Claim) -> dict[str, Any]:
+    """The result of a claim's command. Raises RuntimeError if it fails or takes longer than it may, Skipped without its peer."""
+    if missing := [name for name in claim.get("needs", []) if version(name) is None]:
+        raise Skipped(f"needs {', '.join(missing)}: {claim['install']}")
+    about, start = machine(), time.perf_counter()
+    if about["busy"] > BUSY:
+        print(f"  note: others use {about['busy']:.0%} of the cores", flush=True)
+    raw = output([sys.executable, *claim["command"].split()], claim["seconds"])
     return {
         "claim": claim["name"],
         "command": f"python {claim['command']}",
         "date": date.today().isoformat(),
         "commit": commit(),
         "seconds": round(time.perf_counter() - start, 1),
-        "machine": machine(load),
-        "peer": claim["peer"],
+        "machine": about,
+        "peer": re.sub(r"\{([\w-]+)\}", lambda found: version(found[1]) or "not installed", claim["peer"]),
         "figures": dict(figures(claim, raw)),
     }
 
 
-def figures(claim: dict[str, Any], raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Label -> value, which way is better and the aim, of a command's JSON object. Raises RuntimeError for a path it lacks."""
+def output(command: Sequence[str], seconds: float) -> dict[str, Any]:
+    """The JSON object in a command's last line; the lines before it are shown as they come. Raises RuntimeError with the end of
+    what it wrote as errors if it fails, or if it is not done within `seconds`: all its processes are ended then."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with tempfile.TemporaryFile("w+") as errors:
+        # A session of its own, so that all of its processes can be ended, and Ctrl-C reaches it when this says so.
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        )
+        last: list[str] = []
+        assert process.stdout is not None
+        reader = threading.Thread(target=_show, args=(process.stdout, last), daemon=True)
+        reader.start()
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired as problem:
+            raise RuntimeError(f"not done within {seconds} s") from problem
+        finally:
+            _end(process)
+        reader.join(GRACE_S)
+        errors.seek(0)
+        said = errors.read().strip().splitlines()
+    if code:
+        raise RuntimeError(f"exit code {code}: {said[-1] if said else 'it wrote no error'}")
+    try:
+        raw: dict[str, Any] = json.loads(last[0] if last else "")
+    except json.JSONDecodeError as problem:
+        raise RuntimeError("its last line is no JSON object") from problem
+    return raw
+
+
+def _show(lines: IO[str], last: list[str]) -> None:
+    """Print each line once another one follows; the last one is put into `last`."""
+    for line in lines:
+        if last:
+            print(f"  | {last[0][:150]}", flush=True)
+        last[:] = [line.rstrip()]
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a command and whatever it left of its process group."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def version(package: str) -> str | None:
+    """That of a package here or in the environment `.integrations/PACKAGE` (see .ci/integrations.py); None without it."""
+    places = [[str(folder)] for folder in INTEGRATIONS.glob(f"{package}/lib/python*/site-packages")]
+    found = [each.version for place in [sys.path, *places] for each in importlib.metadata.distributions(name=package, path=place)]
+    return found[0] if found else None
+
+
+def figures(claim: Claim, raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Label -> value, which way is better and the aim, of a command's JSON object. Raises RuntimeError for a path it lacks, or
+    that has no number."""
     for figure in claim["figures"]:
         try:
             value = _at(raw, figure["at"])
@@ -72,6 +143,8 @@ def figures(claim: dict[str, Any], raw: dict[str, Any]) -> Iterator[tuple[str, d
         rest = {key: figure[key] for key in ("better", "aim", "tolerance") if key in figure}
         several = value.items() if figure["label"] == "*" else [(figure["label"], value)]
         for label, number in several:
+            if number is None:
+                raise RuntimeError(f"its output has no number for {label!r}")
             yield label, {"value": round(float(number), 4), **rest}
 
 
@@ -85,17 +158,29 @@ def _at(raw: dict[str, Any], path: str) -> Any:
     raise KeyError(path)
 
 
-def machine(load: float) -> dict[str, Any]:
-    """What the figures depend on: processors, memory, versions, and how busy the machine was when the command began."""
+def machine() -> dict[str, Any]:
+    """What the figures depend on: processors, memory, versions, and how busy the machine is before the command begins: the load
+    average, which claims before this one raise too, and the share of the cores in use now, while this process only waits."""
     names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    before = _ticks()
+    time.sleep(0.5)
+    used, total = (now - then for now, then in zip(_ticks(), before, strict=True))
     return {
         "processor": names[0] if names else platform.machine(),
         "cores": os.cpu_count(),
         "memory_gib": round(memory / 2**30),
-        "load": round(load, 1),
+        "load": round(os.getloadavg()[0], 1),
+        "busy": round(used / max(total, 1), 2),
         "python": platform.python_version(),
     }
+
+
+def _ticks() -> tuple[int, int]:
+    """Of all cores since the machine started: in use, and in all."""
+    line = Path("/proc/stat").read_text().splitlines()[0]
+    times = [int(number) for number in line.split()[1:9]]
+    return sum(times) - times[3] - times[4], sum(times)  # less idle, and waiting for a disk
 
 
 def commit() -> str:
@@ -103,26 +188,47 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def run(only: list[str]) -> int:
-    """Measure and write the files; 1 if a claim could not be measured."""
+def run(only: Sequence[str]) -> int:
+    """Measure, write the files and the page; 1 if a claim could not be measured, 130 after Ctrl-C."""
+    todo = [claim for claim in claims() if not only or claim["name"] in only]
+    if unknown := set(only) - {claim["name"] for claim in todo}:
+        print(f"no claim {', '.join(sorted(unknown))}; there are {', '.join(claim['name'] for claim in claims())}")
+        return 2
     RESULTS.mkdir(exist_ok=True)
-    failed = []
-    for claim in claims():
-        if only and claim["name"] not in only:
-            continue
-        print(f"{claim['name']}: python {claim['command']}", flush=True)
+    notes: dict[str, str] = {}
+    try:
+        _each(todo, notes)
+        code = 1 if any(note.startswith("not measured") for note in notes.values()) else 0
+    except KeyboardInterrupt:
+        print("\nstopped: what was measured is written")
+        code = 130
+    PAGE.write_text(page())
+    print("\n".join(f"{name}: {note}" for name, note in notes.items()))
+    return code
+
+
+def _each(todo: Sequence[Claim], notes: dict[str, str]) -> None:
+    """Measure one claim after the other; in `notes` comes why one was not."""
+    start, before = time.perf_counter(), results()
+    left = [before[c["name"]]["seconds"] if c["name"] in before else c["seconds"] for c in todo]  # as long as the last time
+    for at, claim in enumerate(todo):
+        gone, rest = time.perf_counter() - start, sum(left[at:])
+        print(f"[{at + 1}/{len(todo)}] {claim['name']}: python {claim['command']}")
+        print(f"  {_clock(gone)} gone, about {_clock(rest)} to go; this one may take {_clock(claim['seconds'])}", flush=True)
         try:
             found = measured(claim)
-        except RuntimeError as problem:
-            failed.append(claim["name"])
-            print(f"  not measured: {problem}", flush=True)
+        except (RuntimeError, Skipped) as problem:
+            notes[claim["name"]] = f"{'skipped' if isinstance(problem, Skipped) else 'not measured'}: {problem}"
+            print(f"  {notes[claim['name']]}", flush=True)
             continue
         (RESULTS / f"{claim['name']}.json").write_text(json.dumps(found, indent=1) + "\n")
         for label, figure in found["figures"].items():
             print(f"  {label:<70} {shown(figure['value']):>10}  {verdict(figure)}", flush=True)
-    if failed:
-        print(f"not measured: {', '.join(failed)}")
-    return 1 if failed else 0
+    print(f"{_clock(time.perf_counter() - start)} in all")
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 # -- comparing --------------------------------------------------------------------------------------
@@ -143,21 +249,31 @@ def worse(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
     return lines
 
 
-def committed(name: str) -> dict[str, Any] | None:
-    """A claim's result at HEAD; None if there is none."""
-    place = f"HEAD:benchmarks/results/{name}.json"
+def committed(name: str, at: str) -> dict[str, Any] | None:
+    """A claim's result in a commit; None if there is none."""
+    place = f"{at}:benchmarks/results/{name}.json"
     done = subprocess.run(["git", "show", place], cwd=ROOT, capture_output=True, text=True, check=False)
     return None if done.returncode else json.loads(done.stdout)
 
 
-def compare() -> int:
-    """Name what got worse between HEAD and the files; 1 if anything did."""
-    lines = []
+def compare(at: str) -> int:
+    """Name what got worse between a commit and the files; 1 if anything did."""
+    lines, compared = [], 0
     for name, now in results().items():
-        before = committed(name)
-        lines += [] if before is None else worse(now, before)
-    print("\n".join(lines) or "nothing got worse by 10 %")
+        before = committed(name, at)
+        if before is None:
+            print(f"{name}: not measured in {at}")
+            continue
+        compared += 1
+        if _place(now) != _place(before):
+            print(f"{name}: note: measured on another machine ({_place(before)}; now {_place(now)})")
+        lines += worse(now, before)
+    print("\n".join(lines) or f"of {compared} claims nothing got worse by {WORSE:.0%}")
     return 1 if lines else 0
+
+
+def _place(result: dict[str, Any]) -> str:
+    return f"{result['machine']['cores']} cores, {result['machine']['processor']}"
 
 
 # -- writing ----------------------------------------------------------------------------------------
@@ -177,25 +293,31 @@ def page() -> str:
     text = [
         "# Benchmark book\n",
         "<!-- written by `make bench` from benchmarks/results -->\n",
-        "One table per claim, measured by the command above it (`make bench` runs them all; `make bench-compare` names what got",
-        "worse by 10 %). Ratios are of one run. A high load average means that other work disturbed it. Figures that are not a",
-        "claim yet, and how each was found, are in the [list of all measurements](../benchmarks/README.md).",
+        "One table per claim, measured by the command above it (`make bench` runs them all, in less than 20 minutes; `make",
+        "bench-compare` names what got worse by 10 %). Ratios are of one run. A high load average, or cores in use before the",
+        "command began, means that other work disturbed it. Figures that are not a claim yet, and how each was found, are in the",
+        "[list of all measurements](../benchmarks/README.md).",
     ]
     found = results()
     for claim in claims():
-        if claim["name"] in found:
-            text.append(_table(claim["title"], found[claim["name"]]))
+        text.append(_table(claim["title"], found[claim["name"]]) if claim["name"] in found else _missing(claim))
     return "\n".join(text) + "\n"
+
+
+def _missing(claim: Claim) -> str:
+    needs = f" It needs {', '.join(claim['needs'])}: `{claim['install']}`." if claim.get("needs") else ""
+    return f"\n## {claim['title']}\n\n    python {claim['command']}\n\nNot measured yet.{needs}"
 
 
 def _table(title: str, result: dict[str, Any]) -> str:
     about = result["machine"]
     peer = f", peer: {result['peer']}" if result["peer"] else ""
     where = f"{about['cores']} cores ({about['processor']}), {about['memory_gib']} GiB, Python {about['python']}"
+    busy = f"load average {about['load']}, {about['busy']:.0%} of the cores in use before"
     lines = [
         f"\n## {title}\n",
         f"    {result['command']}\n",
-        f"{result['date']}, commit {result['commit']}, {where}, load average {about['load']}{peer}\n",
+        f"{result['date']}, commit {result['commit']}, {where}, {busy}{peer}\n",
         "| figure | value | aim | |",
         "|---|---|---|---|",
     ]
@@ -222,11 +344,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "compare", "write"))
     parser.add_argument("--only", action="append", default=[], metavar="CLAIM")
+    parser.add_argument("--against", default="HEAD", metavar="COMMIT")
     args = parser.parse_args()
     if args.what == "run":
         return run(args.only)
     if args.what == "compare":
-        return compare()
+        return compare(args.against)
     PAGE.write_text(page())
     return 0
 

@@ -46,10 +46,12 @@ def load(receiver: Receiver, bucket: Bucket, own: dict[str, Tensor]) -> None:
 
 
 def engine(pipe: Connection, mib: int) -> None:
-    """The receiving process: attaches to an Offer, loads and acknowledges each bucket, answers "sum", ends at None."""
+    """The receiving process: says that it is ready, attaches to an Offer, loads and acknowledges each bucket, answers "sum", ends
+    at None."""
     torch.set_num_threads(1)
     own = weights(mib, 0.0)
     receiver: Receiver | None = None
+    pipe.send("ready")
     while (message := pipe.recv()) is not None:
         if isinstance(message, Offer):
             receiver = open_receiver(message, 0)
@@ -123,6 +125,7 @@ def other_process(mib: int) -> Iterator[Connection]:
     process = context.Process(target=engine, args=(there, mib), daemon=True)
     process.start()
     there.close()  # so that the end of the process is seen here
+    assert here.recv() == "ready"  # the time that gloo waits for the other end begins with the offer
     yield here
     here.send(None)
     process.join(30)

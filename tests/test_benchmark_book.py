@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +36,13 @@ def test_the_page_is_made_of_the_files(book: Any) -> None:
 def test_every_file_is_of_a_claim_with_its_command_and_its_figures(book: Any) -> None:
     files = {file.stem: json.loads(file.read_text()) for file in (ROOT / "benchmarks" / "results").glob("*.json")}
     named = {claim["name"]: claim for claim in book.claims()}
-    assert set(files) <= set(named) and files
+    assert set(files) <= set(named)
     for name, found in files.items():
         assert found["command"] == f"python {named[name]['command']}"
         labels = {figure["label"] for figure in named[name]["figures"]}
         assert labels - {"*"} <= set(found["figures"])
-        assert (
-            {"processor", "cores", "memory_gib", "load", "python"} == set(found["machine"]) and found["date"] and found["commit"]
-        )
+        about = {"processor", "cores", "memory_gib", "load", "busy", "python"}
+        assert about == set(found["machine"]) and found["date"] and found["commit"]
     assert sum(claim["seconds"] for claim in book.claims()) <= 20 * 60
     for claim in named.values():
         assert (ROOT / claim["command"].split()[0]).is_file()
@@ -71,3 +77,131 @@ def test_a_figure_is_read_by_its_path_and_a_missing_one_is_an_error(book: Any) -
     assert [book.verdict(figure) for figure in found.values()] == ["met", "**missed**", ""]
     with pytest.raises(RuntimeError, match=r"no 'ratios\.q'"):
         dict(book.figures({"figures": [{"label": "x", "at": "ratios.q", "better": "higher"}]}, raw))
+
+
+GOOD = """
+import json
+print("half way")
+print(json.dumps({"speed": %s}))
+"""
+BAD = """
+raise SystemExit("the store is gone")
+"""
+SLOW = """
+import subprocess, sys, time
+from pathlib import Path
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+Path("child.pid").write_text(str(child.pid))
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def shop(book: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A book of its own in a git repository: claims that work, fail, hang, write no number, and have no peer."""
+    for name, text in {"good": GOOD % 5.0, "bad": BAD, "slow": SLOW, "none": GOOD % "None", "peer": GOOD % 1.0}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    claims = [
+        f"""
+        [[claim]]
+        name = "{name}"
+        title = "Title of {name}"
+        command = "{name}.py"
+        seconds = {seconds}
+        peer = "torch {{torch}}"
+        figures = [{{ label = "speed", at = "speed", better = "higher" }}]
+        """
+        for name, seconds in (("bad", 30), ("slow", 0.7), ("none", 30), ("peer", 30), ("good", 30))
+    ]
+    claims[3] += '        needs = ["a-peer"]\n        install = "make a-peer"\n'
+    (tmp_path / "claims.toml").write_text(textwrap.dedent("".join(claims)))
+    moved = {"ROOT": ".", "HERE": ".", "RESULTS": "benchmarks/results", "PAGE": "book.md", "INTEGRATIONS": "envs"}
+    (tmp_path / "benchmarks").mkdir()
+    for name, place in moved.items():
+        monkeypatch.setattr(book, name, tmp_path / place)
+    return tmp_path
+
+
+def git(folder: Path, *words: str) -> None:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True)
+
+
+def test_a_claim_that_fails_is_named_and_the_others_are_measured(
+    book: Any, shop: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert book.run([]) == 1
+    said = capsys.readouterr().out
+    assert said.splitlines()[-4:] == [
+        "bad: not measured: exit code 1: the store is gone",
+        "slow: not measured: not done within 0.7 s",
+        "none: not measured: its output has no number for 'speed'",
+        "peer: skipped: needs a-peer: make a-peer",
+    ]
+    assert "[1/5] bad: python bad.py\n  0:00 gone, about 2:00 to go; this one may take 0:30" in said
+    assert "  | half way" in said
+    child = int((shop / "child.pid").read_text())
+    assert gone(child)  # what a claim started does not go on beside the next one
+    assert [file.name for file in (shop / "benchmarks/results").iterdir()] == ["good.json"]
+    found = json.loads((shop / "benchmarks/results/good.json").read_text())
+    assert found["figures"] == {"speed": {"value": 5.0, "better": "higher"}} and 0 <= found["machine"]["busy"] <= 1
+    assert found["peer"] == f"torch {importlib.metadata.version('torch')}"
+    page = (shop / "book.md").read_text()
+    assert "| speed | 5 |" in page
+    assert "## Title of peer\n\n    python peer.py\n\nNot measured yet. It needs a-peer: `make a-peer`." in page
+    assert book.run(["good"]) == 0 and book.run(["god"]) == 2
+    assert capsys.readouterr().out.endswith("no claim god; there are bad, slow, none, peer, good\n")
+
+
+def gone(pid: int, within: float = 5.0) -> bool:
+    until = time.monotonic() + within
+    while time.monotonic() < until:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z"):
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_ctrl_c_leaves_what_was_measured_and_nothing_that_runs(book: Any, shop: Path) -> None:
+    claims = (shop / "claims.toml").read_text()
+    order = claims.split("[[claim]]")
+    (shop / "claims.toml").write_text("[[claim]]".join(["", order[5], order[2].replace("0.7", "60")]))
+    moved = "".join(f"book.{name} = Path({str(getattr(book, name))!r})\n" for name in ("ROOT", "HERE", "RESULTS", "PAGE"))
+    begin = f"import sys\nfrom pathlib import Path\nsys.path.insert(0, {str(ROOT / 'benchmarks')!r})\nimport book\n"
+    command = [sys.executable, "-c", f"{begin}{moved}sys.exit(book.run([]))"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    until = time.monotonic() + 30
+    while not (shop / "child.pid").is_file() or not (shop / "child.pid").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 130 and "stopped: what was measured is written" in said
+    assert gone(int((shop / "child.pid").read_text()))
+    assert "| speed | 5 |" in (shop / "book.md").read_text()
+    assert (shop / "benchmarks/results/good.json").is_file()
+
+
+def test_compare_names_a_doctored_result(book: Any, shop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    git(shop, "init", "-q")
+    assert book.run(["good"]) == 0
+    git(shop, "add", "-A")
+    git(shop, "commit", "-qm", "measured")
+    capsys.readouterr()
+    assert book.compare("HEAD") == 0
+    assert capsys.readouterr().out == "of 1 claims nothing got worse by 10%\n"
+    file = shop / "benchmarks/results/good.json"
+    doctored = json.loads(file.read_text())
+    doctored["figures"]["speed"]["value"] = 4.4
+    doctored["machine"]["cores"] = 512
+    file.write_text(json.dumps(doctored))
+    git(shop, "commit", "-qam", "doctored")
+    assert book.compare("HEAD") == 0
+    capsys.readouterr()
+    assert book.compare("HEAD~1") == 1
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("good: note: measured on another machine (") and "now 512 cores" in first
+    assert last == "good: speed: 5 -> 4.4, 12 % worse"
