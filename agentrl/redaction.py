@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import threading
+from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
@@ -46,15 +47,30 @@ _lock = threading.Lock()
 
 
 def resolved(value: Any, where: str) -> Any:
-    """The value with references replaced in all its texts. `where`: its key in the config. Raises ConfigError for a variable
-    that is not set."""
+    """The value with references replaced in all its texts; the very value if it has none. `where`: its key in the config. Raises
+    ConfigError for a variable that is not set."""
+    if not any(True for _ in references(value, where)):
+        return value
     if isinstance(value, str):
         if whole := _WHOLE.fullmatch(value):
             return _variable(whole.group(1), where)
         return _WITHIN.sub(lambda found: _variable(found.group(1), where), value)
     if isinstance(value, Mapping):
         return {key: resolved(inner, f"{where}.{key}") for key, inner in value.items()}
-    return [resolved(inner, where) for inner in value] if isinstance(value, list | tuple) else value
+    return [resolved(inner, where) for inner in value]
+
+
+def references(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """Where a value refers to environment variables: the key of each text that does, below `where`, and the text."""
+    if isinstance(value, str):
+        if _WHOLE.fullmatch(value) or _WITHIN.search(value):
+            yield where, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from references(inner, f"{where}.{key}" if where else str(key))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from references(inner, where)
 
 
 def _variable(name: str, where: str) -> str:
@@ -99,7 +115,7 @@ def _learn_text(text: str, name: str) -> None:
         try:
             parts = urlsplit(address)
             if parts.password:
-                remember(parts.password, unquote(parts.password))
+                remember(parts.password, unquote(parts.password), basic(address))
             remember(*(value for key, value in parse_qsl(parts.query) if _named_so(key) and len(value) >= SHORTEST))
         except ValueError:
             continue
@@ -108,6 +124,12 @@ def _learn_text(text: str, name: str) -> None:
         flag, equal, rest = text.partition(": ")  # a header
     if equal and flag != text and " " not in flag and _named_so(flag) and len(rest) >= SHORTEST and not _WITHIN.search(rest):
         remember(rest.removeprefix("Bearer "))
+
+
+def basic(address: str) -> str:
+    """Name and password of an address, as a request's header has them (RFC 7617)."""
+    parts = urlsplit(address)
+    return b64encode(f"{unquote(parts.username or '')}:{unquote(parts.password or '')}".encode()).decode()
 
 
 def _named_so(name: str) -> bool:

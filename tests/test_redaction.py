@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import re
 import stat
 import subprocess
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from urllib.parse import quote
 
 import pytest
 
 from agentrl import redaction
 from agentrl.backends.api.engine import LiteLlmEngine
+from agentrl.catalog import EnvRef
+from agentrl.catalog.offer import EnvOffer
 from agentrl.config import to_toml
 from agentrl.config.identity import without_secrets
 from agentrl.config.load import config_from, load_config
+from agentrl.config.references import check_references
 from agentrl.config.schema import ApiConfig, JudgeConfig, McpServerConfig, SandboxConfig
-from agentrl.errors import ConfigError, EnvError, ReplayError
+from agentrl.env import ToolEnv
+from agentrl.env.remote.wire import Asked
+from agentrl.env.users import ModelUser
+from agentrl.errors import CatalogError, ConfigError, EnvError, ReplayError
+from agentrl.given import give
 from agentrl.harness.programs import Remote
 from agentrl.redaction import (
     GONE,
@@ -37,7 +48,11 @@ from agentrl.redaction import (
     stderr_of_children,
 )  # fmt: skip
 from agentrl.reward.context import judge_settings
+from agentrl.reward.judge.client import Judge, VerdictRequest
+from agentrl.reward.judge.load import load_litellm
+from agentrl.rollout.engine import Sampling
 from agentrl.rollout.replay.tape import Recorded, RecordWriter
+from agentrl.run.checks.preflight import ApiModel, _ask
 from agentrl.run.folder import RunFolder
 from agentrl.run.otel import attributes_of
 from agentrl.run.trackers import TRACKERS, check_trackers, makers
@@ -46,7 +61,8 @@ from agentrl.sandbox.pool import provider_of
 from agentrl.spans import TraceSpan
 from agentrl.tool import Toolbox, tool
 from agentrl.tool.mcp import McpSource
-from agentrl.trajectory import ToolCall
+from agentrl.trajectory import Message, ToolCall
+from tests.rollout.loopback import LoopbackServer, completion
 
 PLANTED = {
     name: f"planted-{name}-0123456789"
@@ -254,7 +270,7 @@ def _sandbox(value: str) -> object:
     ],
 )
 def test_every_address_and_argument_may_be_a_reference(key: str, used: Callable[[str], object]) -> None:
-    assert used("http://u:${env:WITHIN}@h/") == f"http://u:{PLANTED['within']}@h/"
+    assert used("http://h/${env:WITHIN}") == f"http://h/{PLANTED['within']}"
     assert redact(PLANTED["within"]) == GONE
     with pytest.raises(ConfigError, match=f"{re.escape(key)}: the environment variable NOWHERE_SET is not set"):
         used("http://${env:NOWHERE_SET}/")
@@ -293,3 +309,91 @@ def test_an_actor_of_ray_redacts_what_goes_to_its_log(monkeypatch: pytest.Monkey
     print(PLANTED["url"], PLANTED["variable"])
     print(PLANTED["url"], file=sys.stderr)
     assert (out.getvalue(), err.getvalue()) == (f"{GONE} {GONE}\n", f"{GONE}\n")
+
+
+class Leaky(ToolEnv):
+    id, summary = "t/Leaky-v0", "says what it was given"
+
+    def __init__(self, *, token: Any = "", **base: Any) -> None:
+        super().__init__(**base)
+        self.token = token
+
+
+def test_parameters_of_an_environment_may_be_references_and_stay_references_until_it_is_built() -> None:
+    give(Leaky, "leaky-by-reference")
+    pair = (1, 2)
+    ref = EnvRef("given:leaky-by-reference", {"token": {"a": ["x${env:WITHIN}", "env:REFERRED"], "pair": pair}})
+    assert redact(PLANTED["reference"]) == PLANTED["reference"]
+    assert cast(Any, ref.build()).token == {"a": [f"x{PLANTED['within']}", PLANTED["reference"]], "pair": pair}
+    assert redact(PLANTED["reference"]) == GONE and found_in(str(ref)) == []
+    assert cast(Any, EnvRef("given:leaky-by-reference", {"token": pair}).build()).token is pair, (
+        "what refers to nothing stays as it is"
+    )
+    with pytest.raises(ConfigError, match=r"env\.params\.token: the environment variable NOWHERE_SET is not set"):
+        EnvRef("given:leaky-by-reference", {"token": "env:NOWHERE_SET"}).build()
+
+
+def test_a_client_of_an_environment_s_server_reads_none_of_its_variables() -> None:
+    give(Leaky, "leaky-served")
+    offer = EnvOffer(EnvRef("given:leaky-served", {"token": "env:REFERRED"}))
+    assert cast(Any, offer.build(Asked("given:leaky-served"))).token == PLANTED["reference"], "the owner's own reference"
+    wrappers = [{"name": "system_prompt", "args": {"text": "${env:SOME_API_KEY}"}}]
+    for asked in (Asked("given:leaky-served", {"token": ["env:SOME_API_KEY"]}), Asked("given:leaky-served", wrappers=wrappers)):
+        with pytest.raises(CatalogError, match=r"(params|wrappers).*a client has no variables of the server's machine"):
+            offer.build(asked)
+
+
+@pytest.mark.parametrize(
+    ("row", "refused"),
+    [
+        ({"env": {"id": "key_value", "params": {"x": ["env:REFERRED"]}}}, None),
+        ({"env": [{"id": "key_value", "wrappers": [{"name": "w", "args": {"x": "${env:WITHIN}"}}]}]}, None),
+        ({"env": {"id": "key_value"}, "trackers": [{"name": "jsonl", "args": {"x": "env:REFERRED"}}]}, None),
+        ({"env": {"id": "key_value"}, "api": {"base": "http://${env:WITHIN}@h"}}, None),
+        ({"env": {"id": "key_value"}, "model": {"path": "env:REFERRED"}}, "model.path = 'env:REFERRED': a reference"),
+        ({"env": {"id": "key_value"}, "engine_args": {"key": "a${env:WITHIN}"}}, "engine_args.key = 'a${env:WITHIN}': a ref"),
+        ({"env": {"id": "key_value", "params": {"x": "env:NOWHERE_SET"}}}, "env.params.x: the environment variable NOWHERE_SET"),
+    ],
+)  # fmt: skip
+def test_a_reference_is_resolved_or_refused_by_its_key_before_a_run(row: dict[str, Any], refused: str | None) -> None:
+    config = config_from({"model": {"path": "m"}} | row)
+    with nullcontext() if refused is None else pytest.raises(ConfigError, match=re.escape(refused)):
+        check_references(config)
+
+
+class Doorkeeper(LoopbackServer):
+    """Writes down who asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.who: list[str | None] = []
+
+    def handle(self, handler: Any) -> None:
+        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        self.who.append(handler.headers.get("Authorization"))
+        data = json.dumps(completion({"role": "assistant", "content": "hi"}, body, True)).encode()
+        handler.send_response(200)
+        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data))}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(data)
+
+
+async def test_a_password_in_an_address_reaches_the_server_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of litellm's two ways to ask, the asynchronous one fails on an address with a password in it."""
+    pytest.importorskip("litellm")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-provider-0123456789")
+    password = "p@ss/word-0123456789"
+    with Doorkeeper() as server:
+        base = f"http://me:{quote(password, safe='')}@127.0.0.1:{server.http.server_port}/v1"
+        engine = LiteLlmEngine("openai/x", ApiConfig(base=base, retries=0))
+        ids = engine.renderer.start([Message("user", "go")], [])
+        assert len((await engine.generate(ids, Sampling(max_tokens=4), "one")).token_ids) == 1
+        judge = Judge(judge_settings(JudgeConfig(api_base=base)))
+        judge._complete(load_litellm(), VerdictRequest("openai/x", ({"role": "user", "content": "a"},), {"type": "object"}, 4))
+        user = ModelUser("tea", model="openai/x", api_base=base)
+        assert await user.reply([Message("assistant", "hello")]) == "hi"
+        _ask(ApiModel("k", "openai/x", "api.base", base), 10.0)
+    said = "Basic " + b64encode(f"me:{password}".encode()).decode()
+    assert server.who == [said] * 4
+    assert redact(f"{base} {said} {password}") == f"{base.replace(quote(password, safe=''), GONE)} Basic {GONE} {GONE}"

@@ -24,6 +24,7 @@ from agentrl.config.envs import the_env
 from agentrl.config.schema import Choice, ToolsConfig, TrainConfig
 from agentrl.errors import CatalogError, ConfigError, hinted
 from agentrl.given import PREFIX, is_given, own_reward, taken
+from agentrl.redaction import resolved
 from agentrl.registry import bind
 from agentrl.shelves import find_file, here, nearest, shelves
 
@@ -88,9 +89,9 @@ class EnvEntry:
 class EnvRef:
     """An environment by name: what a worker needs to build one where it runs.
 
-    `params` are the keyword arguments of its class, `seed` is what its first reset uses if it is given
-    none. `source` is filled in when the reference is pickled, so that a worker with another working directory
-    still finds the same file, or its copy if the shelves were shipped to the worker.
+    `params` are the keyword arguments of its class, in which references to variables (agentrl/redaction.py) stay until it is
+    built; `seed` is what its first reset uses if it is given none. `source` is filled in when the reference is pickled, so that
+    a worker with another working directory still finds the same file, or its copy if the shelves were shipped to the worker.
     `tools`: sets and MCP servers in addition to the environment's own. `wrappers`: by name, innermost first.
     `at`: the server that has it, if it is elsewhere; then nothing of it need be on this machine. `max_output`: tokens of an
     answer, of tools that do not say.
@@ -151,6 +152,12 @@ class EnvRef:
         return env_class
 
     @property
+    def _given(self) -> Mapping[str, Any]:
+        """The parameters with what they refer to. Raises ConfigError for a variable that is not set."""
+        found: Mapping[str, Any] = resolved(self.params, "env.params")
+        return found
+
+    @property
     def _label(self) -> str:
         return self.entry.id if self.at is None else self.id
 
@@ -172,7 +179,8 @@ class EnvRef:
 
     @cached_property
     def _asked(self) -> Asked:
-        return asked(self.id, self.params, self.tools.sets, self.wrappers, self.max_output)
+        wrappers = [Choice(name=one.name, args=resolved(one.args, f"env.wrappers.{one.name}")) for one in self.wrappers]
+        return asked(self.id, self._given, self.tools.sets, wrappers, self.max_output)
 
     def with_params(self, params: Mapping[str, Any]) -> EnvRef:
         """The same environment with some of its parameters replaced."""
@@ -205,7 +213,7 @@ class EnvRef:
         if extra:
             _check_parameters(self._label, self._class, extra)
         place = {} if self.at is None else {"name": self.id, "url": self.at.url, "token": self.at.token()}
-        env = self._class(**{**self.params, **place, **extra})
+        env = self._class(**{**self._given, **place, **extra})
         _check_made(self.id, env)
         if isinstance(env.scorer, OwnReward):  # who builds by reference scores by what the run says, or not at all
             env.scorer = None
@@ -218,7 +226,7 @@ class EnvRef:
         for choice in self.wrappers:
             from agentrl.env.wrapping import wrap
 
-            env = wrap(env, choice.name, choice.args)
+            env = wrap(env, choice.name, resolved(choice.args, f"env.wrappers.{choice.name}"))
         return env
 
 
@@ -347,7 +355,7 @@ def _add_tools(env: ToolEnv, config: ToolsConfig) -> None:
         if name not in config.sets:
             raise ConfigError(f"tools.args.{name}: tools.sets has no set of this name{hinted(name, config.sets)}")
     for name in config.sets:
-        add_tool_set(env, name, config.args.get(name, {}))
+        add_tool_set(env, name, resolved(config.args.get(name, {}), f"tools.args.{name}"))
     for name, server in config.mcp.items():
         env.add_source(McpSource(name, server))
 

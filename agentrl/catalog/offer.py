@@ -14,6 +14,7 @@ from agentrl.env import Task, ToolEnv
 from agentrl.env.remote import wire
 from agentrl.env.remote.wire import Asked
 from agentrl.errors import CatalogError, hinted
+from agentrl.redaction import references
 from agentrl.trajectory import Json
 
 
@@ -71,6 +72,8 @@ class EnvOffer:
                         f"params.{name} names what is on the server's machine, and is the server's to set: agentrl env serve "
                         f"{entry.name} {name}=..."
                     )
+            for key, text in references({"params": asked.params, "wrappers": asked.wrappers}):
+                raise CatalogError(f"{key} = {text!r}: a client has no variables of the server's machine")
             wrappers = tuple(Choice(**row) for row in asked.wrappers)
             tools = ToolsConfig(sets=[*self.ref.tools.sets, *asked.sets], args=self.ref.tools.args)
             params = {**self.ref.params, **asked.params}

@@ -14,7 +14,7 @@ import regex
 from agentrl.errors import DependencyError, EnvError
 from agentrl.executors import by_size, in_thread
 from agentrl.matching import compile_pattern, within_seconds
-from agentrl.reward.judge.load import load_litellm
+from agentrl.reward.judge.load import addressed, load_litellm
 from agentrl.trajectory import Message, ToolCall
 
 PATTERN_S = 1.0
@@ -148,6 +148,7 @@ class ModelUser:
         self.goal, self.model, self.timeout = goal, model, timeout
         self.tools = [dict(schema) for schema in tools]
         self.options = {"temperature": 0.0, **({} if seed is None else {"seed": seed}), **options}
+        self.options |= addressed(options.get("api_base"), "api_base")
         self.complete = complete
 
     async def reply(self, conversation: Sequence[Message]) -> str | Message | Parting | None:

@@ -26,10 +26,9 @@ from agentrl.backends.endpoint.chat import write_message
 from agentrl.config.schema import ApiConfig
 from agentrl.errors import DependencyError, EngineError, RenderError, UserError
 from agentrl.executors import in_thread
-from agentrl.redaction import resolved
 from agentrl.render.base import Renderer
 from agentrl.render.toolcalls import call_of_api
-from agentrl.reward.judge.load import load_litellm
+from agentrl.reward.judge.load import addressed, load_litellm
 from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Underway, Usage
 from agentrl.trajectory import Json, Message, ToolCall
 
@@ -121,7 +120,7 @@ class LiteLlmEngine(Engine):
         if importlib.util.find_spec("litellm") is None:
             raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
         self._model, self._cfg, self._backoff = model, cfg, backoff
-        self._options = {**({"api_base": resolved(cfg.base, "api.base")} if cfg.base else {}), **(options or {})}
+        self._options = {**addressed(cfg.base, "api.base"), **(options or {})}
         self._gate = asyncio.Semaphore(cfg.concurrency)
         self._transcript = transcript or Transcript()
         self._calls = Calls()

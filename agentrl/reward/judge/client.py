@@ -19,7 +19,7 @@ from agentrl.errors import JudgeBudgetError
 from agentrl.redaction import redact_said, redacted
 from agentrl.reward.judge.budget import Budget
 from agentrl.reward.judge.cache import VerdictCache
-from agentrl.reward.judge.load import load_litellm
+from agentrl.reward.judge.load import addressed, load_litellm
 from agentrl.schemas import first_fault, validator
 from agentrl.trajectory import Json
 
@@ -165,7 +165,7 @@ class Judge:
                 timeout=self.settings.timeout,
                 num_retries=0,
                 max_retries=0,
-                api_base=self.settings.api_base,
+                **addressed(self.settings.api_base, "api_base"),
                 api_key=self.settings.api_key,
                 caching=False,
             )

@@ -1,4 +1,4 @@
-"""litellm, loaded on first use."""
+"""litellm, loaded on first use, and how its calls are told an address."""
 
 from __future__ import annotations
 
@@ -6,10 +6,27 @@ import importlib
 import os
 import threading
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 from agentrl.errors import DependencyError
+from agentrl.redaction import basic, learn, resolved
 
 _IMPORTING = threading.Lock()
+
+
+def addressed(base: str | None, key: str) -> dict[str, Any]:
+    """What a call of litellm's gets for a server of one's own: its address, with references resolved, and the name and password
+    that are in it as a header, since litellm's asynchronous calls fail on those in an address. `key`: its key in the config.
+    Raises ConfigError for a variable that is not set."""
+    if not base:
+        return {}
+    address = resolved(base, key)
+    parts = urlsplit(address)
+    if parts.username is None and parts.password is None:
+        return {"api_base": address}
+    learn(address)
+    bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    return {"api_base": bare, "extra_headers": {"Authorization": f"Basic {basic(address)}"}}
 
 
 def load_litellm() -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, told, warmed
+from agentrl.config.references import check_references
 from agentrl.reward import Scorer
 from agentrl.rollout.mixture.base import make_mixture
 from agentrl.run.callbacks import check_callbacks
@@ -60,6 +61,7 @@ def check_config(config: TrainConfig, *, planned: bool = False) -> list[str]:
 
 def _check_sources(config: TrainConfig, planned: bool) -> None:
     quiet_libraries()  # the checks of a model trace it
+    check_references(config)
     check_engine(config)
     check_trackers(config)
     check_callbacks(config.callbacks)
@@ -117,6 +119,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
 
 def check_eval(config: TrainConfig) -> None:
     """All checks of `agentrl eval` and `agentrl rollout`. Not for a replay, which needs neither engine nor environment."""
+    check_references(config)
     check_models(config, False)
     check_workers(config, False)
     scorers: dict[str, Scorer] = {}

@@ -23,9 +23,8 @@ from agentrl.config.schema import McpServerConfig
 from agentrl.env.suite import WHOLE
 from agentrl.env.sync import run_sync
 from agentrl.errors import ConfigError, EnvError, ResourceError
-from agentrl.redaction import resolved
 from agentrl.reward import Scorer
-from agentrl.reward.judge.load import load_litellm
+from agentrl.reward.judge.load import addressed, load_litellm
 from agentrl.reward.node import LeafNode, Node
 from agentrl.reward.pointer import follow, parse_pointer
 from agentrl.reward.predicate import decide, references
@@ -197,7 +196,7 @@ def _ask(asked: ApiModel, seconds: float) -> None:
                 "num_retries": 0,
                 "max_retries": 0,
                 "drop_params": True,
-                "api_base": resolved(asked.base, asked.base_key),
+                **addressed(asked.base, asked.base_key),
             }
         )
     except (openai.AuthenticationError, openai.PermissionDeniedError) as problem:

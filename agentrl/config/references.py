@@ -1,0 +1,30 @@
+"""Which keys of a config may refer to environment variables (`env:NAME`), so that no reference is taken for plain text."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from agentrl.config.schema import TrainConfig
+from agentrl.errors import ConfigError
+from agentrl.redaction import references, resolved
+
+TAKEN = (
+    "env.params", "env.system", "env.wrappers", "env.tools.args", "env.tools.mcp", "env.sandbox.args", "env.sft.params",
+    "env.sft.gate_params", "tools.args", "tools.mcp", "sft.params", "sft.gate_params", "agent.command", "agent.env", "agent.url",
+    "api.base", "reward.judge.api_base", "trackers.args",
+)  # fmt: skip
+"""Keys whose texts, or those below them, are resolved where they are used."""
+
+
+def check_references(config: TrainConfig) -> None:
+    """Raise ConfigError for a reference at a key that takes none, and for a variable that is not set.
+
+    Reads: all of it.
+    """
+    for key, text in references(config.model_dump(mode="json", exclude_none=True)):
+        if not any(fnmatchcase(key, pattern) for name in TAKEN for pattern in (name, f"{name}.*")):
+            raise ConfigError(
+                f"{key} = {text!r}: a reference to an environment variable is not resolved here, and would be taken for plain "
+                f"text; the keys that take one: {', '.join(TAKEN)}"
+            )
+        resolved(text, key)
