@@ -14,6 +14,7 @@ import ipaddress
 import json
 import logging
 import socket
+import threading
 from collections.abc import Collection
 from functools import cache
 from typing import Any
@@ -193,6 +194,28 @@ def uvicorn_config(app: Any, host: str, names: Collection[str] = (), max_body: i
 
     chosen = {"log_level": "warning", "lifespan": "off", "access_log": False, "server_header": False, **options}
     return uvicorn.Config(guarded(app, host, names, max_body), http=patient(), **chosen)
+
+
+class ThreadServer:
+    """An app on a socket that listens already, `guarded` and `patient`, on an event loop in a thread of its own, from its making
+    to `close`: what serves on while the caller's loop is busy."""
+
+    def __init__(self, app: Any, host: str, listener: socket.socket, max_body: int = MAX_BODY) -> None:
+        import uvicorn
+
+        config = uvicorn_config(app, host, max_body=max_body, timeout_graceful_shutdown=1)
+        self._server, self._listener = uvicorn.Server(config), listener
+        self._thread = threading.Thread(target=self._serve, name="agentrl-server", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        self._server.run(sockets=[self._listener])
+
+    def close(self) -> None:
+        """Stop serving; idempotent."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._listener.close()
 
 
 @cache

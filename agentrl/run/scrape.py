@@ -23,12 +23,15 @@ from agentrl.errors import ConfigError, DependencyError, ResourceError
 from agentrl.rollout.engine import EngineStats
 from agentrl.run.metrics import info_of
 from agentrl.run.trackers.outlet import Outlet
+from agentrl.serving import ThreadServer
 
 if TYPE_CHECKING:
     from agentrl.run.session import Session
 
 STATS_S = 1.0
 """Seconds in which the engine must answer a scrape; else its last answer is given."""
+MAX_BODY = 1 << 10
+"""Bytes of a request's body: a scrape has none."""
 PARTS = ("rollout", "batch", "update", "publish")
 UNITS = {"s": ("_s", "_seconds", 1.0), "ms": ("_ms", "_seconds", 1e-3), "tokens/s": ("_per_s", "_per_second", 1.0)}
 """Units that Prometheus spells otherwise: how a name ends, how it does there, and by what its values are multiplied."""
@@ -44,11 +47,7 @@ def check_prometheus(config: TrainConfig) -> None:
         return
     if find_spec("prometheus_client") is None:
         raise DependencyError("[prometheus] needs prometheus-client: pip install 'agentrl[prometheus]'")
-    host, port = config.prometheus.host, config.prometheus.port
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except OSError as problem:
-        raise ConfigError(f"prometheus.host = {host!r}: not an address of this machine ({problem})") from None
+    family, address = _bindable(config.prometheus)
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -57,12 +56,21 @@ def check_prometheus(config: TrainConfig) -> None:
             raise _taken(config.prometheus, problem) from None
 
 
+def _bindable(cfg: PrometheusConfig) -> tuple[socket.AddressFamily, Any]:
+    """The family and address to listen at. Raises ConfigError for a host that is none."""
+    try:
+        found = socket.getaddrinfo(cfg.host, cfg.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as problem:
+        raise ConfigError(f"prometheus.host = {cfg.host!r}: not an address of this machine ({problem})") from None
+    return found[0], found[4]
+
+
 class MetricsEndpoint:
     """Serves from its making to `close`. Rows are given to it as to a tracker; a scrape reads them in a thread of the server."""
 
     def __init__(self, cfg: PrometheusConfig, trackers: Sequence[Outlet] = ()) -> None:
         """Raises ResourceError if the port is taken."""
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry
 
         self._lock, self._trackers = threading.Lock(), trackers
         self._rows: dict[str, tuple[int, dict[str, float | None]]] = {}
@@ -73,15 +81,17 @@ class MetricsEndpoint:
         registry = CollectorRegistry()
         registry.register(self)
         try:
-            self._server, _ = start_http_server(cfg.port, cfg.host, registry)
+            family, address = _bindable(cfg)
+            listener = socket.create_server(address, family=family)
         except OSError as problem:
             raise _taken(cfg, problem) from None
-        self.url = f"http://{cfg.host}:{self._server.server_port}/metrics"
+        name = f"[{cfg.host}]" if ":" in cfg.host else cfg.host
+        self.url = f"http://{name}:{listener.getsockname()[1]}/metrics"
+        self._server = ThreadServer(_app(registry), cfg.host, listener, max_body=MAX_BODY)
 
     def close(self) -> None:
         """Stop serving; idempotent."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
     def watch(self, session: Session | None) -> None:
         """From now on a scrape also reads this session, of the caller's event loop; None: it is over."""
@@ -158,6 +168,33 @@ class MetricsEndpoint:
             except Exception:  # it is busy, or closing: a scrape waits for nobody, and has no number of it
                 asked.cancel()
         return None
+
+
+def _app(registry: Any) -> Any:
+    """Answers GET and HEAD of /metrics, as prometheus_client writes what it is asked for. One scrape at a time: others wait, and
+    the loop goes on."""
+    from prometheus_client.exposition import choose_encoder
+
+    one = asyncio.Lock()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        status, body, kind = 200, b"", "text/plain; charset=utf-8"
+        if scope["path"] not in ("/", "/metrics"):
+            status, body = 404, b"the metrics are at /metrics\n"
+        elif scope["method"] not in ("GET", "HEAD"):
+            status, body = 405, b"only GET and HEAD\n"
+        else:
+            accept = b",".join(value for name, value in scope["headers"] if name == b"accept")
+            encode, kind = choose_encoder(accept.decode("latin-1"))
+            async with one:
+                body = await asyncio.to_thread(encode, registry)
+        headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+        if status == 405:
+            headers.append((b"allow", b"GET, HEAD"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+
+    return app
 
 
 COUNTERS: Mapping[str, str] = {

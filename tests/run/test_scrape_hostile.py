@@ -1,0 +1,111 @@
+"""Hostile clients of the endpoint that Prometheus scrapes: refused by name or sent away, while a scrape is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from agentrl import serving
+from agentrl.config.schema import PrometheusConfig
+from agentrl.run.scrape import MetricsEndpoint
+
+pytest.importorskip("prometheus_client", reason="needs agentrl[prometheus]")
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[MetricsEndpoint]:
+    endpoint = MetricsEndpoint(PrometheusConfig(port=0))
+    endpoint.row("train", 1, {"scored": 3})
+    yield endpoint
+    endpoint.close()
+    assert not endpoint._server._thread.is_alive()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(endpoint.url, trust_env=False)
+
+
+def port_of(endpoint: MetricsEndpoint) -> int:
+    return int(endpoint.url.rpartition(":")[2].partition("/")[0])
+
+
+def raw(endpoint: MetricsEndpoint, request: bytes, seconds: float = 10.0) -> bytes:
+    """What comes back, until the server ends the connection."""
+    with socket.create_connection(("127.0.0.1", port_of(endpoint)), timeout=seconds) as link:
+        link.sendall(request)
+        found = b""
+        while part := link.recv(65_536):
+            found += part
+    return found
+
+
+HOST = b"Host: 127.0.0.1\r\n"
+END = b"Connection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "said"),
+    [
+        (b"GET /metrics HTTP/1.1\r\nHost: evil.example\r\n" + END, 403, b"its own address only (Host)"),
+        (b"GET /metrics HTTP/1.1\r\n" + HOST + b"Host: localhost\r\n" + END, 403, b"one Host"),
+        (b"GET /metrics HTTP/1.1\r\n" + HOST + b"Origin: http://evil.example\r\n" + END, 403, b"pages of other sites"),
+        (b"GET /metrics HTTP/1.1\r\n" + HOST + b"Sec-Fetch-Site: cross-site\r\n" + END, 403, b"pages of other sites"),
+        (b"POST /metrics HTTP/1.1\r\n" + HOST + b"Content-Length: 1000000000\r\n" + END, 413, b"more than 1024 bytes"),
+        (b"POST /metrics HTTP/1.1\r\n" + HOST + b"Content-Length: 0\r\n" + END, 405, b"only GET and HEAD"),
+        (b"GET /../../etc/passwd HTTP/1.1\r\n" + HOST + END, 404, b"/metrics"),
+        (b"GET /metrics?name[]=%00 HTTP/1.1\r\n" + HOST + END, 200, b"agentrl_episodes_total"),
+        (b"GET /metrics HTTP/1.1\r\n" + HOST + b"Accept: \xff\xfe;q=1e999,,;\r\n" + END, 200, b"agentrl_episodes_total"),
+        (b"HEAD /metrics HTTP/1.1\r\n" + HOST + END, 200, b""),
+    ],
+    ids=range(10),
+)  # fmt: skip
+def test_a_request_is_answered_or_refused_by_name(endpoint: MetricsEndpoint, request_: bytes, status: int, said: bytes) -> None:
+    head, _, body = raw(endpoint, request_).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status) and said in body, (head, body[:300])
+    assert request_[:4] != b"HEAD" or (body == b"" and b"content-length: 0" not in head)
+
+
+def test_an_openmetrics_scrape_gets_what_it_asks_for(endpoint: MetricsEndpoint) -> None:
+    found = httpx.get(endpoint.url, headers={"accept": "application/openmetrics-text; version=1.0.0"}, trust_env=False)
+    assert found.headers["content-type"].startswith("application/openmetrics-text") and found.text.endswith("# EOF\n")
+
+
+def test_clients_that_do_not_go_on_are_sent_away_and_scrapes_are_answered(
+    endpoint: MetricsEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "HEADERS_S", 0.4)
+    monkeypatch.setattr(serving, "LOOK_S", 0.1)
+    before = threading.active_count()
+    idle = [socket.create_connection(("127.0.0.1", port_of(endpoint)), timeout=20) for _ in range(60)]
+    for number, link in enumerate(idle):
+        link.sendall([b"", b"GET /met", b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: "][number % 3])
+    began = time.monotonic()
+    assert httpx.get(endpoint.url, trust_env=False).status_code == 200
+    assert threading.active_count() - before < 10, "no thread of its own for each connection"
+    assert all(link.recv(1) == b"" for link in idle)
+    assert time.monotonic() - began < 15
+    for link in idle:
+        link.close()
+    with socket.create_connection(("127.0.0.1", port_of(endpoint)), timeout=20) as link, pytest.raises(OSError):
+        for _ in range(100):
+            link.sendall(b"GET / HTTP/1.1\r\n" + b"X: " + b"a" * 65_536)
+            time.sleep(0.01)
+        assert link.recv(1) == b"", "sent away without an answer"
+        raise OSError
+    assert httpx.get(endpoint.url, trust_env=False).status_code == 200
+
+
+async def test_a_slow_scrape_holds_up_no_event_loop(endpoint: MetricsEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = threading.Event()
+    monkeypatch.setattr(endpoint, "_now", lambda: [slow.wait(20)][:0])
+    async with httpx.AsyncClient(trust_env=False) as client:
+        scrape = asyncio.create_task(client.get(endpoint.url, timeout=30))
+        await asyncio.sleep(0.2)
+        refused = await client.get(endpoint.url, headers={"host": "evil.example"})
+        assert refused.status_code == 403 and not scrape.done()
+        slow.set()
+        assert (await scrape).status_code == 200
