@@ -1,8 +1,17 @@
-"""Text of others for a terminal: what a policy, a tool or a file wrote may clear the screen, set its title or type for a user."""
+"""Text of others for a terminal: what a policy, a tool or a file wrote may clear the screen, set its title or type for a user.
+
+`say` and `console` are the two doors to a terminal, and nothing else of agentrl prints (tests/test_shown.py holds it to that):
+what passes them is written out, whoever wrote it."""
 
 from __future__ import annotations
 
+import sys
 import unicodedata
+from functools import cache
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _KEPT = "\n\t"
 _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
@@ -17,6 +26,34 @@ def safe(value: object, most: int = 0) -> str:
     if text.isprintable():
         return text
     return "".join(c if c in _KEPT or unicodedata.category(c) not in _UNSAFE else _escaped(c) for c in text)
+
+
+def say(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
+    """`print`, with what a terminal could act on written out."""
+    out = sys.stdout if file is None else file
+    out.write(safe(sep.join(map(str, values))) + end)
+    if flush:
+        out.flush()
+
+
+def console(**options: Any) -> Console:
+    """A console of rich with these `options`, which writes out what a terminal could act on, but for rich's own colours and
+    movements."""
+    found: Console = _console_class()(**options)
+    return found
+
+
+@cache
+def _console_class() -> Any:
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class SafeConsole(Console):
+        def render(self, renderable: Any, options: Any = None) -> Any:
+            for part in super().render(renderable, options):
+                yield part if part.control or part.text.isprintable() else Segment(safe(part.text), part.style)
+
+    return SafeConsole
 
 
 def cell(value: object) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from agentrl.shown import say
+
 HELP = "print the shell completion of bash, zsh or fish"
 EPILOG = """examples:
   eval "$(agentrl completion bash)"                     in ~/.bashrc
@@ -22,5 +24,5 @@ def run(args: argparse.Namespace) -> int:
     """Print it; returns the exit code."""
     from argcomplete.shell_integration import shellcode
 
-    print(shellcode(["agentrl"], shell=args.shell))
+    say(shellcode(["agentrl"], shell=args.shell))
     return 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.configs import find_config_file, is_override
 from agentrl.errors import ConfigError
-from agentrl.shown import safe
+from agentrl.shown import say
 
 if TYPE_CHECKING:
     from agentrl.config import TrainConfig
@@ -63,11 +63,11 @@ def run_docs(args: argparse.Namespace) -> int:
 
     keys = list(all_keys()) if args.key is None else find_keys(args.key)
     if args.json:
-        print(json.dumps([_row(key, names=args.key is not None) for key in keys], indent=2))
+        say(json.dumps([_row(key, names=args.key is not None) for key in keys], indent=2))
     elif args.key is None:
-        print("\n".join(_table(keys, shutil.get_terminal_size((160, 0)).columns)))
+        say("\n".join(_table(keys, shutil.get_terminal_size((160, 0)).columns)))
     else:
-        print("\n\n".join("\n".join(_entry(key)) for key in keys))
+        say("\n\n".join("\n".join(_entry(key)) for key in keys))
     return 0
 
 
@@ -90,9 +90,9 @@ def run_show(args: argparse.Namespace) -> int:
 
         rows = {name: (keys, value) for name, keys, value in leaves_at(config) if shown(keys)}
         said = {name: {"value": value, "origin": origin(keys)} if args.origin else value for name, (keys, value) in rows.items()}
-        print(json.dumps(said, indent=2))
+        say(json.dumps(said, indent=2))
         return 0
-    print(safe("\n".join(ConfigText(origin, meanings=False, shown=shown).section(config)).lstrip("\n")))
+    say("\n".join(ConfigText(origin, meanings=False, shown=shown).section(config)).lstrip("\n"))
     return 0
 
 
@@ -104,15 +104,15 @@ def run_diff(args: argparse.Namespace) -> int:
     one, other = (_loaded(*side)[0] for side in _sides(args.overrides))
     found = differing(one, other)
     if args.json:
-        print(json.dumps({key: list(pair) for key, pair in found.items()}, indent=2))
+        say(json.dumps({key: list(pair) for key, pair in found.items()}, indent=2))
         return 0
     shown = {key: ["unset" if value is None else inline(value) for value in pair] for key, pair in found.items()}
     width = max((len(key) for key in shown), default=0)
     first = max((len(pair[0]) for pair in shown.values()), default=0)
     for key, (before, after) in shown.items():
-        print(safe(f"{key:{width}}  {before:{first}}  ->  {after}"))
+        say(f"{key:{width}}  {before:{first}}  ->  {after}")
     if not shown:
-        print("no key differs")
+        say("no key differs")
     return 0
 
 
@@ -122,7 +122,7 @@ def run_schema(args: argparse.Namespace) -> int:
     from agentrl.run.registries import REGISTRIES, registry_of
 
     names = {key: list(registry_of(key) or ()) for key in REGISTRIES}
-    print(json.dumps(json_schema(names), indent=2))
+    say(json.dumps(json_schema(names), indent=2))
     return 0
 
 

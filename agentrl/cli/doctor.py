@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from agentrl.cli.configs import add_config, read_config
-from agentrl.shown import safe
+from agentrl.shown import say
 
 if TYPE_CHECKING:
     from agentrl.cluster.checks import MachineFinding
@@ -46,12 +46,12 @@ def run(args: argparse.Namespace) -> int:
     for finding in all_checks(cluster, not args.no_ray and cluster.backend == "ray", workers):
         findings.append(finding)
         if not args.json:
-            print(safe(line(finding)), flush=True)
+            say(line(finding), flush=True)
     failed = [finding.check for finding in findings if finding.level == "fail"]
     if args.json:
-        print(json.dumps({"findings": [asdict(finding) for finding in findings], "failed": failed}))
+        say(json.dumps({"findings": [asdict(finding) for finding in findings], "failed": failed}))
     else:
-        print(f"{len(findings)} checks, {len(failed)} failed" + (f": {', '.join(failed)}" if failed else ""))
+        say(f"{len(findings)} checks, {len(failed)} failed" + (f": {', '.join(failed)}" if failed else ""))
     return 2 if failed else 0
 
 

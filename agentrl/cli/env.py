@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.cli import env_difficulty, env_floor, env_install
 from agentrl.cli.env_subject import reference, subject_of
 from agentrl.errors import UserError
-from agentrl.shown import safe
+from agentrl.shown import say
 
 if TYPE_CHECKING:
     from agentrl.catalog import EnvRef
@@ -140,15 +140,15 @@ def run_list(args: argparse.Namespace) -> int:
             {"id": e.id, "name": e.name, "summary": e.summary, "path": str(e.path or ""), "installed": not e.lacks_source()}
             for e in entries
         ]
-        print(json.dumps(rows))
+        say(json.dumps(rows))
         return 0
     width = max((len(entry.id) for entry in entries), default=0)
     short = max((len(entry.name) for entry in entries), default=0)
     for entry in entries:
         lacking = f"  [not installed: agentrl env install {entry.suite.suite}]" if entry.suite and entry.lacks_source() else ""
-        print(safe(f"{entry.id:{width}}  {entry.name:{short}}  {entry.summary}{lacking}"))
+        say(f"{entry.id:{width}}  {entry.name:{short}}  {entry.summary}{lacking}")
     for problem in broken_files().values():
-        print(safe(f"skipped: {problem}"))
+        say(f"skipped: {problem}")
     return 0
 
 
@@ -160,23 +160,23 @@ def run_show(args: argparse.Namespace) -> int:
 
     ref = reference(args.env, args.params)
     entry, env = ref.entry, ref.build()
-    print(f"{entry.id}  ({entry.name}, {entry.path or entry.class_name})")
-    print(inspect.getdoc(type(env)) or entry.summary)
-    print(f"\nreward spec: {ref.default_reward() or 'none'}\nparameters:")
+    say(f"{entry.id}  ({entry.name}, {entry.path or entry.class_name})")
+    say(inspect.getdoc(type(env)) or entry.summary)
+    say(f"\nreward spec: {ref.default_reward() or 'none'}\nparameters:")
     for line in _parameter_lines(type(env)):
-        print(f"  {line}")
+        say(f"  {line}")
     for split in env.splits:
         observation, _ = env.reset(seed=0, options={"split": split})
-        print(f"\ntask 0 of {split}:")
+        say(f"\ntask 0 of {split}:")
         for message in observation:
-            print(safe(f"  {message.role}: {message.content}"))
-    print("\ntools:")
+            say(f"  {message.role}: {message.content}")
+    say("\ntools:")
     for tool in env.toolbox:
-        print("  " + safe(json.dumps(tool.schema["function"], ensure_ascii=False)))
+        say("  " + json.dumps(tool.schema["function"], ensure_ascii=False))
         if differs := _called_as(tool.options):
-            print(safe(f"    {differs}"))
+            say(f"    {differs}")
     if env.toolbox.max_output != MAX_OUTPUT:
-        print(f"  answers of tools that do not say: at most {env.toolbox.max_output} tokens")
+        say(f"  answers of tools that do not say: at most {env.toolbox.max_output} tokens")
     env.close()
     return 0
 
@@ -208,9 +208,9 @@ def run_new(args: argparse.Namespace) -> int:
     folder = write_template(args.name, args.shelf)
     config = folder.parents[1] / f"{args.name}.toml"
     installed = importlib.util.find_spec("pytest") is not None
-    print(f"{folder}: env.py, reward.json and test_{args.name}.py; {config}: a first config")
-    print(f"next: agentrl env check {args.name}; agentrl env play {args.name}; agentrl train {config}")
-    print(f"its test: pytest {folder}{'' if installed else ' (after pip install pytest)'}")
+    say(f"{folder}: env.py, reward.json and test_{args.name}.py; {config}: a first config")
+    say(f"next: agentrl env check {args.name}; agentrl env play {args.name}; agentrl train {config}")
+    say(f"its test: pytest {folder}{'' if installed else ' (after pip install pytest)'}")
     return 0
 
 
@@ -227,12 +227,12 @@ def run_check(args: argparse.Namespace) -> int:
     failed = sum(finding.ok is False for findings in results.values() for finding in findings)
     if args.json:
         rows = {env: [_row(finding) for finding in findings] for env, findings in results.items()}
-        print(json.dumps({"failed": failed, "environments": rows, "not_installed": lacking}))
+        say(json.dumps({"failed": failed, "environments": rows, "not_installed": lacking}))
     else:
         for env, findings in results.items():
             _print_table(env, findings)
         for env in lacking:
-            print(f"{env}: not checked, its source is not installed (agentrl env install --list)")
+            say(f"{env}: not checked, its source is not installed (agentrl env install --list)")
     return 1 if failed else 0
 
 
@@ -256,10 +256,10 @@ def _row(finding: CheckFinding) -> dict[str, Any]:
 
 def _print_table(env: str, findings: list[CheckFinding]) -> None:
     failed = sum(finding.ok is False for finding in findings)
-    print(f"{safe(env)}: {f'{failed} of {len(findings)} checks failed' if failed else 'all checks passed'}")
+    say(f"{env}: {f'{failed} of {len(findings)} checks failed' if failed else 'all checks passed'}")
     width = max(len(finding.check) for finding in findings)
     for finding in findings:
-        print(safe(f"  {_STATUS[finding.ok]:4}  {finding.check:{width}}  {finding.evidence}"))
+        say(f"  {_STATUS[finding.ok]:4}  {finding.check:{width}}  {finding.evidence}")
 
 
 def run_play(args: argparse.Namespace) -> int:
@@ -270,7 +270,7 @@ def run_play(args: argparse.Namespace) -> int:
 
     ref = reference(args.env, args.params)
     scorer = {} if ref.entry.reward is None else {"scorer": make_scorer(find_spec(ref, None), RewardConfig(), ref)}
-    return play_by_hand(ref.build(**scorer), args.seed, args.split, input, print, args.model_user)
+    return play_by_hand(ref.build(**scorer), args.seed, args.split, input, say, args.model_user)
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -304,8 +304,8 @@ def _serve_http(ref: EnvRef, args: argparse.Namespace) -> int:
 
     def say(url: str) -> None:
         where = f"in {args.token_env}" if args.token_env else secret.token
-        print(f"{offer.name}: {url}   (env.url = {url!r}; Ctrl-C ends it)\ntoken: {where}", flush=True)
-        print(f"for OpenEnv's clients: {url}/openenv/{secret.player}", flush=True)
+        say(f"{offer.name}: {url}   (env.url = {url!r}; Ctrl-C ends it)\ntoken: {where}", flush=True)
+        say(f"for OpenEnv's clients: {url}/openenv/{secret.player}", flush=True)
 
     serve_http(app, args.host, args.http if args.port is None else args.port, say)
     return 0

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from agentrl.errors import UserError
-from agentrl.shown import cell, safe
+from agentrl.shown import cell, console, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,7 @@ def run_difficulty(args: argparse.Namespace) -> int:
     wanted = args.tasks if there is None else min(args.tasks, there)
     report = measured(env, split, range(there if args.all_tasks and there is not None else wanted), _counter(args.tokenizer))
     if args.json:
-        print(json.dumps({"env": env.id, **report.to_json()}))
+        say(json.dumps({"env": env.id, **report.to_json()}))
     else:
         _print(env.id, report)
     return 0 if report.tasks else 1
@@ -69,7 +69,6 @@ def _counter(model: str | None) -> Callable[[str], int]:
 
 
 def _print(env_id: str, report: DifficultyReport) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from agentrl.env.difficulty import SHARES
@@ -85,8 +84,8 @@ def _print(env_id: str, report: DifficultyReport) -> None:
     for family, numbers in report.by_family().items():
         cells = [f"{one[middle]:g} ({one[low]:g} to {one[high]:g})" for one in (numbers[name] for name in COLUMNS)]
         table.add_row(cell(family or "-"), str(counts[family]), *cells)
-    Console(highlight=False).print(table)
+    console(highlight=False).print(table)
     for task, reason in list(report.unplayed.items())[:4]:
-        print(safe(f"without gold: {task}: {reason}"))
+        say(f"without gold: {task}: {reason}")
     if len(report.unplayed) > 4:
-        print(f"... and {len(report.unplayed) - 4} more (--json has all)")
+        say(f"... and {len(report.unplayed) - 4} more (--json has all)")

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.shown import safe
+from agentrl.shown import say
 
 EPILOG = """examples:
   agentrl env floor key_value sql                         what doing nothing earns, of 200 held-out tasks each
@@ -39,7 +39,7 @@ def run_floor(args: argparse.Namespace) -> int:
         raise UserError(f"--tasks {args.tasks}: expected 1 or more")
     found = [floor_of(name, params, args.reward, args.split, args.tasks) for name in names]
     if args.json:
-        print(json.dumps(found))
+        say(json.dumps(found))
     else:
         for one in found:
             _print(one)
@@ -65,13 +65,13 @@ def _print(found: dict[str, Any]) -> None:
 
     every = "every task" if found["every"] else f"the first {found['tasks']} tasks"
     version = f" {found['version']}" if found["version"] else ""
-    print(f"{found['env']}{version}: {every} of {found['split']} ({found['tasks']})")
+    say(f"{found['env']}{version}: {every} of {found['split']} ({found['tasks']})")
     for agent, one in found["agents"].items():
         own = f", {headline(one)}" if headline(one) else ""
         mean = "-" if one["mean"] is None else f"{one['mean']:.3f}"
         lost = f", {one['unscored']} unscored" if one["unscored"] else ""
         share = f"{100 * one['low']:.1f} to {100 * one['high']:.1f} %, 95 %"
-        print(f"  {agent:15} mean {mean}, paid in full on {one['paid']} ({share}){lost}{own}")
+        say(f"  {agent:15} mean {mean}, paid in full on {one['paid']} ({share}){lost}{own}")
         if one["ids"]:
             more = f" and {len(one['ids']) - SHOWN} more (--json has all)" if len(one["ids"]) > SHOWN else ""
-            print(safe(f"    {', '.join(one['ids'][:SHOWN])}{more}"))
+            say(f"    {', '.join(one['ids'][:SHOWN])}{more}")

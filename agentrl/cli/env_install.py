@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from agentrl.errors import CatalogError, UserError, did_you_mean
-from agentrl.shown import safe
+from agentrl.shown import say
 
 if TYPE_CHECKING:
     from agentrl.catalog import EnvEntry
@@ -39,7 +39,7 @@ def run_install(args: argparse.Namespace) -> int:
     if args.remove:
         from agentrl.env.install import remove
 
-        print(f"removed: {remove(args.suite)}")
+        say(f"removed: {remove(args.suite)}")
         return 0
     entries = suites().get(args.suite)
     if entries is None:
@@ -89,13 +89,13 @@ def _install(entries: list[EnvEntry], source: str | None) -> InstallRecord:
 
 
 def _say(record: InstallRecord, entries: list[EnvEntry]) -> None:
-    print(safe(f"{record.suite} {record.version}: {record.source} ({len(record.files)} files)"))
+    say(f"{record.suite} {record.version}: {record.source} ({len(record.files)} files)")
     for env_id, splits in record.tasks.items():
         for split, families in splits.items():
             told = ", ".join(f"{family} {count}" for family, count in sorted(families.items()))
-            print(safe(f"  {env_id}  {split}: {sum(families.values())} tasks" + (f" ({told})" if told else "")))
+            say(f"  {env_id}  {split}: {sum(families.values())} tasks" + (f" ({told})" if told else ""))
     name = entries[0].name
-    print(f"next: agentrl env check {name}; agentrl env show {name}; agentrl eval {name} --model MODEL --split all")
+    say(f"next: agentrl env check {name}; agentrl env show {name}; agentrl eval {name} --model MODEL --split all")
 
 
 def _list() -> int:
@@ -106,8 +106,8 @@ def _list() -> int:
         ids = ", ".join(entry.id for entry in entries)
         if record is not None:
             tasks = sum(count for splits in record.tasks.values() for one in splits.values() for count in one.values())
-            print(safe(f"{name}  installed {record.installed}: {record.version}, {tasks} tasks, {record.source}  ({ids})"))
+            say(f"{name}  installed {record.installed}: {record.version}, {tasks} tasks, {record.source}  ({ids})")
         else:
             how = f"not installed: agentrl env install {name} --from FOLDER" if entries[0].lacks_source() else "can be used"
-            print(f"{name}  {how}  ({ids})")
+            say(f"{name}  {how}  ({ids})")
     return 0

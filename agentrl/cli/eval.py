@@ -12,6 +12,8 @@ from agentrl.cli.configs import is_override
 from agentrl.cli.rollout import add_options, check_counts, check_request, read_request, say_interrupted
 from agentrl.deadline import run_loop
 from agentrl.errors import ConfigError
+from agentrl.shown import console as safe_console
+from agentrl.shown import say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -128,17 +130,15 @@ def _play(plan: Plan, display: Any) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from agentrl.run.eval import write_comparison
 
     if args.env is not None or args.overrides or args.model or args.checkpoint:
         raise ConfigError("--compare reads evaluations that are there: give their folders, and nothing to evaluate")
     if len(args.compare) < 2:
         raise ConfigError(f"--compare: two or more folders are needed, got {args.compare[0]}")
-    found = _side_by_side([Path(folder) for folder in args.compare], Console(highlight=False))
+    found = _side_by_side([Path(folder) for folder in args.compare], safe_console(highlight=False))
     if args.out is not None:
-        print(f"comparison: {write_comparison(Path(args.out), found)}")
+        say(f"comparison: {write_comparison(Path(args.out), found)}")
     return 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from agentrl.shown import say
+
 HELP = "write a run's checkpoint as a Hugging Face model folder"
 EPILOG = """examples:
   agentrl export runs/quickstart models/mine              the newest checkpoint
@@ -29,5 +31,5 @@ def run(args: argparse.Namespace) -> int:
     from agentrl.train.export import export_run
 
     step = export_run(args.run_folder, args.out, args.step, best=args.best)
-    print(f"wrote the model of step {step} to {args.out}")
+    say(f"wrote the model of step {step} to {args.out}")
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from agentrl.config.schema import InitModelConfig
+from agentrl.shown import say
 
 HELP = "write a tiny randomly initialized model and its tokenizer"
 EPILOG = """examples:
@@ -40,5 +41,5 @@ def run(args: argparse.Namespace) -> int:
         first = error.errors()[0]
         raise ConfigError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from error
     folder = init_model(cfg, args.folder, args.seed)
-    print(f"wrote a random model of {cfg.layers} layers, hidden size {cfg.hidden}, to {folder}")
+    say(f"wrote a random model of {cfg.layers} layers, hidden size {cfg.hidden}, to {folder}")
     return 0

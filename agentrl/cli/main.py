@@ -17,7 +17,7 @@ from agentrl.cli.parser import Parser
 from agentrl.errors import FULL, AgentrlError, UserError
 from agentrl.files import full_text
 from agentrl.redaction import guarded_output
-from agentrl.shown import safe
+from agentrl.shown import say
 
 COMMANDS = (
     "train",
@@ -104,10 +104,10 @@ def _run(args: argparse.Namespace) -> int:
         code: int = args.run(args)
         return code
     except UserError as error:
-        print(f"agentrl: {safe(error)}", file=sys.stderr)
+        say(f"agentrl: {error}", file=sys.stderr)
         return 2
     except AgentrlError as error:
-        print(f"agentrl: {type(error).__name__}: {safe(error)}", file=sys.stderr)
+        say(f"agentrl: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `agentrl ... | head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -116,10 +116,10 @@ def _run(args: argparse.Namespace) -> int:
         if error.filename is None:
             raise
         text = f"{error.filename}: {error.strerror}: mend that and repeat the command"
-        print(f"agentrl: {full_text(error.filename, 'repeat the command') if error.errno in FULL else text}", file=sys.stderr)
+        say(f"agentrl: {full_text(error.filename, 'repeat the command') if error.errno in FULL else text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("agentrl: interrupted", file=sys.stderr)
+        say("agentrl: interrupted", file=sys.stderr)
         return 130
 
 

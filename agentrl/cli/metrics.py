@@ -6,6 +6,8 @@ import argparse
 import json
 from dataclasses import asdict
 
+from agentrl.shown import say
+
 HELP = "what the numbers in metrics.jsonl mean"
 EPILOG = """examples:
   agentrl metrics                                    all of them, with units and formulas
@@ -29,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from agentrl.run.metrics import as_markdown, info_of, metrics_table
 
     if args.markdown:
-        print(as_markdown(), end="")
+        say(as_markdown(), end="")
         return 0
     exact = {entry.name for word in args.words if (entry := info_of(word)) is not None}
     found = [
@@ -40,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
         or any(word.lower() in f"{entry.name} {entry.meaning}".lower() for word in args.words)
     ]
     if args.json:
-        print(json.dumps([asdict(entry) for entry in found], indent=2))
+        say(json.dumps([asdict(entry) for entry in found], indent=2))
     else:
         for entry in found:
-            print(f"{entry.name}  [{entry.unit}; {', '.join(entry.phases)}]\n    {entry.meaning}")
+            say(f"{entry.name}  [{entry.unit}; {', '.join(entry.phases)}]\n    {entry.meaning}")
     return 0 if found else 1

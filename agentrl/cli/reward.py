@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import CatalogError, UserError
 from agentrl.plain_data import json_text, read_json
-from agentrl.shown import safe
+from agentrl.shown import console as safe_console
+from agentrl.shown import say
 
 if TYPE_CHECKING:
     from agentrl.reward import Context, Scorer
@@ -113,19 +114,19 @@ def run_lint(args: argparse.Namespace) -> int:
     if args.json:
         decides = None if scorer.rule is None else {"by": str(scorer.rule), "node": scorer.rule.node}
         rows = [item.to_json() for item in findings]
-        print(json.dumps({"spec": scorer.name, "success": decides, "findings": rows}, indent=2))
+        say(json.dumps({"spec": scorer.name, "success": decides, "findings": rows}, indent=2))
     else:
         for item in findings:
-            print(safe(f"{item.level}: {item.code} at {item.at}: {item.message}"))
+            say(f"{item.level}: {item.code} at {item.at}: {item.message}")
         if scorer.rule is not None:
             node = f": {json.dumps(scorer.rule.node)}" if scorer.rule.derived else ""
-            print(f"success is decided by {scorer.rule}{node}")
+            say(f"success is decided by {scorer.rule}{node}")
         low, high = scorer.range
         replays = any(isinstance(node, LeafNode) and "replay" in node.leaf.args for node in walk(scorer.root))
         unseen = "what it replays, gold and spam: not tried" if replays else "gold and spam: not tried"
         probed = f", probed on {args.tasks} tasks of {args.env}" if args.env else f" ({unseen}; --env ID does)"
         count = sum(item.level != "note" for item in findings)
-        print(f"{scorer.name}: {_count(count, 'finding')}; reward within [{low:g}, {high:g}]{probed}")
+        say(f"{scorer.name}: {_count(count, 'finding')}; reward within [{low:g}, {high:g}]{probed}")
     return 1 if any(item.level == "error" for item in findings) else 0
 
 
@@ -144,12 +145,12 @@ def run_explain(args: argparse.Namespace) -> int:
             "terminal": score.terminal,
             "metrics": score.metrics,
         }
-        print(json_text({**content, "evidence": score.evidence}, indent=2))
+        say(json_text({**content, "evidence": score.evidence}, indent=2))
     else:
         recorded = f"recorded reward {_shown(trajectory.reward)}"
         episode = f"{trajectory.task.id}, member {trajectory.member}, {_count(len(trajectory.turns), 'turn')}"
-        print(safe(f"{episode}, stopped: {trajectory.stop.value}, {recorded}"))
-        print(safe(explain_text(score)))
+        say(f"{episode}, stopped: {trajectory.stop.value}, {recorded}")
+        say(explain_text(score))
     return 0
 
 
@@ -162,17 +163,17 @@ def run_score(args: argparse.Namespace) -> int:
     rows = _scored(args, args.spec)
     text = "".join(json_text(row) + "\n" for row in rows)
     if args.out is None:
-        sys.stdout.write(text)
+        say(text, end="")
     else:
         args.out.write_text(text, encoding="utf-8")
     values = [row["value"] for row in rows if row["value"] is not None]
     mean = f"mean {sum(values) / len(values):.4g}" if values else "no value"
     known = [row["success"] for row in rows if row["success"] is not None]
     mean += f", success {sum(known)} of {len(known)}" if known else ""
-    print(f"{len(values)} of {len(rows)} episodes scored, {mean}", file=sys.stderr)
+    say(f"{len(values)} of {len(rows)} episodes scored, {mean}", file=sys.stderr)
     unscored = Counter(next(reasons(row["evidence"]), "no reason given") for row in rows if row["value"] is None)
     for reason, count in unscored.most_common(5):
-        print(safe(f"unscored: {count} x {reason}"), file=sys.stderr)
+        say(f"unscored: {count} x {reason}", file=sys.stderr)
     return 0
 
 
@@ -192,22 +193,21 @@ def run_diff(args: argparse.Namespace) -> int:
         numbered = [{**change.to_json(), "row": lines[change.row][0]} for change in changes]
         worth = [{"row": lines[row][0], "value_a": x, "value_b": y} for row, x, y in values]
         found = {"episodes": len(lines), "changed": numbered, "values": worth, "success": [lines[row][0] for row in verdicts]}
-        print(json_text({**found, "tasks": tasks, "tasks_of_one_episode": single}, indent=2))
+        say(json_text({**found, "tasks": tasks, "tasks_of_one_episode": single}, indent=2))
         return 0
     for change in changes:
-        task = safe(change.task)
-        print(
-            f"row {lines[change.row][0]} (task {task}, member {change.member}): "
+        say(
+            f"row {lines[change.row][0]} (task {change.task}, member {change.member}): "
             f"{_shown(change.value_a)} -> {_shown(change.value_b)}, "
             f"rank {change.rank_a or 'none'} -> {change.rank_b or 'none'}"
         )
     ranked = {change.row for change in changes}
     for row, x, y in [item for item in values if item[0] not in ranked][:SHOWN]:
-        print(safe(f"row {lines[row][0]} (task {trajectories[row].task.id}): {_shown(x)} -> {_shown(y)}"))
-    print(f"{len(changes)} of {len(lines)} episodes change rank within their task")
-    print(f"{len(values)} of {len(lines)} episodes change value ({_mean(a)} -> {_mean(b)}), {len(verdicts)} change success")
+        say(f"row {lines[row][0]} (task {trajectories[row].task.id}): {_shown(x)} -> {_shown(y)}")
+    say(f"{len(changes)} of {len(lines)} episodes change rank within their task")
+    say(f"{len(values)} of {len(lines)} episodes change value ({_mean(a)} -> {_mean(b)}), {len(verdicts)} change success")
     if single:
-        print(
+        say(
             f"{single} of {_count(tasks, 'task')} have one episode, which has no rank: record more of each (agentrl rollout -k 4)"
         )
     return 0
@@ -224,7 +224,7 @@ def run_schema(args: argparse.Namespace) -> int:
 
     text = json.dumps(published_schema(), indent=2) + "\n"
     if args.out is None:
-        sys.stdout.write(text)
+        say(text, end="")
     else:
         args.out.write_text(text)
     return 0
@@ -239,7 +239,7 @@ def run_leaves(args: argparse.Namespace) -> int:
     documented += [(kind, leaf.__doc__, leaf.formula, leaf.example) for kind, leaf in GROUP_LEAVES.items()]
     for kind, doc, formula, sample in documented:
         example = json.dumps({"use": kind, "args": sample})
-        print(f"{kind}\n  {' '.join((doc or '').split())}\n  value    {formula}\n  example  {example}\n")
+        say(f"{kind}\n  {' '.join((doc or '').split())}\n  value    {formula}\n  example  {example}\n")
     return 0
 
 
@@ -357,10 +357,9 @@ def _scored(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
 @contextmanager
 def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar on standard error, if that is a terminal."""
-    from rich.console import Console
     from rich.progress import Progress
 
-    console = Console(stderr=True)
+    console = safe_console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task(name, total=total)
         yield lambda count: progress.advance(bar, count)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import RunFolderError
+from agentrl.shown import say
 
 if TYPE_CHECKING:
     from agentrl.run.reader import RunRecord
@@ -60,9 +61,9 @@ def run_list(args: argparse.Namespace) -> int:
         console().print(runs_table(rows))
         for row in rows:
             if row["status"] == "damaged":
-                print(f"{row['run']!a}: {row['error']!a}")
+                say(f"{row['run']!a}: {row['error']!a}")
     else:
-        print(f"no runs in {', '.join(args.folders or ['runs'])}")
+        say(f"no runs in {', '.join(args.folders or ['runs'])}")
     return 0
 
 
@@ -102,7 +103,7 @@ def run_failures(args: argparse.Namespace) -> int:
     elif rows:
         console().print(failures_table(rows))
     else:
-        print(f"none of {count} episodes failed" if count else "there are no episodes")
+        say(f"none of {count} episodes failed" if count else "there are no episodes")
     return 0
 
 

@@ -13,6 +13,7 @@ from agentrl.config.identity import check_resumed
 from agentrl.config.origin import read_origins
 from agentrl.config.paths import with_absolute_paths
 from agentrl.errors import ConfigError
+from agentrl.shown import say
 
 HELP = "train a policy on an environment"
 EPILOG = """examples:
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         from agentrl.run.dry_run import dry_run
 
         found = dry_run(config, args.gpu_memory)
-        print(json.dumps(found.json(), indent=2) if args.json else found.text())
+        say(json.dumps(found.json(), indent=2) if args.json else found.text())
         return 0
     if args.gpu_memory is not None or args.json:
         option = "--json" if args.json else "--gpu-memory"

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     library = Library(paths)
 
     def say(url: str) -> None:
-        print(f"agentrl view: {len(library.scan())} runs at {url}  (Ctrl-C ends it)", flush=True)
+        say(f"agentrl view: {len(library.scan())} runs at {url}  (Ctrl-C ends it)", flush=True)
         if not args.no_browser and _has_display():
             webbrowser.open(url)
 

@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-
 from agentrl.cli.configs import open_folder
 from agentrl.cli.rollout import check_request
 from agentrl.config import TrainConfig, load_config
@@ -37,6 +35,7 @@ from agentrl.run.official import suite_choice, suite_tasks
 from agentrl.run.provenance import check_resumable
 from agentrl.run.reader import RunRecord, load_run
 from agentrl.run.rollout import RolloutRequest, run_rollout
+from agentrl.shown import console, say
 from agentrl.trajectory import Group, Trajectory
 
 Model = str | Path | Callable[..., Any]
@@ -104,7 +103,7 @@ async def _evaluate(
         at = Path(folder if out is None else out)
         request = RolloutRequest("eval", name, tasks, k, split or own.split, at, chosen=chosen)
         checked = await in_thread("load", check_request, config, request)
-        report, outcome = await run_eval(checked, request, Display(Console(quiet=True) if quiet else None))
+        report, outcome = await run_eval(checked, request, Display(console(quiet=True) if quiet else None))
     episodes = [outcome.episodes[pair] for pair in request.pairs if pair in outcome.episodes]
     _raise_policy(name, episodes)
     assert report is not None
@@ -134,7 +133,7 @@ async def _rollout(
     with tempfile.TemporaryDirectory(prefix="agentrl-rollout-") as folder:
         request = RolloutRequest("rollout", name, n, k, split, Path(folder if out is None else out))
         checked = await in_thread("load", check_request, config, request)
-        outcome = await run_rollout(checked, request, Display(Console(quiet=True) if quiet else None))
+        outcome = await run_rollout(checked, request, Display(console(quiet=True) if quiet else None))
     episodes = [outcome.episodes[pair] for pair in request.pairs if pair in outcome.episodes]
     _raise_policy(name, episodes)
     return episodes
@@ -220,7 +219,7 @@ async def _train(
         top["rollout.accept"] = {"name": give(accept, "accept")} if unnamed else accept
     made, folder, notes, resumed = await in_thread("load", _prepared, config, top, resume, overwrite)
     watching = [*callbacks, *([Functions(on_step, on_group)] if on_step or on_group else [])]
-    interrupt = Interrupt(print)
+    interrupt = Interrupt(say)
     work = partial(execute, made, folder, resumed=resumed, notes=notes, callbacks=watching, interrupt=interrupt)
     # A thread of its own: a run has an event loop of its own, and this one may serve a session at the same time.
     with ThreadPoolExecutor(1, thread_name_prefix="agentrl-train") as threads:

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
-
 from agentrl.cli.configs import open_folder
 from agentrl.config import TrainConfig
 from agentrl.errors import ConfigError, StepOrderError
@@ -26,6 +24,7 @@ from agentrl.run.interrupt import Interrupt
 from agentrl.run.run_log import RunLog
 from agentrl.run.session import Session, open_session
 from agentrl.run.sft import warm_start
+from agentrl.shown import console
 from agentrl.train.families.choice import with_packing
 
 
@@ -112,7 +111,7 @@ async def _session(
     path = Path(temporary.name if temporary is not None else str(folder)).absolute()
     made = made.model_copy(update={"out": str(path.parent), "name": path.name})
     place = await in_thread("files", _folder, made, path)
-    display = Display(Console(quiet=True) if quiet else None)
+    display = Display(console(quiet=True) if quiet else None)
     run_log = RunLog(place, display, [])
     made = await in_thread("load", with_packing, made)  # one decision for all roles and ranks
     session = await open_session(made, place, display)

@@ -20,7 +20,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from agentrl.redaction import redact_said
 from agentrl.run.frame import Activity, Shown, frame, nothing, percent, plain_doing, plain_step
+from agentrl.shown import console as safe_console
 from agentrl.shown import safe
 
 log = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ class Display:
     def __init__(
         self, console: Console | None = None, *, live: bool | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self.console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self.console = console or safe_console(file=sys.stdout, highlight=False, soft_wrap=True)
         self.trouble: Callable[[], str] = nothing
         self._wanted = animates(self.console) if live is None else live
         self._now = now
@@ -135,7 +137,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
-        self.console.print(safe(text), markup=False)  # paths and messages may contain [brackets]
+        self.console.print(safe(redact_said(text)), markup=False)  # paths and messages may contain [brackets]
 
     def warn(self, text: str) -> None:
         """Print a warning that stays, and log it if a log is kept."""

@@ -11,6 +11,15 @@ from typing import Any
 
 from agentrl.config.schema import KeepConfig
 from agentrl.files import plain_file
+from agentrl.redaction import redact_said
+from agentrl.shown import safe
+
+
+class SafeLines(logging.Formatter):
+    """Without secrets, and with what a terminal could act on written out, whichever program the run is part of."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return safe(redact_said(super().format(record)))
 
 
 class LogFile(RotatingFileHandler):
@@ -19,7 +28,7 @@ class LogFile(RotatingFileHandler):
 
     def __init__(self, path: Path, keep: KeepConfig) -> None:
         super().__init__(path, maxBytes=max(int(keep.log_mib * 2**20), 1), backupCount=keep.log_files, encoding="utf-8")
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self.setFormatter(SafeLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
     def handleError(self, record: logging.LogRecord) -> None:
         """On a full disk lines wait in the buffer. That the disk is full is said by what the run cannot do without; a traceback a

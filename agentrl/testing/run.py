@@ -17,6 +17,7 @@ from pathlib import Path
 
 from agentrl.errors import ConfigError, ResourceError
 from agentrl.files import atomic_write
+from agentrl.shown import say
 from agentrl.testing.cards import VISIBLE, CardLocks, CardReader, NvidiaSmi, chosen
 from agentrl.testing.declare import declared, listed_tests
 from agentrl.testing.find import find_files
@@ -65,7 +66,7 @@ def run_tests(options: TestRun) -> int:
         known = recall(options.out)
         found = failed_before(found, known) if options.failed else found
         stream = sys.stderr if options.as_json else sys.stdout
-        lines = Lines(lambda line: print(line, file=stream, flush=True), began, options.heartbeat)
+        lines = Lines(lambda line: say(line, file=stream, flush=True), began, options.heartbeat)
         jobs, unreadable = read_jobs(found, known, options.timeout)
         for result in unreadable:
             lines.ended(result, time.monotonic())
@@ -82,7 +83,7 @@ def run_tests(options: TestRun) -> int:
         atomic_write(options.junit_xml or options.out / "junit.xml", junit(results, date))
         told = as_json(results, pool.out, time.monotonic() - began, code)
         atomic_write(options.out / "results.json", json.dumps(told, indent=1))
-        print(json.dumps(told) if options.as_json else report(results, pool.out, told["seconds"]), flush=True)
+        say(json.dumps(told) if options.as_json else report(results, pool.out, told["seconds"]), flush=True)
     return code
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.render.chatml import CHATML_TEMPLATE
+from agentrl.shown import say
 
 PAD = "<|endoftext|>"
 END_OF_TURN = "<|im_end|>"
@@ -85,7 +86,7 @@ def main(corpus: str, out: str) -> int:
     lines = Path(corpus).read_text(encoding="utf-8").splitlines()
     tokenizer = train_bpe([json.loads(line) for line in lines])
     tokenizer.save(out, pretty=True)
-    print(f"{tokenizer.get_vocab_size()} entries -> {out}")
+    say(f"{tokenizer.get_vocab_size()} entries -> {out}")
     return 0
 
 

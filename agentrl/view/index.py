@@ -21,6 +21,7 @@ from agentrl.errors import RunFolderError
 from agentrl.files import open_plain
 from agentrl.plain_data import read_json
 from agentrl.run.reader import EpisodeFile, RunRecord
+from agentrl.shown import console as safe_console
 from agentrl.view import features, signs
 from agentrl.view.features import Features, features_of
 
@@ -227,9 +228,8 @@ def read_now(run: RunRecord) -> Iterator[sqlite3.Connection]:
 @contextmanager
 def say_reading(run: RunRecord) -> Iterator[None]:
     """Says on a terminal's standard error that a large run is being read, which can take a while the first time."""
-    from rich.console import Console
 
-    console = Console(stderr=True)
+    console = safe_console(stderr=True)
     size = sum(_size(file.path) for file in run.files)
     with console.status(f"reading {size >> 20} MB of episodes") if size > _LARGE and console.is_terminal else nullcontext():
         yield

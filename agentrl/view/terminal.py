@@ -18,7 +18,8 @@ from rich.text import Text
 
 from agentrl.reward.explain import explain_text
 from agentrl.reward.score import Score
-from agentrl.shown import safe
+from agentrl.shown import console as safe_console
+from agentrl.shown import safe, say
 from agentrl.view.finite import finite
 
 Json = Any
@@ -50,12 +51,12 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Json]], mo
 
 def print_json(value: Json) -> None:
     """JSON in ASCII, so that no character of it is one that a terminal acts on; a figure that is not finite is null."""
-    print(json.dumps(finite(value), indent=2, ensure_ascii=True, allow_nan=False))
+    say(json.dumps(finite(value), indent=2, ensure_ascii=True, allow_nan=False))
 
 
 def console() -> Console:
     """Markup and highlighting are off: what is printed is `Text` or this file's own."""
-    return Console(markup=False, highlight=False, emoji=False)
+    return safe_console(markup=False, highlight=False, emoji=False)
 
 
 def runs_table(rows: Sequence[Mapping[str, Json]]) -> Table:
