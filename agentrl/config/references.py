@@ -19,7 +19,7 @@ TAKEN = (
 def check_references(config: TrainConfig) -> None:
     """Raise ConfigError for a reference at a key that takes none, and for a variable that is not set.
 
-    Reads: all of it.
+    Reads: env, tools, sft, agent, api, reward, trackers, engine_args.
     """
     for key, text in references(config.model_dump(mode="json", exclude_none=True)):
         if not any(fnmatchcase(key, pattern) for name in TAKEN for pattern in (name, f"{name}.*")):

@@ -16,6 +16,10 @@ from agentrl.trajectory import Json, ToolCall
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
+MOST_CALLS = 10_000
+"""Of one turn. Each takes hundreds of bytes of memory, and two characters may be one: of 10 MB of them, a gigabyte."""
+MOST_VALUES = 500_000
+"""Of one JSON text, counted by what separates and opens them: each may take 70 times its characters in memory."""
 
 
 def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
@@ -30,6 +34,10 @@ def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     position = 0
     while (start := text.find(OPEN, position)) >= 0:
         prose.append(text[position:start])
+        if len(calls) == MOST_CALLS:
+            calls.append(too_many(text[start:]))
+            position = len(text)
+            break
         call, position = _block(text, start, f"call_{len(calls)}")
         calls.append(call)
     prose.append(text[position:])
@@ -74,11 +82,21 @@ def malformed(call_id: str, raw: str, error: str, name: str = "") -> ToolCall:
     return ToolCall(name=name, arguments=None, id=call_id, raw=raw, error=error)
 
 
+def too_many(raw: str) -> ToolCall:
+    """The record of all that follows the most calls that a turn may have."""
+    return malformed(f"call_{MOST_CALLS}", raw, f"more than {MOST_CALLS} calls in one turn")
+
+
+def within_most(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+    """The calls of a turn, of which those beyond `MOST_CALLS` are one. `calls`: read from lists that are `raw` as a whole."""
+    return tuple(calls) if len(calls) <= MOST_CALLS + 1 else (*calls[:MOST_CALLS], too_many(calls[MOST_CALLS].raw))
+
+
 def strict_json(text: str, start: int = 0) -> tuple[Json, int]:
     """Decode one JSON value at `start` (leading white space allowed); returns it and the position after it.
 
-    Raises ValueError for anything that is not standard JSON (including NaN and Infinity), for nesting over
-    64 levels, for numbers beyond the range of a double, and for lone surrogates, which no tokenizer can encode.
+    Raises ValueError for anything that is not standard JSON (including NaN and Infinity), for nesting over 64 levels, for more
+    than `MOST_VALUES` values, for numbers beyond the range of a double, and for lone surrogates, which no tokenizer can encode.
     """
     blank = _JSON_BLANK.match(text, start)
     try:
@@ -98,6 +116,8 @@ def _decoded(text: str, start: int) -> tuple[Json, int]:
     while True:
         window = text[start : start + size]
         whole = start + size >= len(text)
+        if len(window) > MOST_VALUES and sum(map(window.count, ",[{")) > MOST_VALUES:
+            raise ValueError(f"more than {MOST_VALUES} values")
         try:
             value, end = _DECODER.raw_decode(window)
         except json.JSONDecodeError as problem:

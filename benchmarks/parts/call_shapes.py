@@ -44,8 +44,9 @@ class Shape:
     again: str
     after: str
 
-    def text(self, characters: int) -> str:
-        times = max(1, (characters - len(self.before) - len(self.after)) // len(self.again))
+    def text(self, size: int) -> str:
+        """Of so many bytes in UTF-8."""
+        times = max(1, (size - len((self.before + self.after).encode())) // len(self.again.encode()))
         return self.before + self.again * times + self.after
 
     def __str__(self) -> str:

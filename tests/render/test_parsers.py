@@ -1,11 +1,13 @@
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from render_conversations import TOOLS, arguments, plain
 
-from agentrl.render.parsers import PARSERS, ForTools, parse_llama_json, parse_mistral, parse_qwen_xml
+from agentrl.render.parsers import PARSERS, ForTools, gemma, parse_llama_json, parse_mistral, parse_qwen_xml
+from agentrl.render.toolcalls import MOST_CALLS
 from agentrl.trajectory import ToolCall
 
 XML = (
@@ -126,3 +128,75 @@ def test_json_forms_round_trip(items):
     mistral = "[TOOL_CALLS]" + json.dumps([{"name": n, "arguments": a} for n, a in items])
     for calls in (parse_llama_json(llama)[1], parse_mistral(mistral)[1]):
         assert [(c.name, c.arguments) for c in calls] == items
+
+
+MANY = {
+    "hermes": "<tool_call>", "qwen_xml": "<tool_call></tool_call>", "glm": "<tool_call></tool_call>", "llama_json": "{}",
+    "mistral": "[TOOL_CALLS]", "deepseek": "<｜tool▁call▁begin｜>", "granite": "<|tool_call|>", "phi": "<|tool_call|>[{}]",
+    "deepseek_dsml": '<｜DSML｜function_calls><｜DSML｜invoke name="f"></｜DSML｜invoke></｜DSML｜function_calls>',
+    "gemma": "<|tool_call>call:f{}<tool_call|>", "function_gemma": "<start_function_call>",
+    "lfm2": "<|tool_call_start|>[]<|tool_call_end|>",
+    "olmo": "<function_calls>\nf()\n</function_calls>", "harmony": "<|channel|>commentary to=functions.f<|message|>{}<|call|>",
+}  # fmt: skip
+"""A call, or what opens one, of each syntax that may have several."""
+
+
+@pytest.mark.parametrize("name", sorted(MANY))
+def test_a_turn_has_so_many_calls_and_what_follows_is_kept_as_one(name):
+    parser = PARSERS[name]
+    parser = parser.bind(TOOLS) if isinstance(parser, ForTools) else parser
+    part = MANY[name]
+    for count, last in ((MOST_CALLS, None), (MOST_CALLS + 30, 30 * part)):
+        prose, calls = parser(part * count)
+        assert prose == "" and [call.id for call in calls] == [f"call_{i}" for i in range(len(calls))]
+        if name != "deepseek_dsml":  # whose calls are without the block around them
+            assert "".join(call.raw for call in calls) == part * count, "nothing is lost"
+        errors = [call for call in calls if (call.error or "").startswith("more than")]
+        assert len(calls) == (count if last is None else MOST_CALLS + 1)
+        assert [(call.raw, call.error) for call in errors] == (
+            [] if last is None else [(last, f"more than {MOST_CALLS} calls in one turn")]
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mistral", "[TOOL_CALLS][" + ", ".join(['{"name": "f", "arguments": {}}'] * (MOST_CALLS + 9)) + "]"),
+        ("granite", "<|tool_call|>[" + ", ".join(['{"name": "f", "arguments": {}}'] * (MOST_CALLS + 9)) + "]"),
+        ("pythonic", "[" + ", ".join(["f()"] * (MOST_CALLS + 9)) + "]"),
+        ("deepseek_dsml", MANY["deepseek_dsml"].replace("<｜DSML｜invoke", "<｜DSML｜invoke", 1).replace(
+            '<｜DSML｜invoke name="f"></｜DSML｜invoke>', '<｜DSML｜invoke name="f"></｜DSML｜invoke>' * (MOST_CALLS + 9))),
+    ],
+    ids=["mistral", "granite", "pythonic", "deepseek_dsml"],
+)  # fmt: skip
+def test_a_list_of_more_calls_is_cut_too(name, text):
+    _, calls = PARSERS[name](text)
+    assert len(calls) == MOST_CALLS + 1 and calls[-1].error == f"more than {MOST_CALLS} calls in one turn"
+    assert [call.name for call in calls[:-1]] == ["f"] * MOST_CALLS and calls[-1].raw.startswith(text[:5].strip())
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "again", "error"),
+    [
+        ("llama_json", "", "{}", "more than 10000 calls"),
+        ("llama_json", '{"name": "f", "parameters": {"k": [', "[],", "more than 500000 values"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"k": [', "{},", "more than 500000 values"),
+    ],
+)
+def test_a_long_turn_takes_little_memory(name, before, again, error):
+    """The texts of 1.5 MB took 35 to 160 MB; what is beyond the limits is not read."""
+    text = before + again * (1_500_000 // len(again))
+    tracemalloc.start()
+    try:
+        _, calls = PARSERS[name](text)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert error in calls[-1].error and peak < 25e6, f"{peak / 1e6:.0f} MB"
+
+
+def test_values_of_gemma_are_counted_too(monkeypatch):
+    monkeypatch.setattr(gemma, "MOST_VALUES", 50)
+    for count, error in ((48, None), (49, "more than 50 values")):
+        [call] = PARSERS["gemma"](f"<|tool_call>call:f{{k:[{','.join(['[]'] * count)},1]}}<tool_call|>")[1]
+        assert call.error == error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from agentrl.render.parsers.syntax import Parsed, Syntax, blocks
-from agentrl.render.toolcalls import broken_end, call_from_json, malformed, skip_blanks, strict_json
+from agentrl.render.toolcalls import MOST_CALLS, broken_end, call_from_json, malformed, skip_blanks, strict_json, too_many
 from agentrl.trajectory import Json, ToolCall
 
 _BEGIN, _END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
@@ -84,9 +84,11 @@ def parse_dsml(text: str) -> Parsed:
             return [malformed(call_id, raw, f"no {_BLOCK_END}")], stop
         first, position = int(call_id.removeprefix("call_")), 0
         calls: list[ToolCall] = []
-        while (invoke := _INVOKE.match(body, position)) is not None:
+        while len(calls) <= MOST_CALLS and (invoke := _INVOKE.match(body, position)) is not None:
             calls.append(_invoke(invoke, f"call_{first + len(calls)}"))
             position = invoke.end()
+        if len(calls) > MOST_CALLS:
+            return [*calls, too_many(raw)], stop
         if not calls or body[position:].strip():
             return [malformed(call_id, raw, "expected <invoke name=...> and nothing else")], stop
         return calls, stop

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from agentrl.render.parsers.syntax import Parsed, Parser, Syntax, blocks
-from agentrl.render.toolcalls import broken_end, malformed, strict_json
+from agentrl.render.toolcalls import MOST_VALUES, broken_end, malformed, strict_json
 from agentrl.trajectory import Json, ToolCall
 
 _NAME = re.compile(r"call:([^{}\s<]+)\{")
@@ -48,10 +48,13 @@ class _Reader:
     """Reads values of the form at a position of `text`; every method raises ValueError if there is none."""
 
     def __init__(self, text: str, quote: str) -> None:
-        self.text, self.quote = text, quote
+        self.text, self.quote, self.values = text, quote, 0
 
     def value(self, at: int, depth: int) -> tuple[Json, int]:
         text = self.text
+        self.values += 1
+        if self.values > MOST_VALUES:
+            raise ValueError(f"more than {MOST_VALUES} values")
         if depth > _MAX_DEPTH:
             raise ValueError(f"nested deeper than {_MAX_DEPTH}")
         if text.startswith(self.quote, at):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 
 from agentrl.render.parsers.syntax import Parsed, Syntax
-from agentrl.render.toolcalls import call_from_json, malformed, strict_json
+from agentrl.render.toolcalls import MOST_CALLS, call_from_json, malformed, strict_json, too_many
 from agentrl.trajectory import ToolCall
 
 _MESSAGE = "<|message|>"
@@ -46,6 +46,9 @@ def harmony_parts(text: str) -> tuple[str | None, str, tuple[ToolCall, ...]]:
         header, mark, body = piece.partition(_MESSAGE)
         header = _ROLE.sub("", header, count=1)
         channel, to = _CHANNEL.search(header), _TO.search(header)
+        if to is not None and len(calls) == MOST_CALLS:
+            calls.append(too_many(text[position - len(raw) :]))
+            break
         if to is not None:
             calls.append(_call(to.group(1), body, raw, f"call_{len(calls)}", bool(mark), end is not None))
         elif not mark and channel is None:

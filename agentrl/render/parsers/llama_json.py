@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from agentrl.render.grammar import llama_rules
 from agentrl.render.parsers.syntax import Parsed, Syntax
-from agentrl.render.toolcalls import call_from_json, malformed, skip_blanks, strict_json
+from agentrl.render.toolcalls import MOST_CALLS, call_from_json, malformed, skip_blanks, strict_json, too_many
 from agentrl.trajectory import ToolCall
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -25,6 +25,9 @@ def parse_llama_json(text: str) -> Parsed:
     calls: list[ToolCall] = []
     position = 0
     while position < len(body):
+        if len(calls) == MOST_CALLS:
+            calls.append(too_many(body[position:]))
+            break
         call_id = f"call_{len(calls)}"
         try:
             value, end = strict_json(body, position)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentrl.render.parsers.syntax import Parsed, Syntax
-from agentrl.render.toolcalls import call_from_json, malformed, strict_json
+from agentrl.render.toolcalls import MOST_CALLS, call_from_json, malformed, strict_json, too_many, within_most
 from agentrl.trajectory import Json, ToolCall
 
 _MARK = "[TOOL_CALLS]"
@@ -16,8 +16,11 @@ def parse_mistral(text: str) -> Parsed:
     if not mark:
         return text.strip(), ()
     calls: list[ToolCall] = []
-    for piece in body.split(_MARK):
+    for number, piece in enumerate(body.split(_MARK, MOST_CALLS)):
         raw = _MARK + piece
+        if number == MOST_CALLS or len(calls) >= MOST_CALLS:
+            calls.append(too_many(raw))
+            break
         # Each mark begins a call of its own, so that a broken one does not take the others with it.
         head, args, arguments = piece.partition("[ARGS]")
         name, _, sampled_id = head.partition("[CALL_ID]") if args else ("", "", "")
@@ -35,7 +38,7 @@ def parse_mistral(text: str) -> Parsed:
             calls.append(malformed(call_id, raw, "expected a JSON array of calls"))
         else:
             calls += [_item(item, f"call_{len(calls) + i}", raw) for i, item in enumerate(value)]
-    return prose.strip(), tuple(calls)
+    return prose.strip(), within_most(calls)
 
 
 def _item(item: Json, call_id: str, raw: str) -> ToolCall:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 
 from agentrl.render.parsers.syntax import Parsed, Parser, Syntax, blocks, numbered
-from agentrl.render.toolcalls import check_json, malformed
+from agentrl.render.toolcalls import check_json, malformed, within_most
 from agentrl.trajectory import Json, ToolCall
 
 _LOOKS_LIKE_CALLS = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
@@ -23,7 +23,7 @@ def parse_pythonic(text: str) -> Parsed:
     body = text.strip()
     if _LOOKS_LIKE_CALLS.match(body) is None:
         return body, ()
-    return "", tuple(_calls(body, body, "call_0"))
+    return "", within_most(_calls(body, body, "call_0"))
 
 
 def _between(opening: str, closing: str) -> Parser:

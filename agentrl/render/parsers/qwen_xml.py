@@ -9,7 +9,7 @@ from typing import Any
 
 from agentrl.render.parsers.syntax import ForTools, Parsed, Syntax
 from agentrl.render.schema_values import argument_value
-from agentrl.render.toolcalls import malformed
+from agentrl.render.toolcalls import MOST_CALLS, malformed, too_many
 from agentrl.trajectory import Json, ToolCall
 
 _FUNCTION, _FUNCTION_END = re.compile(r"<function=([^>\n]*)>"), "</function>"
@@ -28,6 +28,10 @@ def parse_qwen_xml(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed
     position = 0
     while (start := text.find("<tool_call>", position)) >= 0:
         prose.append(text[position:start])
+        if len(calls) == MOST_CALLS:
+            calls.append(too_many(text[start:]))
+            position = len(text)
+            break
         close = text.find("</tool_call>", start)
         position = len(text) if close < 0 else close + len("</tool_call>")
         raw, call_id = text[start:position], f"call_{len(calls)}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.render.grammar import Mark, Rules
+from agentrl.render.toolcalls import MOST_CALLS, too_many, within_most
 from agentrl.trajectory import ToolCall
 
 Parsed = tuple[str, tuple[ToolCall, ...]]
@@ -71,10 +72,14 @@ def blocks(text: str, opening: str, read: Callable[[int, str], tuple[list[ToolCa
     position = 0
     while (start := text.find(opening, position)) >= 0:
         prose.append(text[position:start])
+        if len(calls) >= MOST_CALLS:
+            calls.append(too_many(text[start:]))
+            position = len(text)
+            break
         found, position = read(start, f"call_{len(calls)}")
         calls += found
     prose.append(text[position:])
-    return "".join(prose).strip(), tuple(calls)
+    return "".join(prose).strip(), within_most(calls)
 
 
 def numbered(calls: Sequence[ToolCall], call_id: str) -> list[ToolCall]:
