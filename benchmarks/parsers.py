@@ -76,7 +76,8 @@ def measured(name: str, megabytes: float, most: int) -> dict[str, Any]:
     every = list(shapes(name))
     tried = every if len(every) <= most else random.Random(0).sample(every, most)
     short = [(seconds(read, s.text(64_000)), traced(read, s.text(64_000)), s) for s in tried]
-    picked = {str(row[2]): row[2] for column in (0, 1) for row in sorted(short, key=lambda row: -row[column])[:3]}
+    slow, large = (sorted(short, key=by, reverse=True)[:3] for by in (lambda row: row[0], lambda row: row[1]))
+    picked = {str(row[2]): row[2] for row in (*slow, *large)}
     rows = [(*apart(read, s, int(megabytes * 1e6)), apart(read, s, 1_000_000)[0], s) for s in picked.values()]
     longest, _, one, shape = max(rows, key=lambda row: row[0])
     largest = max(rows, key=lambda row: row[1])

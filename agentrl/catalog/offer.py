@@ -72,8 +72,8 @@ class EnvOffer:
                         f"params.{name} names what is on the server's machine, and is the server's to set: agentrl env serve "
                         f"{entry.name} {name}=..."
                     )
-            for key, text in references({"params": asked.params, "wrappers": asked.wrappers}):
-                raise CatalogError(f"{key} = {text!r}: a client has no variables of the server's machine")
+            for place, text in references({"params": asked.params, "wrappers": asked.wrappers}):
+                raise CatalogError(f"{place} = {text!r}: a client has no variables of the server's machine")
             wrappers = tuple(Choice(**row) for row in asked.wrappers)
             tools = ToolsConfig(sets=[*self.ref.tools.sets, *asked.sets], args=self.ref.tools.args)
             params = {**self.ref.params, **asked.params}

@@ -302,10 +302,10 @@ def _serve_http(ref: EnvRef, args: argparse.Namespace) -> int:
     offer.card(Asked(ref.id))  # a mistake in its parameters is one now, and not a client's
     app = EnvApp(offer, secret, SessionLimits(args.max_episodes, args.idle_timeout, args.max_body))
 
-    def say(url: str) -> None:
+    def began(url: str) -> None:
         where = f"in {args.token_env}" if args.token_env else secret.token
         say(f"{offer.name}: {url}   (env.url = {url!r}; Ctrl-C ends it)\ntoken: {where}", flush=True)
         say(f"for OpenEnv's clients: {url}/openenv/{secret.player}", flush=True)
 
-    serve_http(app, args.host, args.http if args.port is None else args.port, say)
+    serve_http(app, args.host, args.http if args.port is None else args.port, began)
     return 0

@@ -49,10 +49,10 @@ def run(args: argparse.Namespace) -> int:
         raise RunFolderError("runs: there is no such folder here; name a run, or start one with agentrl train")
     library = Library(paths)
 
-    def say(url: str) -> None:
+    def began(url: str) -> None:
         say(f"agentrl view: {len(library.scan())} runs at {url}  (Ctrl-C ends it)", flush=True)
         if not args.no_browser and _has_display():
             webbrowser.open(url)
 
-    serve(library, args.port, say, envs=not args.no_envs)
+    serve(library, args.port, began, envs=not args.no_envs)
     return 0
