@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from agentrl.errors import RunFolderError
+from agentrl.shown import say
 
 HELP = "look at runs in a browser: curves, episodes, tokens, failures"
 EPILOG = """examples:
