@@ -1,6 +1,6 @@
 """Runs whose processes are killed or stopped at random moments: what comes of them, and what they leave behind.
 
-    python benchmarks/chaos.py [--points 100] [--seed 0] [--kinds inline,workers,ray] [--point 17]
+    python benchmarks/chaos.py [--points 100] [--seed 0] [--kinds inline,workers,ray] [--point 17] [--limit 240] [--results]
 
 A point is one tiny run. At a random moment of it one of its processes, the driver or any that it started, gets SIGKILL, or
 SIGSTOP for a random time. If the run does not end by itself it is resumed. It must have the metrics and the weights of the
@@ -15,6 +15,7 @@ mount namespace), so that other programs are not counted.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import random
@@ -37,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 import psutil  # noqa: E402
 
 GRACE_S = 10.0
-LIMIT_S = 240.0
+RESULTS = ROOT / "benchmarks" / "results" / "chaos.json"
 PRIVATE = "AGENTRL_CHAOS_PRIVATE"
 TAG = "AGENTRL_CHAOS"
 SPEC = {
@@ -198,7 +199,7 @@ def result(folder: Path) -> tuple[list[dict[str, Any]], bytes]:
     return numbers(folder), (folder / "final" / "model.safetensors").read_bytes()
 
 
-def play(out: Path, point: Point, seed: int, undisturbed: tuple[Any, float]) -> None:
+def play(out: Path, point: Point, seed: int, undisturbed: tuple[Any, float], limit: float) -> None:
     """One point, into it."""
     draw = random.Random(f"{seed}/{point.number}")
     expected, seconds = undisturbed
@@ -211,7 +212,7 @@ def play(out: Path, point: Point, seed: int, undisturbed: tuple[Any, float]) -> 
     point.signal = draw.choice(["SIGKILL", "SIGKILL", "SIGSTOP"])
     if not run.wait(point.after):
         strike(run, point, draw, stopped)
-    ended(run, point, place, temporary)
+    ended(run, point, place, temporary, limit)
     for _ in range(3):
         if run.code == 0 or point.faults:
             break
@@ -219,7 +220,7 @@ def play(out: Path, point: Point, seed: int, undisturbed: tuple[Any, float]) -> 
         again = ["train", "--resume", str(place / "run")] if begun else [*words, "--overwrite"]
         point.came += f"{'resumed' if begun else 'begun again'} after {run.code}; "
         run = Run(again, place / "said.txt", temporary, run.tag)
-        ended(run, point, place, temporary)
+        ended(run, point, place, temporary, limit)
     if run.code != 0 and not point.faults:
         point.faults.append(f"exit code {run.code} after three resumes")
     elif not point.faults and result(place / "run") != expected:
@@ -242,10 +243,10 @@ def strike(run: Run, point: Point, draw: random.Random, stopped: float) -> None:
         point.victim += " (gone)"
 
 
-def ended(run: Run, point: Point, place: Path, temporary: Path) -> None:
+def ended(run: Run, point: Point, place: Path, temporary: Path, limit: float) -> None:
     """Wait for the end of a command, and look what it left."""
-    if not run.wait(LIMIT_S):
-        point.faults.append(f"it did not end within {LIMIT_S:g} s")
+    if not run.wait(limit):
+        point.faults.append(f"it did not end within {limit:g} s")
     elif "Traceback" in (said := (place / "said.txt").read_text()):
         point.faults.append("a traceback: " + said.strip().splitlines()[-1][:200])
     found = left_behind(run, temporary) if not point.faults else []
@@ -254,7 +255,7 @@ def ended(run: Run, point: Point, place: Path, temporary: Path) -> None:
         process.kill()
 
 
-def undisturbed_run(out: Path, kind: str) -> tuple[Any, float]:
+def undisturbed_run(out: Path, kind: str, limit: float) -> tuple[Any, float]:
     """Its result and seconds."""
     began, place = time.monotonic(), out / f"w_{kind}"
     (place / "t").mkdir(parents=True)
@@ -264,7 +265,7 @@ def undisturbed_run(out: Path, kind: str) -> tuple[Any, float]:
         place / "t",
         f"{os.getpid()}-{kind}",
     )
-    if not run.wait(LIMIT_S) or run.code != 0:
+    if not run.wait(limit) or run.code != 0:
         raise SystemExit((place / "said.txt").read_text())
     seconds = time.monotonic() - began
     if found := left_behind(run, place / "t"):
@@ -298,6 +299,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--point", type=int, help="play this one alone")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of runs")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds in which a run must have ended")
+    parser.add_argument("--results", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
     arguments = parser.parse_args()
     in_private_mounts()
     import_first()
@@ -307,27 +310,53 @@ def main() -> int:
     (out / "run.toml").write_text(CONFIG.format(spec=out / "spec.json"))
     print(f"seed {arguments.seed}; folders of points with a fault stay in {out}", flush=True)
     whole: dict[str, tuple[Any, float]] = {}
-    points = []
+    points: list[Point] = []
+    loads = [os.getloadavg()[1]]
     for number in [arguments.point] if arguments.point is not None else range(arguments.points):
         kind = random.Random(f"{arguments.seed}/{number}/kind").choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
         if kind not in whole:
-            whole[kind] = undisturbed_run(out, kind)
+            whole[kind] = undisturbed_run(out, kind, arguments.limit)
         points.append(point := Point(number, kind))
-        play(out, point, arguments.seed, whole[kind])
+        play(out, point, arguments.seed, whole[kind], arguments.limit)
         what = f"{point.signal} of {point.victim} after {point.after:.2f} s" if point.victim else "ended before the signal"
         print(f"point {number:3d}  {kind:8} {what}: {point.came}{'; '.join(point.faults) or 'equal'}", flush=True)
-    return say(points)
+        loads.append(os.getloadavg()[1])
+    lines = said_of(points)
+    print(*lines, sep="\n")
+    if arguments.results:
+        write(lines, points, loads)
+    return 1 if any(point.faults for point in points) else 0
 
 
-def say(points: list[Point]) -> int:
+def write(lines: list[str], points: list[Point], loads: list[float]) -> None:
+    """What came of a whole run, for `benchmarks/results`."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    busy = {"cores": os.cpu_count(), "load_average": {"min": min(loads), "max": max(loads)}}
+    bad = [
+        {"point": point.number, "kind": point.kind, "victim": point.victim, "faults": point.faults}
+        for point in points
+        if point.faults
+    ]
+    table = {
+        "command": " ".join(["python", "benchmarks/chaos.py", *sys.argv[1:]]),
+        "date": now,
+        "machine": busy,
+        "said": lines,
+        "bad": bad,
+    }
+    RESULTS.write_text(json.dumps(table, indent=2) + "\n")
+
+
+def said_of(points: list[Point]) -> list[str]:
     """The last lines."""
     bad = [point for point in points if point.faults]
     struck = Counter(f"{point.kind} {point.victim}" for point in points if point.victim)
-    print("struck: " + ", ".join(f"{name} {count}" for name, count in struck.most_common()))
     resumed = sum(bool(point.came) for point in points)
     equal = len(points) - len(bad)
-    print(f"{len(points)} points, {struck.total()} struck, {resumed} resumed, {equal} equal and clean, {len(bad)} faults")
-    return 1 if bad else 0
+    return [
+        "struck: " + ", ".join(f"{name} {count}" for name, count in struck.most_common()),
+        f"{len(points)} points, {struck.total()} struck, {resumed} resumed, {equal} equal and clean, {len(bad)} faults",
+    ]
 
 
 if __name__ == "__main__":

@@ -29,6 +29,11 @@ def main(mark: bytes, driver: int) -> None:
             if os.read(0, 1):
                 return
             open_pipe = False  # the driver is ending, or closed it; its death is what counts
+    end_all(mark)
+
+
+def end_all(mark: bytes) -> None:
+    """`kill_all`, until there was none for `QUIET` seconds."""
     until = time.monotonic() + QUIET
     while time.monotonic() < until:
         if kill_all(mark):
@@ -38,6 +43,8 @@ def main(mark: bytes, driver: int) -> None:
 
 def kill_all(mark: bytes) -> int:
     """Kill every process that has `mark` in its environment; returns how many there were."""
+    if not os.path.isdir("/proc"):  # noqa: PTH112
+        return 0
     found = 0
     for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib takes longer to import than all this takes to run
         if name.isdigit() and int(name) != os.getpid() and mark in _environment(name):

@@ -10,15 +10,20 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from agentrl.cluster import ray_keeper
 from agentrl.cluster.guard import guard_network
 from agentrl.cluster.joining import check_join
 from agentrl.cluster.machine import ray_folder, usable_cpus, usable_gpus
+from agentrl.cluster.ray_vitals import gone, patient, vitals
 from agentrl.cluster.shipping import shelf_roots, shipped_env
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import ResourceError
@@ -27,7 +32,21 @@ log = logging.getLogger(__name__)
 
 MARK = "AGENTRL_RAY"
 """In the environment of every process of a local Ray, with a value of its own."""
-_keeper: subprocess.Popen[bytes] | None = None
+
+LONGEST = 2000
+"""Characters of one message of Ray's in the log."""
+
+
+@dataclass(slots=True)
+class _LocalRay:
+    """A Ray that this process started: what its processes carry, who ends them if this process is killed, and the vital ones."""
+
+    mark: bytes
+    keeper: subprocess.Popen[bytes] | None
+    vital: dict[str, psutil.Process] = field(default_factory=dict)
+
+
+_own: _LocalRay | None = None
 
 
 def worker_env() -> dict[str, str]:
@@ -64,15 +83,7 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
                 _init(address, _join(address, Path(staged)))
         else:
             own_token()
-            value = secrets.token_hex(16)
-            _keep(value)  # before: the driver may be killed while Ray starts
-            try:
-                with _environment({**worker_env(), MARK: value}):
-                    _init(None, _local(object_store_bytes))
-            except BaseException:
-                ray_keeper.kill_all(f"{MARK}={value}".encode())  # what had started
-                _let_go()
-                raise
+            _start_local(cluster.startup_timeout, object_store_bytes)
     have = ray.cluster_resources().get("CPU", 0.0)
     if need_cpus > have:
         if started_here:
@@ -81,6 +92,39 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
             f"the run needs {need_cpus:g} CPU slots, the cluster has {have:g}: lower cluster.actors or "
             'vllm.replicas, or set cluster.backend = "inline"'
         )
+
+
+def _start_local(timeout: float, object_store_bytes: int | None) -> None:
+    global _own
+    value = secrets.token_hex(16)
+    # Its keeper first: the driver may be killed while Ray starts.
+    _own = _LocalRay(f"{MARK}={value}".encode(), _keeper(value))
+    try:
+        with _environment({**worker_env(), MARK: value}), patient(timeout):
+            _init(None, _local(object_store_bytes))
+    except BaseException:
+        ray_keeper.end_all(_own.mark)  # what had started, and what that was about to start
+        _let_go()
+        raise
+    _own.vital = vitals()
+
+
+def ray_gone() -> str:
+    """What this process's local Ray has lost of the processes that it cannot do without; "" if nothing, or if it has none."""
+    return gone(_own.vital) if _own is not None else ""
+
+
+def abandon_ray() -> None:
+    """End a local Ray that is no more one, without asking it anything: what is asked of it may never be answered. Until
+    `stop_ray` no other starts by itself, as Ray would for whatever is still asked of it. For some seconds this blocks."""
+    import ray
+
+    hook: Any = importlib.import_module("ray._private.auto_init_hook")
+    hook.enable_auto_connect = False
+    if _own is not None:
+        ray_keeper.end_all(_own.mark)
+    ray.shutdown()
+    _let_go()
 
 
 def own_token() -> None:
@@ -151,6 +195,12 @@ def _init(address: str | None, options: dict[str, Any]) -> None:
         ray.init(**quiet, **options)
     except Exception as error:  # a raylet that ends while it starts is a plain Exception
         raise ResourceError(f"Ray does not start (cluster.address = {address!r}): {error}") from error
+    worker: Any = importlib.import_module("ray._private.worker")
+    worker.print_to_stdstream = _into_log  # it would print the last lines of a raylet's log into the display, say
+
+
+def _into_log(said: Mapping[str, Any], **_: Any) -> None:
+    log.warning("Ray: %s", " ".join(str(line) for line in said.get("lines", ()))[:LONGEST])
 
 
 def _local(object_store_bytes: int | None) -> dict[str, Any]:
@@ -195,19 +245,22 @@ def _join(address: str, staged: Path) -> dict[str, Any]:
 
 
 def stop_ray() -> None:
-    """Disconnect from Ray; a local one ends."""
+    """Disconnect from Ray; a local one ends, with what it would leave behind if one of its processes had died before."""
     import ray
 
     ray.shutdown()
+    while _own is not None and ray_keeper.kill_all(_own.mark):
+        time.sleep(0.02)
     _let_go()
+    hook: Any = importlib.import_module("ray._private.auto_init_hook")
+    hook.enable_auto_connect = os.environ.get("RAY_ENABLE_AUTO_CONNECT", "") != "0"
 
 
-def _keep(value: str) -> None:
-    """Have a process end this Ray if this one is killed; see `cluster.ray_keeper`. Other systems than Linux have Ray's own."""
-    global _keeper
+def _keeper(value: str) -> subprocess.Popen[bytes] | None:
+    """A process that ends this Ray if this one is killed; see `cluster.ray_keeper`. Other systems than Linux have Ray's own."""
     if sys.platform != "linux":
-        return
-    _keeper = subprocess.Popen(
+        return None
+    return subprocess.Popen(
         [sys.executable, "-I", "-S", ray_keeper.__file__, f"{MARK}={value}", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -218,8 +271,8 @@ def _keep(value: str) -> None:
 
 def _let_go() -> None:
     """Tell the keeper that Ray has stopped."""
-    global _keeper
-    keeper, _keeper = _keeper, None
-    if keeper is not None:
+    global _own
+    local, _own = _own, None
+    if local is not None and local.keeper is not None:
         with suppress(BrokenPipeError):  # it was killed
-            keeper.communicate(b"\n")
+            local.keeper.communicate(b"\n")

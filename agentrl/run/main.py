@@ -11,12 +11,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.cluster.ray_life import while_ray_lives
 from agentrl.cluster.shared_folder import check_arrived
 from agentrl.config import TrainConfig
 from agentrl.config.origin import Origins
 from agentrl.config.schema import KeepConfig
 from agentrl.deadline import run_loop
-from agentrl.errors import FULL, AgentrlError, JudgeBudgetError, NothingScoredError, ResourceError, WorkerDiedError
+from agentrl.errors import (
+    FULL,
+    AgentrlError,
+    EngineError,
+    JudgeBudgetError,
+    NothingScoredError,
+    ResourceError,
+    StalledError,
+    WorkerDiedError,
+)
 from agentrl.executors import in_thread, share_the_lock
 from agentrl.files import full_text
 from agentrl.run.callbacks import Callback
@@ -107,6 +117,8 @@ def execute(
             raise
         except AgentrlError as error:
             outcome.error = f"{type(error).__name__}: {error}"
+            if isinstance(error, (WorkerDiedError, EngineError, StalledError)):  # what died is no fault of the run's
+                raise type(error)(f"{error}; continue with: {_resume_command(folder)}") from error
             raise
         except OSError as error:
             outcome.error = f"{type(error).__name__}: {error}"
@@ -182,6 +194,18 @@ async def _attempt(
 ) -> None:
     if outcome.restarts:
         check_contents(config, folder)  # the files are read again
+    await while_ray_lives(_opened(config, folder, display, run_log, outcome, interrupt, callbacks))
+
+
+async def _opened(
+    config: TrainConfig,
+    folder: RunFolder,
+    display: Display,
+    run_log: RunLog,
+    outcome: RunOutcome,
+    interrupt: Interrupt,
+    callbacks: Sequence[Callback],
+) -> None:
     session = await open_session(config, folder, display, callbacks)
     outcome.engine = session.engine_name
     run_log.live(session)

@@ -104,10 +104,10 @@ class Replicas:
         await asyncio.gather(*coming, return_exceptions=True)
         replicas, self._replicas = self._replicas, []
         for replica in replicas:
-            if replica.cause is None:
+            if replica.cause is None and ray.is_initialized():
                 with contextlib.suppress(EngineError, TimeoutError):  # it is killed next in any case
                     await asyncio.wait_for(self.ask(replica, "close"), 30)
-            ray.kill(replica.actor)
+            _kill(replica)
         self._router.clear()
 
     @property
@@ -260,7 +260,7 @@ class Replicas:
             self._died(replica, cause)
 
     def _may_fail(self) -> bool:
-        return self._respawns < self._cfg.max_respawns
+        return self._respawns < self._cfg.max_respawns and ray.is_initialized()  # else the whole Ray has been given up
 
     def forget(self, replica: Replica) -> None:
         """Drop one that left with its machine; its requests have moved on."""
@@ -308,7 +308,7 @@ class Replicas:
         if replica.cause is None:
             reason = " ".join(cause.split())  # Ray writes a paragraph
             replica.cause = f"{replica.name} died: {reason[:400]}"
-            ray.kill(replica.actor)  # the process may outlive the engine inside it
+            _kill(replica)  # the process may outlive the engine inside it
             self._router.leave(replica)
             if self._started and self.watched:
                 log.warning("%s; its %d requests move on", replica.cause, self._in_flight(replica))
@@ -361,11 +361,16 @@ class Replicas:
                 self._replaced.discard(before)
             self._died(fresh, str(problem))
         except asyncio.CancelledError:
-            ray.kill(fresh.actor)
+            _kill(fresh)
             raise
 
     def _deaths(self) -> str:
         return "; ".join(replica.cause or "" for replica in self._replicas) or "the engine is closed"
+
+
+def _kill(replica: Replica) -> None:
+    if ray.is_initialized():  # otherwise its processes have ended with it
+        ray.kill(replica.actor)
 
 
 def _at_rest(stats: EngineStats) -> EngineStats:

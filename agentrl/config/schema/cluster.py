@@ -35,7 +35,7 @@ class ClusterConfig(Frozen):
     actors: Ranks = 1
     """Processes of a role that `roles` does not list."""
     startup_timeout: Seconds = 180.0
-    """In which workers must be placed and started."""
+    """In which workers must be placed and started; a local Ray itself has as long to start."""
     call_timeout: Seconds = 3600.0
     """Limit of every call to a worker: one that hangs is reported by name, not waited for."""
     max_restarts: Annotated[NotNegativeInt, Unit("restarts")] = 2

@@ -1,0 +1,331 @@
+"""Whole runs on real Ray, one of whose processes is killed (SIGKILL) at a chosen moment: what comes of them, and what they leave.
+
+docs/cluster.md has the table of what must happen. `make proofs` runs the matrix, `make test` what notices the death of a Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentrl.cluster import ray_life, ray_vitals, runtime
+from agentrl.config.schema import ClusterConfig
+from agentrl.errors import EngineError, WorkerDiedError
+from tests.backends.vllm_parts import skip_without_vllm
+from tests.cluster.strikes import CONFIG, SFT, Struck
+from tests.conftest import proof
+from tests.e2e.runs import numbers, rows
+from tests.run.broken_off import assert_same
+
+pytestmark = pytest.mark.timeout(1800)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="a Ray is ended through /proc")
+LIMIT = 800.0
+"""Seconds for a command. It takes ten, but Ray starts slowly on a machine with other work."""
+REWARD = Path(__file__).resolve().parents[1] / "e2e" / "short.json"
+# With the cache the last digits depend on which requests share a step, and that on the workers' speed.
+WORKERS = ["rollout.workers=2", "engine_args={cache=false}"]
+MOMENTS = ("warm start", "rollout", "update", "publish", "evaluation", "save")
+RAY = {"raylet": r"its raylet \(pid {pid}\)", "GCS": r"its GCS \(pid {pid}\)"}
+
+
+# -- what notices it ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "100"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_vital_process_counts_as_gone_once_it_is_a_zombie(sleeper: subprocess.Popen[bytes]) -> None:
+    vital = {"raylet": psutil.Process(sleeper.pid), "gcs_server": psutil.Process()}
+    assert ray_vitals.gone(vital) == ""
+    sleeper.kill()
+    while psutil.Process(sleeper.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert ray_vitals.gone(vital) == f"its raylet (pid {sleeper.pid})"
+    sleeper.wait()
+    assert ray_vitals.gone(vital) == f"its raylet (pid {sleeper.pid})"
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was done to Ray; none is there."""
+    done: list[str] = []
+    monkeypatch.setattr(ray_life, "LOOK", 0.02)
+    monkeypatch.setattr(ray_life, "abandon_ray", lambda: done.append("abandoned"))
+    monkeypatch.setattr(ray_life, "stop_ray", lambda: done.append("stopped"))
+    return done
+
+
+async def test_work_without_a_loss_is_as_it_is_alone(ended: list[str]) -> None:
+    async def fails() -> None:
+        raise EngineError("its own")
+
+    assert await ray_life.while_ray_lives(asyncio.sleep(0.05, "result")) == "result"
+    with pytest.raises(EngineError, match="its own"):
+        await ray_life.while_ray_lives(fails())
+    inner: list[str] = []
+
+    async def long() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            inner.append("ended")
+
+    task = asyncio.create_task(ray_life.while_ray_lives(long()))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert inner == ["ended"] and ended == []
+
+
+@pytest.mark.parametrize("how", ["goes on", "fails of it", "will not end"])
+async def test_a_loss_ends_the_work_and_is_what_is_said(ended: list[str], monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    lost = ""
+    monkeypatch.setattr(ray_life, "ray_gone", lambda: lost)
+    monkeypatch.setattr(ray_life, "END_S", 0.2)
+
+    async def work() -> None:
+        nonlocal lost
+        lost = "its GCS (pid 7)"
+        if how == "fails of it":
+            raise WorkerDiedError("rank 0")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            await asyncio.sleep(1.0 if how == "will not end" else 0.0)
+            raise
+
+    began = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=re.escape("Ray is no more: its GCS (pid 7) on this machine is gone")):
+        await ray_life.while_ray_lives(work())
+    assert time.monotonic() - began < 0.9
+    # Ray first: what the work asks of it while it ends may never be answered.
+    assert ended == (["abandoned", "stopped"] if how == "fails of it" else ["abandoned", "cancelled", "stopped"])
+
+
+def test_a_ray_that_starts_late_is_waited_for_and_one_whose_raylet_ended_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray._private.services as services
+
+    asked: list[float] = []
+
+    def get_node(*_: Any) -> str:
+        asked.append(time.monotonic())
+        if len(asked) < 3:
+            raise RuntimeError("not there")
+        return "there"
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(ray_vitals, "POLL", 0.01)
+    for alive, found in ((True, "there"), (False, None)):
+        monkeypatch.setattr(ray_vitals, "vitals", lambda alive=alive: {"raylet": None} if alive else {})
+        asked.clear()
+        with ray_vitals.patient(10.0):
+            if found is None:
+                with pytest.raises(RuntimeError, match="not there"):
+                    services.get_node("address", "node")
+            else:
+                assert services.get_node("address", "node") == found
+        assert len(asked) == (3 if alive else 1)
+    assert services.get_node is get_node
+
+
+@pytest.fixture
+def vital() -> Iterator[dict[str, psutil.Process]]:
+    """The vital processes of a real Ray of this process."""
+    runtime.stop_ray()
+    runtime.start_ray(ClusterConfig(), object_store_bytes=100 << 20)
+    found = ray_vitals.vitals()
+    assert found.keys() == {"raylet", "gcs_server"} and runtime.ray_gone() == ""
+    yield found
+    runtime.stop_ray()
+
+
+@linux
+async def test_a_real_ray_that_loses_its_raylet_is_ended_whole(vital: dict[str, psutil.Process]) -> None:
+    """And none is begun by what is still asked of it."""
+    import ray
+
+    assert runtime._own is not None
+    mark, refused = runtime._own.mark, list[str]()
+
+    async def work() -> None:
+        vital["raylet"].kill()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            try:
+                ray.put(1)
+            except Exception as problem:
+                refused.append(str(problem))
+
+    with pytest.raises(WorkerDiedError, match=rf"its raylet \(pid {vital['raylet'].pid}\) on this machine is gone"):
+        await ray_life.while_ray_lives(work())
+    assert not ray.is_initialized() and len(refused) == 1
+    assert carrying(mark) == []
+
+
+@linux
+@proof
+def test_a_ray_that_is_stopped_after_it_lost_its_gcs_leaves_no_agents(vital: dict[str, psutil.Process]) -> None:
+    assert runtime._own is not None
+    mark = runtime._own.mark
+    vital["gcs_server"].kill()
+    assert len(carrying(mark)) > 3
+    runtime.stop_ray()
+    time.sleep(1)  # what was being forked shows
+    assert carrying(mark) == []
+
+
+def carrying(mark: bytes) -> list[Path]:
+    """The processes of that Ray."""
+
+    def environ(process: Path) -> list[bytes]:
+        try:
+            return (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            return []
+
+    return [process for process in Path("/proc").glob("[0-9]*") if mark in environ(process)]
+
+
+# -- whole runs --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("struck") / "run.toml"
+    path.write_text(CONFIG.format(reward=REWARD))
+    return path
+
+
+def unbroken(config: Path, name: str, *more: str) -> Path:
+    """The run that nothing happens to; without Ray, which changes no number."""
+    place = config.parent / name
+    if not place.exists():
+        run = Struck(["train", str(config), f"out={place}", "name=run", "cluster.backend=inline", *more], place)
+        try:
+            assert run.wait(LIMIT) == 0, run.said()
+        finally:
+            run.end()
+    return place / "run"
+
+
+def ended_clean(run: Struck, code: int) -> str:
+    """What it said, once it has ended with that code and left nothing."""
+    try:
+        found = run.wait(LIMIT)
+        said = run.said()
+        assert found == code, said[-3000:]
+        assert "Traceback" not in said, said[-3000:]
+        assert run.left() == []
+        return said
+    finally:
+        run.end()
+
+
+def struck(config: Path, place: Path, victim: str, moment: str, *more: str, code: int) -> tuple[str, int]:
+    """What a run said of which `victim` was killed at `moment`, and the pid of that."""
+    run = Struck(["train", str(config), f"out={place}", "name=run", *more], place, moment, victim)
+    said = ended_clean(run, code)
+    pid = run.note()["pid"]
+    assert pid, f"there was no {victim}"
+    return said, pid
+
+
+def named(victim: str, pid: int, said: str) -> None:
+    """Who died is in what was said."""
+    patterns = {**RAY, "actor": r"group 'actor'.* worker process gone: rank 0 \(pid {pid} on"}
+    pattern = patterns.get(victim, r"Ray is no more: its raylet").format(pid=pid)  # a raylet ends with an agent
+    assert re.search(pattern, said.replace("\n", " ")), said[-3000:]
+
+
+@proof
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("victim", ["actor", "raylet", "GCS"])
+def test_a_run_goes_on_from_its_newest_checkpoint_to_the_same_digits(
+    config: Path, tmp_path: Path, victim: str, moment: str
+) -> None:
+    more = SFT if moment == "warm start" else []
+    whole = unbroken(config, "warm" if more else "whole", *more)
+    said, pid = struck(config, tmp_path, victim, moment, *more, code=0)
+    named(victim, pid, said)
+    assert said.count("; restarting from the newest checkpoint (1 of 2)") == 1
+    same(tmp_path / "run", whole)
+
+
+@proof
+@pytest.mark.parametrize("agent", ["runtime env agent", "dashboard agent"])
+def test_a_ray_that_loses_an_agent_is_none_or_goes_on(config: Path, tmp_path: Path, agent: str) -> None:
+    said, _ = struck(config, tmp_path, agent, "rollout", code=0)
+    assert said.count("restarting from the newest checkpoint") <= 1
+    same(tmp_path / "run", unbroken(config, "whole"))
+
+
+@proof
+@pytest.mark.parametrize(
+    ("victim", "moment"),
+    [("actor", "update"), ("raylet", "warm start"), ("raylet", "save"), ("GCS", "publish"), ("GCS", "evaluation")],
+)
+def test_without_restarts_it_ends_with_one_message_and_a_resume_makes_up_for_all(
+    config: Path, tmp_path: Path, victim: str, moment: str
+) -> None:
+    more = SFT if moment == "warm start" else []
+    whole = unbroken(config, "warm" if more else "whole", *more)
+    said, pid = struck(config, tmp_path, victim, moment, *more, "cluster.max_restarts=0", code=1)
+    named(victim, pid, said)
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("agentrl: WorkerDiedError: ") and said.count("WorkerDiedError") == 1
+    assert last.endswith(f"continue with: agentrl train --resume {tmp_path / 'run'}")
+    ended_clean(Struck(["train", "--resume", str(tmp_path / "run")], tmp_path), 0)
+    same(tmp_path / "run", whole)
+
+
+@proof
+@pytest.mark.parametrize("moment", ["rollout", "evaluation"])
+def test_a_rollout_worker_is_replaced(config: Path, tmp_path: Path, moment: str) -> None:
+    said, pid = struck(config, tmp_path, "worker", moment, *WORKERS, code=0)
+    assert f"(pid {pid}) is gone" in said and "it is started again (1 of rollout.worker_respawns" in said
+    assert "restarting" not in said
+    same(tmp_path / "run", unbroken(config, "uncached", "engine_args={cache=false}"))
+
+
+@proof
+@pytest.mark.parametrize(("victim", "moment"), [("replica", "rollout"), ("engine core", "rollout"), ("engine core", "publish")])
+def test_a_replica_of_vllm_is_replaced(config: Path, tmp_path: Path, victim: str, moment: str) -> None:
+    skip_without_vllm()
+    more = ["engine=vllm", "vllm.replicas=2", "vllm.kv_cache_mib=64", "vllm.max_model_len=512", "vllm.max_respawns=1"]
+    struck(config, tmp_path, victim, moment, *more, code=0)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert re.search(r"vLLM replica \d \(pid \d+\) died: .*it is started again \(1 of max_respawns = 1\)", log), log[-3000:]
+    once(tmp_path / "run")
+    assert all(row["unscored"] == 0 for row in rows(tmp_path / "run") if row["phase"] == "train")
+
+
+def same(run: Path, whole: Path) -> None:
+    once(run)
+    found, expected = ([row for row in numbers(one) if row["phase"] in ("sft", "gate")] for one in (run, whole))
+    assert found == expected
+    assert_same(run, whole)
+
+
+def once(run: Path) -> None:
+    """No row is there twice, of three updates and what is before and after them."""
+    found = Counter((row["phase"], row["step"]) for row in rows(run))
+    assert set(found.values()) == {1}
+    assert {("before", 0), ("train", 1), ("train", 2), ("train", 3), ("eval", 1), ("eval", 2), ("after", 3)} <= found.keys()
