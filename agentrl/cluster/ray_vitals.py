@@ -1,8 +1,9 @@
 """The processes of a local Ray that it cannot do without, its GCS and its raylet: waited for while it starts, and seen at once
 when one is gone.
 
-Ray's own ways are not those of a run. A raylet has 30 s to appear, which a loaded machine does not keep. Of one that died Ray
-says so tens of seconds later, and of a GCS never: a minute later it ends the driver, from within and without a word.
+Ray's own ways are not those of a run. A raylet has 30 s to appear, and ends itself if its agents have not in as long, neither of
+which a loaded machine keeps. Of one that died Ray says so tens of seconds later, and of a GCS never: a minute later it ends the
+driver, from within and without a word.
 """
 
 from __future__ import annotations
@@ -15,10 +16,22 @@ from typing import Any
 
 import psutil
 
+from agentrl.errors import ResourceError
+
 NAMES = {"gcs_server": "its GCS", "raylet": "its raylet"}
 """What is vital, by the name of its program."""
 POLL = 0.2
 """Seconds between two looks."""
+SOON = 10.0
+"""Seconds. A raylet that ends before has another cause than a machine with too much to do, which would end it again."""
+
+
+class RayletEndedError(ResourceError):
+    """A Ray that starts has lost its raylet. `late`: after it had waited."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__("its raylet has ended while it started; why is in raylet.out, in Ray's folder")
+        self.late = late
 
 
 def vitals() -> dict[str, psutil.Process]:
@@ -45,18 +58,22 @@ def _ended(process: psutil.Process) -> bool:
 
 @contextmanager
 def patient(seconds: float) -> Iterator[None]:
-    """In the body, a Ray that starts has so long, unless its raylet ends before. Ray asks for its node in a loop of 30 s, of
-    which each question waits for the answer here."""
+    """In the body, a Ray that starts has so long. Ray asks for its node in a loop of 30 s, of which each question waits for the
+    answer here. Raises RayletEndedError, from there, as soon as the raylet has ended."""
     services: Any = importlib.import_module("ray._private.services")
     ask = services.get_node
 
     def asked(*args: Any, **keywords: Any) -> Any:
-        until = time.monotonic() + seconds
+        began, raylet = time.monotonic(), vitals().get("raylet")
         while True:
             try:
                 return ask(*args, **keywords)
             except RuntimeError:  # it is not there yet
-                if time.monotonic() > until or "raylet" not in vitals():
+                passed = time.monotonic() - began
+                raylet = raylet or vitals().get("raylet")  # its program may only be about to begin
+                if raylet is not None and _ended(raylet):
+                    raise RayletEndedError(passed > SOON) from None
+                if passed > seconds:
                     raise
             time.sleep(POLL)
 

@@ -23,7 +23,7 @@ from agentrl.cluster import ray_keeper
 from agentrl.cluster.guard import guard_network
 from agentrl.cluster.joining import check_join
 from agentrl.cluster.machine import ray_folder, usable_cpus, usable_gpus
-from agentrl.cluster.ray_vitals import gone, patient, vitals
+from agentrl.cluster.ray_vitals import RayletEndedError, gone, patient, vitals
 from agentrl.cluster.shipping import shelf_roots, shipped_env
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import ResourceError
@@ -95,6 +95,18 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
 
 
 def _start_local(timeout: float, object_store_bytes: int | None) -> None:
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            return _start_once(timeout, object_store_bytes)
+        except ResourceError as error:
+            cause = error.__cause__
+            if not (isinstance(cause, RayletEndedError) and cause.late and time.monotonic() < until):
+                raise
+            log.warning("%s; it is started again", error)
+
+
+def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     global _own
     value = secrets.token_hex(16)
     # Its keeper first: the driver may be killed while Ray starts.

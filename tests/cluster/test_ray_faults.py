@@ -6,6 +6,7 @@ docs/cluster.md has the table of what must happen. `make proofs` runs the matrix
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import pytest
 
 from agentrl.cluster import ray_life, ray_vitals, runtime
 from agentrl.config.schema import ClusterConfig
-from agentrl.errors import EngineError, WorkerDiedError
+from agentrl.errors import EngineError, ResourceError, WorkerDiedError
 from tests.backends.vllm_parts import skip_without_vllm
 from tests.cluster.strikes import CONFIG, SFT, Struck
 from tests.conftest import proof
@@ -119,7 +120,9 @@ async def test_a_loss_ends_the_work_and_is_what_is_said(ended: list[str], monkey
     assert ended == (["abandoned", "stopped"] if how == "fails of it" else ["abandoned", "cancelled", "stopped"])
 
 
-def test_a_ray_that_starts_late_is_waited_for_and_one_whose_raylet_ended_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_starts_late_is_waited_for_and_one_whose_raylet_ended_is_not(
+    monkeypatch: pytest.MonkeyPatch, sleeper: subprocess.Popen[bytes]
+) -> None:
     import ray._private.services as services
 
     asked: list[float] = []
@@ -132,17 +135,39 @@ def test_a_ray_that_starts_late_is_waited_for_and_one_whose_raylet_ended_is_not(
 
     monkeypatch.setattr(services, "get_node", get_node)
     monkeypatch.setattr(ray_vitals, "POLL", 0.01)
-    for alive, found in ((True, "there"), (False, None)):
-        monkeypatch.setattr(ray_vitals, "vitals", lambda alive=alive: {"raylet": None} if alive else {})
-        asked.clear()
-        with ray_vitals.patient(10.0):
-            if found is None:
-                with pytest.raises(RuntimeError, match="not there"):
-                    services.get_node("address", "node")
-            else:
-                assert services.get_node("address", "node") == found
-        assert len(asked) == (3 if alive else 1)
+    raylet = psutil.Process(sleeper.pid)
+    monkeypatch.setattr(ray_vitals, "vitals", lambda: {"raylet": raylet} if asked else {})
+    with ray_vitals.patient(10.0):
+        assert services.get_node("address", "node") == "there" and len(asked) == 3
+    asked.clear()
+    sleeper.kill()
+    sleeper.wait()
+    with ray_vitals.patient(10.0), pytest.raises(ray_vitals.RayletEndedError) as seen:
+        services.get_node("address", "node")
+    assert len(asked) == 1 and not seen.value.late
+    asked.clear()
+    monkeypatch.setattr(ray_vitals, "vitals", dict)
+    with ray_vitals.patient(0.0), pytest.raises(RuntimeError, match="not there"):
+        services.get_node("address", "node")
     assert services.get_node is get_node
+
+
+@pytest.mark.parametrize(("ends", "late", "tries"), [(2, True, 3), (1, False, 1), (9, True, 4)])
+def test_a_raylet_that_ended_late_is_started_again_within_the_limit(
+    monkeypatch: pytest.MonkeyPatch, ends: int, late: bool, tries: int
+) -> None:
+    begun: list[float] = []
+
+    def start(*_: Any) -> None:
+        begun.append(time.monotonic())
+        time.sleep(0.1)
+        if len(begun) <= ends:
+            raise ResourceError("Ray does not start") from ray_vitals.RayletEndedError(late)
+
+    monkeypatch.setattr(runtime, "_start_once", start)
+    with contextlib.nullcontext() if ends < tries else pytest.raises(ResourceError, match="Ray does not start"):
+        runtime._start_local(0.35, None)
+    assert len(begun) == tries
 
 
 @pytest.fixture
@@ -302,7 +327,17 @@ def test_a_rollout_worker_is_replaced(config: Path, tmp_path: Path, moment: str)
     said, pid = struck(config, tmp_path, "worker", moment, *WORKERS, code=0)
     assert f"(pid {pid}) is gone" in said and "it is started again (1 of rollout.worker_respawns" in said
     assert "restarting" not in said
-    same(tmp_path / "run", unbroken(config, "uncached", "engine_args={cache=false}"))
+    whole = unbroken(config, "uncached", "engine_args={cache=false}")
+    found, expected = ([_without_workers(row) for row in numbers(one)] for one in (tmp_path / "run", whole))
+    assert found == expected
+    final = "final/model.safetensors"
+    assert (tmp_path / "run" / final).read_bytes() == (whole / final).read_bytes()
+    once(tmp_path / "run")
+
+
+def _without_workers(row: dict[str, Any]) -> dict[str, Any]:
+    """A metrics row without what the workers are told by."""
+    return {key: value for key, value in row.items() if not key.startswith(("rollout/worker", "rollout/res", "rollout/ret"))}
 
 
 @proof
