@@ -27,6 +27,7 @@ from agentrl.cluster.machine import (
 from agentrl.cluster.spread import WORKER_CPUS
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import AgentrlError
+from agentrl.sandbox.choice import preferred
 from agentrl.sandbox.local import WHAT_HELPS
 from agentrl.sandbox.reach import reach
 
@@ -135,8 +136,7 @@ def check_sandbox() -> Iterator[MachineFinding]:
     """What the sandboxes of this machine reach; code of a policy runs in none that keeps less than docs/sandboxes.md says."""
     found = reach()
     if found.local is None or found.bubblewrap is None:
-        advice = "" if found.local is None else 'environments that run code need env.sandbox.provider = "bubblewrap"'
-        yield MachineFinding("sandbox", "ok", found.said(), advice)
+        yield MachineFinding("sandbox", "ok", f"{found.said()}; {preferred()} is chosen")
     else:
         yield MachineFinding("sandbox", "warn", found.said(), f"environments that run code are refused: {WHAT_HELPS}")
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from agentrl.errors import SandboxError
@@ -17,15 +18,19 @@ from agentrl.executors import in_thread
 from agentrl.sandbox.base import SANDBOXES, Command, End, ExecResult, Sandbox, SandboxSpec
 from agentrl.sandbox.folder import Folder
 from agentrl.sandbox.kernel_calls import filtered
-from agentrl.sandbox.local import READABLE, FolderProvider, FolderSandbox
+from agentrl.sandbox.local import READABLE, FolderProvider, FolderSandbox, package_folders
 from agentrl.sandbox.processes import Watched, run_group
 
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "opt", "etc", "proc", "dev", "sys")
 HOME = "/root"
+CONFINED = ("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox")
+"""What every command of a sandbox is begun with."""
 
 
 class BubblewrapSandbox(FolderSandbox):
     """Each command has its own processes' namespace, which ends with it."""
+
+    packages = False
 
     async def exec(
         self,
@@ -61,9 +66,9 @@ class BubblewrapSandbox(FolderSandbox):
 
     def _flags(self, cwd: str, env: Mapping[str, str]) -> Iterator[str]:
         share = ["--share-net"] if self.spec.network == "all" else []
-        yield from ["--unshare-all", *share, "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
+        yield from [*CONFINED[:1], *share, *CONFINED[1:]]
         yield from _no_more_namespaces()
-        yield from _machine()
+        yield from _machine(self.packages)
         # Folders at the top that something was written to; others would be lost with the command's own root.
         self.host("")
         for top in sorted({*self._tops(), "tmp", HOME.lstrip("/"), self.spec.place("").split("/")[1]} - {""}):
@@ -79,9 +84,12 @@ class BubblewrapSandbox(FolderSandbox):
 
 @SANDBOXES.register("bubblewrap")
 class BubblewrapProvider(FolderProvider):
-    """Needs the program `bwrap`, and a kernel that lets it make namespaces."""
+    """Needs the program `bwrap`, and a kernel that lets it make namespaces. `packages`: as of the local one."""
 
     name = "bubblewrap"
+
+    def __init__(self, *, packages: bool = False) -> None:
+        self.packages = packages
 
     def unavailable(self) -> str | None:
         return unavailable()
@@ -94,9 +102,11 @@ class BubblewrapProvider(FolderProvider):
     async def start(self, spec: SandboxSpec, snapshot: str | None = None) -> Sandbox:
         self.check(spec)
         try:
-            return BubblewrapSandbox(spec, await in_thread("sandbox", self._made, spec, snapshot))
+            made = BubblewrapSandbox(spec, await in_thread("sandbox", self._made, spec, snapshot))
         except OSError as problem:
             raise SandboxError(f"no folder for a sandbox: {problem}") from problem
+        made.packages = self.packages
+        return made
 
     def _made(self, spec: SandboxSpec, snapshot: str | None) -> Folder:
         if reason := self.unavailable():
@@ -142,8 +152,9 @@ def _variables() -> dict[str, str]:
 
 
 @cache
-def _machine() -> tuple[str, ...]:
-    """This machine's programs and libraries, read-only, and nothing else of its files."""
+def _machine(packages: bool = False) -> tuple[str, ...]:
+    """This machine's programs and libraries, read-only, and nothing else of its files; Python's installed packages, agentrl's
+    environments and their answers among them, are empty folders unless `packages`."""
     flags: list[str] = []
     for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "opt"):
         path = Path("/", name)
@@ -156,6 +167,10 @@ def _machine() -> tuple[str, ...]:
     # Python's own folder if it is not below /usr; its parents are empty in the sandbox.
     if not sys.base_prefix.startswith("/usr"):
         flags += ["--ro-bind", sys.base_prefix, sys.base_prefix]
+    seen = [Path(path).resolve() for flag, path in pairwise(flags) if flag == "--ro-bind"]
+    for hidden in sorted(() if packages else package_folders()):
+        if any(Path(hidden).is_relative_to(folder) for folder in seen):
+            flags += ["--tmpfs", hidden, "--remount-ro", hidden]
     return (*flags, "--proc", "/proc", "--dev", "/dev")
 
 
@@ -173,6 +188,14 @@ def unavailable() -> str | None:
     """Why there is no bubblewrap here, or None."""
     if shutil.which("bwrap") is None:
         return "the program bwrap is not installed (the package bubblewrap has it)"
-    probe = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
-    done = subprocess.run(probe, capture_output=True, text=True, timeout=20)
+    probe = filtered([*CONFINED, *_machine(), "--", "/bin/sh", "-c", "true"])  # as a command is run, the filter included
+    try:
+        done = subprocess.run(probe, capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return "bwrap did not end within 20 s"
     return None if done.returncode == 0 else f"bwrap cannot make namespaces here: {done.stderr.strip()[-200:]}"
+
+
+def lacking() -> str | None:
+    """What this bubblewrap does not keep of docs/sandboxes.md, or None."""
+    return None if _no_more_namespaces() else "it is older than 0.8, so a command could make namespaces of its own"

@@ -31,7 +31,7 @@ from agentrl.sandbox.folder import Folder
 from agentrl.sandbox.processes import Ended, Watched, run_group
 
 WHAT_HELPS = (
-    'install bubblewrap (the package bubblewrap; provider = "bubblewrap"), Podman or Docker (provider = "podman", "docker"), or '
+    'install bubblewrap (the package bubblewrap), Podman or Docker (provider = "podman", "docker"), or '
     "boot Linux 5.13 or newer with Landlock (CONFIG_SECURITY_LANDLOCK, and landlock in lsm=)"
 )
 JAIL = Path(__file__).with_name("jail.py")

@@ -18,6 +18,7 @@ from agentrl.config.schema import SandboxConfig
 from agentrl.errors import ConfigError, EnvError, ResourceError, hinted
 from agentrl.redaction import resolved
 from agentrl.sandbox.base import SANDBOXES, Sandbox, SandboxProvider, SandboxSpec
+from agentrl.sandbox.choice import settled
 
 log = logging.getLogger(__name__)
 
@@ -166,11 +167,12 @@ _BY_LOOP: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, SandboxPool]] =
 
 
 def chosen(config: SandboxConfig | Mapping[str, Any] | None) -> SandboxConfig:
-    """A config's `[env.sandbox]` as an environment's class gets it. Raises ConfigError if it is none."""
+    """A config's `[env.sandbox]` as an environment's class gets it, with a provider in place of "auto". Raises ConfigError if it
+    is none."""
     if config is None or isinstance(config, SandboxConfig):
-        return config or SandboxConfig()
+        return settled(config or SandboxConfig())
     try:
-        return SandboxConfig.model_validate(dict(config))
+        return settled(SandboxConfig.model_validate(dict(config)))
     except ValidationError as problem:
         first = problem.errors()[0]
         known = list(SandboxConfig.model_fields)
@@ -180,12 +182,14 @@ def chosen(config: SandboxConfig | Mapping[str, Any] | None) -> SandboxConfig:
 
 def provider_of(config: SandboxConfig) -> SandboxProvider:
     """The config's provider. Raises ConfigError for an unknown name or argument."""
+    config = settled(config)
     make: Callable[..., SandboxProvider] = SANDBOXES.bind(config.provider, resolved(config.args, "env.sandbox.args"))
     return make()
 
 
 def require(config: SandboxConfig) -> SandboxProvider:
     """The provider, there on this machine. Raises ConfigError as `provider_of`, ResourceError if it is not to be had."""
+    config = settled(config)
     provider = provider_of(config)
     if reason := provider.unavailable():
         raise ResourceError(f"env.sandbox.provider = {config.provider!r}: {reason}")

@@ -55,7 +55,7 @@ class Python(ToolEnv):
         """`level`: a number or [lowest, highest] within 1..3. `cpu_s` (1..60), `wall_s` (1..300), `memory_mb`
         (64..8192) and `file_mb` (0.01..64, one file; the folder may be four times as large) bound one run.
         `isolate_files=False` does not confine code to its folder, for kernels without Landlock. `sandbox`: the config's
-        `[env.sandbox]`; by default local ones, which are folders, as many as there are episodes.
+        `[env.sandbox]`; by default this machine's own, which are folders, as many as there are episodes.
 
         Raises ConfigError for values outside these ranges and ResourceError if this machine does not have
         the sandbox."""
@@ -76,8 +76,8 @@ class Python(ToolEnv):
             raise ConfigError(
                 "python: isolate_files belongs to the local sandbox; with env.sandbox say env.sandbox.args.isolate_files"
             )
-        local = {"provider": "local", "args": {"isolate_files": isolate_files}, "limit": 1 << 20}
-        self.sandbox = chosen(sandbox if sandbox is not None else local)
+        args = {} if isolate_files else {"isolate_files": False}  # an argument of the local one's
+        self.sandbox = chosen(sandbox if sandbox is not None else {"args": args, "limit": 1 << 20})
         require(self.sandbox)
         self.levels = range(low, high + 1)
         self.wall, size = wall_s, int(file_mb * (1 << 20))

@@ -49,7 +49,7 @@ def test_an_empty_ray_address_and_a_lost_package_are_found(monkeypatch):
     [
         (7, None, None, "ok", "Landlock 7; local works; bubblewrap works (namespaces: user", ""),
         (1, None, "not installed", "ok", "(files cannot be moved between folders; truncate by path is refused; TCP", ""),
-        (0, "no Landlock", None, "ok", "no Landlock; local is refused; bubblewrap works", 'provider = "bubblewrap"'),
+        (0, "no Landlock", None, "ok", "no Landlock; local is refused; bubblewrap works", ""),
         (0, "no Landlock", "not installed", "warn", "local is refused; no bubblewrap: not installed", "install bubblewrap"),
     ],
 )

@@ -21,6 +21,7 @@ from agentrl.rollout.waits import Waits
 from agentrl.sandbox import ExecResult, FileInfo, HeldSandbox, Sandbox, SandboxPool, SandboxProvider, SandboxSpec, pool_of
 from agentrl.sandbox import handle as handle_module
 from agentrl.sandbox import pool as pool_module
+from agentrl.sandbox.choice import preferred
 
 
 class Counted(Sandbox):
@@ -323,7 +324,8 @@ def test_the_config_says_which_sandbox_an_environment_gets() -> None:
     plain, opened = built("python", []), built("python", ["env.sandbox.args={isolate_files=false}", "env.sandbox.limit=3"])
     plain.reset(seed=0)
     opened.reset(seed=0)
-    assert (plain.held.provider.isolate_files, opened.held.provider.isolate_files) == (True, False)
+    assert plain.held.config.provider == plain.held.provider.name == preferred()
+    assert (opened.held.provider.name, opened.held.provider.isolate_files) == ("local", False)
     assert (plain.held.config.limit, opened.held.config.limit) == (1 << 20, 3)
     with pytest.raises(ConfigError, match=r"unknown name 'lokal'; did you mean 'local'"):
         built("python", ["env.sandbox.provider=lokal"])

@@ -12,8 +12,9 @@ from agentrl.config.schema.base import Frozen, NotNegativeInt, PositiveInt, Seco
 class SandboxConfig(Frozen):
     """Where an environment runs what the policy wrote (docs/sandboxes.md)."""
 
-    provider: str = "local"
-    """Who makes the sandboxes: "local", "bubblewrap", "docker", "podman", "e2b", or a plug-in's."""
+    provider: str = "auto"
+    """Who makes the sandboxes: "local", "bubblewrap", "docker", "podman", "e2b", a plug-in's, or "auto": bubblewrap where it
+    works, else the local one, as also with `args`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """The provider's own arguments, such as `image`."""
     warm: Annotated[NotNegativeInt, Unit("sandboxes")] = 0
