@@ -1,6 +1,6 @@
 """`make fuzz`: 100,000 inputs over all targets, each with a limit of time and memory. What fails is kept in the corpus.
 
-python -m tests.hostile.fuzz [--inputs 100000] [--only calls:] [--seed 0]
+python -m tests.hostile.fuzz [--inputs 100000] [--only calls:] [--seed 0] [--jobs 2] [--out FILE]
 python -m tests.hostile.fuzz --again tests/hostile/corpus/NAME.json
 """
 
@@ -147,13 +147,13 @@ def _line(row: Mapping[str, Any]) -> str:
     return f"{row['target']:24} {row['inputs']:8} {row['seconds']:8.1f} {row['longest_s']:10.3f} {row['memory_mb']:8}"
 
 
-def _all(shares: Mapping[str, int], seed: int) -> list[dict[str, Any]]:
-    """Every target, as many at the same time as there are cores."""
+def _all(shares: Mapping[str, int], seed: int, jobs: int) -> list[dict[str, Any]]:
+    """Every target, `jobs` of them at the same time."""
     found: list[dict[str, Any]] = []
     rest, going = list(shares.items()), []
     with tempfile.TemporaryDirectory() as folder:
         while rest or going:
-            while rest and len(going) < (os.cpu_count() or 1):
+            while rest and len(going) < jobs:
                 going.append(_Apart(*rest.pop(0), seed, Path(folder)))
             time.sleep(0.05)
             for one in list(going):
@@ -181,6 +181,8 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--only", default="", help="targets whose name begins so")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="targets at the same time")
+    parser.add_argument("--out", type=Path, help="keep the result there, as JSON")
     parser.add_argument("--again", type=Path)
     args = parser.parse_args()
     if args.again:
@@ -192,12 +194,17 @@ def main() -> int:
     shares = {name: max(1, -(-args.inputs * TARGETS[name].inputs // whole)) for name in names}
     began = time.monotonic()
     print(f"{'target':24} {'inputs':>8} {'seconds':>8} {'longest s':>10} {'MB more':>8}")
-    found = _all(shares, args.seed)
+    found = _all(shares, args.seed, args.jobs)
     failed = [row for row in found if row["failed"]]
     for row in failed:
         print(f"FAILED {row['target']}: {row['why']}\n  again: python -m tests.hostile.fuzz --again {row['failed']}")
     total = sum(row["inputs"] for row in found)
-    print(f"{total} inputs, {len(found)} targets, {len(failed)} failed, {time.monotonic() - began:.0f} s")
+    said = f"{total} inputs, {len(found)} targets, {len(failed)} failed, {time.monotonic() - began:.0f} s"
+    print(said)
+    if args.out is not None:
+        told = {"command": " ".join(["python -m tests.hostile.fuzz", *sys.argv[1:]]), "seed": args.seed, "result": said}
+        told |= {"date": time.strftime("%Y-%m-%d", time.gmtime()), "bounds": {"seconds": SECONDS, "memory_mb": MEMORY >> 20}}
+        args.out.write_text(json.dumps({**told, "targets": found}, indent=1) + "\n", encoding="utf-8")
     return 1 if failed else 0
 
 

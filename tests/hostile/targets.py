@@ -7,6 +7,7 @@ takes, text that a terminal cannot act on, arguments that fit their schema.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import math
 import sys
@@ -26,19 +27,23 @@ from agentrl.backends.endpoint.chat import read_chat
 from agentrl.backends.endpoint.errors import RequestError
 from agentrl.backends.endpoint.responses import read_responses
 from agentrl.backends.endpoint.wire import Exchange
+from agentrl.catalog import EnvRef
+from agentrl.catalog.offer import EnvOffer
 from agentrl.config import load_config
 from agentrl.env.remote.app import EnvApp
 from agentrl.env.remote.secret import Secret
-from agentrl.errors import CheckpointError, ConfigError, ReplayError, RewardSpecError, RunFolderError
+from agentrl.env.remote.wire import Asked
+from agentrl.errors import CatalogError, CheckpointError, ConfigError, ReplayError, RewardSpecError, RunFolderError
 from agentrl.executors import TooLongError
 from agentrl.matching import compile_pattern, within_seconds
 from agentrl.plain_data import json_text, read_json
+from agentrl.redaction import references
 from agentrl.render.parsers import SYNTAXES, ForTools
 from agentrl.render.streaming import ProseReader
 from agentrl.reward import compile_spec
 from agentrl.run.reader import RunRecord, episode_of, overview
 from agentrl.run.record_folder import RecordFolder
-from agentrl.shown import safe
+from agentrl.shown import console, safe
 from agentrl.tool import Tool
 from agentrl.tool.toolbox import Toolbox
 from agentrl.train.seal import MANIFEST, check_intact, is_whole
@@ -306,6 +311,22 @@ def override(text: str) -> None:
         assert place.parent == Path("/out"), place
 
 
+def params(text: str) -> None:
+    """Parameters of an environment, from its server's client and from a config: it is built, or refused by name, and a client's
+    references lead to no variable of this machine."""
+    try:
+        given = read_json(text)
+    except ValueError:
+        return
+    if not isinstance(given, dict):
+        return
+    with suppress(ConfigError, CatalogError):
+        EnvOffer(EnvRef("key_value")).build(Asked("key_value", given))
+        assert not list(references(given)), given
+    with suppress(ConfigError, CatalogError):
+        EnvRef("key_value", given).build()
+
+
 # -- ways out --------------------------------------------------------------------------------------
 
 
@@ -314,6 +335,9 @@ def shown(text: str) -> None:
     acts = [*range(9), *range(11, 32), *range(127, 160), *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x2070)]
     assert not set(map(ord, out)) & set(acts), ascii(out)
     out.encode()
+    drawn = io.StringIO()
+    console(file=drawn, markup=False, highlight=False).print(text)
+    assert not set(map(ord, drawn.getvalue())) & set(acts), ascii(drawn.getvalue())
 
 
 def written(text: str) -> None:
@@ -359,6 +383,7 @@ _LEAF = ("agentrl_reward", "name", "root", "use", "args", "op", "of", "if", "the
 _LEAF_LEAVES = LEAVES | st.sampled_from(
     ["text.equals", "format.regex", "text.number", "calls.schema", "sum", "gate", "mean", "answer"]
 )
+_REFERENCES = st.sampled_from(["env:HOME", "x${env:PATH}", "env:", "${env:}", "env:NOWHERE_SET", "${env:${env:HOME}}"])
 _TOML = ("name", "=", " ", "\n", "[", "]", "[[", "]]", "{", "}", ".", ",", '"', "'", "'''", "model", "path", "env", "id",
         "steps", "1", "true",
          "base", "a.b", "rollout.groups", "2026-01-01", "inf", "nan", "#")  # fmt: skip
@@ -368,8 +393,8 @@ def _targets() -> Iterator[tuple[str, Target]]:
     for name in SYNTAXES:
         yield f"calls:{name}", Target(partial(calls, name), pieces(*PARTS[name]), 3000)
     yield "stream", Target(stream, pieces("<think>", "</think>", "<tool_call>", "stop", "<", " ", "\n", "a"), 3000)
-    yield "schema", Target(schema, json_of(*_SCHEMA_WORDS, values=_SCHEMA_LEAVES, leaves=20), 10_000)
-    yield "pattern", Target(pattern, pieces(*_PATTERN), 8000)
+    yield "schema", Target(schema, json_of(*_SCHEMA_WORDS, values=_SCHEMA_LEAVES, leaves=20), 9000)
+    yield "pattern", Target(pattern, pieces(*_PATTERN), 7000)
     yield "spec", Target(spec, json_of(*_LEAF, values=_LEAF_LEAVES), 6000)
     for name, read in (("chat", read_chat), ("responses", read_responses), ("anthropic", read_anthropic)):
         yield f"body:{name}", Target(partial(body, read), json_of(*_BODY, values=_BODY_LEAVES, leaves=20), 3000)
@@ -379,6 +404,7 @@ def _targets() -> Iterator[tuple[str, Target]]:
     yield "record", Target(record, json_of(*_ROW), 2000)
     yield "config", Target(config, pieces(*_TOML), 3000)
     yield "override", Target(override, pieces(*_TOML, "../", "name=", "..", "/", "\\"), 2000)
+    yield "params", Target(params, json_of("calls", "keys", "level", "x", values=LEAVES | _REFERENCES), 2000)
     yield "shown", Target(shown, st.text() | pieces("\x1b[2J", "\x9b", "\u2066"), 2000)
     yield "written", Target(written, json_of("a", "b"), 2000)
 

@@ -178,6 +178,14 @@ def test_others_are_compiled(pattern):
     assert compile_pattern(pattern).pattern == pattern
 
 
+def test_a_pattern_that_backtracks_ends_when_its_time_is_over():
+    """Without a limit this one takes seconds, and with each character more 1.6 times as long."""
+    look = compile_pattern("(a|aa)+$").search
+    assert within_seconds(look, "a" * 10, 5.0) is not None
+    with pytest.raises(TimeoutError):
+        within_seconds(look, "a" * 32 + "!", 0.05)
+
+
 def test_no_pattern_is_looked_for_in_a_text_of_more_than_a_million_characters():
     with pytest.raises(TextTooLongError):
         within_seconds(compile_pattern("a").search, "b" * 1_000_001, 1.0)
