@@ -22,6 +22,7 @@ from agentrl.train.actor import Actor
 from agentrl.train.publish import Publisher
 from agentrl.train.source import WeightSource
 from agentrl.weights.bucket import Bucket, Named
+from agentrl.weights.joined import RowShard
 from agentrl.weights.route import Offer
 from agentrl.weights.routes import open_receiver
 from agentrl.weights.target import Adapter, WeightTarget
@@ -42,6 +43,9 @@ class Held:
         return max((tensor.nbytes for _, tensor in self._named), default=0)
 
     def resident(self) -> list[Tensor]:
+        return []
+
+    def shards(self) -> list[RowShard]:
         return []
 
     def saving(self) -> None:

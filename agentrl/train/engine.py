@@ -28,6 +28,7 @@ from agentrl.train.memory import RoleMemory
 from agentrl.train.modules import Micro, Role
 from agentrl.train.optim import Named, Optimizers, adamw, muon
 from agentrl.weights.conversions import Saving
+from agentrl.weights.joined import RowShard
 
 
 class BaseEngine(ABC):
@@ -155,6 +156,15 @@ class BaseEngine(ABC):
         """Those of `tensors` that are the model's own memory and not made for the stream, if this memory stays where it is; none
         by default. An engine may then read them in place."""
         return []
+
+    def shards(self) -> list[RowShard]:
+        """What this rank has of `tensors`, if several ranks have rows of each and nothing else is made of them, by any name that
+        is the same on all ranks; none by default. They may then be joined in shared memory (weights/joined.py). A collective."""
+        return []
+
+    def use_joined(self, whole: Mapping[str, Tensor]) -> None:
+        """The tensors of `shards`, by their names there, are to be had as a whole from now on: `tensors` gathers them no more."""
+        raise NotImplementedError
 
     @abstractmethod
     def largest(self) -> int:

@@ -8,10 +8,11 @@ on how rows are distributed over ranks and micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -40,9 +41,11 @@ from agentrl.train.plan_checks import check_plans
 from agentrl.train.plans import expert_dimension, split
 from agentrl.train.pretrained import empty_causal_lm, empty_classifier, meta_model
 from agentrl.train.routing import Routing
+from agentrl.train.row_shards import row_shards
 from agentrl.train.saving import empty_like, save_model
 from agentrl.train.ulysses import Ulysses
 from agentrl.weights.conversions import Saving
+from agentrl.weights.joined import RowShard
 
 PREFIX = "hf."
 
@@ -74,6 +77,7 @@ class FsdpEngine(BaseEngine):
     """One rank's part of the model."""
 
     routing: Routing | None = None
+    _joined: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
         self,
@@ -252,6 +256,16 @@ class FsdpEngine(BaseEngine):
             return []
         return [local(tensor) for _, tensor in self.named() if tensor.dtype == self.compute_dtype]
 
+    def shards(self) -> list[RowShard]:
+        if not self._gathers or self.cfg.lora is not None or self.cfg.offload != "never":
+            return []
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        found = row_shards(self._parts(), names)
+        return found if all(shard.padded.dtype == self.compute_dtype for shard in found) else []
+
+    def use_joined(self, whole: Mapping[str, Tensor]) -> None:
+        self._joined = whole
+
     @property
     def _gathers(self) -> bool:
         """Whether other ranks have parts of the weights."""
@@ -303,9 +317,11 @@ class FsdpEngine(BaseEngine):
         return merged(held, lambda name: unsharded(held[name]), self.cfg.lora)
 
     def _plain(self) -> Iterator[tuple[str, Tensor]]:
-        """Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded."""
-        seen: set[str] = set()
-        for prefix, part in self._named_parts() if self._gathers else []:
+        """Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded. What
+        the ranks have joined is whole already."""
+        seen = set(self._joined)
+        yield from self._joined.items()
+        for prefix, part in self._named_parts() if self._gathers and not seen else []:
             if isinstance(part, FSDPModule):
                 part.reshard()  # a forward pass without backward may have left it unsharded, with the weights of that time
                 part.unshard()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch.distributed as dist
+from torch import Tensor
+
 from agentrl.config.schema import WeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.train.engine import BaseEngine
 from agentrl.weights.bucket import Bucket, Named, Stream
 from agentrl.weights.conversions import Saving
+from agentrl.weights.joined import Joined, join
 from agentrl.weights.route import Offer, Sender, Silent
 from agentrl.weights.routes import make_sender
 
@@ -22,6 +26,7 @@ class WeightSource:
         self._tensors: Iterator[Named] | None = None
         self._stream: Stream | None = None
         self._saving: Saving | None = None
+        self._joined: Joined | None = None
 
     def open(self, route: str, cfg: WeightsConfig, receivers: int, host: str, saved: bool = False) -> Offer:
         """Create the channel; an earlier one is closed. `host`: the address at which the engine's machines reach this rank.
@@ -34,10 +39,18 @@ class WeightSource:
         if self._saving is not None:
             largest = self._saving.largest()
         sender = make_sender(route, cfg, largest, receivers, host)
+        lent = self._lendable(sender)
         # The slot size is the sender's, which may differ from the requested one: all ranks must cut the stream alike.
         self._sender = sender if self._rank == 0 or sender.every_rank else Silent(sender)
-        self._sender.lend(self._engine.resident())
+        self._sender.lend(lent)
         return self._sender.open()
+
+    def _lendable(self, sender: Sender) -> list[Tensor]:
+        """What receivers may read where it is. Shards of several ranks are joined once a route asks for it, and stay so."""
+        if self._joined is None and sender.joins and (shards := self._engine.shards()):
+            self._joined = join(shards, self._rank, dist.get_world_size())
+            self._engine.use_joined(self._joined.whole)
+        return self._engine.resident() if self._joined is None else [self._joined.flat]
 
     def attached(self) -> None:
         """Called when all receivers have attached."""

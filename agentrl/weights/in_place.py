@@ -1,8 +1,9 @@
 """Route `in_place`: the engine maps the trainer's own weights, so that each byte is copied once, into the engine's.
 
-For a trainer of one rank on a CPU, whose parameters are put into shared memory when the route opens; what is made for the stream
-(buffers, conversions) goes through the buckets of the route `shared`. No file has a name once the route is open, so a killed
-process leaves nothing behind.
+For a trainer on the CPU of one machine, whose parameters are put into shared memory when the route opens: those of one rank as
+they are, row shards of several ranks side by side, so that each tensor is whole there (weights/joined.py). What is made for the
+stream (buffers, conversions) goes through the buckets of the route `shared`. No file has a name once the route is open, so a
+killed process leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import resource
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +30,8 @@ SPARE = 1.1
 
 class InPlaceSender(SharedSender):
     """See the module."""
+
+    joins: ClassVar[bool] = True
 
     def __init__(self, slot_bytes: int, receivers: int) -> None:
         super().__init__(slot_bytes, receivers)

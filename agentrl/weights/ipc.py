@@ -13,13 +13,13 @@ import pickle
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor  # type: ignore[attr-defined]
 
 from agentrl.config.schema import WeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.weights.bucket import PACKED, Bucket, Named
+from agentrl.weights.joined import gathered
 from agentrl.weights.route import ROUTES, SLOTS, Offer, Receiver, Route, Sender
 
 TOKEN_BYTES = 16
@@ -56,7 +56,7 @@ class IpcSender(Sender):
             mine = self._make(torch.cuda.current_device())
         except RuntimeError as failure:  # told to the other ranks too, which wait in the call below
             problem = f"no memory of the trainer's GPU can be shared: {failure}"
-        found = _gathered((mine, problem))
+        found = gathered((mine, problem))
         if reasons := [each for _, each in found if each]:
             self.close()
             raise ConfigError(f"weights.route = ipc: {reasons[0]}")
@@ -136,15 +136,6 @@ def check_token(slots: list[Tensor], token: str) -> None:
     """Raise ConfigError if a mapped slot does not begin with what the trainer wrote there."""
     if any(bytes(slot[:TOKEN_BYTES].tolist()).hex() != token for slot in slots):
         raise ConfigError("weights.route = ipc: the engine does not read the memory that the trainer writes")
-
-
-def _gathered(mine: tuple[str | None, str]) -> list[tuple[str | None, str]]:
-    """Of every rank; a collective."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return [mine]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
 
 
 @ROUTES.register("ipc", traits={"cuda", "own_gpus"})

@@ -9,8 +9,8 @@
 A sender has two slots: while the engine loads one, the trainer fills the other. The driver requests
 bucket n + 2 only when bucket n is loaded, so a publish needs no memory besides these slots and the weights.
 
-Of a trainer that does not gather its weights, a route may let the engine read them where they are (`Sender.lend`): each byte is
-then copied once, into the engine's own weights.
+Of a trainer that has its weights as a whole, or whose ranks join theirs in shared memory, a route may let the engine read them
+where they are (`Sender.lend`): each byte is then copied once, into the engine's own weights.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ class Sender(ABC):
     """Where tensors begin in a bucket (see `fill`)."""
     every_rank: ClassVar[bool] = False
     """Whether every rank of the trainer fills buckets, and not only rank 0; `open` is then a collective."""
+
+    joins: ClassVar[bool] = False
+    """Whether shards of several ranks are to be joined in shared memory and lent (weights/joined.py), where that can be."""
 
     def __init__(self, slot_bytes: int, receivers: int) -> None:
         self.slot_bytes, self.receivers = slot_bytes, receivers

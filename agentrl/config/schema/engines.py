@@ -73,7 +73,7 @@ class WeightsConfig(Frozen):
 
     route: str = "auto"
     """"memory" (engine and trainer in one process), "ipc" (on the same GPUs), "nccl" (a broadcast to vLLM on other GPUs),
-    "in_place" (those of a single trainer on this machine's CPU, which the engine maps), "shared" (on one machine), "collective"
+    "in_place" (those of a trainer on this machine's CPU, which the engine maps), "shared" (on one machine), "collective"
     (a broadcast to other machines, through host memory), "disk" (files in `folder`), the name of one in `plugins/` of a shelf, or
     "auto": the first of those seven that works."""
     bucket_mib: Annotated[Positive, Unit("MiB")] | None = None
