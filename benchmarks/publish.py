@@ -6,7 +6,9 @@ A sender and a receiver, each with its own copy of the weights. Measured is the 
 the last tensor is in the receiver's own parameters. Except for `memory`, the receiver is another process. The routes
 `memory` and `in_place` copy every byte once, `shared`, `disk` and `collective` twice or more, into a bucket and out of
 it, so on one core these cannot be faster than 0.5 of a copy; the two sides work at the same time, so on two cores they
-can. Copies and publishes alternate; the best of all repeats counts. The last line is one JSON object.
+can. `in_place_2_ranks`: the weights are row shards of two processes, joined in shared memory. Copies and publishes alternate; the
+best of all repeats counts. `cpu` are the seconds of processor time of both ends over those of the copy: how many copies a byte
+costs, which other work on the machine moves little. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,10 +30,14 @@ from torch import Tensor
 
 from agentrl.config.schema import WeightsConfig
 from agentrl.weights.bucket import Bucket, Stream
+from agentrl.weights.joined import Joined, RowShard, join
 from agentrl.weights.route import ROUTES, Offer, Receiver, Sender
 from agentrl.weights.routes import make_sender, open_receiver, order
 
 TENSOR_MIB = 8
+TWO_RANKS = "_2_ranks"
+Times = tuple[float, float]
+"""Seconds by the clock, and of processor time."""
 
 
 def weights(mib: int, seed: float) -> dict[str, Tensor]:
@@ -46,8 +52,8 @@ def load(receiver: Receiver, bucket: Bucket, own: dict[str, Tensor]) -> None:
 
 
 def engine(pipe: Connection, mib: int) -> None:
-    """The receiving process: says that it is ready, attaches to an Offer, loads and acknowledges each bucket, answers "sum", ends
-    at None."""
+    """The receiving process: says that it is ready, attaches to an Offer, loads and acknowledges each bucket, answers "sum" and
+    "cpu", ends at None."""
     torch.set_num_threads(1)
     own = weights(mib, 0.0)
     receiver: Receiver | None = None
@@ -56,6 +62,8 @@ def engine(pipe: Connection, mib: int) -> None:
         if isinstance(message, Offer):
             receiver = open_receiver(message, 0)
             pipe.send("attached")
+        elif message == "cpu":
+            pipe.send(time.process_time())
         elif message == "sum":
             pipe.send(sum(float(tensor[0]) + float(tensor[-1]) for tensor in own.values()))
         else:
@@ -64,8 +72,9 @@ def engine(pipe: Connection, mib: int) -> None:
             pipe.send("loaded")
 
 
-def publish(sender: Sender, pipe: Connection, held: dict[str, Tensor]) -> float:
-    """Seconds of one publish; each bucket is filled while the other side loads the previous one."""
+def publish(sender: Sender, pipe: Connection, held: dict[str, Tensor]) -> Times:
+    """One publish; each bucket is filled while the other side loads the previous one."""
+    begun, before = time.process_time(), asked(pipe)
     start = time.perf_counter()
     stream = Stream(iter(held.items()))
     bucket = sender.send(stream)
@@ -73,34 +82,45 @@ def publish(sender: Sender, pipe: Connection, held: dict[str, Tensor]) -> float:
         pipe.send(bucket)
         bucket = sender.send(stream)
         pipe.recv()
-    return time.perf_counter() - start
+    taken = time.perf_counter() - start
+    return taken, time.process_time() - begun + asked(pipe) - before
 
 
-def publish_here(sender: Sender, receiver: Receiver, held: dict[str, Tensor], own: dict[str, Tensor]) -> float:
+def asked(pipe: Connection) -> float:
+    """The other process's seconds of processor time."""
+    pipe.send("cpu")
+    return float(pipe.recv())
+
+
+def publish_here(sender: Sender, receiver: Receiver, held: dict[str, Tensor], own: dict[str, Tensor]) -> Times:
     """The same in one process, one thread."""
-    start = time.perf_counter()
+    start, begun = time.perf_counter(), time.process_time()
     stream = Stream(iter(held.items()))
     while (bucket := sender.send(stream)) is not None:
         load(receiver, bucket, own)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - begun
 
 
-def copies(held: dict[str, Tensor], own: dict[str, Tensor]) -> float:
-    """Seconds of the plain copy."""
-    start = time.perf_counter()
+def copies(held: dict[str, Tensor], own: dict[str, Tensor]) -> Times:
+    """The plain copy."""
+    start, begun = time.perf_counter(), time.process_time()
     for name, tensor in held.items():
         own[name].copy_(tensor)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - begun
 
 
-def measure(route: str, args: argparse.Namespace) -> tuple[float, float]:
-    """Best seconds of (copy, publish), measured alternately. The received weights are checked."""
+def measure(route: str, args: argparse.Namespace) -> dict[str, float]:
+    """Copies and publishes, measured alternately; what was received is checked. `copy_s` and `publish_s` are the best of each,
+    `cpu` is how many times the processor time of a copy a publish takes."""
     held, own = weights(args.mib, 1.0), weights(args.mib, 0.0)
     cfg = WeightsConfig(bucket_mib=args.bucket_mib, folder=tempfile.gettempdir())
-    sender = make_sender(route, cfg, TENSOR_MIB << 20, 1, "127.0.0.1")
-    sender.lend(list(held.values()))
+    sender = make_sender(route.removesuffix(TWO_RANKS), cfg, TENSOR_MIB << 20, 1, "127.0.0.1")
+    lent = list(held.values())
+    if route.endswith(TWO_RANKS):
+        joined = join_two(args.mib)
+        held, lent = joined.whole, [joined.flat]
+    sender.lend(lent)
     want = sum(float(tensor[0]) + float(tensor[-1]) for tensor in held.values())
-    times: list[tuple[float, float]] = []
     if route == "memory":
         receiver = open_receiver(sender.open(), 0)
         sender.attached()
@@ -116,7 +136,31 @@ def measure(route: str, args: argparse.Namespace) -> tuple[float, float]:
             got = pipe.recv()
     sender.close()
     assert got == want, f"route {route} delivered wrong weights"
-    return min(copy for copy, _ in times[1:]), min(sent for _, sent in times[1:])  # the first round warms up
+    copy, sent = ([pair[side] for pair in times[1:]] for side in (0, 1))  # the first round warms up
+    cpu = min(used for _, used in sent) / min(used for _, used in copy)
+    return {"copy_s": min(taken for taken, _ in copy), "publish_s": min(taken for taken, _ in sent), "cpu": cpu}
+
+
+def join_two(mib: int) -> Joined:
+    """Row shards of the weights of two processes, this one and another, in one segment."""
+    with tempfile.TemporaryDirectory() as folder:
+        other = multiprocessing.get_context("spawn").Process(target=second_rank, args=(folder, mib), daemon=True)
+        other.start()
+        found = rank_of_two(folder, mib, 0)
+        other.join()
+        torch.distributed.destroy_process_group()
+    return found
+
+
+def second_rank(folder: str, mib: int) -> None:
+    rank_of_two(folder, mib, 1)
+
+
+def rank_of_two(folder: str, mib: int, rank: int) -> Joined:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    held = weights(mib, 1.0)
+    halves = {name: tensor.view(2, -1)[rank] for name, tensor in held.items()}
+    return join([RowShard(name, tuple(held[name].shape), half, lambda place: None) for name, half in halves.items()], rank, 2)
 
 
 def other_process(mib: int) -> Iterator[Connection]:
@@ -136,25 +180,25 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--bucket-mib", type=float, default=64.0)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--route", choices=order(), action="append")
+    parser.add_argument("--route", choices=(*order(), f"in_place{TWO_RANKS}"), action="append")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    ratios, rates = {}, {}
+    ratios, rates, cpu = {}, {}, {}
     gpu = torch.cuda.is_available()
-    for route in args.route or [name for name in order() if gpu or "cuda" not in ROUTES.entry(name).traits]:
-        copy, sent = measure(route, args)
-        ratios[f"{route}_over_memcpy"] = round(copy / sent, 4)
-        rates[route] = {"memcpy_gib_s": round(args.mib / 1024 / copy, 3), "publish_gib_s": round(args.mib / 1024 / sent, 3)}
-        print(
-            f"{route:12s} {rates[route]['publish_gib_s']:7.2f} GiB/s, memcpy {rates[route]['memcpy_gib_s']:.2f}, "
-            f"ratio {copy / sent:.3f}",
-            flush=True,
-        )
+    usual = [name for name in order() if gpu or "cuda" not in ROUTES.entry(name).traits]
+    for route in args.route or [*usual, f"in_place{TWO_RANKS}"]:
+        found = measure(route, args)
+        gib, ratio = args.mib / 1024, found["copy_s"] / found["publish_s"]
+        ratios[f"{route}_over_memcpy"], cpu[route] = round(ratio, 4), round(found["cpu"], 3)
+        rates[route] = {"memcpy_gib_s": round(gib / found["copy_s"], 3), "publish_gib_s": round(gib / found["publish_s"], 3)}
+        speeds = f"{rates[route]['publish_gib_s']:7.2f} GiB/s, memcpy {rates[route]['memcpy_gib_s']:.2f}"
+        print(f"{route:16s} {speeds}, ratio {ratio:.3f}, processor time of {found['cpu']:.2f} copies", flush=True)
     print(
         json.dumps(
             {
                 "benchmark": "publish",
                 "ratios": ratios,
+                "copies_in_processor_time": cpu,
                 "rates": rates,
                 "mib": args.mib,
                 "bucket_mib": args.bucket_mib,
