@@ -104,26 +104,53 @@ class Memory:
 
 
 def dispatch(megabytes: int, workers: int) -> dict[str, float]:
-    """One batch to `workers` workers, balanced by tokens, against one copy of it in this process."""
+    """Batches to `workers` workers, balanced by tokens, against one copy of such a batch in this process: the first of a run,
+    the next, which Ray stores where the first was, and one again, whose columns are stored already."""
     rows = max(64, megabytes * 8)
     batch = make_batch(rows, megabytes * MIB // TOKEN_BYTES // rows)
     size = int(batch["token_ids"].values().numel()) * TOKEN_BYTES
     copy = best(lambda: select(batch, np.arange(len(batch))), 3)
+    fresh, used = into_shared_memory(size)
     with launch(Taker, world_size=workers, num_cpus=0.05, name=f"take{workers}") as group:
         group.run(Taker.nothing)
         group.run(Taker.take, select(batch, range(8)))
         with Memory() as memory:
             first = best(lambda: group.run(Taker.take, batch), 1)
+        after = []
+        for _ in range(2):
+            del batch  # its columns leave the store with it
+            batch = make_batch(rows, megabytes * MIB // TOKEN_BYTES // rows)
+            after.append(best(partial(group.run, Taker.take, batch), 1))
         warm = best(lambda: group.run(Taker.take, batch), 3)
+    out = copy / min(workers, os.cpu_count() or 1)  # all cores at once, and nothing else
     return {
         "batch_mib": size / MIB,
         "memcpy_s": copy,
+        "fresh_s": fresh,
+        "used_s": used,
         "dispatch_first_s": first,
+        "dispatch_next_s": min(after),
         "dispatch_s": warm,
         "first_over_memcpy": first / copy,
+        "first_least_over_memcpy": (fresh + out) / copy,
+        "next_over_memcpy": min(after) / copy,
+        "next_least_over_memcpy": (used + out) / copy,
         "dispatch_over_memcpy": warm / copy,
         "driver_peak_over_batch": (memory.peak - memory.start + size) / size,
     }
+
+
+def into_shared_memory(size: int) -> tuple[float, float]:
+    """Seconds of one copy of so many bytes into shared memory: into new pages, which the kernel makes and clears at the first
+    touch, and into the same again. What a dispatch cannot do without: the workers read the batch there."""
+    source = torch.ones(size, dtype=torch.uint8)
+    times = []
+    for _ in range(3):
+        with tempfile.NamedTemporaryFile(prefix="agentrl-bench-", dir="/dev/shm") as file:
+            place = torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
+            times.append([best(lambda place=place: place.copy_(source), 1) for _ in range(2)])
+    new, again = (min(pair[side] for pair in times) for side in (0, 1))
+    return new, again
 
 
 def fan_out(counts: list[int]) -> dict[str, float]:
