@@ -84,11 +84,11 @@ def output(command: Sequence[str], seconds: float) -> dict[str, Any]:
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
         )
-        last: list[str] = []
-        assert process.stdout is not None
-        reader = threading.Thread(target=_show, args=(process.stdout, last), daemon=True)
-        reader.start()
         try:
+            last: list[str] = []
+            assert process.stdout is not None
+            reader = threading.Thread(target=_show, args=(process.stdout, last), daemon=True)
+            reader.start()
             code = process.wait(seconds)
         except subprocess.TimeoutExpired as problem:
             raise RuntimeError(f"not done within {seconds} s") from problem

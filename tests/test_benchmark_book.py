@@ -173,12 +173,12 @@ def test_ctrl_c_leaves_what_was_measured_and_nothing_that_runs(book: Any, shop: 
     begin = f"import sys\nfrom pathlib import Path\nsys.path.insert(0, {str(ROOT / 'benchmarks')!r})\nimport book\n"
     command = [sys.executable, "-c", f"{begin}{moved}sys.exit(book.run([]))"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120  # of a machine that is very busy
     while not (shop / "child.pid").is_file() or not (shop / "child.pid").read_text():
         assert time.monotonic() < until
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=30)
+    said, _ = process.communicate(timeout=120)
     assert process.returncode == 130 and "stopped: what was measured is written" in said
     assert gone(int((shop / "child.pid").read_text()))
     assert "| speed | 5 |" in (shop / "book.md").read_text()
