@@ -148,7 +148,7 @@ def into_shared_memory(size: int) -> tuple[float, float]:
     for _ in range(3):
         with tempfile.NamedTemporaryFile(prefix="agentrl-bench-", dir="/dev/shm") as file:
             place = torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
-            times.append([best(lambda place=place: place.copy_(source), 1) for _ in range(2)])
+            times.append([best(partial(place.copy_, source), 1) for _ in range(2)])
     new, again = (min(pair[side] for pair in times) for side in (0, 1))
     return new, again
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -122,9 +122,9 @@ def _unlike(file: str, token: str, size: int) -> str:
 
 def _mapped(file: str, size: int) -> Tensor:
     """The segment, uint8, with a descriptor that stays open: another process finds it by that."""
-    descriptor = os.open(file, os.O_RDWR)
+    descriptor, storages = os.open(file, os.O_RDWR), cast(Any, torch.UntypedStorage)
     try:
-        storage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size)
+        storage = storages._new_shared_fd_cpu(descriptor, size)
     finally:
         os.close(descriptor)  # torch has one of its own
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))

@@ -1,8 +1,8 @@
 """FSDP2 ranks that train, publish in place to this process, and train on: a script, because ranks are forked.
 
-    PYTHONPATH=.:tests/train python tests/weights/joined_ranks.py OUT MODEL
+    PYTHONPATH=.:tests/train python tests/weights/joined_ranks.py OUT MODEL RANKS...
 
-OUT/<ranks>.json: what test_joined.py asks, of 2 ranks and of 3, whose rows are uneven.
+OUT/<ranks>.json: what test_joined.py asks.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ def engine(pipe: Connection) -> dict[str, Any]:
     return found | pipe.recv()
 
 
-def main(out: Path, tiny: str) -> None:
+def main(out: Path, tiny: str, counts: list[int]) -> None:
     warm_up(tiny)
-    for count in (2, 3):
+    for count in counts:
         here, there = multiprocessing.Pipe()
         children = forked({"dp": count}, out, body_of(tiny, out, there))
         there.close()  # so that the end of the ranks is seen here
@@ -171,4 +171,4 @@ def main(out: Path, tiny: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], [int(count) for count in sys.argv[3:]])
