@@ -80,6 +80,10 @@ class ResourceError(UserError):
     """The machine or cluster lacks what the run needs (memory, cores, disk, port, GPUs)."""
 
 
+class DiskFullError(ResourceError):
+    """No space is left for a file: names it, what is free there, and what to do."""
+
+
 class DependencyError(UserError):
     """An optional dependency is missing: names the extra that installs it."""
 

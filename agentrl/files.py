@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
+from agentrl.errors import FULL, DiskFullError
+
 
 def atomic_write(path: Path, text: str, *, private: bool = False) -> None:
     """Write to a temporary file, fsync, rename: readers (and a kill) find the old file or the new one, never half of one.
@@ -54,6 +56,33 @@ def full_text(path: Path | str, then: str) -> str:
     while not there.exists():
         there = there.parent
     return f"{path}: the disk is full ({shutil.disk_usage(there).free} bytes are free): free some space and {then}"
+
+
+def disk_full(error: BaseException | None) -> bool:
+    """True if `error`, or one of its causes, says that no space is left."""
+    seen: set[int] = set()  # what is raised from itself has no end
+    # By its text as well: an error that came from another rank or process has nothing else left of the OSError.
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL):
+            return True
+        if "No space left on device" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def full_disk_said(place: Path | str, then: str) -> Iterator[None]:
+    """Whatever could not be written for want of space, here, on a rank or by a library: a DiskFullError with the file (`place`
+    if the error names none), what is free there, and what to do, `then`."""
+    try:
+        yield
+    except Exception as error:
+        if not disk_full(error):
+            raise
+        named = error.filename if isinstance(error, OSError) and error.filename else place
+        raise DiskFullError(f"{error}; {then}" if isinstance(error, DiskFullError) else full_text(named, then)) from error
 
 
 def plain_file(path: str, flags: int) -> int:

@@ -79,6 +79,7 @@ SAME = {
     ("matching", "executors"),
     ("schemas", "executors"),
     ("schemas", "matching"),
+    ("files", "errors"),
     ("given", "errors"),
     ("redaction", "errors"),
     ("redaction", "shown"),

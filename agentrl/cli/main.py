@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from agentrl import __version__
 from agentrl.cli.configs import is_override
 from agentrl.cli.parser import Parser
-from agentrl.errors import FULL, AgentrlError, UserError
-from agentrl.files import full_text
+from agentrl.errors import AgentrlError, UserError
+from agentrl.files import disk_full, full_text
 from agentrl.redaction import guarded_output
 from agentrl.shown import say
 
@@ -112,15 +112,23 @@ def _run(args: argparse.Namespace) -> int:
     except BrokenPipeError:  # `agentrl ... | head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        if error.filename is None:
+    except Exception as error:
+        if (text := _of_files(error)) is None:
             raise
-        text = f"{error.filename}: {error.strerror}: mend that and repeat the command"
-        say(f"agentrl: {full_text(error.filename, 'repeat the command') if error.errno in FULL else text}", file=sys.stderr)
+        say(f"agentrl: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         say("agentrl: interrupted", file=sys.stderr)
         return 130
+
+
+def _of_files(error: Exception) -> str | None:
+    """What is wrong with a file, or with the disk that it is on; None if the error is another."""
+    name = error.filename if isinstance(error, OSError) else None
+    if disk_full(error):
+        then = "repeat the command"
+        return f"the disk is full: {error}: free some space and {then}" if name is None else full_text(name, then)
+    return None if name is None else f"{name}: {error.strerror}: mend that and repeat the command"  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -21,14 +21,15 @@ import shutil
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from agentrl.config import TrainConfig, to_toml
 from agentrl.config.origin import Origins
 from agentrl.config.schema import KeepConfig
-from agentrl.errors import FULL, ConfigError, ResourceError, RunFolderError
-from agentrl.files import atomic_write, atomic_write_all, full_text, naming, open_plain, plain_file, read_plain
+from agentrl.errors import ConfigError, DiskFullError, ResourceError, RunFolderError
+from agentrl.files import atomic_write, atomic_write_all, disk_full, full_text, naming, open_plain, plain_file, read_plain
 from agentrl.plain_data import json_text, read_json
 from agentrl.redaction import redact, redacted
 from agentrl.train.seal import MANIFEST
@@ -41,6 +42,7 @@ DRIVER = "driver.json"
 NOTHING = -2
 """Rewind to before everything, the warm start too; -1 is after it, before the first evaluation."""
 _ROTATING = ("step", "eval")
+_RESERVED = 1 << 16
 
 
 class RunFolder:
@@ -56,6 +58,7 @@ class RunFolder:
         self.history = path / "config_history"
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
+        self.reserved = path / ".reserved"  # what a summary takes of a disk that is full by then
         self.curve = path / "curve.png"
         self.log = path / "log.txt"
         self.trajectories = path / "trajectories"
@@ -87,8 +90,9 @@ class RunFolder:
             atomic_write(folder.config, text, private=True)
         except OSError as error:
             shutil.rmtree(folder.path, ignore_errors=True)
-            text = f"{folder.path}: the run folder cannot be written: {error}"
-            raise ResourceError(full_text(folder.path, "repeat the command") if error.errno in FULL else text) from None
+            if disk_full(error):
+                raise DiskFullError(full_text(folder.path, "repeat the command")) from None
+            raise ResourceError(f"{folder.path}: the run folder cannot be written: {error}") from None
         return folder
 
     def keep_config(self, config: TrainConfig, origins: Origins, step: int) -> Path | None:
@@ -209,8 +213,15 @@ class RunFolder:
             raise RunFolderError(f"{self.summary}: damaged: it lacks what a summary has; remove it")
         return found
 
+    def reserve(self) -> None:
+        """Hold a little of the disk until `write_summary`: a run that ends because the disk is full can still say so there."""
+        with suppress(OSError), open(self.reserved, "wb", opener=plain_file) as file:
+            file.write(os.urandom(_RESERVED))  # what is all zeros some file systems do not store
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json."""
+        """Write summary.json, with what `reserve` held of the disk."""
+        with suppress(OSError):
+            self.reserved.unlink()
         atomic_write(self.summary, json_text(redacted(summary, said=True), indent=2) + "\n")
 
 

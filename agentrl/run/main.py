@@ -23,12 +23,11 @@ from agentrl.errors import (
     EngineError,
     JudgeBudgetError,
     NothingScoredError,
-    ResourceError,
     StalledError,
     WorkerDiedError,
 )
 from agentrl.executors import in_thread, share_the_lock
-from agentrl.files import full_text
+from agentrl.files import full_disk_said
 from agentrl.run.callbacks import Callback
 from agentrl.run.checks.model import model_notes
 from agentrl.run.checks.sizes import advice
@@ -44,11 +43,10 @@ from agentrl.run.loop import evaluate_now, train_loop
 from agentrl.run.provenance import check_contents, updates_done
 from agentrl.run.quiet import quiet_libraries
 from agentrl.run.run_log import RunLog
-from agentrl.run.session import Session, open_session
+from agentrl.run.session import Session, open_session, warmed_up
 from agentrl.run.sft import warm_start
 from agentrl.run.trackers import Status, TrackedRun, makers
 from agentrl.train.actor import Actor
-from agentrl.train.checkpoint import disk_full
 from agentrl.train.families.choice import Packing, packing_of, with_packing
 from agentrl.train.seal import seal
 
@@ -93,13 +91,14 @@ def execute(
     outcome = RunOutcome(only_warm_start=only_warm_start)
     log_file = _log_to(folder, config.keep)
     with (
-        _full_disk_said(folder),
+        full_disk_said(folder.path, f"continue with: {_resume_command(folder)}"),
         locked(folder.path),
         log_file,
         Display() as display,
         _log_of(config, folder, display, resumed) as run_log,
     ):
         folder.summary.unlink(missing_ok=True)  # of an earlier end: a run without one goes on, or was killed
+        folder.reserve()
         display.say(f"agentrl train: {folder.path} ({'resumed' if resumed else 'new'})")
         if resumed and (old := folder.keep_config(config, origins or Origins(), updates_done(folder))) is not None:
             log.info("the config has changed; what it was until now is in %s", old)
@@ -135,19 +134,6 @@ def execute(
             raise outcome.full
         _say_end(config, display, folder, outcome, [tracker.look for tracker in run_log.trackers if tracker.look])
     return {"done": 0, "interrupted": 130}.get(outcome.status, 1)
-
-
-@contextmanager
-def _full_disk_said(folder: RunFolder) -> Iterator[None]:
-    """Whatever could not be written, here or on a rank: one line with the file, what is free there, and how to go on."""
-    try:
-        yield
-    except Exception as error:
-        if not disk_full(error):
-            raise
-        named = error.filename if isinstance(error, OSError) and error.filename else folder.path
-        on = f"continue with: {_resume_command(folder)}"
-        raise ResourceError(f"{error}; {on}" if isinstance(error, ResourceError) else full_text(named, on)) from error
 
 
 def _log_of(config: TrainConfig, folder: RunFolder, display: Display, resumed: bool) -> RunLog:
@@ -221,7 +207,7 @@ async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interr
     if config.rollout.colocate:
         await session.publisher.sleep()  # until the first publish: what starts until then uses the same memory
     outcome.status = "interrupted"  # the early returns below follow Ctrl-C, except that of a warm start alone
-    if config.sft is not None and not (folder.warm_start / "config.json").is_file():
+    if config.sft is not None and not warmed_up(folder):
         folder.rewind(NOTHING)  # rows of an attempt that ended in its warm start would be written twice
         run_log.rewound(NOTHING)
         await warm_start(session, run_log, interrupt)

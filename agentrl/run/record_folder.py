@@ -13,11 +13,11 @@ from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, the_env
 from agentrl.config.identity import check_same_identity
 from agentrl.errors import ReplayError
-from agentrl.files import atomic_write
+from agentrl.files import atomic_write, full_disk_said
 from agentrl.plain_data import json_text, read_json
 from agentrl.redaction import redacted
 from agentrl.rollout.replay.record import Recorder
-from agentrl.rollout.replay.tape import Recorded
+from agentrl.rollout.replay.tape import CONTINUED, Recorded
 from agentrl.run.assembly import Inputs
 from agentrl.run.engines import talks_in_messages
 from agentrl.train.pretrained import load_model_config, load_tokenizer
@@ -79,6 +79,11 @@ class RecordFolder:
         if file.exists():
             before, of = self.manifest().get("identity"), f"the record of another run ({file})"
             check_same_identity(before, redacted(self._request["identity"]), of, self.path, "--record")
+        with full_disk_said(self.path, CONTINUED):
+            self._write_inputs(config, inputs, manifest)
+        return Recorder(self.calls, Recorded.read(self.calls).transcripts)
+
+    def _write_inputs(self, config: TrainConfig, inputs: Inputs, manifest: dict[str, Any]) -> None:
         if inputs.tokenizer is not None:
             assert config.model.path is not None
             inputs.tokenizer.save_pretrained(str(self.tokenizer))
@@ -86,6 +91,5 @@ class RecordFolder:
             load_model_config(config.model.path, config.model.trust_remote_code).save_pretrained(str(self.tokenizer))
         # The manifest last: a folder without it is not a record, so an interrupted start does not look like one.
         atomic_write(self.path / "reward.json", json_text(inputs.specs[0], indent=2) + "\n")
-        atomic_write(file, json_text(redacted(manifest), indent=2) + "\n")
+        atomic_write(self.path / "record.json", json_text(redacted(manifest), indent=2) + "\n")
         self.calls.touch()
-        return Recorder(self.calls, Recorded.read(self.calls).transcripts)

@@ -17,7 +17,7 @@ from agentrl.config.envs import the_env
 from agentrl.config.identity import Identity, check_same_identity, identity_of
 from agentrl.errors import ConfigError
 from agentrl.executors import share_the_lock
-from agentrl.files import atomic_write
+from agentrl.files import atomic_write, naming
 from agentrl.plain_data import json_text, read_json
 from agentrl.redaction import redact
 from agentrl.rollout.clock import Watch
@@ -153,8 +153,9 @@ async def _play(
 
         def keep(trajectory: Trajectory) -> None:
             nonlocal done, scored
-            file.write(redact(json_text(trajectory.to_json())) + "\n")
-            file.flush()
+            with naming(Path(file.name)):
+                file.write(redact(json_text(trajectory.to_json())) + "\n")
+                file.flush()
             outcome.episodes[trajectory.task.seed, trajectory.member] = trajectory
             done += 1
             scored += _scored(trajectory)

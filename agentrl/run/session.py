@@ -102,11 +102,18 @@ class Session:
             stop_ray()
 
 
+def warmed_up(folder: RunFolder) -> bool:
+    """Whether the warm start's model is there. Its manifest comes last: one that was cut short while it was written (by a kill,
+    or a full disk) is none. Older versions wrote no manifest; what they left is whole if training went on from it."""
+    whole = os.path.lexists(folder.warm_start / MANIFEST) or folder.checkpoints.is_dir()
+    return whole and (folder.warm_start / "config.json").is_file()
+
+
 def model_folder(config: TrainConfig, folder: RunFolder) -> str:
     """The folder or hub name of a session's initial model: the warm start's result, `model.path`, or a newly built one. Raises
     CheckpointError if the first or the last is not as it was written."""
     # First, because a warm start begins with one of the models below and is what the run goes on from.
-    if (folder.warm_start / "config.json").is_file():
+    if warmed_up(folder):
         check_model(folder.warm_start)
         return str(folder.warm_start)
     if config.model.path is not None:

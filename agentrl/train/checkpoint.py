@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from agentrl.errors import FULL, CheckpointError, ResourceError
-from agentrl.files import full_text
+from agentrl.errors import CheckpointError, DiskFullError
+from agentrl.files import disk_full, full_text
 from agentrl.train.seal import MANIFEST, check_intact, is_whole, read_manifest, seal, sync_folder, write_manifest
 
 _NAME = re.compile(r"(\.writing_)?step_(\d{6,})")
@@ -32,7 +32,7 @@ class Checkpoints:
         self.root, self.keep, self.keep_best = Path(root), keep, keep_best
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of `step` to. Raises ResourceError if the disk is full."""
+        """An empty folder to write the checkpoint of `step` to. Raises DiskFullError if the disk is full."""
         aside = self._aside(step)
         shutil.rmtree(aside, ignore_errors=True)
         try:
@@ -44,7 +44,7 @@ class Checkpoints:
     def commit(self, step: int, score: float | None = None) -> None:
         """Make what was written after `begin` the checkpoint of `step`, and delete checkpoints that are not kept any more.
 
-        Raises ResourceError if the disk is full; whatever goes wrong, older checkpoints stay.
+        Raises DiskFullError if the disk is full; whatever goes wrong, older checkpoints stay.
         """
         aside = self._aside(step)
         try:
@@ -55,13 +55,13 @@ class Checkpoints:
         self._prune()
 
     def give_up(self, step: int, error: BaseException) -> NoReturn:
-        """Remove what was written after `begin`, and raise `error`, or a ResourceError from it if the disk is full."""
+        """Remove what was written after `begin`, and raise `error`, or a DiskFullError from it if the disk is full."""
         full = disk_full(error) or _cut_short(error, self.root)
         text = full_text(self.root, f"go on: checkpoint {step} was not written, older ones are intact") if full else ""
         shutil.rmtree(self._aside(step), ignore_errors=True)
         if not full:
             raise error
-        raise ResourceError(text) from error
+        raise DiskFullError(text) from error
 
     @contextmanager
     def writing(self, step: int, score: float | None = None) -> Iterator[Path]:
@@ -179,17 +179,3 @@ class Checkpoints:
 def _cut_short(error: BaseException, folder: Path) -> bool:
     """PyTorch's zip writer does not say why it could not write: "unexpected pos 704 vs 598"."""
     return "inline_container" in str(error) and shutil.disk_usage(folder).free < _TOO_LITTLE
-
-
-def disk_full(error: BaseException | None) -> bool:
-    """True if `error`, or one of its causes, says that no space is left."""
-    seen: set[int] = set()  # what is raised from itself has no end
-    # By its text as well: an error that came from another rank or process has nothing else left of the OSError.
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, OSError) and error.errno in FULL:
-            return True
-        if "No space left on device" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

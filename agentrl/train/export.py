@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from agentrl.config.load import load_config
 from agentrl.config.schema import LoraSection, TrainConfig
 from agentrl.errors import CheckpointError, ModelError
+from agentrl.files import full_disk_said
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.lora import merged
 from agentrl.train.pretrained import load_model_config
@@ -46,8 +49,19 @@ def export_run(run: str | Path, out: str | Path, step: int | None = None, *, bes
     source = start_model(folder, config)
     trust = config.model.trust_remote_code
     tensors = saved_weights(chosen / "actor", config.model.lora)
-    save_model(source, load_model_config(source, trust), tensors, torch.float32, target, trust=trust)
+    with full_disk_said(target, "repeat the command"), _made_or_removed(target):
+        save_model(source, load_model_config(source, trust), tensors, torch.float32, target, trust=trust)
     return int(read_manifest(chosen)["step"])
+
+
+@contextmanager
+def _made_or_removed(folder: Path) -> Iterator[None]:
+    """What is half of a model has no weights or no tokenizer, and would keep the command from being repeated."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def saved_weights(folder: Path, lora: LoraSection | None) -> Iterator[tuple[str, Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import ModelError
+from agentrl.files import naming
 from agentrl.train.weight_files import INDEX, SINGLE
 
 MAX_FILE_BYTES = 2 << 30
@@ -49,26 +51,24 @@ class WeightWriter:
         self._folder, self._expected = folder, dict(expected)
         self._missing = set(expected)
         self._positions: dict[str, FilePosition] = {}
-        self._files: list[BinaryIO] = []
+        self._files = ExitStack()
         groups = _grouped(expected, max_bytes)
         count = len(groups)
         self._names = [SINGLE if count == 1 else f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
         self._of = {name: file for file, group in zip(self._names, groups, strict=True) for name in group}
-        for file, group in zip(self._names, groups, strict=True):
-            self._start(self._aside(file), group)
+        try:
+            for file, group in zip(self._names, groups, strict=True):
+                self._start(self._aside(file), group)
+        except BaseException:
+            self._end(publish=False)
+            raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for file in self._files:
-            file.close()
-        if kind is None and not self._missing:
-            self._publish()
-            return
-        for name in self._names:
-            self._aside(name).unlink(missing_ok=True)
-        if kind is None:
+        self._end(publish=kind is None and not self._missing)
+        if kind is None and self._missing:
             raise ModelError(f"export: no weights for {min(self._missing)} ({len(self._missing)} missing)")
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -79,10 +79,21 @@ class WeightWriter:
         if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
             raise ModelError(f"export: {name} is {tensor.dtype} {tuple(tensor.shape)}, expected {tuple(expected.shape)}")
         position = self._positions[name]
-        position.file.seek(position.start)
-        # As bytes, since numpy has no bfloat16; flat, since a scalar cannot be viewed as bytes.
-        position.file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        with naming(Path(position.file.name)):
+            position.file.seek(position.start)
+            # As bytes, since numpy has no bfloat16; flat, since a scalar cannot be viewed as bytes.
+            position.file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self._missing.discard(name)
+
+    def _end(self, publish: bool) -> None:
+        """Close the files, which writes what is left of them, and give them their names, or remove them."""
+        try:
+            self._files.close()
+            if publish:
+                self._publish()
+        finally:
+            for name in self._names:
+                self._aside(name).unlink(missing_ok=True)
 
     def _aside(self, name: str) -> Path:
         return self._folder / f".{name}.writing"
@@ -100,8 +111,8 @@ class WeightWriter:
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         # Spaces up to a multiple of 8, so that the tensors begin aligned in a mapped file; the format allows them.
         text += b" " * (-len(text) % 8)
-        file = path.open("wb")
-        self._files.append(file)
+        self._files.enter_context(naming(path))
+        file = self._files.enter_context(path.open("wb"))
         file.write(len(text).to_bytes(8, "little") + text)
         self._positions.update({name: FilePosition(file, 8 + len(text) + start) for name, start in starts.items()})
 

@@ -3,15 +3,85 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
+import importlib
+import json
 import os
+import re
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 SIZE_MIB = 48
 BALLAST = "ballast"
+
+
+@dataclass(frozen=True)
+class Writer:
+    """`at` writes `files` of a run folder; the disk is full from its `call`th call on. `said`: what the last line names."""
+
+    at: str
+    files: tuple[str, ...]
+    call: int = 1
+    said: str = ""
+
+
+TRAIN = {
+    "config.toml": Writer("agentrl.run.folder:RunFolder.create", ("config.toml",)),
+    "provenance.json": Writer("agentrl.run.provenance:write_provenance", ("provenance.json",)),
+    "token of the shared folder": Writer("agentrl.run.session:check_shared", (".agentrl-shared-*",)),
+    "log.txt": Writer("agentrl.run.log_file:LogFile.emit", ("log.txt",)),
+    ".lock": Writer("agentrl.run.lock:_note", (".lock",)),
+    "model": Writer("agentrl.run.session:init_model", ("model/*",)),
+    "model's manifest": Writer("agentrl.run.session:seal", ("model/manifest.json",)),
+    "warm_start": Writer("agentrl.train.actor:Actor.end_sft", ("warm_start/*",)),
+    "warm start's manifest": Writer("agentrl.run.sft:seal", ("warm_start/manifest.json",)),
+    "metrics.jsonl": Writer("agentrl.run.folder:RunFolder.append_metrics", ("metrics.jsonl",), 5),
+    "trajectories": Writer("agentrl.run.folder:RunFolder.write_trajectories", ("trajectories/*.jsonl",), 3),
+    "tokens": Writer("agentrl.run.folder:RunFolder.write_tokens", ("tokens/*.jsonl",), 3),
+    "tensorboard": Writer("agentrl.run.trackers.tensorboard:TensorBoard.row", ("tensorboard/*",), 3),
+    "profile": Writer("agentrl.run.timeline:Timeline.write", ("profile/step_*.json.gz", "profile/.parts/*")),
+    "checkpoint's folder": Writer("agentrl.train.checkpoint:Checkpoints.begin", (), 3),
+    "checkpoint's actor": Writer("agentrl.train.actor:Actor.begin_save", ("checkpoints/*/actor/*",), 3),
+    "checkpoint's critic": Writer("agentrl.train.critic:Critic.begin_save", ("checkpoints/*/critic/*",), 3),
+    "checkpoint's learner.json": Writer("agentrl.train.learner:json_text", ("checkpoints/*/learner.json",), 3),
+    "checkpoint's driver.json": Writer(
+        "agentrl.run.checkpoint:_write_driver", ("checkpoints/*/driver.json", "checkpoints/*/groups.jsonl"), 3
+    ),
+    "checkpoint's manifest.json": Writer("agentrl.train.checkpoint:seal", ("checkpoints/*/manifest.json",), 3),
+    "checkpoint's score": Writer("agentrl.train.checkpoint:Checkpoints.rate", ("checkpoints/*/manifest.json",)),
+    "final": Writer("agentrl.train.actor:Actor.export_hf", ("final/*",)),
+    "final's manifest": Writer("agentrl.run.main:seal", ("final/manifest.json",)),
+    "curve.png": Writer("agentrl.run.main:draw_curve", ("curve.png",)),
+    "summary.json": Writer("agentrl.run.folder:RunFolder.write_summary", ("summary.json", ".reserved")),
+}
+"""Of `agentrl train`."""
+RESUME = {
+    "config_history": Writer("agentrl.run.folder:RunFolder.keep_config", ("config_history/*",)),
+    "rewound metrics.jsonl": Writer("agentrl.run.folder:RunFolder.rewind", ("metrics.jsonl",)),
+}
+"""Of a resume with another setting."""
+PARTS = {"trajectories' parts": Writer("agentrl.rollout.workers.pool:WorkerPool.play", ("trajectories/.parts/*",), 30)}
+"""Of rollout workers, in their own processes: full when the driver hands out an episode."""
+EVAL = {
+    "exports": Writer("agentrl.run.of_run:_exported", ("exports/*",)),
+    "record's folder": Writer("agentrl.run.record_folder:RecordFolder.open", ()),
+    "record": Writer("agentrl.rollout.replay.tape:RecordWriter.add", (), 9),
+    "evaluation's episodes": Writer("agentrl.run.rollout:_sort", ()),
+    "evaluation's report": Writer("agentrl.run.eval:redacted", ()),
+}
+"""Of `agentrl eval --run RUN --record`."""
+EXPORT = {
+    "export": Writer("agentrl.train.export:save_model", ()),
+    "export's tokenizer": Writer("agentrl.train.saving:load_tokenizer", ()),
+}
+"""Of `agentrl export`."""
+ALL = {**TRAIN, **RESUME, **PARTS, **EVAL, **EXPORT}
+READERS = (".agentrl_view*",)
 
 
 @contextlib.contextmanager
@@ -37,54 +107,30 @@ def fill(disk: Path) -> None:
                     file.write(bytes(size))
 
 
-def writers() -> dict[str, tuple[Any, str]]:
-    """Where each file of a run is written: (owner, name)."""
-    from agentrl.run import checkpoint, main, provenance
-    from agentrl.run.folder import RunFolder
-    from agentrl.run.log_file import LogFile
-    from agentrl.run.trackers.tensorboard import TensorBoard
-    from agentrl.train import checkpoint as folders
-    from agentrl.train.actor import Actor
-    from agentrl.train.learner import Learner
-
-    return {
-        "config.toml": (RunFolder, "create"),
-        "provenance.json": (provenance, "write_provenance"),
-        "log.txt": (LogFile, "emit"),
-        "metrics.jsonl": (RunFolder, "append_metrics"),
-        "trajectories": (RunFolder, "write_trajectories"),
-        "tokens": (RunFolder, "write_tokens"),
-        "tensorboard": (TensorBoard, "row"),
-        "checkpoint's folder": (folders.Checkpoints, "begin"),
-        "checkpoint's models": (Learner, "begin_save"),
-        "checkpoint's driver.json": (checkpoint, "_write_driver"),
-        "checkpoint's manifest.json": (folders, "seal"),
-        "summary.json": (RunFolder, "write_summary"),
-        "curve.png": (main, "draw_curve"),
-        "final": (Actor, "export_hf"),
-    }
-
-
-def full_at(writer: str, call: int, disk: Path) -> None:
-    """The disk is full from the `call`th call of a writer on."""
-    owner, name = writers()[writer]
-    plain, made = owner.__dict__[name], 0
-    kind = classmethod if isinstance(plain, classmethod) else lambda function: function
+def full_at(writer: str, disk: Path) -> None:
+    """The disk is full from that call of a writer on."""
+    module, _, path = ALL[writer].at.partition(":")
+    *above, name = path.split(".")
+    owner = importlib.import_module(module)
+    for part in above:
+        owner = getattr(owner, part)
+    plain, made = vars(owner).get(name, getattr(owner, name)), 0
+    kind: Any = classmethod if isinstance(plain, classmethod) else lambda function: function
     plain = getattr(plain, "__func__", plain)
 
     @wraps(plain)
     def writes(*args: Any, **kwargs: Any) -> Any:
         nonlocal made
         made += 1
-        if made == call:
+        if made == ALL[writer].call:
             fill(disk)
         return plain(*args, **kwargs)
 
     setattr(owner, name, kind(writes))
 
 
-def trained(words: list[str], writer: str, call: int, disk: str, said: str, code_file: str) -> None:
-    """`agentrl train WORDS` in this process, with all that it says in a file."""
+def commanded(words: list[str], writer: str, disk: str, said: str, opened: str, code_file: str) -> None:
+    """`agentrl WORDS` in this process, with all that it says in a file, and the files that it opens to write below `opened`."""
     out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -92,9 +138,35 @@ def trained(words: list[str], writer: str, call: int, disk: str, said: str, code
     from agentrl.run.checks import capacity
 
     capacity.MIN_DISK_MIB = 1
+    found: set[str] = set()
+    if opened:
+        sys.addaudithook(lambda event, args: noted(found, opened, args) if event == "open" else None)
     if writer:
-        full_at(writer, call, Path(disk))
-    Path(code_file).write_text(str(main(["train", *words])))
+        full_at(writer, Path(disk))
+    code = main(words)
+    Path(said + ".opened").write_text(json.dumps(sorted(found)))
+    Path(code_file).write_text(str(code))
+
+
+def noted(found: set[str], folder: str, args: tuple[Any, ...]) -> None:
+    path, _, flags = args
+    if isinstance(path, (str, os.PathLike)) and flags & (os.O_WRONLY | os.O_RDWR):
+        absolute = Path(os.fsdecode(path)).absolute()
+        if absolute.is_relative_to(folder):
+            found.add(str(absolute.relative_to(folder)))
+
+
+def unlisted(files: Iterable[str], writers: Iterable[Writer]) -> set[str]:
+    """Those that no writer of the list names. A file that is written aside counts as that in whose place it comes."""
+    patterns = [pattern for writer in writers for pattern in writer.files]
+    return {file for file in map(final_name, files) if not any(fnmatch.fnmatch(file, pattern) for pattern in patterns)}
+
+
+def final_name(file: str) -> str:
+    file = re.sub(r"\.writing_(step_\d+)", r"\1", file)
+    file = re.sub(r"/\.(step_\d+)/", r"/\1/", file)  # an export, until it is whole
+    file = re.sub(r"(^|/)\.([^/]+?)(\.writing|\.\d+)$", r"\1\2", file)
+    return re.sub(r"(^|/)\.([^/]+\.(png|gz))$", r"\1\2", file)
 
 
 def free_again(disk: Path) -> None:

@@ -1,63 +1,250 @@
-"""A full disk at a writer of a run: one line names it, and the run that goes on once there is space equals the whole one."""
+"""A full disk at each writer of a run: one line names it, the summary says so, and what goes on once there is space equals the
+whole."""
 
 from __future__ import annotations
 
+import json
+import resource
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from agentrl.config import to_toml
+from agentrl.errors import DiskFullError
+from agentrl.files import disk_full, full_disk_said
+from agentrl.rollout.replay.tape import RecordWriter
+from agentrl.run.folder import RunFolder
+from agentrl.run.session import warmed_up
 from agentrl.train.checkpoint import Checkpoints
-from agentrl.train.seal import check_intact
+from agentrl.train.seal import check_intact, seal
 from tests.conftest import proof
 from tests.e2e.inside import config_of
 from tests.run import full_disk
 from tests.run.broken_off import TINY, assert_same, in_process
 
-STEPS = 4
-CALLS = {"config.toml": 1, "provenance.json": 1}
-SOON = ("config.toml", "provenance.json")
-WRITERS = ("config.toml", "provenance.json", "metrics.jsonl", "trajectories", "tokens", "tensorboard")
+STEPS = 3
+BEFORE_A_RUN = ("config.toml", "provenance.json")
+LAST = "summary.json"
+NO_SUMMARY = (*BEFORE_A_RUN, ".lock")
+SFT = "sft={max_steps=4,min_steps=4,gate_every=4,gate=0.0,gate_tasks=2,batch=2}"
+CONFIG = [*TINY, f"steps={STEPS}", "eval.tasks=2", "eval.every=2", "critic={}", "algorithm.advantage.name=gae", SFT]
+CONFIG += ["profile={steps=[2],torch=false}"]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("whole")
-    assert train(place, place, "", 0) == 0, (place / "said").read_text()
+    assert train(place, place, "") == 0, (place / "said").read_text()
     return place / "run"
 
 
-def train(place: Path, out: Path, writer: str, call: int) -> int:
+def train(place: Path, out: Path, writer: str, *more: str) -> int:
     """A run in `out`; what it says is in `place`/said."""
-    config = config_of(out, "run", *TINY, f"steps={STEPS}", "eval.tasks=2", "critic={}", "algorithm.advantage.name=gae")
-    (place / "mine.toml").write_text(to_toml(config))
-    words = [str(place / "mine.toml")]
-    return in_process(full_disk.trained, words, writer, call, str(out), str(place / "said"), code_file=place / "code")
+    (place / "mine.toml").write_text(to_toml(config_of(out, "run", *CONFIG, *more)))
+    return command(place, ["train", str(place / "mine.toml")], writer, out, out / "run")
+
+
+def command(place: Path, words: list[str], writer: str, disk: Path, opened: Path | str = "") -> int:
+    arguments = (words, writer, str(disk), str(place / "said"), str(opened))
+    return in_process(full_disk.commanded, *arguments, code_file=place / "code", timeout=280)
+
+
+def resume(place: Path, run: Path, *more: str, writer: str = "") -> int:
+    return command(place, ["train", "--resume", str(run), *more], writer, run.parent, run)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    try:
+        with full_disk.small_disk(tmp_path / "disk") as made:
+            yield made
+    except PermissionError as why:
+        pytest.skip(f"no file system can be mounted here: {why}")
+
+
+def check_said(place: Path, code: int, named: str) -> str:
+    """One line, the last, names the disk and what is free."""
+    said = (place / "said").read_text()
+    assert code == 2 and "Traceback" not in said and "Logging error" not in said, (code, said[-3000:])
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("agentrl: ") and "the disk is full" in last and named in last and "bytes are free" in last, last
+    return last
+
+
+def check_summary(run: Path, writer: str) -> None:
+    """It is there and says why, or, before the run is the process's, it is not."""
+    found = RunFolder(run).read_summary() if run.exists() else None
+    if writer in NO_SUMMARY:
+        assert found is None
+    else:
+        assert found is not None and found["status"] == "failed", found
+        assert any(text in found["error"] for text in ("disk is full", "No space left on device", "unexpected pos")), found
 
 
 @proof
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("writer", WRITERS)
-def test_it_is_said_and_the_run_goes_on_once_there_is_space(writer: str, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("writer", [name for name in full_disk.TRAIN if name != LAST])
+def test_it_is_said_and_the_run_goes_on_once_there_is_space(writer: str, whole: Path, tmp_path: Path, disk: Path) -> None:
+    code = train(tmp_path, disk, writer)
+    last = check_said(tmp_path, code, str(disk / "run"))
+    full_disk.free_again(disk)
+    check_summary(disk / "run", writer)
+    assert (disk / "run/config.toml").exists() is (writer not in BEFORE_A_RUN)
+    if writer in BEFORE_A_RUN:
+        assert train(tmp_path, disk, "") == 0
+    else:
+        newest = Checkpoints(disk / "run/checkpoints", keep=1).newest()
+        if newest is not None:
+            check_intact(newest)
+        assert "agentrl train --resume" in last, last
+        assert resume(tmp_path, disk / "run") == 0, (tmp_path / "said").read_text()[-3000:]
+    assert_same(disk / "run", whole)
+    assert [path.name for path in (disk / "run").glob(".*") if path.name != ".lock"] == []
+
+
+@proof
+@pytest.mark.timeout(600)
+def test_the_last_file_of_a_run_is_written_although_the_disk_is_full(whole: Path, tmp_path: Path, disk: Path) -> None:
+    assert train(tmp_path, disk, LAST) == 0, (tmp_path / "said").read_text()[-3000:]
+    full_disk.free_again(disk)
+    assert (RunFolder(disk / "run").read_summary() or {})["status"] == "done"
+    assert_same(disk / "run", whole)
+
+
+@proof
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("writer", full_disk.RESUME)
+def test_a_resume_that_finds_the_disk_full_loses_nothing(writer: str, whole: Path, tmp_path: Path, disk: Path) -> None:
+    assert train(tmp_path, disk, "", "steps=2") == 0
+    code = resume(tmp_path, disk / "run", f"steps={STEPS}", writer=writer)
+    check_said(tmp_path, code, str(disk / "run"))
+    full_disk.free_again(disk)
+    assert resume(tmp_path, disk / "run", f"steps={STEPS}") == 0, (tmp_path / "said").read_text()[-3000:]
+    # The run that ended at step 2 has an evaluation and a model of its own there.
+    shutil.rmtree(disk / "run/config_history")
+    (disk / "run/trajectories/after_000002.jsonl").unlink(missing_ok=True)
+    assert_same(disk / "run", whole)
+
+
+@proof
+@pytest.mark.timeout(600)
+def test_rollout_workers_that_find_the_disk_full_are_heard(tmp_path: Path, disk: Path) -> None:
+    code = train(tmp_path, disk, "trajectories' parts", "rollout.workers=1", "cluster.backend=ray")
+    check_said(tmp_path, code, str(disk / "run"))
+    full_disk.free_again(disk)
+    check_summary(disk / "run", "")
+    assert resume(tmp_path, disk / "run") == 0, (tmp_path / "said").read_text()[-3000:]
+    assert not (disk / "run/trajectories/.parts").exists()
+
+
+@proof
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("writer", full_disk.EVAL)
+def test_an_evaluation_and_its_record_go_on_once_there_is_space(writer: str, whole: Path, tmp_path: Path, disk: Path) -> None:
+    shutil.copytree(whole, disk / "run")
+    text = (disk / "run/config.toml").read_text()
+    (disk / "run/config.toml").write_text(text.replace(str(whole.parent), str(disk)))
+    checkpoint = ["--run", str(disk / "run"), "--checkpoint", "2"]
+    words = ["eval", *checkpoint, "-n", "4", "--out", str(disk / "eval"), "--record", str(disk / "record")]
+    check_said(tmp_path, command(tmp_path, words, writer, disk), str(disk))
+    full_disk.free_again(disk)
+    assert command(tmp_path, words, "", disk) == 0, (tmp_path / "said").read_text()[-3000:]
+    again = ["eval", *checkpoint, "-n", "4", "--out", str(disk / "alone")]
+    assert command(tmp_path, again, "", disk) == 0, (tmp_path / "said").read_text()[-3000:]
+    assert outcomes(disk / "eval") == outcomes(disk / "alone") and len(outcomes(disk / "eval")) == 4
+    replayed = ["eval", "--replay", str(disk / "record"), "--out", str(disk / "replayed")]
+    assert command(tmp_path, replayed, "", disk) == 0, (tmp_path / "said").read_text()[-3000:]
+    assert outcomes(disk / "replayed") == outcomes(disk / "eval")
+
+
+def outcomes(folder: Path) -> list[object]:
+    (file,) = folder.rglob("trajectories.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return [(row["task"]["id"], row["member"], row["reward"], row["messages"]) for row in rows]
+
+
+@proof
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("writer", full_disk.EXPORT)
+def test_an_export_leaves_nothing_and_can_be_repeated(writer: str, whole: Path, tmp_path: Path, disk: Path) -> None:
+    words = ["export", str(whole), str(disk / "out")]
+    check_said(tmp_path, command(tmp_path, words, writer, disk), str(disk / "out"))
+    full_disk.free_again(disk)
+    assert not (disk / "out").exists()
+    assert command(tmp_path, words, "", disk) == 0, (tmp_path / "said").read_text()[-3000:]
+    assert (disk / "out/model.safetensors").read_bytes() == (whole / "final/model.safetensors").read_bytes()
+
+
+@proof
+@pytest.mark.timeout(600)
+def test_every_file_of_a_run_has_its_writer_in_the_list(whole: Path, tmp_path: Path) -> None:
+    """What was opened to be written, and what is there: libraries in other languages tell no hook of Python's."""
+    opened = json.loads((whole.parent / "said.opened").read_text())
+    there = [str(path.relative_to(whole)) for path in whole.rglob("*") if path.is_file()]
+    assert len(there) > 40 and len(opened) > 20
+    assert full_disk.unlisted([*opened, *there], full_disk.TRAIN.values()) == set()
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    (run / "config.toml").write_text((run / "config.toml").read_text().replace(str(whole.parent), str(tmp_path)))
+    code = resume(tmp_path, run, f"steps={STEPS + 1}", "rollout.workers=1", "cluster.backend=ray")
+    assert code == 0, (tmp_path / "said").read_text()[-3000:]
+    words = ["eval", "--run", str(run), "--checkpoint", "2", "-n", "2", "--out", str(tmp_path / "eval")]
+    assert command(tmp_path, words, "", run) == 0
+    there = [str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()]
+    assert full_disk.unlisted(there, full_disk.ALL.values()) == set()
+
+
+def test_a_summary_is_written_with_what_was_held_for_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.reserve()
+    held = folder.reserved.stat()
+    assert held.st_size >= 1 << 16 and held.st_blocks * 512 >= 1 << 16
+    folder.write_summary({"status": "failed", "steps": 0, "engine": ""})
+    assert not folder.reserved.exists() and (folder.read_summary() or {})["status"] == "failed"
+    folder.reserved.mkdir()  # something else in its place holds nothing, and stops no run
+    folder.reserve()
+    folder.write_summary({"status": "done", "steps": 1, "engine": ""})
+    assert (folder.read_summary() or {})["status"] == "done"
+
+
+def test_what_a_library_says_of_a_full_disk_is_understood() -> None:
+    assert disk_full(Exception("No space left on device (os error 28)")) and not disk_full(Exception("no such device"))
+    says = r"^/a/b: the disk is full \(\d+ bytes are free\): free some space and go on$"
+    with pytest.raises(DiskFullError, match=says), full_disk_said("/a/b", "go on"):
+        raise RuntimeError("I/O error: No space left on device")
+    with pytest.raises(DiskFullError, match=r"^/c: full; continue$"), full_disk_said("/a/b", "continue"):
+        raise DiskFullError("/c: full")  # whose cause a library did not name
+    with pytest.raises(KeyError), full_disk_said("/a/b", "go on"):
+        raise KeyError("other")
+
+
+def test_a_torn_record_loses_no_whole_line_where_nothing_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "calls.jsonl"
+    writer = RecordWriter(path)
+    for call in range(3):
+        writer.add("a", "step", call, {"n": call}, {"n": call})
+    writer.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"episode": "a", "ki')
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
-        with full_disk.small_disk(tmp_path / "disk") as disk:
-            code = train(tmp_path, disk, writer, CALLS.get(writer, 3))
-            said = (tmp_path / "said").read_text()
-            full_disk.free_again(disk)
-            assert code == 2 and "Traceback" not in said and "Logging error" not in said, (code, said[-3000:])
-            last = said.strip().splitlines()[-1]
-            assert "the disk is full" in last and str(disk / "run") in last and "bytes are free" in last, last
-            assert (disk / "run/config.toml").exists() is (writer not in SOON)
-            if writer in SOON:
-                assert train(tmp_path, disk, "", 0) == 0
-            else:
-                newest = Checkpoints(disk / "run/checkpoints", keep=1).newest()
-                assert newest is not None, said
-                check_intact(newest)
-                assert "agentrl train --resume" in last, last
-                words = ["--resume", str(disk / "run")]
-                code = in_process(full_disk.trained, words, "", 0, "", str(tmp_path / "again"), code_file=tmp_path / "code")
-                assert code == 0, (tmp_path / "again").read_text()[-3000:]
-            assert_same(disk / "run", whole)
-    except PermissionError as why:
-        pytest.skip(f"no file system can be mounted here: {why}")
+        RecordWriter(path).close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == whole
+
+
+def test_half_of_a_warm_start_is_none(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.warm_start.mkdir()
+    assert not warmed_up(folder)
+    (folder.warm_start / "config.json").write_text("{}")  # comes before the tokenizer and the manifest
+    assert not warmed_up(folder)
+    folder.checkpoints.mkdir()  # an older version's, without a manifest, from which training went on
+    assert warmed_up(folder)
+    folder.checkpoints.rmdir()
+    seal(folder.warm_start, 0)
+    assert warmed_up(folder)

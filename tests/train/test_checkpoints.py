@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import CheckpointError, ResourceError
-from agentrl.train.checkpoint import Checkpoints, disk_full
+from agentrl.files import disk_full
+from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.seal import MANIFEST, check_intact, is_whole
 
 

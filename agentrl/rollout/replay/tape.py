@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,10 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ReplayError
+from agentrl.files import full_disk_said, naming
 from agentrl.plain_data import json_text, read_json
 from agentrl.redaction import redact
 from agentrl.trajectory import Json, Trajectory
 from agentrl.watchdog import EPISODE
+
+CONTINUED = "repeat the command: the record goes on after its last whole episode"
 
 
 @contextmanager
@@ -97,7 +101,7 @@ class RecordWriter:
 
     def __init__(self, path: Path) -> None:
         """Raises ReplayError if the file exists but is not an unbroken record."""
-        self._lock = threading.Lock()
+        self._path, self._lock = path, threading.Lock()
         self._counts: Counter[tuple[str, str]] = Counter()
         self._known: dict[str, list[int]] = {}
         self._sum = ""
@@ -107,7 +111,7 @@ class RecordWriter:
             whole = whole[: whole.rfind(b"\n") + 1]
             rows = _rows(path, whole.decode("utf-8", "surrogatepass"))
             self._sum = rows[-1]["sum"] if rows else ""
-            path.write_bytes(whole)
+            os.truncate(path, len(whole))  # and not written again: a disk that is full then would cost the record
         # What JSON in UTF-8 lacks, a lone surrogate, is then written as JSON's own escape, and read back as it was.
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
 
@@ -133,8 +137,9 @@ class RecordWriter:
             row = json.loads(clean)
         with self._lock:
             self._sum = _chained(self._sum, row)
-            self._file.write(json_text({**row, "sum": self._sum}, ensure_ascii=False) + "\n")
-            self._file.flush()  # a killed process loses at most the line being written
+            with full_disk_said(self._path, CONTINUED), naming(self._path):
+                self._file.write(json_text({**row, "sum": self._sum}, ensure_ascii=False) + "\n")
+                self._file.flush()  # a killed process loses at most the line being written
 
     def prompt(self, episode: str, token_ids: Sequence[int], sampled: Sequence[int]) -> dict[str, Json]:
         """A prompt as the difference from the episode's sequence so far, which is then extended by `sampled`."""
@@ -145,7 +150,8 @@ class RecordWriter:
             return {"keep": keep, "ids": list(token_ids[keep:])}
 
     def close(self) -> None:
-        self._file.close()
+        with naming(self._path):
+            self._file.close()
 
 
 @dataclass(slots=True)
