@@ -6,12 +6,13 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.inside import config_of
 from tests.e2e.runs import forked, numbers, rows
+from tests.env.remote.served import TOKEN, VARIABLE
 
 TINY = [
     "model.init={layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=16}",
@@ -34,6 +35,7 @@ def begun(out: str, name: str, overrides: list[str], way: str, step: int, code_f
     from agentrl.run.provenance import write_provenance
 
     break_off(way, step)
+    os.environ[VARIABLE] = TOKEN
     config = config_of(Path(out), name, *overrides)
     check_train(config)
     folder = RunFolder.create(config)
@@ -44,6 +46,7 @@ def begun(out: str, name: str, overrides: list[str], way: str, step: int, code_f
 def command(words: list[str], code_file: str) -> None:
     from agentrl.cli.main import main
 
+    os.environ[VARIABLE] = TOKEN
     Path(code_file).write_text(str(main(words)))
 
 
@@ -89,13 +92,13 @@ def in_process(target: Any, *words: Any, code_file: Path, timeout: float = 180) 
     return code if code else int(code_file.read_text())
 
 
-def broken_and_resumed(out: Path, name: str, overrides: list[str], way: str, step: int) -> Path:
-    """The folder of a run that was broken off at update `step` and resumed."""
+def broken_and_resumed(out: Path, name: str, overrides: list[str], way: str, step: int, changed: Sequence[str] = ()) -> Path:
+    """The folder of a run that was broken off at update `step` and resumed, `changed` being what changes then."""
     code_file = out / f"{name}.code"
     found = in_process(begun, str(out), name, overrides, way, step, code_file=code_file)
     assert found == CODES.get(way, -signal.SIGKILL), (way, found)
     run = out / name
-    assert in_process(command, ["train", "--resume", str(run)], code_file=code_file) == 0
+    assert in_process(command, ["train", "--resume", str(run), *changed], code_file=code_file) == 0
     return run
 
 
@@ -118,7 +121,7 @@ def files(folder: Path) -> list[str]:
 
 
 def without_clock(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if not key.startswith("loop/")}
+    return {key: value for key, value in row.items() if not key.startswith(("loop/", "rollout/worker"))}
 
 
 def told(file: Path) -> list[dict[str, Any]]:

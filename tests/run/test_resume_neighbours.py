@@ -1,17 +1,22 @@
 """A run that is broken off and resumed equals the unbroken one to the digit, next to what else has a state: a curriculum, a
-mixture, and a suite's user rounds."""
+mixture, a suite's user rounds, files that rotate, an environment on a server, and rollout workers."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentrl.config import load_config
 from tests.conftest import proof
 from tests.e2e.inside import episodes, updates
-from tests.run.broken_off import TINY, WAYS, assert_same, begun, broken_and_resumed, in_process
+from tests.env.remote.served import VARIABLE, served
+from tests.run import damage
+from tests.run.broken_off import TINY, WAYS, assert_same, begun, broken_and_resumed, command, in_process
 
 STEPS, AT = 6, 3
 ROOT = Path(__file__).parents[2]
@@ -25,7 +30,14 @@ CASES: dict[str, list[str]] = {
         f"env.params={{category=['multi_turn_base','multi_turn_miss_func'],source='{BFCL}'}}",
         "eval.split=train",
     ],
+    "rotation": ["keep={trajectories=2,log_mib=0.0001,log_files=2}"],
+    # One episode at a time: which requests share a step of the engine depends on when the server answers.
+    "remote": ["rollout.max_episodes=1", "rollout.group_size=2", f"env.token_env={VARIABLE}"],
+    # Without the cache the last digits do not depend on which requests share a step.
+    "workers": ["cluster.backend=ray", "rollout.workers=2", "engine_args={cache=false}"],
 }
+CHANGED = {"workers": ["rollout.workers=1"]}
+"""What a resume gives in place of what the run began with."""
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +52,11 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def overrides(case: str, specs: Path) -> list[str]:
+def overrides(case: str, specs: Path, url: str) -> list[str]:
     more = [*TINY, f"steps={STEPS}", "eval.every=2", "eval.tasks=2", *CASES[case]]
     digit = specs / "digit.json"
+    if case == "remote":
+        more.append(f"env.url={url}")
     if case == "weighted mixture":
         one = "{{name='{}', id='key_value', reward='{}', params={{calls={}}}, limits={{max_turns={}}}}}"
         return [*more, f"env=[{one.format('few', digit, 2, 3)}, {one.format('many', digit, 6, 9)}]"]
@@ -53,6 +67,13 @@ def overrides(case: str, specs: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {}
+
+
+@pytest.fixture(scope="module")
+def urls() -> Iterator[tuple[str, str]]:
+    """Where the environment is served before and after a run is broken off."""
+    with served("key_value") as first, served("key_value") as second:
+        yield first.url, second.url
 
 
 def unbroken(case: str, words: list[str], wholes: dict[str, Path], out: Path) -> Path:
@@ -69,10 +90,13 @@ PAIRS = [(case, way) for case in CASES for way in WAYS]
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("case", "way"), [pair if pair == QUICK else pytest.param(*pair, marks=proof) for pair in PAIRS])
-def test_it_equals_the_unbroken_run(case: str, way: str, specs: Path, wholes: dict[str, Path], tmp_path: Path) -> None:
-    words = overrides(case, specs)
+def test_it_equals_the_unbroken_run(
+    case: str, way: str, specs: Path, wholes: dict[str, Path], urls: tuple[str, str], tmp_path: Path
+) -> None:
+    words = overrides(case, specs, urls[0])
     whole = unbroken(case, words, wholes, tmp_path / "unbroken")
-    run = broken_and_resumed(tmp_path, "broken", words, way, AT)
+    changed = [f"env.url={urls[1]}"] if case == "remote" else CHANGED.get(case, [])
+    run = broken_and_resumed(tmp_path, "broken", words, way, AT, changed)
     assert_same(run, whole)
     SHOWN[case](whole)
 
@@ -92,8 +116,52 @@ def rounds_played(run: Path) -> None:
     assert max(users) > 1, users
 
 
+def rotated(run: Path) -> None:
+    kept = {int(path.stem.rpartition("_")[2]) for path in (run / "trajectories").glob("step_*.jsonl")}
+    assert kept == {STEPS - 1, STEPS} and (run / "log.txt.1").is_file() and not (run / "log.txt.3").exists()
+    shown = damage.command(["show", str(run), "--json"])
+    steps = {file["step"] for file in json.loads(shown.said)["steps"] if file["phase"] == "train"}
+    assert steps == kept
+    score = ["reward", "score", str(load_config(run / "config.toml").envs[0].reward)]
+    rescored = damage.command([*score, str(run / f"trajectories/step_{STEPS:06d}.jsonl")])
+    values = [row["value"] for row in map(json.loads, re.findall(r"(?m)^{.*$", rescored.said))]
+    assert rescored.code == 0 and values == [episode.reward for episode in episodes(run, STEPS)], rescored.said
+
+
+def played_elsewhere(run: Path) -> None:
+    assert "url = " in (run / "config.toml").read_text()
+
+
+def by_workers(run: Path) -> None:
+    assert any(key.startswith("rollout/worker") for row in updates(run) for key in row), updates(run)[-1]
+
+
 SHOWN: dict[str, Any] = {
     "staged": in_a_stage,
     "weighted mixture": shares_moved,
     "user rounds": rounds_played,
+    "rotation": rotated,
+    "remote": played_elsewhere,
+    "workers": by_workers,
 }
+
+
+MAY = ["steps=3", "eval.every=2", "trajectories_every=1", "keep={trajectories=9}", "rollout.max_episodes=8"]
+MAY_NOT = {"rollout.groups": "16", "rollout.group_size": "8", "optim.lr": "0.5", "seed": "9", "rollout.max_turns": "9"}
+
+
+@proof
+@pytest.mark.timeout(300)
+def test_what_may_change_is_in_the_config_that_ran_and_what_may_not_is_refused_by_name(tmp_path: Path) -> None:
+    assert in_process(begun, str(tmp_path), "run", [*TINY, "steps=2", "eval.tasks=2"], "", 0, code_file=tmp_path / "code") == 0
+    run = tmp_path / "run"
+    before, metrics = (run / "config.toml").read_text(), (run / "metrics.jsonl").read_bytes()
+    for key, value in MAY_NOT.items():
+        refused = damage.command(["train", "--resume", str(run), f"{key}={value}"])
+        assert refused.code == 2 and f"{key} was " in refused.said and f"is {value}" in refused.said, refused.said
+    assert (run / "config.toml").read_text() == before and (run / "metrics.jsonl").read_bytes() == metrics
+    assert in_process(command, ["train", "--resume", str(run), *MAY], code_file=tmp_path / "code") == 0
+    now = load_config(run / "config.toml")
+    assert (now.steps, now.eval.every, now.keep.trajectories, now.rollout.max_episodes) == (3, 2, 9, 8)
+    assert (run / "config_history/until_000002.toml").read_text() == before
+    assert [row["step"] for row in updates(run)] == [1, 2, 3]
