@@ -69,7 +69,7 @@ oracles: $(BIN)/.test
 	AGENTRL_ORACLE_CASES=10000 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 tests/algorithm/oracles $(ARGS)
 
 proofs: $(BIN)/.test
-	AGENTRL_PROOFS=1 $(BIN)/python -m pytest tests/e2e/test_unlit_paths.py tests/e2e/test_planted_keys.py tests/run/test_damage.py tests/run/test_restarts.py tests/run/test_resume_neighbours.py tests/run/test_full_disk.py tests/rollout/test_long_context.py tests/shelf/test_workspace.py tests/shelf/test_service_desk.py tests/e2e/test_split_runs.py tests/train/test_ranks.py tests/train/test_split.py tests/train/test_engine_contract.py tests/train/test_parallel.py \
+	AGENTRL_PROOFS=1 $(BIN)/python -m pytest tests/e2e/test_unlit_paths.py tests/e2e/test_planted_keys.py tests/run/test_damage.py tests/run/test_restarts.py tests/run/test_resume_neighbours.py tests/run/test_full_disk.py tests/run/test_publish_while_sampling.py tests/rollout/test_long_context.py tests/shelf/test_workspace.py tests/shelf/test_service_desk.py tests/e2e/test_split_runs.py tests/train/test_ranks.py tests/train/test_split.py tests/train/test_engine_contract.py tests/train/test_parallel.py \
 		tests/train/test_activations.py tests/train/test_kernels.py tests/train/test_dropping.py tests/train/test_finite.py tests/cluster/test_ray_group.py \
 		tests/reward/test_reward_properties.py tests/reward/test_reward_success.py tests/shelf/test_search.py tests/shelf/test_sql.py tests/shelf/test_function_calling.py tests/train/test_world_size.py tests/batch/test_balance_benchmark.py tests/backends/test_vllm_older.py tests/backends/test_endpoint_protocols.py \
 		tests/backends/test_endpoint_sessions.py tests/backends/test_endpoint_hostile.py tests/render/test_streaming.py \
