@@ -28,6 +28,7 @@ def find(db: sqlite3.Connection, ident: str) -> sqlite3.Row:
     found, why = None, ""
     if parts is not None:
         file = db.execute("SELECT id, problem FROM files WHERE name = ?", (parts[1],)).fetchone()
+        why = f"; trajectories/{parts[1]}.jsonl is not there"
         if file is not None:
             why = f"; {parts[1]}.jsonl: {file[1]}" if file[1] else ""
             found = db.execute(f"SELECT {COLUMNS} {FROM} WHERE e.file = ? AND e.row = ?", (file[0], int(parts[2]))).fetchone()

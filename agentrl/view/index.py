@@ -143,6 +143,9 @@ class Index:
             self.path.parent.mkdir(parents=not self.path.is_relative_to(self.run.path), exist_ok=True)
         except FileNotFoundError:
             raise RunFolderError(f"{self.run.path}: the run's folder is gone") from None
+        except PermissionError:
+            text = "neither it nor {} can be written, and an index of its episodes must lie somewhere: set XDG_CACHE_HOME"
+            raise RunFolderError(f"{self.run.path}: {text.format(self.path.parent)} to a folder that can") from None
         with closing(sqlite3.connect(self.path, timeout=30, isolation_level=None)) as db:
             db.execute("PRAGMA journal_mode=WAL")  # readers go on while this writes
             db.execute("PRAGMA synchronous=OFF")  # it can be made again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -223,6 +224,33 @@ def test_the_log_begins_anew_at_its_size_and_so_many_older_ones_stay(tmp_path: P
     text = "".join((tmp_path / name).read_text() for name in reversed(names))
     told = [int(line.split("line ")[1][:2]) for line in text.splitlines()]
     assert told == list(range(100 - len(told), 100)) and len(told) > 15
+
+
+def test_an_episode_whose_file_is_gone_is_said_with_the_file(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", {"step_000001": [episode(1)]})
+    for ident, said in (("step_000002.1", "trajectories/step_000002.jsonl is not there"), ("step_000001.7", "expected FILE.ROW")):
+        outcome = damage.command(["show", str(folder.path), "--episode", ident])
+        assert outcome.code == 2 and said in outcome.said.replace("\n", " "), outcome.said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user is tried")
+def test_an_index_that_can_lie_nowhere_is_said_with_the_run_and_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, home = run_folder(tmp_path / "run", {"step_000001": [episode(1)]}), tmp_path / "home"
+    for above in (tmp_path, *tmp_path.parents[:3]):
+        above.chmod(0o755)
+    home.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+    damage.command(["show", str(folder.path)])  # what is imported is then there, also for nobody
+    (folder.path / ".view").rename(tmp_path / "away")
+    os.seteuid(damage.NOBODY)
+    try:
+        outcome = damage.command(["show", str(folder.path)])
+    finally:
+        os.seteuid(0)
+    assert outcome.code == 2 and f"{folder.path}: neither it nor" in outcome.said.replace("\n", ""), outcome.said
+    assert "set XDG_CACHE_HOME" in outcome.said
 
 
 def _record(text: str) -> object:
