@@ -460,7 +460,8 @@ class Trajectory:
     conversation by a context policy: before which turn, the ledger that begins with it, its tokens, and the messages that
     were inserted. `agent`: of an episode that an agent of somebody else's played (docs/agents.md), how its program ended and
     what it wrote; else None. `stored`: where the process that played the episode wrote its row, if it did; who changes what
-    the episode scored unsets `stored.whole`.
+    the episode scored unsets `stored.whole`. `horizon`: how many calls the task's gold solution has (`ToolEnv.horizon`), by which
+    success is told apart; None if that is not known.
     """
 
     env_id: str
@@ -487,6 +488,7 @@ class Trajectory:
     error: str | None = None
     timings: dict[str, float] = field(default_factory=dict)
     env: str = ""
+    horizon: int | None = None
     stored: RowElsewhere | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -536,8 +538,9 @@ class Trajectory:
         """All fields except the ledgers; their values are not converted yet (see `_fields`)."""
         row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _NOT_IN_RECORD}
         row["stop"] = self.stop.value
-        if self.agent is None:  # the rows of all other episodes stay as they are
-            del row["agent"]
+        for name in ("agent", "horizon"):
+            if row[name] is None:  # the rows of all other episodes stay as they are
+                del row[name]
         for name in ("user_calls", "parting"):
             if not row[name]:
                 del row[name]

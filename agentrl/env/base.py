@@ -269,6 +269,7 @@ class ToolEnv(EnvHooks):
             await self.setup(task)
             if self.user is not None and "user" in options:
                 self.user = self._gold_user(task) if options["user"] == GOLD else options["user"]
+            self._record.horizon = self.horizon(task)
             self._last = await self._opening(task)
         except BaseException as fault:
             await self._fail(fault)

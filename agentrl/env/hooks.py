@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
@@ -15,6 +16,8 @@ from agentrl.env.users import User, UserModel
 from agentrl.tool import Problem, Tool
 from agentrl.tool.output import error_text
 from agentrl.trajectory import Json, Message, Task, ToolCall
+
+log = logging.getLogger(__name__)
 
 Opening = list[Message] | Awaitable[list[Message]]
 
@@ -106,6 +109,16 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
     def gold_turns(self, task: Task) -> list[Message]:
         """Assistant turns that score the maximum. Raises NotImplementedError if there are none."""
         raise NotImplementedError(f"{self.id} has no scripted gold policy")
+
+    def horizon(self, task: Task) -> int | None:
+        """How many tool calls a solution of the task has: those of `gold_turns`. None if it is not known."""
+        try:
+            return sum(len(turn.tool_calls) for turn in self.gold_turns(task))
+        except NotImplementedError:
+            return None
+        except Exception as fault:  # what is only told of an episode must not end it
+            log.debug("%s: the gold solution of task %s cannot be told: %s", self.id, task.id, fault)
+            return None
 
     def gold_user(self, task: Task) -> User | None:
         """The user that goes with `gold_turns`, for an environment whose own may be a model: it says what a solution needs to

@@ -146,6 +146,9 @@ class ToolWrapper(ToolEnv):
     def gold_turns(self, task: Task) -> list[Message]:
         return self.env.gold_turns(task)
 
+    def horizon(self, task: Task) -> int | None:
+        return self.env.horizon(task)
+
     def gold_user(self, task: Task) -> User | None:
         return self.env.gold_user(task)
 

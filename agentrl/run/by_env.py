@@ -9,10 +9,12 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 from agentrl.rollout.collect import alike, unscored_cause
 from agentrl.rollout.player import RunEnv
+from agentrl.run.horizon import Bins, by_bin
 from agentrl.trajectory import Group, Trajectory
 
 Row = dict[str, Any]
@@ -20,6 +22,7 @@ Kind = Literal["term", "metric"]
 Kinds = Mapping[str, Mapping[str, Kind]]
 """What the values in `Trajectory.metrics` are, by environment and id: of a node of the rewarded tree (or of `success`), or of
 one of the spec's `metrics`."""
+NO_BINS: Mapping[str, Bins] = MappingProxyType({})
 
 
 def kinds_of(envs: Iterable[RunEnv]) -> dict[str, dict[str, Kind]]:
@@ -27,16 +30,14 @@ def kinds_of(envs: Iterable[RunEnv]) -> dict[str, dict[str, Kind]]:
     return {env.name: {**dict.fromkeys(env.scorer.measures, "metric"), **dict.fromkeys(env.scorer.terms, "term")} for env in envs}
 
 
-def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: bool) -> Row:
+def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: bool, bins: Bins | None = None) -> Row:
     """Means, shares and counts over these episodes. `trained`: they belong to an update, for which only those with a reward are
-    scored; an evaluation has also scored one of which only the success is known."""
-    has_score = [t.reward is not None or (t.success is not None and not trained) for t in episodes]
+    scored; an evaluation has also scored one of which only the success is known. `bins`: of the horizons of their environment,
+    None if these are not known or the episodes are of several."""
+    has_score = [_is_scored(t, trained) for t in episodes]
     scored = [place for place, has in enumerate(has_score) if has]
     unscored = Counter(unscored_cause(t) for t, has in zip(episodes, has_score, strict=True) if not has)
-    means: list[tuple[str, dict[int, float]]] = [
-        ("success", {place: float(t.success) for place, t in enumerate(episodes) if t.success is not None}),
-        ("reward", {place: t.reward for place, t in enumerate(episodes) if t.reward is not None}),
-    ]
+    means = _means(episodes)
     terms = _terms(episodes, kinds)
     found: Row = {name: _mean(known) for name, known in means}
     found |= {"scored": len(scored), "unscored": len(episodes) - len(scored)}
@@ -49,10 +50,27 @@ def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: boo
     over = {name: len(known) for name, known in (*means, *terms) if list(known) != scored}
     if called != scored:
         over["tool_error_rate"] = len(called)
-    return found | {f"n/{name}": count for name, count in over.items()}
+    found |= {f"n/{name}": count for name, count in over.items()}
+    return found if bins is None else found | by_horizon(episodes, bins, trained=trained)
 
 
-def by_env(episodes: Iterable[Trajectory], kinds: Kinds, *, trained: bool) -> Row:
+def by_horizon(episodes: Sequence[Trajectory], bins: Bins, *, trained: bool) -> Row:
+    """Of the episodes of each bin: success, reward, how many are scored and not, and how long they were; counted as in
+    `episode_values`."""
+    found: Row = {}
+    for label, members in by_bin(episodes, bins).items():
+        scored = sum(_is_scored(t, trained) for t in members)
+        means = _means(members)
+        values: Row = {name: _mean(known) for name, known in means}
+        values |= {"scored": scored, "unscored": len(members) - scored}
+        values["turns"] = sum(len(t.turns) for t in members) / len(members)
+        values["response_length"] = sum(t.sampled_tokens for t in members) / len(members)
+        found |= {f"horizon/{label}/{key}": value for key, value in values.items()}
+        found |= {f"n/horizon/{label}/{name}": len(known) for name, known in means if len(known) != scored}
+    return found
+
+
+def by_env(episodes: Iterable[Trajectory], kinds: Kinds, *, trained: bool, bins: Mapping[str, Bins] = NO_BINS) -> Row:
     """`episode_values` of each environment that has episodes among these, under `env/NAME/`."""
     found: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in episodes:
@@ -60,7 +78,7 @@ def by_env(episodes: Iterable[Trajectory], kinds: Kinds, *, trained: bool) -> Ro
     return {
         f"env/{name}/{key}": value
         for name in sorted(found)
-        for key, value in episode_values(found[name], kinds, trained=trained).items()
+        for key, value in episode_values(found[name], kinds, trained=trained, bins=bins.get(name)).items()
     }
 
 
@@ -77,6 +95,18 @@ def group_values(groups: Sequence[Group]) -> Row:
 def env_names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """The environments that metrics rows have a success of, sorted; none if the run has only one."""
     return sorted({key.split("/")[1] for row in rows for key in row if key.startswith("env/") and key.endswith("/success")})
+
+
+def _is_scored(trajectory: Trajectory, trained: bool) -> bool:
+    return trajectory.reward is not None or (trajectory.success is not None and not trained)
+
+
+def _means(episodes: Sequence[Trajectory]) -> list[tuple[str, dict[int, float]]]:
+    """The known successes and rewards, by the episode's place."""
+    return [
+        ("success", {place: float(t.success) for place, t in enumerate(episodes) if t.success is not None}),
+        ("reward", {place: t.reward for place, t in enumerate(episodes) if t.reward is not None}),
+    ]
 
 
 def _terms(episodes: Sequence[Trajectory], kinds: Kinds) -> list[tuple[str, dict[int, float]]]:

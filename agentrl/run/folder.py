@@ -8,6 +8,7 @@ trajectories/      *.jsonl, one episode per row tensorboard/      events
 tokens/            what training made of their tokens (run/token_file.py)
 checkpoints/       step_NNNNNN/                 log.txt           everything logged
 model/ warm_start/ final/   the initial, the warmed-up and the trained model, as Hugging Face folders
+horizons.json      the bins by which success is told by horizon (run/horizon.py)
 exports/           step_NNNNNN/, checkpoints that were evaluated later, as such folders
 """
 

@@ -136,7 +136,7 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
     if config.rollout.max_staleness == 0:
         # A resumed run does not repeat this evaluation, and its rollouts must not differ because of what one left in the cache.
         await session.engine.forget()
-    row = evaluation_row(result, kinds_of(session.envs), time.monotonic() - began)
+    row = evaluation_row(result, kinds_of(session.envs), time.monotonic() - began, session.horizons)
     await run_log.evaluation(phase, session.collector.ledger.version, result, row)
     return result
 
@@ -167,7 +167,8 @@ def staleness(batch: TensorDict, version: int) -> dict[str, float]:
 async def log_step(session: Session, run_log: RunLog, step: int, groups: list[Group], update: Row, clock: Clock) -> Row:
     """One metrics row, the step's trajectories, and the display; returns the row as it is written."""
     members = [t for group in groups for t in group.trajectories]
-    played = await in_thread("batch", episodes_row, groups, kinds_of(session.envs), len(session.config.envs) > 1)
+    several = len(session.config.envs) > 1
+    played = await in_thread("batch", episodes_row, groups, kinds_of(session.envs), several, session.horizons)
     row = train_row(session, played, update, clock.laps)
     run_log.row("train", step, row)
     if writes_trajectories(session.config, step):

@@ -36,6 +36,7 @@ from agentrl.run.display import Display, percent
 from agentrl.run.folder import NOTHING, RunFolder
 from agentrl.run.gc_threshold import raise_gc_threshold
 from agentrl.run.health import MOSTLY_UNSCORED, Health, Unhealthy, check_any_scored
+from agentrl.run.horizon import summary_of
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.lock import locked
 from agentrl.run.log_file import LogFile
@@ -294,6 +295,7 @@ def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: RunOutcom
         "success_before": success("before"),
         "success_after": success("after"),
         **({"envs": {env.called: _of_env(rows, env.called) for env in config.envs}} if len(config.envs) > 1 else {}),
+        **({"horizons": horizons} if (horizons := summary_of(rows)) else {}),
         "tokens": sum(row["tokens"] for row in updates),
         "seconds": round(seconds, 1),
         "restarts": outcome.restarts,
@@ -310,6 +312,7 @@ def _of_env(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
         "success_before": next(iter(of["before"].values()), None),
         "success_after": next(reversed(of["after"].values()), None),
         "best": None if best is None else {"step": best, "success": found[best]},
+        **({"horizons": horizons} if (horizons := summary_of(rows, name)) else {}),
         "tokens": sum(row.get(f"env/{name}/tokens", 0) for row in rows if row["phase"] == "train"),
     }
 
@@ -331,6 +334,8 @@ def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: 
             f"before {percent(one['success_before'])}   after {percent(one['success_after'])}   {one['tokens']:,} tokens sampled"
         )
         display.say(f"  {env.called:<26}{said}")
+        _say_horizons(display, one.get("horizons", {}))
+    _say_horizons(display, summary_of(rows))
     display.say(f"run folder                  {folder.path}  (curve.png, metrics.jsonl, trajectories/, checkpoints/)")
     if outcome.status == "done":
         display.say(f"trained model               {folder.final}")
@@ -338,6 +343,13 @@ def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: 
         display.say(f"look at it                  {look}")
     for line in _next(config, folder, outcome):
         display.say(line)
+
+
+def _say_horizons(display: Display, horizons: dict[str, dict[str, Any]]) -> None:
+    """A line for each number of calls, if tasks differ in it."""
+    for label, one in horizons.items() if len(horizons) > 1 else ():
+        ends = f"before {percent(one['success_before'])}   after {percent(one['success_after'])}"
+        display.say(f"  {label + (' call' if label == '1' else ' calls'):<26}{ends}   of {one['tasks']} tasks")
 
 
 def _next(config: TrainConfig, folder: RunFolder, outcome: RunOutcome) -> list[str]:

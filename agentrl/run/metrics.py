@@ -56,6 +56,16 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
             "`tool_timeout`, ...), or `reward_spec`: its root was null"),
         _episodes("n/<key>", "episodes", "over how many episodes the mean KEY is, if not over just the scored ones"),
     ),
+    "By horizon, the number of calls in the gold solution of a task": (
+        _episodes("horizon/<calls>/success", "share", "as `success`, of the episodes whose task has so many calls: a number, or "
+            "a range of `horizons.json` (beyond all ranges: `under-N`, `over-N`). With several environments only of each. "
+            "Without a gold solution there are no such keys"),
+        _episodes("horizon/<calls>/reward", "reward", "as `reward`, of these episodes"),
+        _episodes("horizon/<calls>/scored", "episodes", "as `scored`, of these episodes"),
+        _episodes("horizon/<calls>/unscored", "episodes", "as `unscored`, of these episodes"),
+        _episodes("horizon/<calls>/turns", "turns", "turns per episode, mean over all of these episodes"),
+        _episodes("horizon/<calls>/response_length", "tokens", "sampled tokens per episode, mean over all of these episodes"),
+    ),
     "How episodes went": (
         _episodes("tokens", "tokens", "sampled tokens of all episodes, over all their ledgers"),
         _episodes("turns", "turns", "turns per episode, mean over all episodes"),

@@ -17,11 +17,15 @@ from rich.console import Console
 from rich.table import Table
 
 from agentrl.env.passk import mean_with_interval, pass_at_k, pass_hat_k
+from agentrl.run.horizon import Bins, by_bin
 from agentrl.shown import cell
 from agentrl.trajectory import Trajectory, Turn
 
 ABOUT = ("model", "run", "official")
 """What a report says of its model, and a suite's own table, which has a printed one of its own."""
+
+HORIZONS = "horizons"
+_COLUMNS = ("success", "reward", "turns", "tokens", "tasks", "unscored")
 
 
 def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, Any]:
@@ -50,7 +54,31 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
     report["stops"] = dict(Counter(t.stop.value for t in trajectories))
     report["errors"] = dict(Counter(error_class(t) for t in trajectories if t.error))
     report["tool_errors"] = dict(Counter(r.error for t in trajectories for _, _, r in t.calls() if r and r.error))
-    return {**report, **_effort(trajectories)}
+    return {**report, **_effort(trajectories), **_by_horizon(trajectories)}
+
+
+def _by_horizon(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """By the number of calls in the gold solution, if it is known and tasks differ in it: mean success over episodes with its
+    95 % interval over tasks, reward, and how long episodes are."""
+    bins = Bins.of({t.horizon for t in trajectories if t.horizon is not None})
+    parts = by_bin(trajectories, bins)
+    return {HORIZONS: {label: _of_horizon(members) for label, members in parts.items()}} if len(parts) > 1 else {}
+
+
+def _of_horizon(members: Sequence[Trajectory]) -> dict[str, Any]:
+    known: dict[str, list[bool]] = defaultdict(list)
+    for t in members:
+        if t.success is not None:
+            known[t.task.id].append(t.success)
+    return {
+        "tasks": len({t.task.id for t in members}),
+        "episodes": len(members),
+        "unscored": sum(t.reward is None and t.success is None for t in members),
+        "success": _interval([statistics.fmean(of) for of in known.values()]),
+        "reward": _mean(t.reward for t in members),
+        "turns": _mean(float(len(t.turns)) for t in members),
+        "tokens": _mean(_tokens(t, lambda turn: turn.sampled_tokens) for t in members),
+    }
 
 
 def unscored_cause(trajectories: Iterable[Trajectory]) -> str | None:
@@ -125,6 +153,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     """The report as a table; "-" stands for an unknown value."""
     table = Table("", "value", "95 % interval", title=f"{report['episodes']} episodes of {report['tasks']} tasks")
     for key, value in report.items():
+        if key == HORIZONS:
+            continue
         if isinstance(value, dict) and "mean" in value:
             table.add_row(key, f"{value['mean']:.3f}", f"{value['low']:.3f} to {value['high']:.3f}")
         elif key in ABOUT:
@@ -135,12 +165,25 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         elif key not in ("tasks", "episodes"):
             table.add_row(cell(key), cell(_short(value)), "")
     console.print(table)
+    print_horizons({"": report}, console)
+
+
+def print_horizons(reports: Mapping[str, Any], console: Console) -> None:
+    """Success by the number of calls of the solution, a line each, of the environments whose tasks differ in it."""
+    for name, report in reports.items():
+        table = Table("calls", *_COLUMNS, title=cell(f"{name}{': ' if name else ''}by calls of the solution"))
+        for label, one in report.get(HORIZONS, {}).items():
+            rate = one["success"]
+            shown = "-" if rate is None else f"{rate['mean']:.3f} ({rate['low']:.2f} to {rate['high']:.2f})"
+            table.add_row(label, shown, *(_short(one[column]) for column in _COLUMNS[1:]))
+        if table.row_count:
+            console.print(table)
 
 
 def print_reports(reports: Mapping[str, Any], success: float | None, console: Console) -> None:
     """The reports of several environments, a column each."""
     table = Table("", *map(cell, reports), "mean", title="held-out tasks by environment")
-    for key in [name for name in next(iter(reports.values())) if name not in ABOUT]:
+    for key in [name for name in next(iter(reports.values())) if name not in (*ABOUT, HORIZONS)]:
         cells = [report[key] for report in reports.values()]
         if key.startswith("pass"):
             rates = ["-" if v is None else f"{v['mean']:.3f} ({v['low']:.2f} to {v['high']:.2f})" for v in cells]
@@ -148,6 +191,7 @@ def print_reports(reports: Mapping[str, Any], success: float | None, console: Co
         elif not any(isinstance(value, dict) for value in cells) and any(value is not None for value in cells):
             table.add_row(cell(key), *(cell(_short(value)) for value in cells), "")
     console.print(table)
+    print_horizons(reports, console)
 
 
 def _short(value: float | None) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.rollout.evaluate import Evaluation
-from agentrl.run.by_env import Kinds, Row, by_env, episode_values, group_values
+from agentrl.run.by_env import NO_BINS, Kinds, Row, by_env, episode_values, group_values
+from agentrl.run.horizon import Bins
 from agentrl.run.session import Session
 from agentrl.trajectory import Group, Trajectory
 
@@ -32,14 +33,15 @@ DETAILS = {
 """Further numbers of an update that the display shows, and its words for them; the most wanted come first."""
 
 
-def episodes_row(groups: Sequence[Group], kinds: Kinds, several: bool) -> Row:
-    """What the episodes of an update are like, all together and, of `several` environments, each one's."""
+def episodes_row(groups: Sequence[Group], kinds: Kinds, several: bool, bins: Mapping[str, Bins] = NO_BINS) -> Row:
+    """What the episodes of an update are like, all together and, of `several` environments, each one's; and by the `bins` of the
+    environments' horizons."""
     members = [t for group in groups for t in group.trajectories]
     return {
-        **episode_values(members, kinds, trained=True),
+        **episode_values(members, kinds, trained=True, bins=None if several else _only(bins)),
         "rewrites": sum(len(t.rewrites) for t in members) / len(members),
         **group_values(groups),
-        **(_of_envs(members, groups, kinds) if several else {}),
+        **(_of_envs(members, groups, kinds, bins) if several else {}),
         **_episode_times(members),
     }
 
@@ -59,16 +61,18 @@ def train_row(session: Session, episodes: Row, update: Mapping[str, Any], laps: 
     }
 
 
-def evaluation_row(result: Evaluation, kinds: Kinds, seconds: float) -> Row:
-    """What an evaluation found. Of several environments success and reward are means over them, by weight (`together`)."""
-    values = episode_values(result.trajectories, kinds, trained=False)
+def evaluation_row(result: Evaluation, kinds: Kinds, seconds: float, bins: Mapping[str, Bins] = NO_BINS) -> Row:
+    """What an evaluation found, and by the `bins` of the environments' horizons. Of several environments success and reward are
+    means over them, by weight (`together`)."""
+    alone = None if result.by_env or not result.trajectories else bins.get(result.trajectories[0].env)
+    values = episode_values(result.trajectories, kinds, trained=False, bins=alone)
     if result.by_env:  # over how many episodes a mean is says nothing of one that is over environments
         values = {key: value for key, value in values.items() if key not in ("n/success", "n/reward")}
     return {
         **values,
         "success": result.success,
         "reward": result.reward,
-        **(by_env(result.trajectories, kinds, trained=False) if result.by_env else {}),
+        **(by_env(result.trajectories, kinds, trained=False, bins=bins) if result.by_env else {}),
         **_episode_times(result.trajectories),
         "time/eval_s": seconds,
     }
@@ -93,8 +97,12 @@ def sampling_seconds(laps: Mapping[str, float], beside: bool) -> float:
     return max(sum(laps.values()) if beside else laps["rollout_s"], 1e-9)
 
 
-def _of_envs(members: Sequence[Trajectory], groups: Sequence[Group], kinds: Kinds) -> Row:
-    found = by_env(members, kinds, trained=True)
+def _only(bins: Mapping[str, Bins]) -> Bins | None:
+    return next(iter(bins.values()), None)
+
+
+def _of_envs(members: Sequence[Trajectory], groups: Sequence[Group], kinds: Kinds, bins: Mapping[str, Bins]) -> Row:
+    found = by_env(members, kinds, trained=True, bins=bins)
     for env in sorted({group.env for group in groups}):
         own = group_values([group for group in groups if group.env == env])
         found |= {f"env/{env}/{key}": value for key, value in own.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl.cluster.group import WorkerGroup
@@ -24,6 +24,7 @@ from agentrl.run.checkpoint import Saver
 from agentrl.run.display import Display
 from agentrl.run.engines import needs_ray, resolve_engine
 from agentrl.run.folder import RunFolder
+from agentrl.run.horizon import Bins, run_bins
 from agentrl.run.placement import open_pools, start_actors
 from agentrl.run.profile import profile_of
 from agentrl.run.tracing import Tracing
@@ -60,6 +61,7 @@ class Session:
     watchdog: LoopWatchdog
     callbacks: Callbacks
     tracing: Tracing
+    horizons: Mapping[str, Bins]
 
     async def begin(self) -> bool:
         """Open the training roles on the run's model, and bring the engine its first weights: those of the newest checkpoint
@@ -138,6 +140,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
     if needs_ray(config):
         with display.doing("starting Ray"):
             start_ray(config.cluster)
+    horizons = run_bins(config, folder.path)
     inputs = read_inputs(config, path)  # before any process is started, so that a missing file fails fast
     # All roles at once, before any process: a run that got only some of its places would wait and keep others from starting.
     with display.doing("starting the training processes"):
@@ -202,4 +205,5 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         watchdog,
         watching,
         tracing,
+        horizons,
     )

@@ -55,7 +55,8 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
             with session.display.doing("gate", ended.__str__, watch.waiting):
                 found, shut = await _gate(session, ended, watch)
             success = found.success
-            run_log.row("gate", step, evaluation_row(found, kinds_of(session.envs), time.monotonic() - began))
+            seconds = time.monotonic() - began
+            run_log.row("gate", step, evaluation_row(found, kinds_of(session.envs), seconds, session.horizons))
             if not shut:
                 break
     if interrupt.requested:

@@ -345,7 +345,7 @@ class RemoteEnv(ToolEnv):
         self._told = keep + len(messages)
         keep, calls = row.get("user_calls", (0, ()))
         record.user_calls[keep:] = user_calls_of(calls)
-        record.parting = row.get("parting", "")
+        record.parting, record.horizon = row.get("parting", ""), row.get("horizon")
         keep, turns = row["turns"]
         for place, turn in enumerate(turns, start=keep):
             made = wire.turn_of(turn)

@@ -97,7 +97,7 @@ class TapedEnv(ToolEnv):
         answer = self._take("reset", {**self._key, "seed": seed, "split": (options or {}).get("split")})
         self.id = answer["env_id"]  # type: ignore[misc]
         if "task" in answer:
-            self._record = Trajectory(self.id, Task(**answer["task"]))
+            self._record = Trajectory(self.id, Task(**answer["task"]), horizon=answer.get("horizon"))
         _raise(answer)
         self._open = True
         self._change(answer)

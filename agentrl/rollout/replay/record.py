@@ -105,6 +105,7 @@ class RecordingEnv(ToolWrapper):
             "task": asdict(record.task),
             "observation": _rows(observation),
             "info": self._plain(info),
+            **({} if record.horizon is None else {"horizon": record.horizon}),
             **self._changes(),
         }
         self._add("reset", ask, answer)

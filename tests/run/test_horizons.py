@@ -1,0 +1,199 @@
+"""Success, reward and length by horizon, the number of gold calls of a task: against counts by hand, from the config to every
+place that says it."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from agentrl.catalog import make_env
+from agentrl.cli.main import main
+from agentrl.config import load_config
+from agentrl.rollout.evaluate import summarize, together
+from agentrl.run.curve import draw_curve
+from agentrl.run.horizon import FILE, Bins, labels_of, order, run_bins, summary_of
+from agentrl.run.metrics import unknown_keys
+from agentrl.run.report import make_report, print_report
+from agentrl.run.rows import episodes_row, evaluation_row
+from agentrl.trajectory import Group, Message, StopReason, Task, TokenLedger, Trajectory, Turn
+
+
+def episode(
+    horizon: int | None, success: bool | None, *, env: str = "", turns: int = 1, tokens: int = 4, n: int = 0
+) -> Trajectory:
+    ledger = TokenLedger()
+    ledger.append_sampled([1] * tokens, [-1.0] * tokens, [0] * tokens, 0)
+    played = [Turn(place, Message("assistant", "x"), prompt_tokens=1, sampled_tokens=tokens // turns) for place in range(turns)]
+    reward = None if success is None else float(success)
+    return Trajectory(
+        "x", Task(f"t{n}", n), ledgers=[ledger], turns=played, reward=reward, success=success, env=env, horizon=horizon,
+        stop=StopReason.ENGINE_ERROR if success is None else StopReason.DONE,
+    )  # fmt: skip
+
+
+# -- bins --------------------------------------------------------------------------------------------
+
+
+def test_up_to_six_numbers_are_bins_of_their_own_and_more_are_ranges_without_gaps() -> None:
+    few = Bins.of([3, 4, 3, 20])
+    assert [few.label(n) for n in (3, 4, 20, 7)] == ["3", "4", "20", "7"], "also one that was not there when they were chosen"
+    many = Bins.of(range(2, 21))
+    labels = [many.label(n) for n in range(2, 21)]
+    assert len(set(labels)) == 6 and labels == sorted(labels, key=order), "six ranges, in order"
+    for n, label in zip(range(2, 21), labels, strict=True):
+        low, _, high = label.partition("-")
+        assert int(low) <= n <= int(high or low)
+    assert (many.label(1), many.label(99)) == ("under-2", "over-20"), "beyond all of them is said, not put into the nearest"
+    shuffled = list(range(2, 21))
+    random.Random(0).shuffle(shuffled)
+    assert Bins.of(shuffled) == many
+    gaps = Bins.of([1, 2, 3, 10, 20, 30, 40])
+    assert gaps.label(15) == gaps.label(10), "a number between two of them belongs to one"
+
+
+def test_a_task_knows_its_horizon_and_one_without_gold_has_none() -> None:
+    env = make_env("key_value", calls=[2, 9], set_share=0.3)
+    env.reset(seed=5)
+    assert env.trajectory.horizon == len(env.task.gold["calls"])
+    class_of = type(env)
+    without = type("NoGold", (class_of,), {"gold_turns": lambda self, task: (_ for _ in ()).throw(NotImplementedError())})
+    bare = without(calls=4)
+    bare.reset(seed=5)
+    assert bare.trajectory.horizon is None and "horizon" not in bare.trajectory.to_json()
+    row = env.trajectory.to_json()
+    assert Trajectory.from_json(row).horizon == env.trajectory.horizon
+    del row["horizon"]
+    assert Trajectory.from_json(row).horizon is None, "a file from before"
+
+
+# -- rows --------------------------------------------------------------------------------------------
+
+
+def test_a_row_has_success_reward_and_length_of_each_horizon_and_unscored_members_are_in_no_mean() -> None:
+    members = [
+        episode(3, True, turns=2, tokens=4),
+        episode(3, False, turns=4, tokens=8),
+        episode(3, None, turns=1, tokens=3),
+        episode(5, False),
+        episode(None, True),
+    ]
+    row = episodes_row([Group(0, 0, members)], {}, False, {"": Bins()})
+    of3 = {key.split("/")[2]: row[key] for key in row if key.startswith("horizon/3/")}
+    assert of3 == {
+        "success": 0.5, "reward": 0.5, "scored": 2, "unscored": 1, "turns": pytest.approx(7 / 3), "response_length": 5.0,
+    }  # fmt: skip
+    assert row["horizon/5/success"] == 0.0 and row["success"] == 0.5, "one without a horizon is in the mean of all, and in no bin"
+    assert labels_of(row) == ["3", "5"] and unknown_keys({"phase": "train", "step": 1, **row}) == []
+    lost = episodes_row([Group(0, 0, [episode(7, None)])], {}, False, {"": Bins()})
+    assert lost["horizon/7/success"] is lost["horizon/7/reward"] is None and lost["horizon/7/scored"] == 0
+    assert not labels_of(episodes_row([Group(0, 0, members)], {}, False)), "an environment without gold has no such keys"
+
+
+def test_an_evaluation_that_knows_only_the_success_says_over_how_many_the_reward_is() -> None:
+    compared = episode(3, True)
+    compared.reward = None  # a spec that compares members gives a single episode no reward
+    row = evaluation_row(summarize([compared, episode(3, False)]), {}, 1.0, {"": Bins()})
+    assert (row["horizon/3/success"], row["horizon/3/reward"], row["horizon/3/scored"]) == (0.5, 0.0, 2)
+    assert row["n/horizon/3/reward"] == 1 and "n/horizon/3/success" not in row
+    assert unknown_keys({"phase": "eval", "step": 1, **row}) == []
+
+
+def test_several_environments_keep_theirs_apart() -> None:
+    played = {
+        "a": summarize([episode(3, True, env="a"), episode(9, False, env="a")]),
+        "b": summarize([episode(3, False, env="b")]),
+        "bare": summarize([episode(None, True, env="bare")]),
+    }
+    bins = {"a": Bins(), "b": Bins((1, 4), 8)}
+    row = evaluation_row(together(played, dict.fromkeys(played, 1.0)), {}, 1.0, bins)
+    assert not labels_of(row), "none of all together: a 3 of one is no 3 of the other"
+    assert (labels_of(row, "a"), labels_of(row, "b"), labels_of(row, "bare")) == (["3", "9"], ["1-3"], [])
+    assert (row["env/a/horizon/3/success"], row["env/b/horizon/1-3/success"]) == (1.0, 0.0)
+    groups = [Group(0, 0, [episode(3, True, env="a")], env="a"), Group(1, 0, [episode(3, False, env="b")], env="b")]
+    trained = episodes_row(groups, {}, True, bins)
+    assert not labels_of(trained) and trained["env/a/horizon/3/success"] == 1.0 and trained["env/b/horizon/1-3/success"] == 0.0
+    for phase, one in (("eval", row), ("train", trained)):
+        assert unknown_keys({"phase": phase, "step": 1, **one}) == []
+
+
+def test_an_evaluation_report_and_its_table_say_it_by_horizon() -> None:
+    members = [episode(2, True, n=0), episode(2, False, n=0), episode(12, None, n=1), episode(12, False, n=2)]
+    report = make_report(members, 2)
+    assert report["horizons"]["2"]["success"]["mean"] == 0.5 and report["horizons"]["12"]["success"]["mean"] == 0.0
+    assert (report["horizons"]["12"]["tasks"], report["horizons"]["12"]["unscored"]) == (2, 1)
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_report(report, console)
+    shown = console.export_text()
+    assert "by calls of the solution" in shown and shown.index("│ 2 ") < shown.index("│ 12 ")
+    assert "horizons" not in make_report([episode(2, True)], 1), "where all tasks are as long there is nothing to tell apart"
+
+
+# -- a run -------------------------------------------------------------------------------------------
+
+CONFIG = """
+base = "quickstart"
+steps = 1
+engine = "embedded"
+sft = false
+trackers = []
+cluster = { backend = "inline" }
+env = { params = { calls = [2, 12], set_share = 0.3 } }
+rollout = { groups = 2, group_size = 2, max_turns = 14, max_turn_tokens = 4, max_episode_tokens = 1500 }
+eval = { tasks = 12, every = 1 }
+health = { idle_updates = 1000 }
+model = { init = { layers = 1, hidden = 16 } }
+"""
+
+
+def test_a_run_says_it_in_rows_summary_end_and_curve_and_a_resume_keeps_the_bins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.toml").write_text(CONFIG)
+    assert main(["train", str(tmp_path / "c.toml"), f"out={tmp_path}", "name=r"]) in (0, 1)  # it trains nothing
+    said, folder = capsys.readouterr().out, tmp_path / "r"
+    bins = json.loads((folder / FILE).read_text())["key_value"]
+    assert len(bins["starts"]) == 6 and bins["last"] <= 12
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["phase"] for row in rows] == ["before", "train", "after"]
+    env, chosen = make_env("key_value", calls=[2, 12], set_share=0.3), Bins(tuple(bins["starts"]), bins["last"])
+    wanted: dict[str, int] = {}
+    for seed in range(12):
+        label = chosen.label(len(env.make_task(seed, "heldout").gold["calls"]))
+        wanted[label] = wanted.get(label, 0) + 1
+    for row in rows:
+        assert all(row[f"horizon/{label}/scored"] + row[f"horizon/{label}/unscored"] for label in labels_of(row))
+    assert {label: rows[0][f"horizon/{label}/scored"] for label in labels_of(rows[0])} == wanted
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {label: one["tasks"] for label, one in summary["horizons"].items()} == wanted
+    for label, tasks in wanted.items():
+        assert f"{label} calls".ljust(26) + "before 0.0 %   after 0.0 %" + f"   of {tasks} tasks" in said
+    edited = {"key_value": {"starts": [1, 6], "last": 12}}  # that the file decides, and not a second choice
+    (folder / FILE).write_text(json.dumps(edited))
+    assert run_bins(load_config(folder / "config.toml"), folder) == {"key_value": Bins((1, 6), 12)}, "as a resume reads them"
+    assert json.loads((folder / FILE).read_text()) == edited
+
+
+def test_the_curve_has_a_panel_with_a_line_for_each_horizon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Any] = []
+    kept = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), kept(self, *a, **k))[1])
+    row = evaluation_row(summarize([episode(3, True), episode(10, False), episode(5, False)]), {}, 1.0, {"": Bins()})
+    rows = [{"step": step, "phase": phase, **row} for step, phase in ((0, "before"), (1, "train"), (2, "after"))]
+    draw_curve(rows, tmp_path / "curve.png", "x")
+    whole, by_calls = drawn[-1].axes
+    labels = [text.get_text() for text in by_calls.get_legend().get_texts()]
+    assert labels == ["3", "5", "10"], "the shortest first"
+    held = {line.get_label(): list(line.get_ydata()) for line in by_calls.lines if not line.get_label().startswith("_")}
+    assert held == {"3": [1.0, 1.0], "5": [0.0, 0.0], "10": [0.0, 0.0]} and whole.get_title() == "x"
+    one = [{**{k: v for k, v in r.items() if "horizon/5" not in k and "horizon/10" not in k}} for r in rows]
+    draw_curve(one, tmp_path / "curve.png", "x")
+    assert len(drawn[-1].axes) == 1, "a single horizon is the whole curve"
+    assert summary_of(rows)["10"]["success_after"] == 0.0
