@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from agentrl.catalog import EnvRef
 from agentrl.env import Teacher, ToolEnv
+from agentrl.env.teachers import GoldTeacher
 from agentrl.errors import ConfigError
 from agentrl.render.base import Renderer
 from agentrl.rollout.mixture.base import pick
@@ -33,9 +34,18 @@ async def transcript(env: ToolEnv, renderer: Renderer, seed: int, teacher: dict[
 
     `sampled` marks the teacher's tokens (logprob 0, version 0). The episode is not scored.
     """
-    observation, _ = await env.areset(seed=seed, options={"split": "train"})
+    return await _played(env, renderer, seed, "train", lambda: _policy(env, seed, teacher))
+
+
+async def gold_transcript(env: ToolEnv, renderer: Renderer, seed: int, split: str) -> Trajectory:
+    """The same of the gold solution of a task. Raises NotImplementedError if there is none, EnvError if it cannot be played."""
+    return await _played(env, renderer, seed, split, lambda: GoldTeacher(env.gold_turns(env.task), random.Random(seed)))
+
+
+async def _played(env: ToolEnv, renderer: Renderer, seed: int, split: str, make: Callable[[], Teacher]) -> Trajectory:
+    observation, _ = await env.areset(seed=seed, options={"split": split})
     try:
-        policy = _policy(env, seed, teacher)
+        policy = make()
         ledgers, shown, begun = [TokenLedger()], list(observation), len(observation)
         renderer = renderer.with_tools(env.toolbox.schemas())
         ledgers[-1].append_context(renderer.start(observation, env.toolbox.schemas()), turn=0)

@@ -24,6 +24,7 @@ from agentrl.run.checks.agent import rehearse
 from agentrl.run.checks.model import longest_prompt
 from agentrl.run.checks.remote import remote_lines
 from agentrl.run.checks.routing import check_router_replay
+from agentrl.run.checks.solvable import survey_lines
 from agentrl.run.engines import engine_name, maker_of
 from agentrl.run.placement import locations_of_roles, placement_table, roles_of, worker_lines
 from agentrl.run.plan import RunPlan, lines, plan_of
@@ -114,6 +115,7 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> DryRun:
         if peak.size > peak.limit:
             raise ResourceError(f"{_told(peak)}: it does not fit; {advice(config, placed, peak)}\n{table_of(placed)}")
     told = [
+        *survey_lines(checked(config)),
         *waiting(placed),
         *remote_lines(config),
         *(worker_lines(config) if here else []),

@@ -31,6 +31,7 @@ from agentrl.files import full_disk_said
 from agentrl.run.callbacks import Callback
 from agentrl.run.checks.model import model_notes
 from agentrl.run.checks.sizes import advice
+from agentrl.run.checks.solvable import survey_lines
 from agentrl.run.curve import EVALUATED, draw_curve, points
 from agentrl.run.display import Display, percent
 from agentrl.run.folder import NOTHING, RunFolder
@@ -106,6 +107,8 @@ def execute(
         packing = packing_of(config)
         log.info("packing: %s", packing.reason)
         config = with_packing(config)  # one decision for all roles and ranks, before any of them is started
+        for line in () if resumed else survey_lines(config):
+            display.say(line)
         for line in (*notes, *_packing_notes(packing), *advice(config), *model_notes(config)):
             display.warn(line)
         try:

@@ -450,6 +450,7 @@ ELSEWHERE: dict[str, str] = {
     "HealthConfig.preflight": "run/test_preflight.py::test_a_dead_server_is_refused_with_what_it_wrote_in_a_dry_run_too",
     "HealthConfig.preflight_timeout": "run/test_preflight.py::test_a_server_that_does_not_answer_is_waited_for_as_long_as_the_key_says",  # noqa: E501
     "HealthConfig.idle_updates": "run/test_health.py::test_each_key_of_health_moves_its_limit",
+    "HealthConfig.max_unsolvable": "run/test_solvable.py::test_too_many_tasks_without_room_are_refused_by_name",
     "HealthConfig.max_unscored": "run/test_health.py::test_each_key_of_health_moves_its_limit",
     **{
         f"ApiConfig.{key}": f"{API}::test_every_key_of_the_api_section_is_kept_at_the_server"

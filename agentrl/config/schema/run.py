@@ -81,6 +81,10 @@ class HealthConfig(Frozen):
     preflight: bool = True
     """Before the start, start every MCP server once, and ask every model behind an API (judges, writers of summaries,
     users) once."""
+    max_unsolvable: Fraction = 0.05
+    """The largest share of tasks whose gold solution may need more turns or tokens than an episode has (`rollout.max_turns`,
+    `max_turn_tokens`, `max_episode_tokens`, the model's context), with each set of parameters that is trained on, and of the
+    held-out ones; a run with more does not start. 1: it starts, and says so."""
     preflight_timeout: Seconds = 20.0
     """In which each of them must answer."""
     idle_updates: Annotated[PositiveInt, Unit("updates")] = 5

@@ -2,8 +2,8 @@
 
 A check raises a UserError that names the key, its value and what was expected; no folder is created and no process
 started before the last check. The checks are in the files of this folder (`agent`, `model`, `capacity`, `parts`, `remote`,
-`rollout`, `held_out`, `routing`, `sizes`, `placement`, `workers`, `reward`, `preflight`, `suite`, `lint`, `warm_start`); what
-only the trainer can know is checked in `train/`, by the file that computes with it.
+`rollout`, `held_out`, `routing`, `sizes`, `solvable`, `placement`, `workers`, `reward`, `preflight`, `suite`, `lint`,
+`warm_start`); what only the trainer can know is checked in `train/`, by the file that computes with it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from agentrl.run.checks.reward import check_decided, check_judge, check_success
 from agentrl.run.checks.rollout import check_trainable
 from agentrl.run.checks.routing import check_router_replay
 from agentrl.run.checks.sizes import check_cache, check_heads, check_sizes
+from agentrl.run.checks.solvable import check_solvable
 from agentrl.run.checks.suite import suite_notes
 from agentrl.run.checks.warm_start import check_warm_start
 from agentrl.run.checks.workers import check_workers
@@ -108,6 +109,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
         with told(config, env):
             one = alone(config, env)
             check_success(one, EnvRef.of(one), scorers[env.called])
+            check_solvable(one)
             at = f"{env.called}: " if len(config.envs) > 1 else ""
             notes += [at + line for line in check_lint(one, EnvRef.of(one), scorers[env.called])]
     for env in [] if config.sft is None else warmed(config):
