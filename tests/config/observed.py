@@ -331,6 +331,7 @@ class Course:
             display=Display(Console(quiet=True)),
             collector=SimpleNamespace(ledger=ledger, collect=collect, trained=trained, metrics=dict, ahead=str, watch=Watch()),
             watchdog=SimpleNamespace(read=dict),
+            horizons={},
             callbacks=SimpleNamespace(step=self.waited("on_step", None)),
             tracing=Tracing(config, "embedded"),
             rest=self.waited("rest", None),
