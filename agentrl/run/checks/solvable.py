@@ -39,7 +39,7 @@ OFF = "AGENTRL_SURVEY"
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class TaskNeed:
     """What the gold solution of a task takes. `limits`: by key, what the episode has of it, where that is less."""
 
     task: str
@@ -58,12 +58,12 @@ class Need:
 
 
 @dataclass(slots=True)
-class Part:
+class TaskKind:
     """Tasks of one kind: those that were played, how many were to be, and why others could not be, by task."""
 
     name: str
     wanted: int
-    needs: list[Need] = field(default_factory=list)
+    needs: list[TaskNeed] = field(default_factory=list)
     unplayed: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -78,7 +78,7 @@ class Survey:
 
     env: str
     limits: dict[str, int]
-    parts: list[Part]
+    parts: list[TaskKind]
     seconds: float = 0.0
     skipped: str = ""
 
@@ -192,14 +192,14 @@ def limits_of(one: TrainConfig) -> dict[str, int]:
     return {**found, "the context": context_length(one, resolve_engine(one))} if rollout.context.name == "stop" else found
 
 
-async def _survey(one: TrainConfig, renderer: Renderer, limits: dict[str, int], until: float) -> list[Part]:
+async def _survey(one: TrainConfig, renderer: Renderer, limits: dict[str, int], until: float) -> list[TaskKind]:
     """In turn of each kind of tasks, so that each has some when the time is over. Raises NotImplementedError without gold."""
     parts, todo, opened = [], [], list[ToolEnv]()
     for name, ref, split, seeds in variants_of(one):
         env = _sound(ref).build()
         opened.append(env)
         chosen = seeds_in(env, split, seeds)
-        parts.append(part := Part(name, len(chosen)))
+        parts.append(part := TaskKind(name, len(chosen)))
         todo.append([(part, env, split, seed) for seed in chosen])
     try:
         for task in chain.from_iterable(zip_longest(*todo)):
@@ -213,7 +213,7 @@ async def _survey(one: TrainConfig, renderer: Renderer, limits: dict[str, int], 
     return parts
 
 
-async def _add(part: Part, env: ToolEnv, split: str, seed: int, renderer: Renderer, limits: dict[str, int]) -> None:
+async def _add(part: TaskKind, env: ToolEnv, split: str, seed: int, renderer: Renderer, limits: dict[str, int]) -> None:
     try:
         played = await gold_transcript(env, renderer, seed, split)
     except NotImplementedError:
@@ -230,7 +230,7 @@ def _sound(ref: EnvRef) -> EnvRef:
     return replace(ref, wrappers=kept).scripted()
 
 
-def need_of(played: Trajectory, limits: dict[str, int]) -> Need:
+def need_of(played: Trajectory, limits: dict[str, int]) -> TaskNeed:
     """What an episode with these very turns takes, against what there is."""
     turns = [int(np.bincount(ledger.turns[ledger.sampled]).max()) for ledger in played.ledgers if ledger.sampled_tokens]
     taken = {
@@ -240,14 +240,14 @@ def need_of(played: Trajectory, limits: dict[str, int]) -> Need:
         "the context": max((len(ledger) for ledger in played.ledgers), default=0),
     }
     over = tuple((key, taken[key], given) for key, given in limits.items() if taken[key] > given)
-    return Need(played.task.id, played.task.seed, played.horizon or 0, *taken.values(), over)
+    return TaskNeed(played.task.id, played.task.seed, played.horizon or 0, *taken.values(), over)
 
 
-def _table(needs: Sequence[Need], limits: dict[str, int]) -> list[str]:
+def _table(needs: Sequence[TaskNeed], limits: dict[str, int]) -> list[str]:
     """By horizon: the tasks, the most that one of them needs against what there is, and how many fit."""
     bins = Bins.of({need.horizon for need in needs})
     rows = [["calls", "tasks", *(key.removeprefix("rollout.").removeprefix("the ") for key in limits), "fit"]]
-    by_label: dict[str, list[Need]] = {}
+    by_label: dict[str, list[TaskNeed]] = {}
     for need in needs:
         by_label.setdefault(bins.label(need.horizon), []).append(need)
     for label in sorted(by_label, key=order):
