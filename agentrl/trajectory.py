@@ -461,7 +461,8 @@ class Trajectory:
     were inserted. `agent`: of an episode that an agent of somebody else's played (docs/agents.md), how its program ended and
     what it wrote; else None. `stored`: where the process that played the episode wrote its row, if it did; who changes what
     the episode scored unsets `stored.whole`. `horizon`: how many calls the task's gold solution has (`ToolEnv.horizon`), by which
-    success is told apart; None if that is not known.
+    success is told apart; None if that is not known. `given`: so many of the first turns are those of the gold solution
+    (`rollout.start`), which are context of the ledgers and earn the policy nothing.
     """
 
     env_id: str
@@ -489,6 +490,7 @@ class Trajectory:
     timings: dict[str, float] = field(default_factory=dict)
     env: str = ""
     horizon: int | None = None
+    given: int = 0
     stored: RowElsewhere | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -541,7 +543,7 @@ class Trajectory:
         for name in ("agent", "horizon"):
             if row[name] is None:  # the rows of all other episodes stay as they are
                 del row[name]
-        for name in ("user_calls", "parting"):
+        for name in ("user_calls", "parting", "given"):
             if not row[name]:
                 del row[name]
         return row

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from agentrl.catalog import EnvRef
@@ -20,7 +19,8 @@ from agentrl.errors import ConfigError
 from agentrl.render.base import Renderer
 from agentrl.rollout.mixture.base import pick
 from agentrl.rollout.seeds import derive
-from agentrl.trajectory import Message, StopReason, TokenLedger, Trajectory
+from agentrl.rollout.start import written
+from agentrl.trajectory import StopReason, TokenLedger, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +49,13 @@ async def _played(env: ToolEnv, renderer: Renderer, seed: int, split: str, make:
         ledgers, shown, begun = [TokenLedger()], list(observation), len(observation)
         renderer = renderer.with_tools(env.toolbox.schemas())
         ledgers[-1].append_context(renderer.start(observation, env.toolbox.schemas()), turn=0)
-        turn, seen, written = 0, list(observation), list[list[int]]()
+        turn, seen, rest = 0, list(observation), list[list[int]]()
         while True:
-            if not written:
+            if not rest:
                 if (said := policy.act(seen)) is None:
                     break
-                written, seen = _written(renderer, said), []
-            ids = written.pop(0)
+                rest, seen = written(renderer, said), []
+            ids = rest.pop(0)
             ledgers[-1].append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn)
             # Parsed from its own tokens, so that the environment sees what it would see from a policy.
             message = renderer.parse(ids, "stop")
@@ -77,16 +77,6 @@ async def _played(env: ToolEnv, renderer: Renderer, seed: int, split: str, make:
     trajectory = env.trajectory
     trajectory.ledgers, trajectory.stop = ledgers, StopReason.DONE
     return trajectory
-
-
-def _written(renderer: Renderer, message: Message) -> list[list[int]]:
-    """The ids of a teacher's turn; of each of its calls in a turn of its own, if the template does not write them all (gpt-oss'
-    drops all but the first)."""
-    ids = renderer.assistant(message)
-    if len(message.tool_calls) < 2 or len(renderer.parse(ids, "stop").tool_calls) == len(message.tool_calls):
-        return [ids]
-    first, *later = [replace(message, tool_calls=(call,)) for call in message.tool_calls]
-    return [renderer.assistant(part) for part in (first, *(replace(part, content="", reasoning=None) for part in later))]
 
 
 def _policy(env: ToolEnv, seed: int, params: dict[str, Any]) -> Teacher:

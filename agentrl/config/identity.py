@@ -135,6 +135,7 @@ _EPISODES = {
     "rollout.max_filtered": _UPDATE,
     "rollout.router_replay": _TRAINING,
     "rollout.sampler": "chooses the tasks of updates; here they are numbered",
+    "rollout.start": "says where episodes of updates begin",
 }
 CANNOT_MATTER: dict[Purpose, Mapping[str, str]] = {
     "train": {

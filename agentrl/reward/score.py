@@ -219,7 +219,12 @@ class Scorer:
                 if node.mods.id is not None:
                     metrics[node.mods.id] = item.value
         steps = dict(sorted(result.steps.items())) if result.value is not None else {}
-        return Score(result.value, steps, evidence, metrics, success)
+        value = result.value
+        if value is not None and trajectory.given:  # what the given turns earned is not the policy's
+            value = math.fsum([value, *(-amount for turn, amount in steps.items() if turn < trajectory.given)])
+            steps = {turn: amount for turn, amount in steps.items() if turn >= trajectory.given}
+            evidence["given"] = {"turns": trajectory.given, "value": value}
+        return Score(value, steps, evidence, metrics, success)
 
     def _success(
         self, view: View, frame: Frame, root: Result, evidence: dict[str, Json], metrics: dict[str, float | None]

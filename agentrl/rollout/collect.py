@@ -376,6 +376,7 @@ class Collector:
                 derive(self.seed, "episode", index, member, attempt),
                 member,
                 key=f"g{index}.m{member}.a{attempt}",
+                given=choice.given,
             )
             # `_wait` ends a run in which nothing moves, so requests need no such limit of their own.
             greedy = 0.0 if member == GREEDY else None

@@ -21,6 +21,7 @@ from agentrl.rollout.context.base import ContextPolicy, Moment, Stop
 from agentrl.rollout.context.truncate import elided
 from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.rollout.seeds import derive
+from agentrl.rollout.start import prefix_of, written
 from agentrl.rollout.waits import CutError, Partial, Waits, whose
 from agentrl.spans import span
 from agentrl.tool.tool import Blame
@@ -32,13 +33,15 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSpec:
-    """What identifies an episode: its task and its position in the run. `key` routes it to one prefix cache."""
+    """What identifies an episode: its task and its position in the run. `key` routes it to one prefix cache. `given`: so many
+    gold calls are made before the policy begins (`rollout.start`)."""
 
     task_seed: int
     split: str
     seed: int
     member: int
     key: str
+    given: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +253,9 @@ class _Episode:
         # A prompt that alone exceeds a limit leaves no room for a turn, but its row must still respect the limit.
         most = min(self.limits.max_episode_tokens, self.limits.context)
         self.ledger.append_context((await self._start(observation))[:most], turn=0)
-        for turn in range(self.limits.max_turns):
+        if self.spec.given and (full := await self._begin_after(self.spec.given)) is not None:
+            return full
+        for turn in range(len(self.record.turns), self.limits.max_turns):
             room, reason = self._room()
             if room <= 0:
                 return reason
@@ -260,6 +265,26 @@ class _Episode:
             if ended is not None:
                 return ended
         return StopReason.MAX_TURNS
+
+    async def _begin_after(self, calls: int) -> StopReason | None:
+        """Make the first gold calls in the environment; their turns are context. Returns why the episode ends already, if
+        there is no room for them. Raises EnvError if the solution ends it."""
+        assert self.record is not None
+        for said in prefix_of(self.env.gold_turns(self.env.task), calls):
+            for ids in written(self.renderer, said):
+                turn = len(self.record.turns)
+                room, reason = self._room(len(ids))
+                if room < len(ids) or turn >= self.limits.max_turns:
+                    return reason if room < len(ids) else StopReason.MAX_TURNS
+                self._extend(turn)
+                self.ledger.append_context(ids, turn)
+                message = await self.renderer.aparse(ids, "stop")
+                observation, _, *over, _ = await self._env(self.env.astep(message), f"gold turn {turn}")
+                self.record.given += 1
+                if any(over):
+                    raise EnvError(f"{self.record.task.id}: gold turn {turn} ended the episode, so none can begin after it")
+                await self._next_prompt(Generation(ids, [], [], "stop"), message, observation)
+        return None
 
     async def _turn(self, turn: int, room: int, reason: StopReason) -> StopReason | None:
         """Sample a turn of at most `room` tokens and have it answered. Returns why the episode ends with it: for `reason` if the
@@ -403,12 +428,13 @@ class _Episode:
         finally:
             self.env_s += time.monotonic() - began
 
-    def _room(self) -> tuple[int, StopReason]:
-        """The tokens that the next turn may sample, and why the episode ends if none are left."""
+    def _room(self, most: int | None = None) -> tuple[int, StopReason]:
+        """The tokens that the next turn may have, by default at most as many as it may sample, and why the episode ends if there
+        are too few left."""
         episode = self._budget() - len(self.suffix)
         context = self.limits.context - len(self.suffix) - (0 if self.fork else len(self.ledger))
         reason = StopReason.MAX_TOKENS if episode <= context else StopReason.CONTEXT_FULL
-        return min(self.limits.max_turn_tokens, episode, context), reason
+        return min(self.limits.max_turn_tokens if most is None else most, episode, context), reason
 
     def _budget(self) -> int:
         """The tokens left of `max_episode_tokens`."""

@@ -42,7 +42,7 @@ def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: boo
     found: Row = {name: _mean(known) for name, known in means}
     found |= {"scored": len(scored), "unscored": len(episodes) - len(scored)}
     found |= {f"unscored/{cause}": count for cause, count in sorted(unscored.items())}
-    found |= _lengths(episodes)
+    found |= _lengths(episodes) | _given(episodes)
     called, tools = _tools(episodes)
     found |= tools
     found |= {f"stop/{stop}": n / len(episodes) for stop, n in sorted(Counter(t.stop.value for t in episodes).items())}
@@ -63,6 +63,7 @@ def by_horizon(episodes: Sequence[Trajectory], bins: Bins, *, trained: bool) -> 
         means = _means(members)
         values: Row = {name: _mean(known) for name, known in means}
         values |= {"scored": scored, "unscored": len(members) - scored}
+        values |= _given(members)
         values["turns"] = sum(len(t.turns) for t in members) / len(members)
         values["response_length"] = sum(t.sampled_tokens for t in members) / len(members)
         found |= {f"horizon/{label}/{key}": value for key, value in values.items()}
@@ -137,6 +138,12 @@ def _lengths(episodes: Sequence[Trajectory]) -> Row:
         "response_length/cut": ends.count("length") / len(ends) if ends else None,
         "truncated": sum(t.truncated for t in episodes) / count,
     }
+
+
+def _given(episodes: Sequence[Trajectory]) -> Row:
+    """Gold calls that an episode was given, if any was given some."""
+    calls = [sum(len(turn.message.tool_calls) for turn in t.turns[: t.given]) for t in episodes]
+    return {"given": sum(calls) / len(calls)} if any(calls) else {}
 
 
 def _tools(episodes: Sequence[Trajectory]) -> tuple[list[int], Row]:

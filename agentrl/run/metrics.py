@@ -63,11 +63,14 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         _episodes("horizon/<calls>/reward", "reward", "as `reward`, of these episodes"),
         _episodes("horizon/<calls>/scored", "episodes", "as `scored`, of these episodes"),
         _episodes("horizon/<calls>/unscored", "episodes", "as `unscored`, of these episodes"),
+        _episodes("horizon/<calls>/given", "calls", "as `given`, of these episodes"),
         _episodes("horizon/<calls>/turns", "turns", "turns per episode, mean over all of these episodes"),
         _episodes("horizon/<calls>/response_length", "tokens", "sampled tokens per episode, mean over all of these episodes"),
     ),
     "How episodes went": (
         _episodes("tokens", "tokens", "sampled tokens of all episodes, over all their ledgers"),
+        _episodes("given", "calls", "gold calls that an episode was given at its start (`rollout.start`), mean over all "
+            "episodes; they count among its turns and tool calls, and the success is that of the whole task"),
         _episodes("turns", "turns", "turns per episode, mean over all episodes"),
         _episodes("turns_max", "turns", "most turns of an episode"),
         _episodes("response_length/mean", "tokens", "sampled tokens per episode, mean over all episodes"),
@@ -206,6 +209,8 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("sampler/<arm>/share", "share", "its share of the groups"),
         MetricInfo("sampler/stage", "stage", "stage of the curriculum, from 0 (staged)"),
         MetricInfo("sampler/stage_success", "share", "success of the last groups of this stage"),
+        MetricInfo("sampler/left/<calls>", "calls", "of a task with so many calls, those that are left to the policy "
+            "(`rollout.start`); there once the first of them were won"),
         MetricInfo("sampler/<env>/<key>", "value", "with several environments: the same of each one's sampler"),
     ),
     "Time": (

@@ -287,7 +287,7 @@ KEYS, STARTS, PARALLEL = "train/test_keys.py", "train/test_adapter_and_sft_keys.
 ACTOR = f"{KEYS}::test_a_key_moves_the_weights_as_the_plain_trainer_does"
 CRITIC = f"{KEYS}::test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does"
 JUDGE, API, BLAME, MCP = "reward/test_reward_judge.py", "run/test_api_eval.py", "rollout/test_blame.py", "env/test_mcp.py"
-ENVS = "config/test_envs.py"
+ENVS, START = "config/test_envs.py", "rollout/test_start.py"
 PROGRAMS = "harness/test_programs.py"
 PLACEMENT, RANKS, SESSION = "run/test_placement.py", "train/test_meshes.py", "run/test_session_keys.py"
 ELSEWHERE: dict[str, str] = {
@@ -450,6 +450,11 @@ ELSEWHERE: dict[str, str] = {
     "HealthConfig.preflight": "run/test_preflight.py::test_a_dead_server_is_refused_with_what_it_wrote_in_a_dry_run_too",
     "HealthConfig.preflight_timeout": "run/test_preflight.py::test_a_server_that_does_not_answer_is_waited_for_as_long_as_the_key_says",  # noqa: E501
     "HealthConfig.idle_updates": "run/test_health.py::test_each_key_of_health_moves_its_limit",
+    **{
+        f"StartConfig.{key}": f"{START}::test_more_is_left_once_the_window_of_a_horizon_mostly_succeeds"
+        for key in ("left", "step", "threshold", "window")
+    },
+    "StartConfig.whole": f"{START}::test_choices_are_resumed_to_the_digit_and_the_curriculum_learns_from_whole_tasks_alone",
     "HealthConfig.max_unsolvable": "run/test_solvable.py::test_too_many_tasks_without_room_are_refused_by_name",
     "HealthConfig.max_unscored": "run/test_health.py::test_each_key_of_health_moves_its_limit",
     **{

@@ -12,7 +12,7 @@ from agentrl.config.schema.learning import AlgorithmConfig, CriticConfig, KlConf
 from agentrl.config.schema.model import InitModelConfig, LoraSection, ModelConfig
 from agentrl.config.schema.observe import ProfileConfig, PrometheusConfig, TracesConfig
 from agentrl.config.schema.reward import JudgeConfig, RewardConfig, RewardModelConfig
-from agentrl.config.schema.rollout import RolloutConfig
+from agentrl.config.schema.rollout import RolloutConfig, StartConfig
 from agentrl.config.schema.run import CheckpointConfig, EvalConfig, HealthConfig, KeepConfig, TrainConfig
 from agentrl.config.schema.tools import AgentConfig, McpServerConfig, SandboxConfig, ToolsConfig
 
@@ -51,6 +51,7 @@ __all__ = [
     "SandboxConfig",
     "SftConfig",
     "SglangConfig",
+    "StartConfig",
     "Steps",
     "ToolsConfig",
     "TracesConfig",

@@ -22,6 +22,26 @@ from agentrl.config.schema.base import (
 Factor = Annotated[float, Field(ge=1.0, le=8.0), Unit("1")]
 
 
+class StartConfig(Frozen):
+    """A reverse curriculum: episodes of training begin after so many calls of the gold solution that few are left to the policy,
+    and more are left as it succeeds (docs/howto/long_horizon.md).
+
+    The calls before are made in the environment and stand in the prompt, untrained; all members of a group begin at the same
+    place. Success is that of the whole task, and rewards of the turns before are not the policy's.
+    """
+
+    left: Annotated[PositiveInt, Unit("calls")] = 2
+    """Calls of the solution that are left to the policy at first."""
+    step: Annotated[PositiveInt, Unit("calls")] = 2
+    """So many more are left once it mostly succeeds: of tasks with as many calls as these, which go on by themselves."""
+    threshold: Annotated[float, Field(gt=0.0, le=1.0), Unit("share")] = 0.7
+    """The success of the last `window` groups at which that is so."""
+    window: Annotated[PositiveInt, Unit("groups")] = 8
+    """Over so many groups of tasks with as many calls."""
+    whole: Annotated[float, Field(ge=0.0, lt=1.0), Unit("share")] = 0.2
+    """Share of the groups that begin at the beginning all the same; samplers and mixtures learn from these alone."""
+
+
 class RolloutConfig(Frozen):
     """How episodes are run. docs/rollouts.md says how to choose."""
 
@@ -40,6 +60,8 @@ class RolloutConfig(Frozen):
     publish; for one device that both use, with `max_staleness` 0."""
     sampler: Choice = Choice(name="uniform")
     """Which task a group gets."""
+    start: StartConfig | None = None
+    """Where episodes of training begin; by default at the beginning."""
     mixture: Choice = Choice(name="fixed")
     """Which of several environments a group is of (docs/mixtures.md)."""
     context: Choice = Choice(name="stop")

@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.catalog import EnvRef
 from agentrl.config import Choice, TrainConfig
 from agentrl.config.envs import alone, weight_at
-from agentrl.config.schema import Steps
+from agentrl.config.schema import StartConfig, Steps
 from agentrl.errors import ConfigError
 from agentrl.rollout.mixture.base import EnvOutcome, make_mixture, pick
 from agentrl.rollout.sampler.base import TaskChoice, make_sampler
@@ -19,12 +19,13 @@ from agentrl.rollout.seeds import derive
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An environment of a mixture: the sampler of its tasks, and its weight."""
+    """An environment of a mixture: the sampler of its tasks, its weight, and where its episodes begin."""
 
     name: str
     env: EnvRef
     sampler: Choice
     weight: Steps = 1.0
+    start: StartConfig | None = None
 
 
 def parts_of(config: TrainConfig) -> list[Part]:
@@ -33,7 +34,7 @@ def parts_of(config: TrainConfig) -> list[Part]:
     for env in config.envs:
         one = alone(config, env)
         weight = 1.0 if env.weight is None else env.weight
-        parts.append(Part(env.called, EnvRef.of(one), one.rollout.sampler, weight))
+        parts.append(Part(env.called, EnvRef.of(one), one.rollout.sampler, weight, one.rollout.start))
     return parts
 
 
@@ -52,7 +53,7 @@ class MixedTasks:
         self.sources: dict[str, TaskSource] = {}
         for part in parts:
             seed = derive(run_seed, "env", part.name) if self.several else run_seed
-            self.sources[part.name] = TaskSource(part.env, make_sampler(part.sampler), part.sampler.name, seed)
+            self.sources[part.name] = TaskSource(part.env, make_sampler(part.sampler), part.sampler.name, seed, part.start)
         self._step = 0
         self._begun = dict.fromkeys(self.sources, 0)
         self._places: dict[int, tuple[str, int]] = {}
@@ -70,8 +71,8 @@ class MixedTasks:
     def finished(self, index: int, success: float | None, tokens: int) -> None:
         """A group finished with this share of successes (None: unknown) and so many sampled tokens."""
         name, place = self._places.pop(index)
-        self.sources[name].finished(place, success)
-        self._outcomes.append(EnvOutcome(index, name, success, tokens))
+        whole = self.sources[name].finished(place, success)
+        self._outcomes.append(EnvOutcome(index, name, whole, tokens))
 
     def forget(self, index: int) -> None:
         """A group that failed, went stale or was cancelled says nothing about its task, nor about its environment."""

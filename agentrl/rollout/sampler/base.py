@@ -17,12 +17,16 @@ SAMPLERS: Registry[Callable[..., TaskSampler]] = Registry("rollout.sampler", "SA
 @dataclass(frozen=True, slots=True)
 class TaskChoice:
     """The task of one group: its seed, environment parameters that override `env.params`, and the
-    bucket in which its outcome is counted. `env`: the name of the environment, which no sampler sets (see `rollout/mixture`)."""
+    bucket in which its outcome is counted. `env`: the name of the environment, which no sampler sets (see `rollout/mixture`);
+    nor does one set `horizon` and `given`: the calls of the task's gold solution, and how many of them the group is given
+    (see `rollout/start`)."""
 
     seed: int
     params: Mapping[str, Any] = field(default_factory=dict)
     bucket: str = ""
     env: str = ""
+    horizon: int | None = None
+    given: int = 0
 
 
 @dataclass(frozen=True, slots=True)

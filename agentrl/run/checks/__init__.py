@@ -2,8 +2,8 @@
 
 A check raises a UserError that names the key, its value and what was expected; no folder is created and no process
 started before the last check. The checks are in the files of this folder (`agent`, `model`, `capacity`, `parts`, `remote`,
-`rollout`, `held_out`, `routing`, `sizes`, `solvable`, `placement`, `workers`, `reward`, `preflight`, `suite`, `lint`,
-`warm_start`); what only the trainer can know is checked in `train/`, by the file that computes with it.
+`rollout`, `held_out`, `routing`, `sizes`, `solvable`, `start`, `placement`, `workers`, `reward`, `preflight`, `suite`,
+`lint`, `warm_start`); what only the trainer can know is checked in `train/`, by the file that computes with it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from agentrl.run.checks.rollout import check_trainable
 from agentrl.run.checks.routing import check_router_replay
 from agentrl.run.checks.sizes import check_cache, check_heads, check_sizes
 from agentrl.run.checks.solvable import check_solvable
+from agentrl.run.checks.start import check_start
 from agentrl.run.checks.suite import suite_notes
 from agentrl.run.checks.warm_start import check_warm_start
 from agentrl.run.checks.workers import check_workers
@@ -84,6 +85,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
             ref, scorers[env.called] = check_assembly(one)
             check_agent(one, ref)
             check_trainable(one)
+            check_start(one, ref)
     check_held_out(config)
     make_mixture(config.rollout.mixture)
     check_router_replay(config)

@@ -1,0 +1,118 @@
+"""Where episodes of training begin: after gold calls, of which there are fewer as the policy succeeds (`rollout.start`)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from agentrl.catalog import EnvRef
+from agentrl.config.schema import StartConfig
+from agentrl.env import ToolEnv
+from agentrl.render.base import Renderer
+from agentrl.rollout.sampler.base import TaskChoice, uniform
+from agentrl.trajectory import Message
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StartOutcome:
+    """How a group went that began after `given` gold calls of a task with `horizon` of them: the share of successes."""
+
+    index: int
+    horizon: int
+    given: int
+    success: float
+
+
+class GoldStart:
+    """How many gold calls each group is given, by the horizon of its task: all but `left`, which grows by `step` once the mean
+    success of the last `window` groups of this horizon, begun at this very place, is at least `threshold`. It never goes back.
+    A share `whole` of the groups is given nothing.
+
+    As with samplers, a choice depends on the run's seed, the group's index and what was observed so far, and `observe` is called
+    at updates alone, in the order of the groups.
+    """
+
+    def __init__(self, config: StartConfig, env: EnvRef) -> None:
+        self.config, self.env = config, env
+        self._left: dict[int, int] = {}
+        self._recent: dict[int, deque[float]] = {}
+        self._built: dict[str, ToolEnv] = {}
+
+    def begin(self, run_seed: int, index: int, choice: TaskChoice) -> TaskChoice:
+        """The choice, with its task's horizon and the gold calls that its group is given: none if the horizon is unknown."""
+        horizon = self._horizon(choice)
+        if horizon is None:
+            return choice
+        whole = uniform(run_seed, index, "start") < self.config.whole
+        return replace(choice, horizon=horizon, given=0 if whole else self._given(horizon))
+
+    def observe(self, outcomes: Sequence[StartOutcome]) -> None:
+        """Learn from the groups that finished since the last update, by ascending index."""
+        for outcome in outcomes:
+            horizon = outcome.horizon
+            if not outcome.given or outcome.given != self._given(horizon):  # begun before the place was another one
+                continue
+            recent = self._recent.setdefault(horizon, deque(maxlen=self.config.window))
+            recent.append(outcome.success)
+            if len(recent) == self.config.window and fmean(recent) > self.config.threshold - 1e-9:
+                self._left[horizon] = self._left_of(horizon) + self.config.step
+                recent.clear()
+                log.info("rollout.start: tasks of %d calls are begun after %d of them", horizon, self._given(horizon))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must contain, as JSON; `load` is the inverse."""
+        recent = {str(horizon): list(values) for horizon, values in self._recent.items()}
+        return {"left": {str(horizon): left for horizon, left in self._left.items()}, "recent": recent}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`."""
+        self._left = {int(horizon): left for horizon, left in state["left"].items()}
+        window = self.config.window
+        self._recent = {int(horizon): deque(values, maxlen=window) for horizon, values in state["recent"].items()}
+
+    def metrics(self) -> dict[str, float]:
+        """For each horizon that moved, the calls that are left to the policy."""
+        return {f"left/{horizon}": float(min(left, horizon)) for horizon, left in sorted(self._left.items())}
+
+    def _left_of(self, horizon: int) -> int:
+        return self._left.get(horizon, self.config.left)
+
+    def _given(self, horizon: int) -> int:
+        return max(0, horizon - self._left_of(horizon))
+
+    def _horizon(self, choice: TaskChoice) -> int | None:
+        key = json.dumps(dict(choice.params), sort_keys=True, default=repr)
+        if key not in self._built:
+            self._built[key] = self.env.with_params(choice.params).build()
+        env = self._built[key]
+        return env.horizon(env.make_task(choice.seed, "train"))
+
+
+def prefix_of(gold: Sequence[Message], calls: int) -> Iterator[Message]:
+    """The first turns of a gold solution, up to the turn that makes call number `calls`; a turn that makes more calls than are
+    left of these is left to the policy."""
+    made = 0
+    for turn in gold:
+        made += len(turn.tool_calls)
+        if made > calls or not calls:
+            return
+        yield turn
+        if made == calls:
+            return
+
+
+def written(renderer: Renderer, message: Message) -> list[list[int]]:
+    """The ids of a scripted turn; of each of its calls in a turn of its own, if the template does not write them all (gpt-oss'
+    drops all but the first)."""
+    ids = renderer.assistant(message)
+    if len(message.tool_calls) < 2 or len(renderer.parse(ids, "stop").tool_calls) == len(message.tool_calls):
+        return [ids]
+    first, *later = [replace(message, tool_calls=(call,)) for call in message.tool_calls]
+    return [renderer.assistant(part) for part in (first, *(replace(part, content="", reasoning=None) for part in later))]
