@@ -23,6 +23,7 @@ from agentrl.env import ToolEnv
 from agentrl.env.wrapper import WRAPPERS
 from agentrl.errors import ConfigError
 from agentrl.render.base import Renderer
+from agentrl.rollout.context.base import Stop, make_context_policy
 from agentrl.run.assembly import context_length, renderer_of, tokenizer_of
 from agentrl.run.checks.reward import in_daemon_thread
 from agentrl.run.engines import resolve_engine
@@ -189,7 +190,9 @@ def limits_of(one: TrainConfig) -> dict[str, int]:
         "rollout.max_turn_tokens": rollout.max_turn_tokens,
         "rollout.max_episode_tokens": rollout.max_episode_tokens,
     }
-    return {**found, "the context": context_length(one, resolve_engine(one))} if rollout.context.name == "stop" else found
+    if not isinstance(make_context_policy(rollout.context), Stop):
+        return found
+    return {**found, "the context": context_length(one, resolve_engine(one))}
 
 
 async def _survey(one: TrainConfig, renderer: Renderer, limits: dict[str, int], until: float) -> list[TaskKind]:
@@ -206,14 +209,14 @@ async def _survey(one: TrainConfig, renderer: Renderer, limits: dict[str, int], 
             if time.monotonic() > until:
                 break
             if task is not None:
-                await _add(*task, renderer, limits)
+                await _add(*task, renderer=renderer, limits=limits)
     finally:
         for env in opened:
             await env.aclose()
     return parts
 
 
-async def _add(part: TaskKind, env: ToolEnv, split: str, seed: int, renderer: Renderer, limits: dict[str, int]) -> None:
+async def _add(part: TaskKind, env: ToolEnv, split: str, seed: int, *, renderer: Renderer, limits: dict[str, int]) -> None:
     try:
         played = await gold_transcript(env, renderer, seed, split)
     except NotImplementedError:
@@ -240,7 +243,8 @@ def need_of(played: Trajectory, limits: dict[str, int]) -> TaskNeed:
         "the context": max((len(ledger) for ledger in played.ledgers), default=0),
     }
     over = tuple((key, taken[key], given) for key, given in limits.items() if taken[key] > given)
-    return TaskNeed(played.task.id, played.task.seed, played.horizon or 0, *taken.values(), over)
+    sizes = {key.rpartition(".")[2].removeprefix("the ").removeprefix("max_"): needed for key, needed in taken.items()}
+    return TaskNeed(played.task.id, played.task.seed, played.horizon or 0, **sizes, over=over)
 
 
 def _table(needs: Sequence[TaskNeed], limits: dict[str, int]) -> list[str]:
