@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
 import stat
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from importlib.util import find_spec
@@ -21,13 +25,16 @@ from tests.conftest import proof
 from tests.e2e.inside import logging_kept
 from tests.rollout.loopback import LoopbackServer, completion
 
-pytestmark = [proof, pytest.mark.timeout(200)]
+pytestmark = [proof, pytest.mark.timeout(500)]
 
 PLAIN = {name: f"plain-{name}-0123456789abcdef" for name in ("param", "flag", "equals", "base")}
-REFERRED = {name: f"referred-{name}-0123456789abcdef" for name in ("provider", "server", "judge", "tracker", "within")}
+REFERRED = {name: f"referred-{name}-0123456789abcdef" for name in ("provider", "server", "judge", "tracker", "within", "given")}
 PLANTED = {**PLAIN, **REFERRED}
 
 ENV = '''
+import logging
+import sys
+
 from agentrl.env import Message, Task, ToolCall, ToolEnv
 from agentrl.tool import tool
 
@@ -46,6 +53,8 @@ class Leaky(ToolEnv):
         return Task(f"leaky/{split}/{rng_seed}", rng_seed, split, {"who": rng_seed, "split": split}, {"answer": "1"})
 
     def prompt(self, task):
+        print("printed", self.service_token, file=sys.stderr, flush=True)
+        logging.getLogger("leaky").error("logged %s", self.service_token)
         return [Message("user", f"Task {task.seed} of {task.split}.")]
 
     @tool(read_only=True)
@@ -211,7 +220,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(work)
     for name, value in {"HOME": str(home), "TMPDIR": str(temporary), "OPENAI_API_KEY": REFERRED["provider"],
                         "SERVER": REFERRED["server"], "JUDGE": REFERRED["judge"], "TRACKER": REFERRED["tracker"],
-                        "WITHIN": REFERRED["within"]}.items():  # fmt: skip
+                        "WITHIN": REFERRED["within"], "GIVEN": REFERRED["given"]}.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     factory = logging.getLogRecordFactory()
     with logging_kept():
@@ -258,3 +267,41 @@ def test_no_key_is_anywhere_but_in_the_private_config(place: Path, capfd: pytest
     assert {stat.S_IMODE((place / path).stat().st_mode) for path in private} == {0o600}
     streams = {"stdout": said.out, "stderr": said.err}
     assert {(name, where) for name, key in PLANTED.items() for where, text in streams.items() if key in text} == set()
+
+
+def test_no_key_is_in_what_processes_of_ray_leave(place: Path) -> None:
+    """Training processes and a rollout worker that Ray started: the same places, and what they wrote to Ray's own logs. The
+    environment's token is a reference, and the environment prints and logs it where it is played."""
+    if find_spec("mcp") is None or find_spec("litellm") is None:
+        pytest.skip("needs agentrl[mcp] and agentrl[litellm]")
+    given, session = place / "work" / "c.toml", Path(tempfile.mkdtemp(prefix="hk-", dir="/tmp"))  # a short path, for sockets
+    on_ray = ["cluster.backend=ray", "cluster.startup_timeout=180.0", "rollout.workers=1", "env.params.service_token=env:GIVEN"]
+    judged = ["--config", "c.toml", "--model", "api:openai/x", "-n", "3", "--split", "heldout", "--out", "judged"]
+    variables = {**os.environ, "RAY_TMPDIR": str(session), "PYTHONPATH": str(Path(__file__).parents[2])}
+
+    def command(*words: str) -> subprocess.CompletedProcess[str]:
+        run = [sys.executable, "-m", "agentrl", *words]
+        return subprocess.run(run, env=variables, capture_output=True, text=True, timeout=400, check=False)
+
+    try:
+        with Echo() as server:
+            given.write_text(CONFIG.format(**PLAIN, python=sys.executable, port=server.http.server_port))
+            trained = command("train", "c.toml", *on_ray)
+            evaluated = command("eval", *judged, *on_ray, "health.preflight=false", "api.retries=0")
+        assert (trained.returncode, evaluated.returncode in (0, 1)) == (0, True), trained.stderr + evaluated.stderr
+        run, private = place / "work" / "runs" / "run", {"work/runs/run/config.toml"}
+        assert found_under(place, given).keys() <= private | {
+            f"work/runs/run/history/{one.name}" for one in run.glob("history/*")
+        }
+        assert found_under(session, given) == {}
+        files = [path for path in run.rglob("*") if path.is_file() and path.name in ("config.toml", "summary.json", "log.txt")]
+        assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in files if path.name == "config.toml"} == {0}
+        assert stat.S_IMODE(run.stat().st_mode) == 0o700
+        rows = (place / "work" / "judged" / "trajectories.jsonl").read_text()
+        assert "the token is [redacted]" in rows
+        logs = "".join(path.read_text(errors="replace") for path in session.rglob("worker-*") if path.is_file())
+        assert "printed [redacted]" in logs and "logged [redacted]" in logs, "a worker printed, and its output was searched"
+        streams = trained.stdout + trained.stderr + evaluated.stdout + evaluated.stderr
+        assert {name for name, key in PLANTED.items() if key in streams} == set()
+    finally:
+        shutil.rmtree(session, ignore_errors=True)
