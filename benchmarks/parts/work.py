@@ -48,7 +48,7 @@ def tasks(calls: int = 2) -> EnvRef:
 
 def run_env(policy: Policy, config: RolloutConfig, env: EnvRef | None = None) -> RunEnv:
     ref = env or tasks()
-    return RunEnv(ref.id, ref, policy, scorer(), Limits.of(config, CONTEXT))
+    return RunEnv(getattr(ref, "id", "lookup"), ref, policy, scorer(), Limits.of(config, CONTEXT))
 
 
 def collector(policy: Policy, config: RolloutConfig, env: EnvRef | None = None, seed: int = 0) -> Collector:
