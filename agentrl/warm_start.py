@@ -7,6 +7,7 @@ held-out tasks reaches `sft.gate`.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -119,7 +120,11 @@ class Transcripts:
         """Transcripts `first` .. `first + count - 1`. Raises ConfigError if there is no teacher, or if for one of them
         none of `TRIES` draws is short enough."""
         try:
-            return [await self._fitting(index) for index in range(first, first + count)]
+            found = []
+            for index in range(first, first + count):
+                found.append(await self._fitting(index))
+                await asyncio.sleep(0)  # environments seldom wait for anything, and a call has tens of transcripts
+            return found
         except NotImplementedError as problem:
             raise ConfigError(f"env.id: {problem}, so [sft] cannot warm a model up on it") from problem
 

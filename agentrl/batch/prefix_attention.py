@@ -114,4 +114,6 @@ def same_width(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> t
     """The heads with zeros after their features, so that those of keys and values are equally wide, as kernels want them
     (latent attention has wider keys): neither scores nor the first features of a result change."""
     more = query.shape[-1] - value.shape[-1]
+    if not more:  # a pad by nothing copies
+        return query, key, value
     return F.pad(query, (0, max(0, -more))), F.pad(key, (0, max(0, -more))), F.pad(value, (0, max(0, more)))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 from agentrl.batch import collate
 from agentrl.cluster.shared_folder import check_arrived
 from agentrl.config.envs import alone, warmed, weight_at
+from agentrl.config.schema import SftConfig
 from agentrl.errors import AgentrlError
 from agentrl.executors import in_thread
 from agentrl.rollout.clock import Watch
@@ -22,6 +24,7 @@ from agentrl.run.run_log import RunLog
 from agentrl.run.session import Session
 from agentrl.train.actor import Actor
 from agentrl.train.seal import seal
+from agentrl.trajectory import Trajectory
 from agentrl.warm_start import MixedTranscripts, Transcripts
 
 STEPS_A_CALL = 10
@@ -41,16 +44,10 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     step, shut = 0, "not measured"
     success: float | None = None
     while step < config.max_steps and not interrupt.requested:
-        # No call goes past the last step or past a step at which the gate is measured.
-        count = min(STEPS_A_CALL, config.max_steps - step, config.gate_every - step % config.gate_every)
-        rows = await source.take(step * config.batch, count * config.batch)
-        with session.display.doing("supervised steps"):
-            metrics = await session.actors.arun(Actor.sft_steps, collate(rows, allow_unscored=True), count)
-        metrics["transcripts_skipped"] = float(source.skipped)
-        step += count
-        session.display.step(step, {"loss": metrics["loss"], "gate": success})
-        run_log.row("sft", step, metrics)
-        if step >= config.max_steps or (step >= config.min_steps and step % config.gate_every == 0):
+        async for step, metrics in _to_the_gate(session, source, step, interrupt):
+            session.display.step(step, {"loss": metrics["loss"], "gate": success})
+            run_log.row("sft", step, metrics)
+        if _measured(step, config):
             began, ended, watch = time.monotonic(), Count(sum(_tasks(session))), Watch()
             with session.display.doing("gate", ended.__str__, watch.waiting):
                 found, shut = await _gate(session, ended, watch)
@@ -69,6 +66,41 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     await session.actors.arun(Actor.end_sft, str(session.folder.warm_start))
     await check_arrived(session.actors, session.folder.warm_start, "the warmed-up model")
     await in_thread("files", seal, session.folder.warm_start, 0)
+
+
+def _measured(step: int, config: SftConfig) -> bool:
+    """Whether the gate is measured after `step` steps."""
+    return step >= config.max_steps or (step >= config.min_steps and step % config.gate_every == 0)
+
+
+async def _to_the_gate(
+    session: Session, source: Transcripts | MixedTranscripts, step: int, interrupt: Interrupt
+) -> AsyncIterator[tuple[int, dict[str, float]]]:
+    """Supervised steps after `step`, up to the next measurement of the gate or an interrupt: steps so far and metrics of each call.
+
+    Transcripts of a call are written while the actors compute the one before it."""
+    config = session.config.sft
+    assert config is not None
+
+    async def drawn(first: int) -> tuple[Sequence[Trajectory], int, int]:
+        # No call goes past the last step or past a step at which the gate is measured.
+        count = min(STEPS_A_CALL, config.max_steps - first, config.gate_every - first % config.gate_every)
+        return await source.take(first * config.batch, count * config.batch), count, source.skipped
+
+    drawing = asyncio.create_task(drawn(step))
+    try:
+        while not interrupt.requested:
+            rows, count, skipped = await drawing
+            step += count
+            if not _measured(step, config):  # else the gate may end it here
+                drawing = asyncio.create_task(drawn(step))
+            with session.display.doing("supervised steps"):
+                metrics = await session.actors.arun(Actor.sft_steps, collate(rows, allow_unscored=True), count)
+            yield step, metrics | {"transcripts_skipped": float(skipped)}
+            if _measured(step, config):
+                return
+    finally:
+        drawing.cancel()
 
 
 def transcripts_of(session: Session) -> Transcripts | MixedTranscripts:

@@ -100,3 +100,39 @@ def test_the_gate_is_of_each(
     told = {"success": mean, **{f"env/{name}/success": value for name, value in first.items()}}
     assert told.items() <= rows[0][1].items() and rows[0][1]["scored"] == 4 * sum(value is not None for value in first.values())
     assert asked[:2] == [("a", 4, "train", {}), ("b", 4, "train", {})]
+
+
+def test_transcripts_are_written_while_the_actors_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the next call, but none beyond a gate that may end the warm start; and each call has its own, in order."""
+    course, events = Course(config_of(min_steps=30, gate=0.25), tmp_path), list[str]()
+    course.session.envs = session_of(course.session.config).envs
+
+    async def arun(method: Any, *args: Any) -> Any:
+        if method.__name__ != "sft_steps":
+            return None
+        events.append(f"begin {len(args[0])} rows")
+        for _ in range(3):
+            await asyncio.sleep(0)
+        events.append("end")
+        return {"loss": 1.0}
+
+    class Source:
+        skipped = 0
+
+        async def take(self, first: int, count: int) -> list[Any]:
+            events.append(f"write {first}")
+            self.skipped = first
+            return [course.member] * count
+
+    rows: list[tuple[int, float]] = []
+    course.session.actors = SimpleNamespace(arun=arun, in_processes=course.session.actors.in_processes)
+    course.run_log.row = lambda phase, step, values: (
+        rows.append((step, values["transcripts_skipped"])) if phase == "sft" else None
+    )
+    monkeypatch.setattr(sft, "evaluate", course.evaluated)
+    monkeypatch.setattr(sft, "transcripts_of", lambda session: Source())
+    course.session.folder.warm_start.mkdir(exist_ok=True)
+    asyncio.run(sft.warm_start(course.session, course.run_log, course.interrupt))
+    call = ["begin 80 rows", "end"]
+    assert events == ["write 0", call[0], "write 80", call[1], call[0], "write 160", call[1], *call]
+    assert rows == [(10, 0.0), (20, 80.0), (30, 160.0)], "a row counts the transcripts left out up to its own steps"
