@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from agentrl.backends.attention_form import NOT_GIVEN, AttentionForm, NotGiven, attention_form
+from agentrl.backends.embedded.cascade import Cascade, cascade_of
 from agentrl.backends.embedded.kv_cache import Pool, Sequence
 from agentrl.backends.exact_attention import masked_attention
 
@@ -45,8 +46,10 @@ class Span:
         self.slots = torch.tensor(slots, device=device)
         self.starts = torch.tensor(first, device=device)
         self._masks: dict[tuple[int | None, int | None], Tensor] = {}
+        self.cascade: Cascade | None = None
         if self.width == 1:
             self._lay_out_decode(slots)
+            self.cascade = self._shared([sequence for sequence, _ in parts], slots)
         else:
             self._lay_out_prefill(counts)
 
@@ -62,6 +65,17 @@ class Span:
         if self.scatter is not None:
             self.starts = self.starts.new_zeros(reach).index_copy_(0, self.scatter, self.starts)
 
+    def _shared(self, sequences: list[Sequence], slots: list[int]) -> Cascade | None:
+        """How the rows share their prompts; made once for as long as they are the same."""
+        held, at, found = self.pool.cascade
+        # A sequence gets a new list with each turn, in which its history may have been rewritten.
+        tokens = [sequence.tokens for sequence in sequences]
+        if at != slots or any(a is not b for a, b in zip(held, tokens, strict=False)):
+            rows = list(range(len(slots))) if self.scatter is None else [slot - slots[0] for slot in slots]
+            found = cascade_of(sequences, rows, len(self.starts), self.pool.shape)
+            self.pool.cascade = tokens, slots, found
+        return found
+
     def _lay_out_prefill(self, counts: list[int]) -> None:
         lengths = torch.tensor(counts, device=self.slots.device)
         steps = torch.arange(self.width, device=lengths.device)
@@ -71,9 +85,9 @@ class Span:
         self.positions = (self.starts.unsqueeze(1) + steps)[self.real]
         self.view, self.scatter = None, None
 
-    def cached(self, kv: Tensor) -> Tensor:
-        """The keys and values [2, rows, heads, longest, dim] in a layer's [2, slots, heads, capacity, dim]."""
-        kv = kv[:, :, :, : self.longest]
+    def cached(self, kv: Tensor, start: int = 0) -> Tensor:
+        """The keys and values [2, rows, heads, longest - start, dim] in a layer's [2, slots, heads, capacity, dim]."""
+        kv = kv[:, :, :, start : self.longest]
         return kv.index_select(1, self.slots) if self.view is None else kv[:, self.view]
 
     def mask(self, form: AttentionForm, dtype: torch.dtype) -> Tensor:
@@ -148,7 +162,10 @@ def attend(
         kv[1, ..., : widths[1]][span.token_slots, :, span.positions] = value[0, :, flat].transpose(0, 1)
         q = query[0, :, flat].transpose(0, 1)
         mask = span.mask(form, query.dtype)
-        if plain:
+        cascade = span.cascade if plain and form.window is None and form.chunk is None else None
+        if cascade is not None:
+            outputs.append(_cascaded(span, cascade, q, kv, mask, form.scale))
+        elif plain:
             attend_span = _decode if span.width == 1 else _prefill
             outputs.append(attend_span(span, q, span.cached(kv), mask, form.scale))
         else:
@@ -164,6 +181,17 @@ def _exact(span: Span, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, 
     if span.scatter is not None:
         query = query.new_zeros(len(key), *query.shape[1:]).index_copy_(0, span.scatter, query)
     out = masked_attention(query.unsqueeze(2), key, value, mask, form).squeeze(2)
+    return out if span.scatter is None else out.index_select(0, span.scatter)
+
+
+def _cascaded(span: Span, cascade: Cascade, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """As `_decode`, from a layer's whole cache."""
+    if span.scatter is not None:
+        query = query.new_zeros(len(span.starts), *query.shape[1:]).index_copy_(0, span.scatter, query)
+    rows, _, dim = query.shape
+    own = span.cached(kv, cascade.length)
+    by_head = query.reshape(rows, kv.shape[2], -1, dim)
+    out = cascade.attend(by_head, cascade.leading(kv), own, mask[..., cascade.length :], scale).reshape(rows, -1, dim)
     return out if span.scatter is None else out.index_select(0, span.scatter)
 
 

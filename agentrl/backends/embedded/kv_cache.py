@@ -8,11 +8,14 @@ moves to the next (twice the capacity).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from agentrl.backends.embedded.cascade import Cascade
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class Pool:
         self.capacity = capacity
         self.kv = self._zeros(0)
         self._free: list[int] = []
+        self.cascade: tuple[list[list[int]], list[int], Cascade | None] = [], [], None
+        """Of the last decode step: its rows' tokens, their slots, and how they share their prompts (cascade.py)."""
 
     @property
     def slots(self) -> int:
