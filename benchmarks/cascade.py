@@ -1,4 +1,4 @@
-"""Decode attention of one layer with and without reading shared prompts once: processor microseconds, by the bytes that are saved.
+"""Decode attention of one layer with and without reading shared prompts once: processor microseconds, by the bytes saved.
 
     python benchmarks/cascade.py
 

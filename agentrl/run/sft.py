@@ -44,7 +44,8 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     step, shut = 0, "not measured"
     success: float | None = None
     while step < config.max_steps and not interrupt.requested:
-        async for step, metrics in _to_the_gate(session, source, step, interrupt):
+        async for after, metrics in _to_the_gate(session, source, step, interrupt):
+            step = after
             session.display.step(step, {"loss": metrics["loss"], "gate": success})
             run_log.row("sft", step, metrics)
         if _measured(step, config):
@@ -76,7 +77,7 @@ def _measured(step: int, config: SftConfig) -> bool:
 async def _to_the_gate(
     session: Session, source: Transcripts | MixedTranscripts, step: int, interrupt: Interrupt
 ) -> AsyncIterator[tuple[int, dict[str, float]]]:
-    """Supervised steps after `step`, up to the next measurement of the gate or an interrupt: steps so far and metrics of each call.
+    """Supervised steps after `step`, up to the next measurement of the gate or an interrupt: steps so far and metrics of a call.
 
     Transcripts of a call are written while the actors compute the one before it."""
     config = session.config.sft

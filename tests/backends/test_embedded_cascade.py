@@ -100,8 +100,8 @@ def test_it_is_used_where_enough_bytes_are_saved(monkeypatch: pytest.MonkeyPatch
 
 
 async def episodes(folder: str, worth: float, monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[list[int], list[float]]], int]:
-    """Three groups of four episodes of two turns, the second of which begins with a rewritten history for every other episode; and
-    how many layers' steps shared a prompt."""
+    """Three groups of four episodes of two turns, the second of which begins with a rewritten history for every other episode;
+    and how many layers' steps shared a prompt."""
     monkeypatch.setattr(cascade, "WORTH", worth)
     count, plain = [0], attention._cascaded
     monkeypatch.setattr(attention, "_cascaded", lambda *args: (count.__setitem__(0, count[0] + 1), plain(*args))[1])

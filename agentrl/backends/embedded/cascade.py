@@ -17,17 +17,17 @@ from agentrl.backends.embedded.kv_cache import KvShape, Sequence
 from agentrl.backends.embedded.prefix_cache import BLOCK
 
 WORTH = 6 << 20
-"""Bytes of keys and values of a layer that sharing must save in a step: below, arranging queries and scores by group takes longer than
-the reading does (`python benchmarks/cascade.py`)."""
+"""Bytes of keys and values of a layer that sharing must save in a step: below, arranging queries and scores by group takes longer
+than the reading does (`python benchmarks/cascade.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
     """The first `length` tokens of the rows of a decode step, in groups that have the same.
 
-    `leaders`: a slot of each group that holds them. `members` [groups x size]: the rows of each group, the last of which is repeated
-    where a group is smaller; None if that is their order anyway. `place` [rows]: where each row stands in `members`; of a row
-    that takes no part, 0.
+    `leaders`: a slot of each group that holds them. `members` [groups x size]: the rows of each group, the last of which is
+    repeated where a group is smaller; None if that is their order anyway. `place` [rows]: where each row stands in `members`; of
+    a row that takes no part, 0.
     """
 
     length: int
@@ -41,8 +41,8 @@ class Cascade:
         return torch.stack([kv[:, slot, :, : self.length] for slot in self.leaders], 1)
 
     def attend(self, query: Tensor, shared: Tensor, own: Tensor, mask: Tensor, scale: float) -> Tensor:
-        """`query` [rows, kv heads, queries, dim]; `shared` as of `leading`; `own` [2, rows, kv heads, keys, dim]: of the tokens after
-        these, which `mask` [rows, 1, 1, keys] is for. Returns the shape of `query`."""
+        """`query` [rows, kv heads, queries, dim]; `shared` as of `leading`; `own` [2, rows, kv heads, keys, dim]: of the tokens
+        after these, which `mask` [rows, 1, 1, keys] is for. Returns the shape of `query`."""
         rows, heads, queries, dim = query.shape
         length, keys = self.length, own.shape[3]
         key, value = (part.reshape(-1, length, dim) for part in shared)
