@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from agentrl.backends.attention_form import AttentionForm
 from agentrl.backends.embedded import attention, cascade
 from agentrl.backends.embedded.kv_cache import KvShape, Pool, Sequence
 from agentrl.backends.embedded.prefix_cache import PrefixIndex
@@ -54,7 +55,7 @@ def measure(groups: int, prompt: int, own: int, queries: int) -> tuple[int, floa
     shared = span.cascade
     assert shared is not None
     query = torch.randn(rows, KV_HEADS * queries, DIM)
-    mask = span.mask(attention.AttentionForm(0.2), torch.float32)
+    mask = span.mask(AttentionForm(0.2), torch.float32)
     kv = pool.kv[:, 0]
     plain = seconds(lambda: attention._decode(span, query, span.cached(kv), mask, 0.2))
     once = seconds(lambda: attention._cascaded(span, shared, query, kv, mask, 0.2))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from contract import prompt_of
 
+from agentrl.backends.attention_form import AttentionForm
 from agentrl.backends.embedded import attention, cascade
 from agentrl.backends.embedded.cascade import cascade_of
 from agentrl.backends.embedded.engine import EmbeddedEngine
@@ -62,7 +63,7 @@ def test_rows_attend_to_what_they_would_alone(slots: list[int], monkeypatch: pyt
         "4 rows x 32 tokens save 96, 3 x 48 also 96, 2 x 64 only 64"
     )
     query, scale = torch.randn(4, 4, 8), 0.3
-    mask = span.mask(attention.AttentionForm(scale), torch.float32)
+    mask = span.mask(AttentionForm(scale), torch.float32)
     shared = attention._cascaded(span, span.cascade, query, pool.kv[:, 0], mask, scale)
     alone = attention._decode(span, query, span.cached(pool.kv[:, 0]), mask, scale)
     wanted = torch.stack([by_hand(query[i], pool.kv[:, 0], row.slot, len(row.tokens), scale) for i, row in enumerate(rows)])
