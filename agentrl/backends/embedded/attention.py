@@ -67,6 +67,7 @@ class Span:
 
     def _shared(self, sequences: list[Sequence], slots: list[int]) -> Cascade | None:
         """How the rows share their prompts; made once for as long as they are the same."""
+        found: Cascade | None
         held, at, found = self.pool.cascade
         # A sequence gets a new list with each turn, in which its history may have been rewritten.
         tokens = [sequence.tokens for sequence in sequences]

@@ -8,14 +8,11 @@ moves to the next (twice the capacity).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from agentrl.backends.embedded.cascade import Cascade
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +52,8 @@ class Pool:
         self.capacity = capacity
         self.kv = self._zeros(0)
         self._free: list[int] = []
-        self.cascade: tuple[list[list[int]], list[int], Cascade | None] = [], [], None
-        """Of the last decode step: its rows' tokens, their slots, and how they share their prompts (cascade.py)."""
+        self.cascade: tuple[list[list[int]], list[int], Any] = [], [], None
+        """Of the last decode step: its rows' tokens, their slots, and how they share their prompts (a Cascade or None)."""
 
     @property
     def slots(self) -> int:
