@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,18 +55,24 @@ def examples(count: int) -> int:
     return count if PROOFS else max(20, count // 5)
 
 
-LONGEST = [
+RAY = [
     "tests/e2e/test_train.py",
+    "tests/backends/test_vllm.py",
     "tests/cluster/test_ray_group.py",
+    "tests/run/test_gpu_placement.py",
+    "tests/test_plugins.py",
+]
+"""The files that start a Ray (vLLM's actors are of one), longest first. One process plays them all: a Ray that starts has five
+programs import at once and its tests wait for them, which beside a second Ray is only slower, and beside plain tests is free."""
+
+LONGEST = [
+    *RAY,
     "tests/shelf/test_mcp_env.py",
     "tests/e2e/test_unlit_paths.py",
-    "tests/backends/test_vllm.py",
     "tests/train/test_keys.py",
     "tests/train/test_split.py",
-    "tests/test_plugins.py",
     "tests/train/test_ranks.py",
     "tests/train/test_finite.py",
-    "tests/run/test_gpu_placement.py",
     "tests/rollout/test_blame.py",
     "tests/e2e/test_new_env.py",
     "tests/train/test_dropping.py",
@@ -82,6 +89,21 @@ LONGEST = [
 ]
 """The files that take longest, longest first (`make test ARGS=--durations=60` says). A file stays in one process, and these
 begin before the others, so that no process is left alone at the end with a long one."""
+
+
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile` with the files of RAY as one; None: xdist's own."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "ray" if file in RAY else file
+
+    return Files(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -43,7 +43,8 @@ def test_the_packaged_quickstart_trains_in_an_empty_folder(site: Path, tmp_path:
         check=True,
     ).stdout
     assert where.startswith(str(site))
-    args = ["train", "quickstart", "cluster.backend=inline", *SMALL]
+    few = ["sft.max_steps=2", "sft.min_steps=2", "sft.gate_every=2", "steps=1", "eval.tasks=2", "eval.every=0"]
+    args = ["train", "quickstart", "cluster.backend=inline", *SMALL, *few]
     done = subprocess.run(
         [sys.executable, "-m", "agentrl.cli.main", *args], cwd=tmp_path, env=env, text=True, capture_output=True, timeout=300
     )

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from agentrl.run.token_file import token_columns
 from agentrl.trajectory import Trajectory
+from tests.conftest import proof
 from tests.e2e.runs import Command, finish, numbers, rows, small, start, train, wait_for_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -80,8 +81,9 @@ def test_what_training_made_of_each_token_lies_beside_the_trajectories(done: Pat
     assert taught >= 4
 
 
-def test_killed_and_resumed_equals_unbroken_to_the_last_digit(done: Path, tmp_path: Path) -> None:
-    process = start(tmp_path, *small(tmp_path, "whole"))
+@pytest.mark.parametrize("backend", ["inline", pytest.param("ray", marks=proof)])
+def test_killed_and_resumed_equals_unbroken_to_the_last_digit(done: Path, tmp_path: Path, backend: str) -> None:
+    process = start(tmp_path, *small(tmp_path, "whole", f"cluster.backend={backend}"))
     wait_for_step(tmp_path / "whole", 3, process)
     process.kill_all()
     process.communicate()

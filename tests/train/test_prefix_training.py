@@ -32,6 +32,7 @@ from agentrl.train.critic import Critic
 from agentrl.train.learner import Learner
 from agentrl.train.reference import Reference
 from agentrl.trajectory import Task, TokenLedger, Trajectory
+from tests.conftest import proof
 from tests.publishing import weights_of
 
 ALGORITHM = AlgorithmConfig(minibatch=64, groups="kept", epochs=2, entropy_bonus=0.01, kl=KlConfig(coef=0.1))
@@ -232,7 +233,7 @@ def test_the_key_groups_keeps_a_group_in_one_minibatch_and_on_one_rank(groups: s
     assert {len(ranks) for ranks in homes.values()} == {1} if groups == "kept" else max(map(len, homes.values())) > 2
 
 
-@pytest.mark.slow
+@proof  # two ranks of a Ray; test_ranks.py has forked ones share prefixes, by row and by token, with the gradient of one
 def test_two_ranks_share_as_one_and_tokens_may_be_spread_over_ranks(ray_up: None, tiny: str) -> None:
     """Groups of 1, 3 and 7 and one group alone, cut over the ranks; then Ulysses over the same two processes."""
     wide = ModelConfig(sequence_parallel=2)
