@@ -66,7 +66,9 @@ def join(shards: Sequence[RowShard], number: int, count: int) -> Joined:
     whole = {}
     for shard, start in zip(shards, starts, strict=True):
         bytes_here = flat[start + number * shard.padded.nbytes :][: shard.padded.nbytes]
-        place = bytes_here.view(shard.padded.dtype)
+        # A storage that begins there: what copies a state (a checkpoint in the background) takes whole storages, which would be
+        # all ranks' weights, and takes a DTensor whose rows begin later in theirs for a plain tensor.
+        place = torch.from_numpy(bytes_here.numpy()).view(shard.padded.dtype)
         place.copy_(shard.padded)
         shard.move(place)
         elements = torch.Size(shard.shape).numel()

@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import sys
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,10 @@ def publish(actor: Actor, pipe: Connection) -> None:
 
 
 def size_of(actor: Actor, folder: Path) -> int:
-    actor.save(str(folder))
+    """Of a checkpoint that is written as a run does, from a copy of the state while training could go on."""
+    actor.begin_save(str(folder))
+    while not actor.saved():
+        time.sleep(0.01)
     dist.barrier()
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
