@@ -19,6 +19,7 @@ from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
 from agentrl.run.session import model_folder, open_session
 from agentrl.train.init_model import init_model
+from agentrl.train.seal import seal
 
 SMALL = {"layers": 1, "hidden": 16, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 512}
 KEYS = [
@@ -103,6 +104,8 @@ def test_the_model_is_the_warmed_up_one_the_given_one_or_one_built_by_the_seed(c
     given = config.model_copy(update={"model": config.model.model_copy(update={"path": "a/model", "init": None})})
     assert model_folder(given, folder) == "a/model"
     init_model(config.model.init, folder.warm_start, 1)
+    assert model_folder(given, folder) == "a/model"  # half a warm start is none
+    seal(folder.warm_start, 0)
     assert model_folder(config, folder) == model_folder(given, folder) == str(folder.warm_start)
 
 
