@@ -41,7 +41,7 @@ class Shell(Files):
         sandbox: dict[str, Any] | None = None,
     ) -> None:
         """As `files`; a command may take `seconds` of wall-clock time and `memory_mb`. `sandbox`: as `[env.sandbox]`, by default
-        the local provider. Raises ConfigError for an unfit one, ResourceError if this machine does not have it."""
+        this machine's own. Raises ConfigError for an unfit one, ResourceError if this machine does not have it."""
         super().__init__(folder=folder, file_bytes=file_bytes, total_bytes=total_bytes, most=most)
         self.seconds, config = seconds, chosen(sandbox)
         try:

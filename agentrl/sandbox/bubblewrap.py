@@ -25,6 +25,10 @@ SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "opt", "etc",
 HOME = "/root"
 CONFINED = ("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox")
 """What every command of a sandbox is begun with."""
+MASKED = ("kcore", "keys", "kmsg", "kpagecgroup", "kpagecount", "kpageflags", "latency_stats", "sched_debug", "timer_list")
+"""Files of /proc that tell of the whole machine, root alone mostly, which a namespace does not keep apart."""
+SHARED_MEMORY = 64 << 20
+"""Bytes of /dev/shm, which is memory that no limit on files or processes counts; a command's own, gone with it."""
 
 
 class BubblewrapSandbox(FolderSandbox):
@@ -171,7 +175,18 @@ def _machine(packages: bool = False) -> tuple[str, ...]:
     for hidden in sorted(() if packages else package_folders()):
         if any(Path(hidden).is_relative_to(folder) for folder in seen):
             flags += ["--tmpfs", hidden, "--remount-ro", hidden]
-    return (*flags, "--proc", "/proc", "--dev", "/dev")
+    return (*flags, *_devices())
+
+
+def _devices() -> list[str]:
+    """/proc and /dev, both read-only but for /dev/shm. Files of /proc/sys belong to the machine's root: if that is who runs
+    agentrl, it may write them in a namespace too, and bwrap's own covers leave them open."""
+    flags = ["--proc", "/proc"]
+    for name in MASKED:
+        if Path("/proc", name).exists():
+            flags += ["--ro-bind", "/dev/null", f"/proc/{name}"]
+    flags += ["--remount-ro", "/proc", "--dev", "/dev"]
+    return [*flags, "--perms", "1777", "--size", str(SHARED_MEMORY), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
 
 
 @cache

@@ -28,7 +28,6 @@ class TestLocal(Contract):
     refused: ClassVar[list[dict[str, Any]]] = [{"image": "x"}, {"build": Path("x")}, {"cpus": 1.0}]
 
 
-@proof
 @needs("bubblewrap")
 class TestBubblewrap(Contract):
     provider_name = "bubblewrap"

@@ -21,6 +21,7 @@ from agentrl.env.source import read_record
 from agentrl.errors import ConfigError, SandboxError, TaskDataError
 from agentrl.reward import compile_spec, load_spec
 from agentrl.sandbox import SANDBOXES
+from agentrl.sandbox.bubblewrap import BubblewrapSandbox
 from agentrl.sandbox.local import LocalSandbox
 from agentrl.shelves import load_module
 from agentrl.trajectory import StopReason
@@ -32,6 +33,14 @@ from tests.sandbox.test_providers import tiny_image
 FOLDER = Path(str(find_env("harbor").path)).parent
 tasks = load_module(FOLDER / "tasks.py")
 OWN = {"count-errors": 0, "fix-script": 1, "rename-photos": 2}  # and their seeds in train; merge-tables is held out
+
+
+@pytest.fixture(params=["local", "bubblewrap"])
+def provider(request: pytest.FixtureRequest) -> str:
+    """Each of this machine's own: which one is chosen without a word depends on the machine."""
+    if reason := SANDBOXES.bind(request.param, {})().unavailable():
+        pytest.skip(f"sandbox provider {request.param}: {reason}")
+    return str(request.param)
 
 
 def shell(*commands: str) -> list[Message]:
@@ -173,15 +182,18 @@ def test_a_solution_of_several_files_is_gold_if_the_sandbox_has_a_root_of_its_ow
 # -- the tests and their verdict belong to the judge -------------------------------------------------
 
 
-def test_a_policy_neither_sees_tests_nor_leaves_a_verdict(tmp_path: Path) -> None:
-    """Everything that it could prepare: files at the places, links there, a process that writes later."""
+def test_a_policy_neither_sees_tests_nor_leaves_a_verdict(tmp_path: Path, provider: str) -> None:
+    """Everything that it could prepare: files at the places, links there, a process that writes later. Not looked through are
+    programs, and /proc beyond what processes there are (tests/sandbox/test_bubblewrap.py says how long that takes)."""
     secret = "expected-4711"
     root = task_folder(
         tmp_path, "a", test=f'[ "$(cat answer 2>/dev/null)" = {secret} ] && echo 1 > "$LOGS_DIR/reward.txt"; sleep 0.6'
     )
-    env = make_env("harbor", tasks=str(root))
+    env = make_env("harbor", tasks=str(root), sandbox={"provider": provider}, command_s=10)
+    rest = " ".join(f"--exclude-dir={name}" for name in ("usr", "opt", "proc", "python3*"))
     tries = [
-        "cat ../tests/* /tests/* 2>&1; ls .. ; grep -r expected .. / 2>/dev/null | head",
+        f"cat ../tests/* /tests/* 2>&1; ls ..; grep -rs {rest} expected-47 .. / | head; echo looked",
+        "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ | tr '\\0' ' '; echo looked",
         "mkdir -p ../logs/verifier ../tests; cd ../logs/verifier; echo 1 > reward.txt; echo '{\"r\": 1}' > reward.json",
         "printf '#!/bin/sh\\necho 1 > $LOGS_DIR/reward.txt' > ../tests/test.sh",
         "rm -rf ../tests ../logs; ln -s app ../logs; ln -s app ../tests; mkdir -p verifier; echo 1 > verifier/reward.txt",
@@ -191,6 +203,7 @@ def test_a_policy_neither_sees_tests_nor_leaves_a_verdict(tmp_path: Path) -> Non
     env.reset(seed=0)
     observations = [env.step(turn)[0][0].content for turn in shell(*tries)]
     assert secret not in "\n".join(observations)
+    assert not [said for said in observations if "stopped" in said] and all("looked" in said for said in observations[:2])
     assert play(env, ["Done."]) == (0.0, True)
     assert verdict(env) == {"reward": 0.0, "reason": "the tests left no verdict", "tests": {"code": 0, "end": "ok", "output": ""}}
     assert played(env, *shell(f"echo {secret} > answer"), "Done.") == (1.0, True)
@@ -221,10 +234,25 @@ def test_how_a_verdict_is_read(tmp_path: Path, test: str, reward: float, reason:
     assert (verdict(env)["tests"]["end"] == "wall") == ("sleep" in test)
 
 
-@pytest.mark.parametrize("place", ["touch app", "ln -s /nothing app"])
-def test_a_policy_that_breaks_its_working_folder_has_failed(tmp_path: Path, place: str) -> None:
-    env = make_env("harbor", tasks=str(task_folder(tmp_path, "a", test='echo 1 > "$LOGS_DIR/reward.txt"')))
-    assert played(env, *shell(f"cd ..; rm -r app; {place}"), "Done.") == (0.0, True)
+LEFT = 'echo 1 > "$LOGS_DIR/reward.txt"; ls -A'
+"""A test that is content with everything, so that an episode without a reward is one whose test could not run."""
+
+
+@pytest.mark.parametrize("breaks", ["rm -r app; touch app", "rm -r app; ln -s /nothing app", "chmod 0 app"])
+def test_a_policy_that_breaks_its_working_folder_has_failed(tmp_path: Path, provider: str, breaks: str) -> None:
+    """And where it cannot break it, its tests judge what is in it: bubblewrap's is a mount, the local one changes no modes."""
+    env = make_env("harbor", tasks=str(task_folder(tmp_path, "a", test=LEFT)), sandbox={"provider": provider})
+    env.reset(seed=0)
+    said = env.step(shell(f"echo x > kept; cd ..; {breaks}; cd app 2>&1 && ls -A; :")[0])[0][0].content
+    broken = ("chmod" in breaks) == (provider == "bubblewrap")
+    assert play(env, ["Done."]) == (0.0 if broken else 1.0, True)
+    if broken:
+        assert "kept" not in said and verdict(env)["reason"] == "the tests left no verdict" and verdict(env)["tests"]["code"] == 127
+    else:
+        left = "" if breaks.startswith("rm") else "kept\n"
+        left += "nothing\n" if "ln" in breaks else ""
+        assert verdict(env)["tests"] == {"code": 0, "end": "ok", "output": left}
+        assert ("Read-only file system" in said) == (provider == "bubblewrap")
 
 
 @pytest.mark.parametrize("place", ["environment/key", "tests/key", "environment", "instruction.md"])
@@ -238,14 +266,14 @@ def test_a_task_s_links_do_not_lead_out_of_its_folder(tmp_path: Path, place: str
         make_env("harbor", tasks=str(root))
 
 
-def test_a_sandbox_that_fails_at_the_end_leaves_the_episode_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = make_env("harbor")
+def test_a_sandbox_that_fails_at_the_end_leaves_the_episode_unscored(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = make_env("harbor", sandbox={"provider": provider})
     env.reset(seed=0)
 
     async def broken(*_: object, **__: object) -> None:
         raise SandboxError("gone")
 
-    monkeypatch.setattr(LocalSandbox, "exec", broken)
+    monkeypatch.setattr({"local": LocalSandbox, "bubblewrap": BubblewrapSandbox}[provider], "exec", broken)
     with pytest.raises(SandboxError, match="gone"):
         env.step("Done.")
     assert env.trajectory.stop is StopReason.ENV_ERROR and env.trajectory.reward is None
@@ -290,14 +318,14 @@ IMAGE = 'schema_version = "1.1"\n[environment]\n'
     ],
 )
 def test_what_cannot_run_is_refused_with_its_name_and_reason(
-    tmp_path: Path, settings: str, more: dict[str, str], reason: str
+    tmp_path: Path, provider: str, settings: str, more: dict[str, str], reason: str
 ) -> None:
-    root = task_folder(task_folder(tmp_path, "fine"), "theirs", settings, **more)
+    root, box = task_folder(task_folder(tmp_path, "fine"), "theirs", settings, **more), {"provider": provider}
     with pytest.raises(ConfigError) as refused:
-        make_env("harbor", tasks=str(root))
-    assert "1 tasks cannot run with env.sandbox.provider = 'local'" in str(refused.value)
+        make_env("harbor", tasks=str(root), sandbox=box)
+    assert f"1 tasks cannot run with env.sandbox.provider = '{provider}'" in str(refused.value)
     assert "theirs: it" in str(refused.value) and reason in str(refused.value)
-    env = make_env("harbor", tasks=str(root), skip_unfit=True)
+    env = make_env("harbor", tasks=str(root), sandbox=box, skip_unfit=True)
     assert list(env.unwrapped.pool) == ["fine"]  # type: ignore[attr-defined]
 
 

@@ -27,7 +27,7 @@ from agentrl.env.sync import run_sync
 from agentrl.errors import CatalogError, ConfigError, EnvError, ResourceError
 from agentrl.reward import compile_spec
 from agentrl.run.contents import contents_of
-from agentrl.sandbox import local
+from agentrl.sandbox import SANDBOXES, SandboxProvider, bubblewrap, chosen, local, provider_of
 from agentrl.trajectory import ToolResult
 
 STATEFUL = ("files", "http", "notes", "retrieval", "shell", "sqlite")
@@ -161,18 +161,18 @@ def test_no_path_leads_out(parts: list[str]) -> None:
 
 # -- shell ---------------------------------------------------------------------------------------------
 
-here = local.LocalProvider()
-jailed = pytest.mark.skipif(here.unavailable() is not None, reason=f"no jail: {here.unavailable()}")
 
 
-@pytest.fixture
-def shell(folder: Path) -> Iterator[ToolEnv]:
-    env = begun("shell", folder=str(folder), seconds=0.4, total_bytes=100_000, file_bytes=50_000)
+@pytest.fixture(params=["local", "bubblewrap"])
+def shell(folder: Path, request: pytest.FixtureRequest) -> Iterator[ToolEnv]:
+    if reason := SANDBOXES.bind(request.param, {})().unavailable():
+        pytest.skip(f"sandbox provider {request.param}: {reason}")
+    box = {"provider": request.param}
+    env = begun("shell", folder=str(folder), seconds=0.4, total_bytes=100_000, file_bytes=50_000, sandbox=box)
     yield env
     env.close()
 
 
-@jailed
 def test_commands_and_file_tools_see_one_folder(shell: ToolEnv, tmp_path: Path) -> None:
     env = shell
     assert ask(env, "run_command", command="cat src/main.py; echo two > new.txt; exit 3") == "one\ntwo\nthree\n[exit status 3]"
@@ -195,10 +195,16 @@ def test_commands_and_file_tools_see_one_folder(shell: ToolEnv, tmp_path: Path) 
     run_sync(forked.aclose())
 
 
-def test_a_shell_without_a_jail_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local.LocalProvider, "unavailable", lambda self: "no Landlock")
-    with pytest.raises(ResourceError, match=r"tool set 'shell': no command can be run here: .*no Landlock"):
-        ref("shell").build()
+@pytest.mark.parametrize(
+    ("provider", "reason"), [(local.LocalProvider, "no Landlock"), (bubblewrap.BubblewrapProvider, "no namespaces")]
+)
+def test_a_shell_without_a_jail_is_refused_by_name(
+    provider: type[SandboxProvider], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provider, "unavailable", lambda self: reason)
+    said = rf"tool set 'shell': no command can be run here: env.sandbox.provider = '{provider.name}': {reason}"
+    with pytest.raises(ResourceError, match=said):
+        ref("shell", sandbox={"provider": provider.name}).build()
     with pytest.raises(ConfigError, match="unknown name 'locl'; did you mean 'local'"):
         ref("shell", sandbox={"provider": "locl"}).build()
 
@@ -461,7 +467,7 @@ class Kept(ToolEnv):
         from agentrl.catalog import add_tool_set
 
         super().__init__(**base)
-        for name in ("calculator", "dates", *STATEFUL[: 6 if here.unavailable() is None else 4]):
+        for name in ("calculator", "dates", *STATEFUL[: 6 if provider_of(chosen(None)).unavailable() is None else 4]):
             if name != "files":  # whose tools the shell has too
                 add_tool_set(self, name, self.arguments.get(name, {}))
 

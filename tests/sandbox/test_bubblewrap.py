@@ -1,0 +1,74 @@
+"""What a command in bubblewrap finds beside its folder: this machine's /proc and /dev, where it must change and fill nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl.sandbox import ExecResult, SandboxSpec, bubblewrap
+
+REASON = bubblewrap.unavailable()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no bubblewrap here: {REASON}")
+
+
+def commands(*texts: str, timeout: float = 20.0) -> list[ExecResult]:
+    """What comes of commands, one after the other in one sandbox."""
+
+    async def main() -> list[ExecResult]:
+        box = await bubblewrap.BubblewrapProvider().start(SandboxSpec(disk=1 << 20))
+        try:
+            return [await box.exec(text, timeout=timeout, merge=True) for text in texts]
+        finally:
+            await box.stop()
+
+    return asyncio.run(main())
+
+
+def test_the_kernel_s_settings_cannot_be_changed_not_even_by_root() -> None:
+    """root of the machine, as which agentrl often runs in a container, owns them, whatever namespace it is in. The value that is
+    written is the one that is there."""
+    setting, masked = "/proc/sys/fs/dir-notify-enable", " ".join(f"-not -path /proc/{name}" for name in bubblewrap.MASKED)
+    wrote, writable, pressed = commands(
+        f"value=$(cat {setting}); echo $value > {setting} && echo written",
+        f"find /proc -writable -type f -not -path '/proc/[0-9]*' {masked} 2>/dev/null | head -3",
+        "for name in sys sysrq-trigger irq bus fs mtrr; do test -w /proc/$name && echo $name; done",
+    )
+    assert "Read-only file system" in wrote.stdout and "written" not in wrote.stdout
+    assert (writable.stdout, pressed.stdout) == ("", "")
+
+
+def test_what_proc_tells_of_the_whole_machine_is_hidden_and_the_rest_is_there() -> None:
+    hidden = [name for name in bubblewrap.MASKED if Path("/proc", name).exists()]
+    assert {"keys", "timer_list"} & set(hidden)
+    shown, rest = commands(
+        f"cd /proc; for name in {' '.join(hidden)}; do head -c 1 $name 2>/dev/null; done",
+        "cat /proc/self/comm; echo a > /dev/stderr; echo b > /proc/self/fd/1; head -c 9 /proc/meminfo; cat < /dev/null; ls /proc",
+    )
+    assert shown.stdout == ""
+    assert rest.stdout.startswith("cat\na\nb\nMemTotal:") and rest.code == 0
+    assert str(os.getpid()) not in rest.stdout.split() or os.getpid() < 20, "processes outside are not listed"
+
+
+def test_files_in_the_machine_s_memory_are_few_and_gone_with_the_command() -> None:
+    """The limit on files counts those on the disk; /dev/shm is memory."""
+    many, again, made, lock = commands(
+        "for n in $(seq 100); do head -c 1000000 /dev/zero > /dev/shm/$n || break; done; du -sk /dev/shm",
+        "ls /dev/shm; echo x > /dev/shm/x && cat /dev/shm/x",
+        "touch /dev/new; mkdir /dev/folder; echo y > /dev/null && head -c 1 /dev/urandom | wc -c",
+        "python3 -c 'import multiprocessing as m; print(m.Lock())'",
+    )
+    assert "No space left" in many.stdout and 60_000 < int(many.stdout.splitlines()[-1].split()[0]) <= 65_536
+    assert again.stdout == "x\n"
+    assert made.stdout.count("Read-only file system") == 2 and made.stdout.endswith("\n1\n")
+    assert "Lock" in lock.stdout, "a semaphore is a file of /dev/shm"
+
+
+def test_a_search_of_everything_ends_at_the_command_s_limit() -> None:
+    """As on any Linux with /proc, whose files of a process's pages are 256 GiB long."""
+    began = time.monotonic()
+    late, after = commands("grep -rs no-such-words /proc", "echo alive", timeout=0.4)
+    assert late.end == "wall" and time.monotonic() - began < 10 and after.stdout == "alive\n"
