@@ -127,7 +127,8 @@ class Sandbox(ABC):
     async def python(self, code: str, *, timeout: float = 60.0, max_output: int = 1 << 16) -> ExecResult:
         """Run Python code; the value of a last expression is printed too. Output and errors are in `stdout`, in order."""
         argv = [self.python_path, "-P", "-B", "-X", "utf8", "-c", NOTEBOOK.read_text()]
-        return await self.exec(argv, timeout=timeout, max_output=max_output, stdin=code.encode(), merge=True)
+        fed = code.encode("utf-8", "surrogatepass")  # half a character is the code's fault, told by the interpreter
+        return await self.exec(argv, timeout=timeout, max_output=max_output, stdin=fed, merge=True)
 
     python_path: str = "python3"
 

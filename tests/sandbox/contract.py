@@ -195,11 +195,13 @@ class Contract:
                 await box.python("open('n.txt', 'w').write('7')\nx = 6\nx * 7"),
                 await box.python("1 / 0"),
                 await box.read("n.txt"),
+                await box.python("'\ud800'"),
             )
 
-        value, fault, kept = self.run(work)
+        value, fault, kept, half = self.run(work)
         assert (value.stdout, value.code, kept) == ("42\n", 0, b"7")
         assert fault.code == 1 and "ZeroDivisionError" in fault.stdout and "notebook" not in fault.stdout
+        assert half.code == 1 and "surrogates not allowed" in half.stdout, "half a character, which JSON can say, is no text"
 
     def test_after_stop_nothing_runs(self) -> None:
         async def main() -> None:
