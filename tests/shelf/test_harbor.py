@@ -247,7 +247,9 @@ def test_a_policy_that_breaks_its_working_folder_has_failed(tmp_path: Path, prov
     broken = ("chmod" in breaks) == (provider == "bubblewrap")
     assert play(env, ["Done."]) == (0.0 if broken else 1.0, True)
     if broken:
-        assert "kept" not in said and verdict(env)["reason"] == "the tests left no verdict" and verdict(env)["tests"]["code"] == 127
+        assert (
+            "kept" not in said and verdict(env)["reason"] == "the tests left no verdict" and verdict(env)["tests"]["code"] == 127
+        )
     else:
         left = "" if breaks.startswith("rm") else "kept\n"
         left += "nothing\n" if "ln" in breaks else ""

@@ -162,7 +162,6 @@ def test_no_path_leads_out(parts: list[str]) -> None:
 # -- shell ---------------------------------------------------------------------------------------------
 
 
-
 @pytest.fixture(params=["local", "bubblewrap"])
 def shell(folder: Path, request: pytest.FixtureRequest) -> Iterator[ToolEnv]:
     if reason := SANDBOXES.bind(request.param, {})().unavailable():

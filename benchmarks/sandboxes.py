@@ -1,0 +1,70 @@
+"""What a call in each of this machine's own sandboxes costs.
+
+    python benchmarks/sandboxes.py [--calls 60]
+
+One sandbox of each provider, a call of one after a call of the other, so that both see the same machine: `sh` is the command
+`true`, `python` the code `1 + 1` with the limits of the python environment, `start` a sandbox with one file, started and
+stopped. Milliseconds of wall-clock time, median and 90th percentile. Processor time is not told: the first process of a
+namespace of bubblewrap's ends with its children, whose time nobody is told of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from agentrl.catalog import make_env
+from agentrl.sandbox import SANDBOXES, SandboxProvider, SandboxSpec
+
+OWN = ("local", "bubblewrap")
+
+
+async def calls(provider: SandboxProvider) -> dict[str, Callable[[], Awaitable[Any]]]:
+    """What is timed, by name; its sandboxes are folders that go with this process."""
+    shell = await provider.start(SandboxSpec())
+    wanted: SandboxSpec = make_env("python", sandbox={"provider": provider.name}).unwrapped.wanted  # type: ignore[attr-defined]
+    code = await provider.start(wanted)
+
+    async def started() -> None:
+        await (await provider.start(SandboxSpec(files={"a.txt": b"one\n"}))).stop()
+
+    return {"sh": lambda: shell.exec("true"), "python": lambda: code.python("1 + 1"), "start": started}
+
+
+async def measured(count: int) -> dict[str, dict[str, dict[str, float]]]:
+    providers = [SANDBOXES.bind(name, {})() for name in OWN]
+    there = {provider.name: await calls(provider) for provider in providers if provider.unavailable() is None}
+    wall: dict[tuple[str, str], list[float]] = {}
+    for number in range(count + 1):
+        for name, works in there.items():
+            for what, work in works.items():
+                began = time.perf_counter()
+                await work()
+                if number:  # the first asks the machine
+                    wall.setdefault((name, what), []).append(time.perf_counter() - began)
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for (name, what), seconds in wall.items():
+        row = {"ms": statistics.median(seconds), "p90_ms": statistics.quantiles(seconds, n=10)[-1]}
+        found.setdefault(name, {})[what] = {key: round(1000 * value, 1) for key, value in row.items()}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=60, help="of each kind and provider")
+    load = os.getloadavg()[0]
+    found = asyncio.run(measured(parser.parse_args().calls))
+    for name, works in found.items():
+        for what, row in works.items():
+            print(f"{name:12s} {what:7s} {row['ms']:7.1f} ms (p90 {row['p90_ms']:.1f})")
+    print(json.dumps({"benchmark": "sandboxes", "load": round(load, 2), **found}))
+
+
+if __name__ == "__main__":
+    main()
