@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -259,6 +260,28 @@ async def test_a_dead_engine_ends_the_worker_in_its_process_and_answers_nobody()
     assert not turn.done()  # else its episode would end as if the engine had refused it, and use up an attempt
     turn.cancel()
     hub.close()
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+async def test_what_a_dead_engine_was_asked_is_answered_at_once_by_its_death(when: str) -> None:
+    """vLLM notes the death of its processes and leaves calls without an answer; ours would wait for `vllm.call_timeout`."""
+    made = actor()
+    made._engine.errored = False
+
+    async def never(*args: Any, **more: Any) -> None:
+        if made._engine.errored:
+            raise RuntimeError("EngineDeadError")
+        await asyncio.Event().wait()
+
+    made._engine.collective_rpc = never
+    watching = asyncio.create_task(made._watch())
+    asyncio.get_running_loop().call_later(0.0 if when == "before" else 0.2, setattr, made._engine, "errored", True)
+    await asyncio.sleep(0.05)
+    began = time.monotonic()
+    with pytest.raises(ReplicaDeadError, match="EngineDeadError" if when == "before" else "a process of its engine is gone"):
+        await asyncio.wait_for(made.begin_update(), 10)
+    assert time.monotonic() - began < 2.0
+    await watching
 
 
 async def test_a_worker_is_refused_turns_while_the_weights_are_not_whole() -> None:

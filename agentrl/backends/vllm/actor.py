@@ -21,6 +21,7 @@ from agentrl.backends.vllm.local import ReplicaDeadError, settle
 from agentrl.backends.vllm.options import BEFORE, GRAMMAR
 from agentrl.backends.vllm.pace import Pace, Paced
 from agentrl.backends.vllm.request_batcher import Answers, Request, answered
+from agentrl.backends.vllm.scratch import settle_scratch
 from agentrl.backends.vllm.segments import SegmentedRequest, Segments
 from agentrl.backends.vllm.version import check_calls, tells_versions
 from agentrl.backends.words import Words
@@ -37,6 +38,8 @@ from agentrl.weights.target import Adapter
 
 ASKED = "agentrl_experts"
 """In a request's extra arguments: its experts will be asked for (experts.py)."""
+DEATH_LOOK = 0.5
+"""Seconds between two looks whether the engine lives."""
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -96,6 +99,7 @@ class VllmActor:
         """Load the model; returns the process id. Raises DependencyError for a vLLM that lacks a call that is made here,
         ModelError for a folder that this machine does not see."""
         check_sees(str(self._options["model"]))
+        settle_scratch()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -106,6 +110,7 @@ class VllmActor:
         self._segments = Segments(lambda requests: self._engine.abort(requests))
         self._pace = Pace(lambda: list(self._engine.output_processor.request_states.values()))
         self._looking = asyncio.create_task(self._pace.run())
+        self._watching = asyncio.create_task(self._watch())
         self.context = int(self._engine.model_config.max_model_len)
         await self._set_version(0)
         settle(self)
@@ -128,6 +133,25 @@ class VllmActor:
         """The engine inside is dead."""
         self._cause = self._cause or cause
         self._dead.set()
+
+    async def _watch(self) -> None:
+        """Notice the death of the engine's processes, which vLLM notes and tells nobody."""
+        while not self._engine.errored:
+            await asyncio.sleep(DEATH_LOOK)
+        self.died("a process of its engine is gone")
+
+    async def _call(self, method: str, *args: Any, **keywords: Any) -> Any:
+        """A method of the engine. Raises ReplicaDeadError if the engine is dead or dies, of which vLLM tells no call."""
+        call = asyncio.ensure_future(getattr(self._engine, method)(*args, **keywords))
+        dead = asyncio.create_task(self._dead.wait())
+        try:
+            await asyncio.wait([call, dead], return_when=asyncio.FIRST_COMPLETED)
+            if call.done() and (call.exception() is None or not self._engine.errored):
+                return call.result()
+            raise ReplicaDeadError(self._cause or str(call.exception()))
+        finally:
+            dead.cancel()
+            call.cancel()
 
     def refusal(self, sampling: Sampling) -> str:
         """`Engine.refusal`."""
@@ -190,7 +214,7 @@ class VllmActor:
 
     async def _experts(self, request_id: str, start: int, stop: int) -> npt.NDArray[Any]:
         """The experts that a request's tokens [start, stop) went to, or those of them that were computed."""
-        answers = await self._engine.collective_rpc("agentrl_experts", args=(request_id, start, stop))
+        answers = await self._call("collective_rpc", "agentrl_experts", args=(request_id, start, stop))
         if (found := next(filter(None, answers), None)) is None:
             raise EngineError(f"vLLM does not know which experts the tokens of request {request_id} went to")
         data, shape, kind = found
@@ -205,27 +229,27 @@ class VllmActor:
         """Stop after the current step and drop all caches: running requests are computed again after `resume`."""
         if not self._spans:
             await self._segments.close()
-        await self._engine.pause_generation(mode="keep", clear_cache=True)
+        await self._call("pause_generation", mode="keep", clear_cache=True)
         self._pace.pause(True)
 
     async def resume(self) -> None:
-        await self._engine.resume_generation()
+        await self._call("resume_generation")
         self._pace.pause(False)
         self._segments.open()
 
     async def sleep(self, level: int) -> None:
         """Free the memory of the weights (level 1 keeps a copy on the host, 2 none) and of the cache. The engine is paused."""
         self._level, self._unfit = level, "the engine sleeps"
-        await self._engine.sleep(level, mode="keep")
+        await self._call("sleep", level, mode="keep")
 
     async def wake(self, tag: str) -> None:
         """Allocate what `sleep` freed of "weights" or "kv_cache"; of weights without a copy the numbers are undefined."""
-        await self._engine.wake_up(tags=[tag])
+        await self._call("wake_up", tags=[tag])
         if self._level == 1 and tag == "kv_cache":
             self._unfit = ""
 
     async def begin_update(self) -> None:
-        await self._engine.collective_rpc("agentrl_begin")
+        await self._call("collective_rpc", "agentrl_begin")
 
     async def load(self, data: npt.NDArray[np.uint8], plain: PlainBucket) -> None:
         """Hand one kept bucket to the worker processes through a file in shared memory."""
@@ -233,18 +257,18 @@ class VllmActor:
         with tempfile.NamedTemporaryFile(prefix="agentrl-", dir=folder) as file:
             data.tofile(file)
             file.flush()
-            await self._engine.collective_rpc("agentrl_load", args=(file.name, plain))
+            await self._call("collective_rpc", "agentrl_load", args=(file.name, plain))
 
     async def attach(self, offer: Offer, base: int) -> str:
         """Open a route's receiver in every worker process; indices start at `base`. Returns why one cannot be served, or ""."""
         # vLLM's call to its processes serializes plain values only.
         plain = (offer.route, offer.slot_bytes, offer.receivers, list(offer.where))
-        answers: list[str] = await self._engine.collective_rpc("agentrl_attach", args=(plain, base))
+        answers: list[str] = await self._call("collective_rpc", "agentrl_attach", args=(plain, base))
         return next(filter(None, answers), "")
 
     async def receive(self, plain: PlainBucket) -> None:
         """Load a bucket that arrives over the attached route."""
-        await self._engine.collective_rpc("agentrl_receive", args=(plain,))
+        await self._call("collective_rpc", "agentrl_receive", args=(plain,))
 
     async def adapt(self, version: int, adapter: Adapter) -> None:
         """Use an adapter from now on, instead of the previous one."""
@@ -253,16 +277,16 @@ class VllmActor:
         folder = tempfile.TemporaryDirectory(prefix="agentrl-adapter-")
         write_adapter(Path(folder.name), adapter)
         # The same id each time, replaced in place: a new id would take another of vLLM's slots, of which there is one.
-        await self._engine.add_lora(LoRARequest("policy", 1, folder.name, load_inplace=True))
+        await self._call("add_lora", LoRARequest("policy", 1, folder.name, load_inplace=True))
         # Requests name the loaded adapter; its folder must stay in case a worker has to load it again.
         self._lora, self._lora_folder = LoRARequest("policy", 1, folder.name), folder
-        await self._engine.reset_prefix_cache()  # keys and values of the old adapter
+        await self._call("reset_prefix_cache")  # keys and values of the old adapter
         await self._set_version(version)
 
     async def end_update(self, version: int | None) -> None:
         """End the update; `version` is None if it failed. Raises EngineError if vLLM left out a layer of a whole update."""
-        untouched: list[list[str]] = await self._engine.collective_rpc("agentrl_end")
-        await self._engine.reset_prefix_cache()
+        untouched: list[list[str]] = await self._call("collective_rpc", "agentrl_end")
+        await self._call("reset_prefix_cache")
         if version is not None and untouched[0]:
             raise EngineError(
                 f"vLLM's loader of this model took no new weights for {', '.join(untouched[0][:3])} "
@@ -277,7 +301,7 @@ class VllmActor:
     async def _set_version(self, version: int) -> None:
         self._version = version
         if self._spans:
-            await self._engine.update_weight_version(str(version))
+            await self._call("update_weight_version", str(version))
 
     async def abort(self, request_key: str) -> None:
         for request_id, request in list(self._requests.get(request_key, {}).items()):
@@ -331,6 +355,7 @@ class VllmActor:
     async def close(self) -> None:
         if self._engine is not None:
             self._looking.cancel()
+            self._watching.cancel()
             self._engine.shutdown()
             self._engine = None
 

@@ -19,6 +19,7 @@ from agentrl.backends.vllm.local import ReplicaDeadError
 from agentrl.backends.vllm.options import environment
 from agentrl.backends.vllm.pace import Paced
 from agentrl.backends.vllm.request_batcher import Request, RequestBatcher
+from agentrl.backends.vllm.scratch import Scratch
 from agentrl.config.schema import VllmConfig
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import EngineStats, Generation, Told
@@ -72,6 +73,7 @@ class Replicas:
         self._catch_up, self._ray_options = catch_up, ray_options
         self._replicas: list[Replica] = []
         self._started = False
+        self._scratch = Scratch()
         self._coming: set[asyncio.Task[None]] = set()
         self._router: RequestRouter[Replica] = RequestRouter()
         self._requests: dict[str, Placed[Replica]] = {}
@@ -107,7 +109,8 @@ class Replicas:
             if replica.cause is None and ray.is_initialized():
                 with contextlib.suppress(EngineError, TimeoutError):  # it is killed next in any case
                     await asyncio.wait_for(self.ask(replica, "close"), 30)
-            _kill(replica)
+            self._kill(replica)
+        self._scratch.close()
         self._router.clear()
 
     @property
@@ -289,7 +292,7 @@ class Replicas:
         options = {**(placed or (self._ray_options[number] if self._ray_options else anywhere))}
         given = options.pop("runtime_env", {}).get("env_vars", {})
         # An async actor runs at most `max_concurrency` calls, and control calls must get through beside all the requests.
-        variables = {"env_vars": {**environment(self._cuda), **given}}
+        variables = {"env_vars": {**environment(self._cuda), **self._scratch.environment(), **given}}
         actor = ray.remote(VllmActor).options(max_concurrency=4096, runtime_env=variables, **options)
         return Replica(number, actor.remote(self._options))
 
@@ -308,7 +311,7 @@ class Replicas:
         if replica.cause is None:
             reason = " ".join(cause.split())  # Ray writes a paragraph
             replica.cause = f"{replica.name} died: {reason[:400]}"
-            _kill(replica)  # the process may outlive the engine inside it
+            self._kill(replica)  # the process may outlive the engine inside it
             self._router.leave(replica)
             if self._started and self.watched:
                 log.warning("%s; its %d requests move on", replica.cause, self._in_flight(replica))
@@ -361,16 +364,16 @@ class Replicas:
                 self._replaced.discard(before)
             self._died(fresh, str(problem))
         except asyncio.CancelledError:
-            _kill(fresh)
+            self._kill(fresh)
             raise
+
+    def _kill(self, replica: Replica) -> None:
+        self._scratch.note()
+        if ray.is_initialized():  # otherwise its processes have ended with it
+            ray.kill(replica.actor)
 
     def _deaths(self) -> str:
         return "; ".join(replica.cause or "" for replica in self._replicas) or "the engine is closed"
-
-
-def _kill(replica: Replica) -> None:
-    if ray.is_initialized():  # otherwise its processes have ended with it
-        ray.kill(replica.actor)
 
 
 def _at_rest(stats: EngineStats) -> EngineStats:
