@@ -112,6 +112,7 @@ class Run:
     def _become(self, words: list[str], said: Path, temporary: Path) -> None:
         os.setsid()
         os.environ |= {"TMPDIR": str(temporary), TAG: self.tag, "RAY_TMPDIR": str(temporary)}
+        os.environ["AGENTRL_SURVEY"] = "0"  # that gold solutions have room in three turns is not what is tested
         tempfile.tempdir = None
         out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for descriptor in (1, 2):

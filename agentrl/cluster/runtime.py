@@ -58,6 +58,9 @@ def worker_env() -> dict[str, str]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "false"),
         "AGENTRL_PATH": os.pathsep.join(str(root) for root in shelf_roots()),
+        # Ray's agents and vLLM's engine cores give themselves a title (setproctitle), and would write it over their environment,
+        # MARK included: whoever ends a Ray would not know them.
+        "SPT_NOENV": "1",
     }
 
 

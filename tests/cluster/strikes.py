@@ -65,8 +65,8 @@ VICTIMS: dict[str, Callable[[str], bool]] = {
     "engine core": lambda line: line.startswith("VLLM::EngineCore"),
     "raylet": lambda line: "/raylet/raylet " in line,
     "GCS": lambda line: "/gcs/gcs_server " in line,
-    "runtime env agent": lambda line: "/runtime_env/agent/main.py" in line,
-    "dashboard agent": lambda line: "/dashboard/agent.py" in line,
+    "runtime env agent": lambda line: "RuntimeEnvAgent" in line or "/runtime_env/agent/main.py" in line,
+    "dashboard agent": lambda line: "DashboardAgent" in line or "/dashboard/agent.py" in line,
 }
 
 

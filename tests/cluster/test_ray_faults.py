@@ -23,7 +23,7 @@ from agentrl.cluster import ray_life, ray_vitals, runtime
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import EngineError, ResourceError, WorkerDiedError
 from tests.backends.vllm_parts import skip_without_vllm
-from tests.cluster.strikes import CONFIG, SFT, Struck
+from tests.cluster.strikes import CONFIG, SFT, Struck, line_of
 from tests.conftest import proof
 from tests.e2e.runs import numbers, rows
 from tests.run.broken_off import assert_same
@@ -36,8 +36,6 @@ REWARD = Path(__file__).resolve().parents[1] / "e2e" / "short.json"
 # With the cache the last digits depend on which requests share a step, and that on the workers' speed.
 WORKERS = ["rollout.workers=2", "engine_args={cache=false}"]
 MOMENTS = ("warm start", "rollout", "update", "publish", "evaluation", "save")
-VLLM_SOCKET = re.compile(r"/[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
-"""A Unix socket that vLLM leaves in the folder of temporary files if one of its processes is killed: known, not mended."""
 RAY = {"raylet": r"its raylet \(pid {pid}\)", "GCS": r"its GCS \(pid {pid}\)"}
 
 
@@ -190,6 +188,7 @@ async def test_a_real_ray_that_loses_its_raylet_is_ended_whole(vital: dict[str, 
 
     assert runtime._own is not None
     mark, refused = runtime._own.mark, list[str]()
+    everyone = family(vital, mark)
 
     async def work() -> None:
         vital["raylet"].kill()
@@ -205,6 +204,7 @@ async def test_a_real_ray_that_loses_its_raylet_is_ended_whole(vital: dict[str, 
         await ray_life.while_ray_lives(work())
     assert not ray.is_initialized() and len(refused) == 1
     assert carrying(mark) == []
+    assert [one for one in everyone if not ray_vitals._ended(one)] == []
 
 
 @linux
@@ -212,11 +212,28 @@ async def test_a_real_ray_that_loses_its_raylet_is_ended_whole(vital: dict[str, 
 def test_a_ray_that_is_stopped_after_it_lost_its_gcs_leaves_no_agents(vital: dict[str, psutil.Process]) -> None:
     assert runtime._own is not None
     mark = runtime._own.mark
+    everyone = family(vital, mark)
     vital["gcs_server"].kill()
     assert len(carrying(mark)) > 3
     runtime.stop_ray()
     time.sleep(1)  # what was being forked shows
     assert carrying(mark) == []
+    assert [one for one in everyone if not ray_vitals._ended(one)] == []
+
+
+def family(vital: dict[str, psutil.Process], mark: bytes) -> list[psutil.Process]:
+    """The vital processes and what the raylet has started, its agents with their titles: each carries the mark, over which a
+    title may be written."""
+    until = time.monotonic() + 60
+    while True:
+        found = vital["raylet"].children(recursive=True)
+        if sum(line_of(one).startswith(("ray::DashboardAgent", "ray::RuntimeEnvAgent")) for one in found) == 2:
+            break
+        assert time.monotonic() < until, found
+        time.sleep(0.1)
+    known = {int(path.name) for path in carrying(mark)}
+    assert [line_of(one) for one in found if one.is_running() and one.pid not in known] == []
+    return [*vital.values(), *found]
 
 
 def carrying(mark: bytes) -> list[Path]:
@@ -260,7 +277,7 @@ def ended_clean(run: Struck, code: int) -> str:
         said = run.said()
         assert found == code, said[-3000:]
         assert "Traceback" not in said, said[-3000:]
-        assert [path for path in run.left() if not VLLM_SOCKET.search(path)] == []
+        assert run.left() == []
         return said
     finally:
         run.end()
