@@ -1,5 +1,5 @@
-"""Two replicas of real vLLM (its CPU build on a machine without GPU), each in a Ray actor: the contract, then routing, death in
-the middle of a run, respawn, and the death of all, which uses the engine up.
+"""Real vLLM (its CPU build on a machine without GPU) in Ray actors: the contract, and the death of all, which uses the engine up.
+With two replicas, as a proof, also routing, death in the middle of a run, and respawn; on stand-ins test_respawn.py has them.
 
 Tensor parallel is in tests/weights/test_publish_vllm.py."""
 
@@ -33,14 +33,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 skip_without_vllm()
 
 UPDATES, GROUPS, MEMBERS = 4, 2, 3
+REPLICAS = 2 if PROOFS else 1  # each imports vLLM twice: 25 s of a core
 RESPAWNS = 1 if PROOFS else 0
 """Of the one engine here; the kill in mid-run, which is a proof, spends it before the last test."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(model_folder):
-    """Two replicas."""
-    async with running_vllm(model_folder, replicas=2, kv_cache_mib=32, max_respawns=RESPAWNS, unused=UNUSED) as engine:
+    async with running_vllm(model_folder, replicas=REPLICAS, kv_cache_mib=32, max_respawns=RESPAWNS, unused=UNUSED) as engine:
         yield engine
 
 
@@ -147,6 +147,7 @@ async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
     assert sum(engine.homes[f"new{i}"] == 0 for i in range(2)) >= 1
 
 
+@proof
 async def test_load_is_shared_and_a_death_beyond_the_limit_is_final(engine, model):
     # an episode stays where its cache is; new ones go where least is running
     first = [asyncio.ensure_future(engine.generate(prompt_of(40), Sampling(max_tokens=1500, seed=i), f"e{i}")) for i in range(8)]
@@ -177,7 +178,20 @@ async def test_load_is_shared_and_a_death_beyond_the_limit_is_final(engine, mode
     await publish(engine, version, changed(model, seed=77))
     generation = await engine.generate(prompt_of(9), Sampling(max_tokens=8, seed=1), "e0")
     assert set(generation.versions) == {version} and off(model, prompt_of(9), generation) > 0.05
-    # the death of the last one is an error that names it
-    os.kill(engine.pids[1], signal.SIGKILL)
-    with pytest.raises(EngineError, match=rf"replica 1 \(pid {engine.pids[1]}\) died"):
+    await dies(engine, 1)
+
+
+@pytest.mark.skipif(PROOFS, reason="the test before has the death of two")
+async def test_the_death_of_the_only_replica_is_an_error_that_names_it_and_leaves_no_process(engine):
+    children = psutil.Process(engine.pids[0]).children(recursive=True)
+    assert children, "vLLM computes in a process of its own"
+    await dies(engine, 0)
+    _, orphans = psutil.wait_procs(children, timeout=30)
+    assert not orphans, "the killed replica left processes behind"
+
+
+async def dies(engine, last):
+    """The last replica, killed; what is asked then is an error that names it."""
+    os.kill(engine.pids[last], signal.SIGKILL)
+    with pytest.raises(EngineError, match=rf"replica {last} \(pid {engine.pids[last]}\) died"):
         await engine.generate(prompt_of(9), Sampling(max_tokens=8), "e1")
