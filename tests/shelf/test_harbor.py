@@ -187,7 +187,7 @@ def test_a_policy_neither_sees_tests_nor_leaves_a_verdict(tmp_path: Path, provid
     programs, and /proc beyond what processes there are (tests/sandbox/test_bubblewrap.py says how long that takes)."""
     secret = "expected-4711"
     root = task_folder(
-        tmp_path, "a", test=f'[ "$(cat answer 2>/dev/null)" = {secret} ] && echo 1 > "$LOGS_DIR/reward.txt"; sleep 0.6'
+        tmp_path, "a", test=f'[ "$(cat answer 2>/dev/null)" = {secret} ] && echo 1 > "$LOGS_DIR/reward.txt"; sleep 0.2'
     )
     env = make_env("harbor", tasks=str(root), sandbox={"provider": provider}, command_s=10)
     rest = " ".join(f"--exclude-dir={name}" for name in ("usr", "opt", "proc", "python3*"))
