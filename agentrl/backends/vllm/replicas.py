@@ -109,7 +109,7 @@ class Replicas:
             if replica.cause is None and ray.is_initialized():
                 with contextlib.suppress(EngineError, TimeoutError):  # it is killed next in any case
                     await asyncio.wait_for(self.ask(replica, "close"), 30)
-            self._kill(replica)
+            _kill(replica)
         self._scratch.close()
         self._router.clear()
 
@@ -311,7 +311,7 @@ class Replicas:
         if replica.cause is None:
             reason = " ".join(cause.split())  # Ray writes a paragraph
             replica.cause = f"{replica.name} died: {reason[:400]}"
-            self._kill(replica)  # the process may outlive the engine inside it
+            _kill(replica)  # the process may outlive the engine inside it
             self._router.leave(replica)
             if self._started and self.watched:
                 log.warning("%s; its %d requests move on", replica.cause, self._in_flight(replica))
@@ -364,16 +364,16 @@ class Replicas:
                 self._replaced.discard(before)
             self._died(fresh, str(problem))
         except asyncio.CancelledError:
-            self._kill(fresh)
+            _kill(fresh)
             raise
-
-    def _kill(self, replica: Replica) -> None:
-        self._scratch.note()
-        if ray.is_initialized():  # otherwise its processes have ended with it
-            ray.kill(replica.actor)
 
     def _deaths(self) -> str:
         return "; ".join(replica.cause or "" for replica in self._replicas) or "the engine is closed"
+
+
+def _kill(replica: Replica) -> None:
+    if ray.is_initialized():  # otherwise its processes have ended with it
+        ray.kill(replica.actor)
 
 
 def _at_rest(stats: EngineStats) -> EngineStats:
