@@ -164,7 +164,7 @@ async def _train(
     while True:
         # Everything is closed and opened again, because torch.distributed groups do not survive the loss of a rank.
         try:
-            await _attempt(config, folder, display, run_log, outcome, interrupt, callbacks)
+            await while_ray_lives(_attempt(config, folder, display, run_log, outcome, interrupt, callbacks))
             return
         except WorkerDiedError as error:
             if outcome.restarts >= config.cluster.max_restarts:
@@ -184,18 +184,6 @@ async def _attempt(
 ) -> None:
     if outcome.restarts:
         check_contents(config, folder)  # the files are read again
-    await while_ray_lives(_opened(config, folder, display, run_log, outcome, interrupt, callbacks))
-
-
-async def _opened(
-    config: TrainConfig,
-    folder: RunFolder,
-    display: Display,
-    run_log: RunLog,
-    outcome: RunOutcome,
-    interrupt: Interrupt,
-    callbacks: Sequence[Callback],
-) -> None:
     session = await open_session(config, folder, display, callbacks)
     outcome.engine = session.engine_name
     run_log.live(session)
