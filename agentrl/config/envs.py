@@ -19,7 +19,8 @@ def alone(config: TrainConfig, env: EnvConfig) -> TrainConfig:
     All that plays, scores and checks one environment reads such a config, whose `envs` is this one.
     """
     own = {"tools": env.tools, "agent": env.agent, "limits": env.limits, "sampler": env.sampler, "advantage": env.advantage}
-    rest = env.model_copy(update=dict.fromkeys((*own, "eval", "sft", "weight"), None))
+    weight = None if trained_at_all(env.weight) else 0.0
+    rest = env.model_copy(update={**dict.fromkeys((*own, "eval", "sft"), None), "weight": weight})
     rollout = _with(config.rollout, env.limits).model_copy(update={"sampler": env.sampler or config.rollout.sampler})
     algorithm = config.algorithm.model_copy(update={"advantage": env.advantage or config.algorithm.advantage})
     update = {
@@ -124,6 +125,11 @@ def weight_at(weight: Steps | None, step: int) -> float:
         if before <= step <= after:
             return low + (high - low) * (step - before) / (after - before)
     return weight[0][1] if step < weight[0][0] else weight[-1][1]
+
+
+def trained_at_all(weight: Steps | None) -> bool:
+    """Whether some update of a run draws tasks of an environment with this weight."""
+    return any(value for _, value in weight) if isinstance(weight, list) else weight != 0.0
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import numpy as np
 
 from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
-from agentrl.config.envs import alone
+from agentrl.config.envs import alone, trained_at_all
 from agentrl.env import ToolEnv
 from agentrl.files import atomic_write
 from agentrl.plain_data import json_text
@@ -133,11 +133,11 @@ def run_bins(config: TrainConfig, folder: Path) -> dict[str, Bins]:
 
 def variants_of(one: TrainConfig) -> list[tuple[str, EnvRef, str, Sequence[int]]]:
     """The tasks of an environment's run: in words, the environment with its parameters, the split, and the seeds of the first
-    tasks. Of training for each `params` of the sampler, and the held-out ones."""
+    tasks. Of training for each `params` of the sampler (none with a weight of 0 throughout), and the held-out ones."""
     ref, sampler = EnvRef.of(one), make_sampler(one.rollout.sampler)
     fresh = [fresh_seed(one.seed, index) for index in range(TASKS)]
     held = range(min(one.eval.tasks, TASKS))
-    variants = list(sampler.variants())
+    variants = list(sampler.variants()) if trained_at_all(one.envs[0].weight) else []
     named = [_words(params) if len(variants) > 1 else "training" for params in variants]
     trained = [(name, ref.with_params(params), "train", fresh) for name, params in zip(named, variants, strict=True)]
     return [*trained, ("held-out", ref, one.eval.split, held)]

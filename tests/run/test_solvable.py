@@ -14,6 +14,7 @@ from agentrl.catalog import EnvRef
 from agentrl.catalog.scoring import find_spec, make_scorer
 from agentrl.cli.main import main
 from agentrl.config import TrainConfig
+from agentrl.config.envs import each
 from agentrl.config.load import config_from
 from agentrl.errors import ConfigError
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
@@ -124,6 +125,18 @@ def test_each_kind_of_tasks_counts_by_itself_so_a_stage_beyond_the_limits_is_nam
     check_solvable(few)
     shares = [part.share for part in survey_of(few).parts]
     assert 0.05 < max(shares) < 0.9, "as many as were asked for"
+
+
+def test_an_environment_that_is_only_evaluated_has_its_held_out_tasks_alone() -> None:
+    stages = {"name": "staged", "args": {"stages": [{"calls": [2, 4]}, {"calls": [4, 6]}]}}
+    trained = {"name": "short", "id": "key_value", "params": {"calls": [2, 4]}}
+    asked = {"name": "long", "id": "key_value", "params": {"calls": 10}}
+    kinds = ["calls = [2, 4]", "calls = [4, 6]", "held-out"]
+    for weight, found in ((0.0, ["held-out"]), ([[0, 0.0], [4, 0.0]], ["held-out"]), ([[0, 0.0], [4, 1.0]], kinds), (1.0, kinds)):
+        both = config(rollout={"sampler": stages}, env=[trained, {**asked, "weight": weight}])
+        short, long = (survey_of(one) for one in each(both))
+        assert [part.name for part in short.parts] == kinds
+        assert [part.name for part in long.parts] == found, weight
 
 
 def test_the_table_is_by_horizon_and_a_run_that_may_start_still_names_its_tasks() -> None:
