@@ -24,6 +24,7 @@ from agentrl.run.reader import EpisodeFile, RunRecord
 from agentrl.shown import console as safe_console
 from agentrl.view import features, signs
 from agentrl.view.features import Features, features_of
+from agentrl.view.index_place import cache_folder
 
 _PRINT = 4096
 _BATCH = 2000
@@ -92,7 +93,7 @@ class Index:
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """A connection for queries, which sees one state of the index."""
-        if not self.path.is_file():
+        if not os.path.isfile(self.path):  # noqa: PTH113 - Path's raises in a folder that may not be searched
             self._make()
         with closing(sqlite3.connect(f"{self.path.as_uri()}?mode=ro", uri=True, timeout=30, isolation_level=None)) as db:
             db.row_factory = sqlite3.Row
@@ -143,9 +144,8 @@ class Index:
             self.path.parent.mkdir(parents=not self.path.is_relative_to(self.run.path), exist_ok=True)
         except FileNotFoundError:
             raise RunFolderError(f"{self.run.path}: the run's folder is gone") from None
-        except PermissionError:
-            text = "neither it nor {} can be written, and an index of its episodes must lie somewhere: set XDG_CACHE_HOME"
-            raise RunFolderError(f"{self.run.path}: {text.format(self.path.parent)} to a folder that can") from None
+        except OSError as problem:
+            raise RunFolderError(f"{self.run.path}: its index cannot lie in {self.path.parent}: {problem.strerror}") from None
         with closing(sqlite3.connect(self.path, timeout=30, isolation_level=None)) as db:
             db.execute("PRAGMA journal_mode=WAL")  # readers go on while this writes
             db.execute("PRAGMA synchronous=OFF")  # it can be made again
@@ -160,7 +160,7 @@ class Index:
     def _refresh(self, stop: Callable[[], bool]) -> bool:
         changed, files = False, self.run.files
         looks = {file.name: _look(file.path) for file in files}
-        if looks == self._seen and self.path.is_file():
+        if looks == self._seen and os.path.isfile(self.path):  # noqa: PTH113
             return False  # without a connection: who looks at a run that has ended touches nothing in its folder
         with self._writing() as db:
             known = {row[0]: row[1:] for row in db.execute("SELECT name, inode, size, mtime FROM files")}
@@ -236,15 +236,6 @@ def say_reading(run: RunRecord) -> Iterator[None]:
     size = sum(_size(file.path) for file in run.files)
     with console.status(f"reading {size >> 20} MB of episodes") if size > _LARGE and console.is_terminal else nullcontext():
         yield
-
-
-def cache_folder(run: Path) -> Path:
-    """`.view` in the run's folder, or one in the user's cache if that cannot be written."""
-    inside = run / ".view"
-    if os.access(inside if inside.is_dir() else run, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
-        return inside
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "agentrl" / "view" / hashlib.sha256(str(run).encode()).hexdigest()[:16]
 
 
 @contextmanager

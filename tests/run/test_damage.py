@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from agentrl.run.log_file import LogFile
 from agentrl.run.provenance import _check_own_config, origin_hint
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.seal import check_model, seal
+from agentrl.view import index_place
 from tests.conftest import PROOFS, proof
 from tests.run import damage
 from tests.run.damage import COMMANDS, KINDS, Runs, cases, make_runs, tried, warmed
@@ -234,23 +236,35 @@ def test_an_episode_whose_file_is_gone_is_said_with_the_file(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user is tried")
-def test_an_index_that_can_lie_nowhere_is_said_with_the_run_and_what_to_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["show", "view"])
+def test_an_index_that_can_lie_in_neither_folder_lies_in_a_temporary_one_and_both_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    folder, home = run_folder(tmp_path / "run", {"step_000001": [episode(1)]}), tmp_path / "home"
+    folder, home = run_folder(tmp_path / "runs" / "run", {"step_000002": [episode(1), episode(2)]}), tmp_path / "home"
     for above in (tmp_path, *tmp_path.parents[:3]):
         above.chmod(0o755)
     home.mkdir(mode=0o700)
+    (temporary := tmp_path / "tmp").mkdir()
+    temporary.chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
-    damage.command(["show", str(folder.path)])  # what is imported is then there, also for nobody
+    COMMANDS[name](folder.path)  # what is imported is then there, also for nobody
     (folder.path / ".view").rename(tmp_path / "away")
+    said = []
     os.seteuid(damage.NOBODY)
     try:
-        outcome = damage.command(["show", str(folder.path)])
+        for where in (temporary, home):
+            monkeypatch.setattr(tempfile, "tempdir", str(where))
+            monkeypatch.setattr(index_place, "_made", [])
+            outcome = COMMANDS[name](folder.path)
+            said.append((outcome, (outcome.said + capsys.readouterr().err).replace("\n", "")))
     finally:
         os.seteuid(0)
-    assert outcome.code == 2 and f"{folder.path}: neither it nor" in outcome.said.replace("\n", ""), outcome.said
-    assert "set XDG_CACHE_HOME" in outcome.said
+    for _, text in said:
+        assert f"{folder.path}: neither it nor {home}/cache/agentrl/view/" in text and "set XDG_CACHE_HOME" in text, text
+    (works, text), (nowhere, why) = said
+    assert works.code == 0 and ("t/train/2" if name == "view" else "step_000002   train   2") in text, text
+    assert "an index of its episodes must lie somewhere" in why and "Permission denied" in why
+    assert nowhere.code == 2 if name == "show" else isinstance(nowhere.error, RunFolderError)
 
 
 def _record(text: str) -> object:

@@ -150,7 +150,8 @@ def test_the_index_lies_in_the_run_or_in_the_users_cache(tmp_path: Path, monkeyp
     folder = run_folder(tmp_path / "r", {"step_000001": [episode(1)]})
     assert cache_folder(folder.path) == folder.path / ".view"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(os, "access", lambda path, mode, **how: False)  # root may write everywhere
+    access = os.access  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode, **how: folder.path != path and access(path, mode))
     index = Index(RunRecord(folder.path))
     index.refresh()
     assert index.path.is_relative_to(tmp_path / "cache" / "agentrl" / "view") and ids(index) == ["step_000001.0"]
