@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from urllib.parse import urlsplit
 
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
@@ -17,7 +18,8 @@ TAKEN = (
 
 
 def check_references(config: TrainConfig) -> None:
-    """Raise ConfigError for a reference at a key that takes none, and for a variable that is not set.
+    """Raise ConfigError for a reference at a key that takes none, for a variable that is not set, and for an address that no API
+    can be asked at.
 
     Reads: env, tools, sft, agent, api, reward, trackers, engine_args.
     """
@@ -28,3 +30,21 @@ def check_references(config: TrainConfig) -> None:
                 f"text; the keys that take one: {', '.join(TAKEN)}"
             )
         resolved(text, key)
+    check_base(config.api.base, "api.base")
+    check_base(config.reward.judge.api_base, "reward.judge.api_base")
+
+
+def check_base(address: str | None, key: str) -> str:
+    """The address of an API, with references resolved; "" for None. Raises ConfigError for a variable that is not set, and for an
+    address with a query or a fragment: what is asked is written behind all of it, `/chat/completions` into the query."""
+    found = str(resolved(address or "", key))
+    parts = urlsplit(found)
+    if "?" in found or "#" in found:
+        server = parts.netloc.rpartition("@")[2]
+        bare = f"{parts.scheme}://{server}{parts.path}"
+        raise ConfigError(
+            f"{key}: the address of {bare} goes on with a ? or #, and the path that is asked ({parts.path}/chat/completions) "
+            f"would come after it; write {bare}, and give a key as the variable that litellm reads (OPENAI_API_KEY, ...) or as "
+            f"a name and password: {parts.scheme}://NAME:${{env:PASSWORD}}@{server}{parts.path}"
+        )
+    return found

@@ -21,6 +21,7 @@ from agentrl.backends.endpoint.server import Endpoint
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
 from agentrl.config.schema import ApiConfig, Choice, EnvConfig, InitModelConfig, TrainConfig
+from agentrl.env.users import ModelUser
 from agentrl.errors import ConfigError, EngineError, ResourceError
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Sampling
@@ -189,6 +190,30 @@ async def test_attempts_are_bounded_and_what_no_retry_helps_is_asked_once() -> N
         await ask(engine(server, retries=1, timeout=0.2))
     with Loopback(lambda body, number: None if number == 0 else "back") as server:
         assert await ask(engine(server)) == "back"
+
+
+@pytest.mark.parametrize("key", ["api.base", "reward.judge.api_base"])
+@pytest.mark.parametrize("more", ["?key=kept-to-itself", "${env:QUERY}", "#kept-to-itself"])
+def test_an_address_with_a_query_is_refused_before_anything_is_asked(
+    key: str, more: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUERY", "?key=kept-to-itself")
+    with Loopback(solve) as server:
+        Path("run.toml").write_text(
+            f'[env]\nid = "key_value"\n[{key.rpartition(".")[0]}]\n{key.rpartition(".")[2]} = "{server.url}{more}"\n'
+        )
+        first = "" if key == "api.base" else f"api.base={server.url}"
+        words = ["eval", "key_value", "--config", "run.toml", "--model", "api:openai/test", "-n", "1", "--out", "out", first]
+        assert main([word for word in words if word]) == 2
+        assert server.requests == []
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{key}: the address of {server.url} goes on with a ? or #" in said and f"write {server.url}, and" in said
+    assert "OPENAI_API_KEY" in said and "kept-to-itself" not in said
+
+
+def test_a_user_whose_address_has_a_query_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"api_base: the address of http://h/v1 goes on with a \? or #"):
+        ModelUser("tea", model="openai/x", api_base="http://h/v1?key=a")
 
 
 def asked_by(server: Loopback, *keys: str) -> Any:

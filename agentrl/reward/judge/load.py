@@ -8,8 +8,9 @@ import threading
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from agentrl.config.references import check_base
 from agentrl.errors import DependencyError
-from agentrl.redaction import basic, learn, resolved
+from agentrl.redaction import basic, learn
 
 _IMPORTING = threading.Lock()
 
@@ -17,10 +18,10 @@ _IMPORTING = threading.Lock()
 def addressed(base: str | None, key: str) -> dict[str, Any]:
     """What a call of litellm's gets for a server of one's own: its address, with references resolved, and the name and password
     that are in it as a header, since litellm's asynchronous calls fail on those in an address. `key`: its key in the config.
-    Raises ConfigError for a variable that is not set."""
-    if not base:
+    Raises ConfigError for a variable that is not set, and for a query in the address."""
+    address = check_base(base, key)
+    if not address:
         return {}
-    address = resolved(base, key)
     parts = urlsplit(address)
     if parts.username is None and parts.password is None:
         return {"api_base": address}
