@@ -14,7 +14,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,14 @@ from agentrl.cluster.launch import launch
 from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.cluster.shipment import Shipment
+from agentrl.cluster.store_pages import StorePages
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, InitModelConfig, ModelConfig, OptimConfig
 from agentrl.train.actor import Actor
 from agentrl.train.init_model import init_model
 
 MIB = 1 << 20
+SETTLED_S = 4.0
+"""Seconds after which memory that was freed is no longer at hand: a virtual machine's kernel reports it to its host after two."""
 TOKEN_BYTES = 8 + 1 + 4 + 4 + 4 + 4
 MODES: tuple[Mode, ...] = ("off", "auto", "on")
 PREFIXES = ((1024, 8, 256), (256, 8, 256), (64, 8, 256), (24, 8, 256), (16, 2, 512))
@@ -105,15 +109,21 @@ class Memory:
 
 def dispatch(megabytes: int, workers: int) -> dict[str, float]:
     """Batches to `workers` workers, balanced by tokens, against one copy of such a batch in this process: the first of a run,
-    the next, which Ray stores where the first was, and one again, whose columns are stored already."""
+    whose pages were made meanwhile as a run does, and in a Ray of its own one without that; the next, which Ray stores where
+    the first was, and one again, whose columns are stored already."""
     rows = max(64, megabytes * 8)
     batch = make_batch(rows, megabytes * MIB // TOKEN_BYTES // rows)
     size = int(batch["token_ids"].values().numel()) * TOKEN_BYTES
+    time.sleep(SETTLED_S)
+    first_copy = best(lambda: select(batch, np.arange(len(batch))), 1)
     copy = best(lambda: select(batch, np.arange(len(batch))), 3)
     fresh, used = into_shared_memory(size)
-    with launch(Taker, world_size=workers, num_cpus=0.05, name=f"take{workers}") as group:
-        group.run(Taker.nothing)
-        group.run(Taker.take, select(batch, range(8)))
+    with takers(megabytes, workers, batch) as group:
+        unmade = best(lambda: group.run(Taker.take, batch), 1)
+    with takers(megabytes, workers, batch) as group:
+        pages = StorePages()
+        pages.played(0, size // TOKEN_BYTES)
+        pages.wait()
         with Memory() as memory:
             first = best(lambda: group.run(Taker.take, batch), 1)
         after = []
@@ -126,18 +136,38 @@ def dispatch(megabytes: int, workers: int) -> dict[str, float]:
     return {
         "batch_mib": size / MIB,
         "memcpy_s": copy,
+        "first_copy_s": first_copy,
         "fresh_s": fresh,
         "used_s": used,
+        "dispatch_unmade_s": unmade,
         "dispatch_first_s": first,
         "dispatch_next_s": min(after),
         "dispatch_s": warm,
+        "unmade_over_memcpy": unmade / copy,
+        "unmade_over_first_copy": unmade / first_copy,
         "first_over_memcpy": first / copy,
+        "first_over_first_copy": first / first_copy,
         "first_least_over_memcpy": (fresh + out) / copy,
         "next_over_memcpy": min(after) / copy,
         "next_least_over_memcpy": (used + out) / copy,
         "dispatch_over_memcpy": warm / copy,
         "driver_peak_over_batch": (memory.peak - memory.start + size) / size,
     }
+
+
+@contextmanager
+def takers(megabytes: int, workers: int, batch: TensorDict) -> Iterator[WorkerGroup[Taker]]:
+    """Workers that have imported what they need, in a Ray whose store nothing has touched. What others gave back before is with
+    the kernel again, and in a virtual machine with its host."""
+    time.sleep(SETTLED_S)
+    start_ray(ClusterConfig(), object_store_bytes=(3 * megabytes + 512) * MIB)
+    try:
+        with launch(Taker, world_size=workers, num_cpus=0.05, name=f"take{workers}") as group:
+            group.run(Taker.nothing)
+            group.run(Taker.take, select(batch, range(8)))
+            yield group
+    finally:
+        stop_ray()
 
 
 def into_shared_memory(size: int) -> tuple[float, float]:
@@ -299,14 +329,13 @@ def main() -> None:
             name = f"prefix_{prompt}_{members}_{response}"
             results[name] = prefix(prompt, members, response, args.rounds)
             print(name, {key: round(value, 4) for key, value in results[name].items()}, flush=True)
-    if "dispatch" in parts or "fan_out" in parts:
-        start_ray(ClusterConfig(), object_store_bytes=(3 * args.mib + 512) * MIB)
-        if "dispatch" in parts:
-            results["dispatch"] = dispatch(args.mib, 8)
-            print("dispatch", results["dispatch"], flush=True)
-        if "fan_out" in parts:
-            results["fan_out"] = fan_out([count for count in (2, 8, 64) if count <= args.workers])
-            print("fan_out", results["fan_out"], flush=True)
+    if "dispatch" in parts:
+        results["dispatch"] = dispatch(args.mib, 8)
+        print("dispatch", results["dispatch"], flush=True)
+    if "fan_out" in parts:
+        start_ray(ClusterConfig())
+        results["fan_out"] = fan_out([count for count in (2, 8, 64) if count <= args.workers])
+        print("fan_out", results["fan_out"], flush=True)
         stop_ray()
     ratios = {
         f"{part}.{name}": round(value, 4)

@@ -31,11 +31,11 @@ class Head:
 
 @dataclass(slots=True)
 class _Held:
-    """Where a column is stored; `version` is torch's count of writes to it, `job` the connection to Ray."""
+    """Where a column is stored; `version` is torch's count of writes to it, `ray` the connection to Ray."""
 
     column: weakref.ref[torch.Tensor]
     version: int
-    job: str
+    ray: tuple[str, str]
     ref: Any
 
 
@@ -58,13 +58,15 @@ class Columns:
 
     def _ref(self, nested: Any, array: Any) -> Any:
         column: torch.Tensor = nested._values  # the same object for every view that `values()` returns
-        job, key = ray.get_runtime_context().get_job_id(), id(column)
+        context, key = ray.get_runtime_context(), id(column)
+        # Each new local Ray counts its jobs from one; its nodes have other ids than the last one's.
+        here = (context.get_job_id(), context.get_node_id())
         held = self._held.get(key)
         # An id is reused once its tensor is gone, so the weak reference decides. A write in place raises `_version`, and
-        # after a restart of Ray the references of the old job are dangling.
-        if held is None or held.column() is not column or (held.version, held.job) != (column._version, job):
+        # after a restart of Ray the old one's references are dangling.
+        if held is None or held.column() is not column or (held.version, held.ray) != (column._version, here):
             gone = weakref.ref(column, lambda _: self._held.pop(key, None))
-            held = self._held[key] = _Held(gone, column._version, job, ray.put(array))
+            held = self._held[key] = _Held(gone, column._version, here, ray.put(array))
         return held.ref
 
 

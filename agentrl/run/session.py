@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.cluster.shared_folder import check_shared
+from agentrl.cluster.store_pages import StorePages
 from agentrl.config import TrainConfig
 from agentrl.config.envs import alone
 from agentrl.given import packed, unpack, used
@@ -37,6 +38,7 @@ from agentrl.train.pretrained import named_anywhere
 from agentrl.train.publish import Publisher
 from agentrl.train.role_layout import rests
 from agentrl.train.seal import MANIFEST, check_model, seal
+from agentrl.trajectory import Group
 from agentrl.watchdog import LoopWatchdog
 
 log = logging.getLogger(__name__)
@@ -170,6 +172,13 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         if pools is not None:
             pools.close()
         raise
+    pages = StorePages() if config.cluster.backend == "ray" else None
+
+    async def seen(group: Group) -> None:
+        if pages is not None:
+            pages.played(collector.version, sum(one.tokens for one in group.trajectories))
+        await watching.group(group)
+
     collector = Collector(
         parts.player,
         parts.envs,
@@ -178,7 +187,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         seed=config.seed,
         greedy=[env.called for env in config.envs if needs_greedy(alone(config, env).algorithm.advantage)],
         accept=None if accept is None else Acceptance(accept),
-        on_group=watching.group,
+        on_group=seen,
         say=display.warn,
     )
     display.trouble = collector.trouble
