@@ -30,13 +30,14 @@ HERE = [
 
 
 def config_of(out: Path, name: str, *overrides: str) -> Any:
-    """The quickstart's config without its warm start and model, shrunk, with overrides."""
+    """The quickstart's config without its warm start, shrunk to one layer, with overrides; without its model if they name one."""
     from agentrl.config.layers import read_toml
     from agentrl.config.load import config_from
 
     table = read_toml(ROOT / "configs" / "quickstart.toml")
     if not any(text.startswith("sft.") for text in overrides):
         del table["sft"]
+    table["model"]["init"]["layers"] = 1
     if any(text.startswith("model.path=") for text in overrides):
         del table["model"]
     return config_from(table, [f"name={name}", f"out={out}", *HERE, *overrides])

@@ -21,8 +21,9 @@ import pytest
 from agentrl.run.metrics import unknown_keys
 
 ROOT = Path(__file__).resolve().parents[2]
-# The whole path of the quickstart, shrunk: a few warm-up steps, an open gate, a few updates.
+# The whole path of the quickstart, shrunk: one layer, a few warm-up steps, an open gate, a few updates.
 SMALL = [
+    "model.init.layers=1",
     f"env.reward={Path(__file__).with_name('short.json')}",
     "sft.max_steps=20",
     "sft.min_steps=20",

@@ -3,9 +3,15 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+import matplotlib.backends.backend_agg
+import matplotlib.figure
 import transformers
 from torch.utils.tensorboard.writer import SummaryWriter
+from transformers.models.qwen3 import modeling_qwen3
 
+import agentrl.backends.embedded.engine
+import agentrl.cli.train
 import agentrl.run.main
+import agentrl.train.actor
 
-__all__ = ["SummaryWriter", "agentrl", "transformers"]
+__all__ = ["SummaryWriter", "agentrl", "matplotlib", "modeling_qwen3", "transformers"]
