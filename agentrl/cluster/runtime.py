@@ -115,13 +115,32 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     # Its keeper first: the driver may be killed while Ray starts.
     _own = _LocalRay(f"{MARK}={value}".encode(), _keeper(value))
     try:
-        with _environment({**worker_env(), MARK: value}), patient(timeout):
+        with _environment({**worker_env(), MARK: value}), patient(timeout), _without_unasked():
             _init(None, _local(object_store_bytes))
     except BaseException:
         ray_keeper.end_all(_own.mark)  # what had started, and what that was about to start
         _let_go()
         raise
     _own.vital = vitals()
+
+
+UNASKED = ("start_monitor", "start_log_monitor", "start_api_server")
+"""What a Ray of one machine starts and nobody asks: an autoscaler with nothing to scale, who brings workers' output to a driver that
+takes none (`log_to_driver`), and the server of a dashboard that is off, for which `ray.init` waits. 2 s of a core together."""
+
+
+@contextmanager
+def _without_unasked() -> Iterator[None]:
+    """`ray.init` in here starts none of UNASKED, which it has no argument for; those that this Ray does not know are left alone."""
+    node: Any = importlib.import_module("ray._private.node").Node
+    starts = {name: getattr(node, name) for name in UNASKED if hasattr(node, name)}
+    for name in starts:
+        setattr(node, name, lambda self, **_: None)
+    try:
+        yield
+    finally:
+        for name, start in starts.items():
+            setattr(node, name, start)
 
 
 def ray_gone() -> str:
