@@ -125,22 +125,25 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
 
 
 UNASKED = ("start_monitor", "start_log_monitor", "start_api_server")
-"""What a Ray of one machine starts and nobody asks: an autoscaler with nothing to scale, who brings workers' output to a driver that
-takes none (`log_to_driver`), and the server of a dashboard that is off, for which `ray.init` waits. 2 s of a core together."""
+"""What a Ray of one machine starts and nobody asks: an autoscaler with nothing to scale, who brings workers' output to a driver
+that takes none (`log_to_driver`), and the server of a dashboard that is off, for which `ray.init` waits: 2 s of a core."""
 
 
 @contextmanager
 def _without_unasked() -> Iterator[None]:
-    """`ray.init` in here starts none of UNASKED, which it has no argument for; those that this Ray does not know are left alone."""
+    """`ray.init` in here starts none of UNASKED, for which it has no argument; one that this Ray does not know is left alone."""
     node: Any = importlib.import_module("ray._private.node").Node
     starts = {name: getattr(node, name) for name in UNASKED if hasattr(node, name)}
     for name in starts:
-        setattr(node, name, lambda self, **_: None)
+        setattr(node, name, _not_started)
     try:
         yield
     finally:
         for name, start in starts.items():
             setattr(node, name, start)
+
+
+def _not_started(self: object, **_: object) -> None: ...
 
 
 def ray_gone() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
@@ -44,12 +43,8 @@ class Plain(Worker):
         "pid": Broadcast(),
         "fail": Broadcast(),
         "model_error": Broadcast(),
-        "die": Broadcast(),
-        "lose": Broadcast(),
-        "hang": Broadcast(),
         "echo": Broadcast(),
         "env": RankZero(),
-        "remember": Broadcast(),
         "read": RankZero(),
         "fail_rows": Shard(),
         "built": Broadcast(),
@@ -122,22 +117,6 @@ class Plain(Worker):
     def model_error(self) -> None:
         raise ModelError("no such model; did you mean tiny?")
 
-    def die(self) -> None:
-        if self.rank == self.world_size - 1:
-            os._exit(7)
-        time.sleep(30)
-
-    def lose(self) -> None:
-        """The last rank dies; the others' connection to it is closed a second before."""
-        if self.rank == self.world_size - 1:
-            time.sleep(1)
-            os._exit(7)
-        raise RuntimeError("Connection reset by peer")
-
-    def hang(self) -> None:
-        if self.rank == 1:
-            time.sleep(60)
-
     def echo(self, value: torch.Tensor | TensorDict) -> int:
         return int(value.numel())
 
@@ -163,10 +142,6 @@ class Plain(Worker):
         offsets = torch.arange(rows + 1) * 1_000_000
         tokens = jagged(torch.full((rows * 1_000_000,), 3), offsets)
         return TensorDict({"id": batch["id"], "token_ids": tokens}, batch_size=[rows])
-
-    def remember(self, value: int = 0) -> int:
-        self.kept = value or self.__dict__.get("kept", 0)
-        return self.kept
 
 
 class Summing(Worker):

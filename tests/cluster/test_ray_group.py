@@ -14,6 +14,7 @@ import ray
 import torch
 from cluster_batches import ragged_batch
 from cluster_workers import Plain, Summing
+from light_workers import Mortal
 from test_strategies import SIZES, check_every_strategy
 
 from agentrl.cluster import actors, checks, column_store, shard, shared_folder, store_pages
@@ -44,6 +45,12 @@ def four(ray_cluster):
 @pytest.fixture(scope="module")
 def pair(ray_cluster):
     with launch(Plain, world_size=2, num_cpus=0.1, name="pair", env={"MY_KNOB": "3"}) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def mortal(ray_cluster):
+    with launch(Mortal, world_size=2, num_cpus=0.1, name="mortal") as group:
         yield group
 
 
@@ -160,32 +167,32 @@ def test_a_colocated_role_shares_processes_and_collectives_span_a_two_axis_mesh(
     assert four.run(Plain.where, 0) == (0, 4, 0)  # processes live while a role is left
 
 
-def test_hung_workers_are_named_and_the_group_restarts(pair):
-    slow = launch(Plain, world_size=2, on=pair, call_timeout=1.0, name="slow")
-    with pytest.raises(StalledError, match=r"Plain.hang: no answer from ranks \[1\] within 1 s"):
-        slow.run(Plain.hang)
+def test_hung_workers_are_named_and_the_group_restarts(mortal):
+    slow = launch(Mortal, world_size=2, on=mortal, call_timeout=1.0, name="slow")
+    with pytest.raises(StalledError, match=r"Mortal.hang: no answer from ranks \[1\] within 1 s"):
+        slow.run(Mortal.hang)
     slow.close()
-    old = [pid for _, pid, _ in pair.backend.hosts.nodes]
-    pair.restart()
-    assert not set(pair.run_all(Plain.pid)) & set(old)
+    old = [pid for _, pid, _ in mortal.backend.hosts.nodes]
+    mortal.restart()
+    assert not set(mortal.run_all(Mortal.pid)) & set(old)
 
 
 @proof
-def test_a_rank_that_loses_its_peer_is_not_taken_for_the_cause(pair):
-    pair.restart()
-    pids = pair.run_all(Plain.pid)
-    with pytest.raises(WorkerDiedError, match=rf"group 'pair': Plain\.lose: worker process gone: rank 1 \(pid {pids[1]} on"):
-        pair.run(Plain.lose)
-    pair.restart()
+def test_a_rank_that_loses_its_peer_is_not_taken_for_the_cause(mortal):
+    mortal.restart()
+    pids = mortal.run_all(Mortal.pid)
+    with pytest.raises(WorkerDiedError, match=rf"group 'mortal': Mortal\.lose: worker process gone: rank 1 \(pid {pids[1]} on"):
+        mortal.run(Mortal.lose)
+    mortal.restart()
 
 
-async def test_nor_is_it_if_the_call_is_awaited_and_the_group_restarts(pair):
-    pids = pair.run_all(Plain.pid)
-    pair.run(Plain.remember, 5)
-    with pytest.raises(WorkerDiedError, match=r"Plain\.lose: worker process gone: rank 1"):
-        await pair.arun(Plain.lose)
-    pair.restart()
-    assert not set(pair.run_all(Plain.pid)) & set(pids) and pair.run(Plain.remember) == 0
+async def test_nor_is_it_if_the_call_is_awaited_and_the_group_restarts(mortal):
+    pids = mortal.run_all(Mortal.pid)
+    mortal.run(Mortal.remember, 5)
+    with pytest.raises(WorkerDiedError, match=r"Mortal\.lose: worker process gone: rank 1"):
+        await mortal.arun(Mortal.lose)
+    mortal.restart()
+    assert not set(mortal.run_all(Mortal.pid)) & set(pids) and mortal.run(Mortal.remember) == 0
 
 
 def test_workers_that_do_not_fit_are_refused_and_none_is_left():
@@ -304,10 +311,10 @@ def test_what_workers_get_does_not_stay_in_the_drivers_environment(monkeypatch):
     assert os.environ["OMP_NUM_THREADS"] == "7" and "AGENTRL_PATH" not in os.environ
 
 
-def test_a_dead_worker_is_named_by_the_call_that_it_died_in_and_by_every_later_one(pair):
+def test_a_dead_worker_is_named_by_the_call_that_it_died_in_and_by_every_later_one(mortal):
     """The last test of these workers, so that they need not start again."""
-    pids = pair.run_all(Plain.pid)
-    with pytest.raises(WorkerDiedError, match=rf"group 'pair': Plain.die: .*rank 1 \(pid {pids[1]} on"):
-        pair.run(Plain.die)
+    pids = mortal.run_all(Mortal.pid)
+    with pytest.raises(WorkerDiedError, match=rf"group 'mortal': Mortal.die: .*rank 1 \(pid {pids[1]} on"):
+        mortal.run(Mortal.die)
     with pytest.raises(WorkerDiedError, match="rank 1"):
-        pair.run(Plain.pid)
+        mortal.run(Mortal.pid)
