@@ -9,6 +9,7 @@ Listing reads source text and never runs it; a module is loaded when one of its 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,9 @@ from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
 from agentrl.catalog.remote import EnvAddress, asked, build_remote, server_card
 from agentrl.catalog.shelf import Declared, load_class, load_set, load_tools, read_declarations
@@ -24,7 +27,7 @@ from agentrl.config.envs import the_env
 from agentrl.config.schema import Choice, ToolsConfig, TrainConfig
 from agentrl.errors import CatalogError, ConfigError, hinted
 from agentrl.given import PREFIX, is_given, own_reward, taken
-from agentrl.redaction import resolved
+from agentrl.redaction import references, resolved
 from agentrl.registry import bind
 from agentrl.shelves import find_file, here, nearest, shelves
 
@@ -393,6 +396,39 @@ def _check_parameters(env_id: str, env_class: Callable[..., ToolEnv], params: Ma
         inspect.signature(env_class).bind(**params)
     except TypeError as problem:
         raise CatalogError(f"{env_id}: {problem}; parameters: {', '.join(sorted(known))}") from problem
+    _check_types(env_id, env_class, params)
+
+
+def _check_types(env_id: str, env_class: Callable[..., ToolEnv], params: Mapping[str, Any]) -> None:
+    """Raise CatalogError for a value that is not of its parameter's annotated type, read as JSON is. A reference, whose value is
+    known later, and what is no JSON (given from Python) are left to the class, and so is an annotation that cannot be read."""
+    hints = _hints(env_class)
+    for name, value in params.items():
+        if name not in hints or any(references(value)):
+            continue
+        try:
+            text = json.dumps(value)
+            adapter = TypeAdapter(hints[name])
+        except (TypeError, ValueError, PydanticSchemaGenerationError, PydanticUserError):
+            continue
+        try:
+            adapter.validate_json(text, strict=True)
+        except ValidationError as problem:
+            raise CatalogError(f"{env_id}: parameter {name} = {value!r:.80}: {problem.errors()[0]['msg']}") from None
+
+
+def _hints(env_class: Callable[..., ToolEnv]) -> dict[str, Any]:
+    """Annotations of the parameters, a class's own before those of its bases; none of a signature that names unknown types."""
+    makers = (
+        [vars(base)["__init__"] for base in env_class.__mro__ if "__init__" in vars(base)]
+        if isinstance(env_class, type)
+        else [env_class]
+    )
+    found: dict[str, Any] = {}
+    for make in reversed(makers):
+        with suppress(NameError, TypeError, AttributeError):
+            found |= get_type_hints(make, include_extras=True)
+    return found
 
 
 def _parameter_names(env_class: Callable[..., ToolEnv]) -> set[str]:

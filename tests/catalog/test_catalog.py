@@ -106,6 +106,8 @@ def test_same_names_on_two_shelves_do_not_mix(here: Path, tmp_path: Path, monkey
         (lambda: find_env("key_valu"), "did you mean 'key_value'"),
         (lambda: find_env("agentrl/KeyValu-v0"), "'agentrl/KeyValue-v0'"),
         (lambda: EnvRef("key_value", {"cals": 3}).build(), "no parameter 'cals'; did you mean 'calls'"),
+        (lambda: EnvRef("key_value", {"keys": []}).build(), "parameter keys = []: Input should be a valid integer"),
+        (lambda: EnvRef("key_value", {"max_value": "9"}).build(), "parameter max_value = '9': Input should be a valid integer"),
         (lambda: find_reward("no_such"), "no reward spec 'no_such'"),
         (lambda: find_config("no_such"), "no config 'no_such'"),
         (lambda: find_tools("no_such"), "no tool set 'no_such'"),
