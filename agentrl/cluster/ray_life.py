@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from agentrl.cluster.runtime import abandon_ray, ray_gone, stop_ray
-from agentrl.errors import WorkerDiedError
+from agentrl.cluster.runtime import abandon_ray, has_own_ray, ray_gone, stop_ray
+from agentrl.errors import ResourceError, UserError, WorkerDiedError
 from agentrl.executors import in_thread
 
 T = TypeVar("T")
@@ -16,6 +17,9 @@ log = logging.getLogger(__name__)
 
 LOOK = 0.5
 """Seconds between two looks at Ray's processes."""
+SETTLE = 3.0
+"""Seconds in which a process of Ray's that has begun to end is gone. A raylet that lost an agent ends its actors first, and the
+work fails of those."""
 END_S = 60.0
 """Seconds in which the work, and Ray, must have ended once one of them is gone."""
 
@@ -33,9 +37,19 @@ async def while_ray_lives(work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait([task])
         raise
     # Its own error may be what the loss has led to.
-    if task.exception() is not None and (lost := ray_gone()):
+    error = task.exception()
+    if error is not None and (lost := await _settled(error)):
         raise await _given_up(task, lost)
     return task.result()
+
+
+async def _settled(error: BaseException) -> str:
+    """`ray_gone`, after the time to see it if the error may come of it."""
+    mistake = isinstance(error, UserError) and not isinstance(error, ResourceError)
+    until = time.monotonic() + (0 if mistake else SETTLE)
+    while has_own_ray() and not ray_gone() and time.monotonic() < until:
+        await asyncio.sleep(LOOK / 10)
+    return ray_gone()
 
 
 async def _given_up(task: asyncio.Task[Any], lost: str) -> WorkerDiedError:

@@ -23,7 +23,9 @@ NAMES = {"gcs_server": "its GCS", "raylet": "its raylet"}
 POLL = 0.2
 """Seconds between two looks."""
 SOON = 10.0
-"""Seconds. A raylet that ends before has another cause than a machine with too much to do, which would end it again."""
+"""Seconds. A raylet that ends before has another cause than a machine with too much to do: it was killed, or will end again."""
+CLOCK = 1.0
+"""Seconds by which the time at which a process began may be off."""
 
 
 class RayletEndedError(ResourceError):
@@ -34,12 +36,12 @@ class RayletEndedError(ResourceError):
         self.late = late
 
 
-def vitals() -> dict[str, psutil.Process]:
-    """Those that this process has started, by name."""
+def vitals(since: float = 0.0) -> dict[str, psutil.Process]:
+    """Those that this process has started since that `time.time()`, the newest of each name; one that has ended, too."""
     found = {}
-    for process in psutil.Process().children():
+    for process in sorted(psutil.Process().children(), key=psutil.Process.create_time):
         with suppress(psutil.Error):
-            if process.name() in NAMES and process.status() != psutil.STATUS_ZOMBIE:
+            if process.name() in NAMES and process.create_time() >= since:
                 found[process.name()] = process
     return found
 
@@ -61,16 +63,16 @@ def patient(seconds: float) -> Iterator[None]:
     """In the body, a Ray that starts has so long. Ray asks for its node in a loop of 30 s, of which each question waits for the
     answer here. Raises RayletEndedError, from there, as soon as the raylet has ended."""
     services: Any = importlib.import_module("ray._private.services")
-    ask = services.get_node
+    ask, since = services.get_node, time.time() - CLOCK
 
     def asked(*args: Any, **keywords: Any) -> Any:
-        began, raylet = time.monotonic(), vitals().get("raylet")
+        began, raylet = time.monotonic(), vitals(since).get("raylet")
         while True:
             try:
                 return ask(*args, **keywords)
             except RuntimeError:  # it is not there yet
                 passed = time.monotonic() - began
-                raylet = raylet or vitals().get("raylet")  # its program may only be about to begin
+                raylet = raylet or vitals(since).get("raylet")  # its program may only be about to begin
                 if raylet is not None and _ended(raylet):
                     raise RayletEndedError(passed > SOON) from None
                 if passed > seconds:

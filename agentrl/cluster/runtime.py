@@ -23,7 +23,7 @@ from agentrl.cluster import ray_keeper
 from agentrl.cluster.guard import guard_network
 from agentrl.cluster.joining import check_join
 from agentrl.cluster.machine import ray_folder, usable_cpus, usable_gpus
-from agentrl.cluster.ray_vitals import RayletEndedError, gone, patient, vitals
+from agentrl.cluster.ray_vitals import CLOCK, RayletEndedError, gone, patient, vitals
 from agentrl.cluster.shipping import shelf_roots, shipped_env
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import ResourceError
@@ -98,20 +98,21 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
 
 
 def _start_local(timeout: float, object_store_bytes: int | None) -> None:
-    until = time.monotonic() + timeout
+    until, others = time.monotonic() + timeout, 0
     while True:
         try:
             return _start_once(timeout, object_store_bytes)
         except ResourceError as error:
             cause = error.__cause__
-            if not (isinstance(cause, RayletEndedError) and cause.late and time.monotonic() < until):
+            others += not (isinstance(cause, RayletEndedError) and cause.late)
+            if others > 1 or time.monotonic() >= until:  # once may be a process that was killed
                 raise
             log.warning("%s; it is started again", error)
 
 
 def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     global _own
-    value = secrets.token_hex(16)
+    value, since = secrets.token_hex(16), time.time() - CLOCK
     # Its keeper first: the driver may be killed while Ray starts.
     _own = _LocalRay(f"{MARK}={value}".encode(), _keeper(value))
     try:
@@ -121,7 +122,12 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
         ray_keeper.end_all(_own.mark)  # what had started, and what that was about to start
         _let_go()
         raise
-    _own.vital = vitals()
+    _own.vital = vitals(since)
+
+
+def has_own_ray() -> bool:
+    """Whether this process has started a local Ray."""
+    return _own is not None
 
 
 UNASKED = ("start_monitor", "start_log_monitor", "start_api_server")

@@ -11,6 +11,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -58,15 +59,22 @@ every = 1
 lint = false
 """
 SFT = ["sft.max_steps=20", "sft.min_steps=20", "sft.gate_every=20", "sft.batch=2", "sft.gate=0.0", "sft.gate_tasks=2"]
-VICTIMS: dict[str, Callable[[str], bool]] = {
+
+
+def _is_raylet(line: str) -> bool:
+    return "/raylet/raylet " in line
+
+
+VICTIMS: dict[str, Callable[[str], Any]] = {
     "actor": lambda line: line.startswith("ray::Host"),
     "worker": lambda line: line.startswith("ray::RolloutWorker"),
     "replica": lambda line: line.startswith("ray::VllmActor"),
     "engine core": lambda line: line.startswith("VLLM::EngineCore"),
-    "raylet": lambda line: "/raylet/raylet " in line,
+    "raylet": _is_raylet,
     "GCS": lambda line: "/gcs/gcs_server " in line,
-    "runtime env agent": lambda line: "RuntimeEnvAgent" in line or "/runtime_env/agent/main.py" in line,
-    "dashboard agent": lambda line: "DashboardAgent" in line or "/dashboard/agent.py" in line,
+    # The raylet's own line has the commands of its agents.
+    "runtime env agent": lambda line: not _is_raylet(line) and re.search(r"RuntimeEnvAgent|/runtime_env/agent/main.py", line),
+    "dashboard agent": lambda line: not _is_raylet(line) and re.search(r"DashboardAgent|/dashboard/agent.py", line),
 }
 
 

@@ -10,6 +10,7 @@ import contextlib
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -22,9 +23,9 @@ import pytest
 
 from agentrl.cluster import ray_life, ray_vitals, runtime
 from agentrl.config.schema import ClusterConfig
-from agentrl.errors import EngineError, ResourceError, WorkerDiedError
+from agentrl.errors import ConfigError, EngineError, ResourceError, WorkerDiedError
 from tests.backends.vllm_parts import skip_without_vllm
-from tests.cluster.strikes import CONFIG, SFT, Struck, line_of
+from tests.cluster.strikes import CONFIG, SFT, VICTIMS, Struck, line_of
 from tests.conftest import proof
 from tests.e2e.runs import numbers, rows
 from tests.run.broken_off import assert_same
@@ -74,13 +75,20 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-async def test_work_without_a_loss_is_as_it_is_alone(ended: list[str]) -> None:
-    async def fails() -> None:
-        raise EngineError("its own")
+async def test_work_without_a_loss_is_as_it_is_alone(ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(error: Exception = EngineError("its own")) -> None:
+        raise error
 
     assert await ray_life.while_ray_lives(asyncio.sleep(0.05, "result")) == "result"
     with pytest.raises(EngineError, match="its own"):
         await ray_life.while_ray_lives(fails())
+    monkeypatch.setattr(ray_life, "has_own_ray", lambda: True)
+    monkeypatch.setattr(ray_life, "SETTLE", 0.2)
+    for error, seconds in ((EngineError("its own"), 0.2), (ConfigError("a mistake"), 0.0)):
+        began = time.monotonic()
+        with pytest.raises(type(error)):
+            await ray_life.while_ray_lives(fails(error))
+        assert seconds <= time.monotonic() - began < seconds + 0.15
     inner: list[str] = []
 
     async def long() -> None:
@@ -97,15 +105,22 @@ async def test_work_without_a_loss_is_as_it_is_alone(ended: list[str]) -> None:
     assert inner == ["ended"] and ended == []
 
 
-@pytest.mark.parametrize("how", ["goes on", "fails of it", "will not end"])
+@pytest.mark.parametrize("how", ["goes on", "fails of it", "fails before it shows", "will not end"])
 async def test_a_loss_ends_the_work_and_is_what_is_said(ended: list[str], monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     lost = ""
     monkeypatch.setattr(ray_life, "ray_gone", lambda: lost)
     monkeypatch.setattr(ray_life, "END_S", 0.2)
+    monkeypatch.setattr(ray_life, "has_own_ray", lambda: True)
 
-    async def work() -> None:
+    def lose() -> None:
         nonlocal lost
         lost = "its GCS (pid 7)"
+
+    async def work() -> None:
+        if how == "fails before it shows":
+            asyncio.get_running_loop().call_later(0.3, lose)
+            raise EngineError("an actor is gone")
+        lose()
         if how == "fails of it":
             raise WorkerDiedError("rank 0")
         try:
@@ -120,7 +135,7 @@ async def test_a_loss_ends_the_work_and_is_what_is_said(ended: list[str], monkey
         await ray_life.while_ray_lives(work())
     assert time.monotonic() - began < 0.9
     # Ray first: what the work asks of it while it ends may never be answered.
-    assert ended == (["abandoned", "stopped"] if how == "fails of it" else ["abandoned", "cancelled", "stopped"])
+    assert ended == (["abandoned", "stopped"] if how.startswith("fails") else ["abandoned", "cancelled", "stopped"])
 
 
 def test_a_ray_that_starts_late_is_waited_for_and_one_whose_raylet_ended_is_not(
@@ -139,7 +154,7 @@ def test_a_ray_that_starts_late_is_waited_for_and_one_whose_raylet_ended_is_not(
     monkeypatch.setattr(services, "get_node", get_node)
     monkeypatch.setattr(ray_vitals, "POLL", 0.01)
     raylet = psutil.Process(sleeper.pid)
-    monkeypatch.setattr(ray_vitals, "vitals", lambda: {"raylet": raylet} if asked else {})
+    monkeypatch.setattr(ray_vitals, "vitals", lambda since: {"raylet": raylet} if asked else {})
     with ray_vitals.patient(10.0):
         assert services.get_node("address", "node") == "there" and len(asked) == 3
     asked.clear()
@@ -149,14 +164,14 @@ def test_a_ray_that_starts_late_is_waited_for_and_one_whose_raylet_ended_is_not(
         services.get_node("address", "node")
     assert len(asked) == 1 and not seen.value.late
     asked.clear()
-    monkeypatch.setattr(ray_vitals, "vitals", dict)
+    monkeypatch.setattr(ray_vitals, "vitals", lambda since: {})
     with ray_vitals.patient(0.0), pytest.raises(RuntimeError, match="not there"):
         services.get_node("address", "node")
     assert services.get_node is get_node
 
 
-@pytest.mark.parametrize(("ends", "late", "tries"), [(2, True, 3), (1, False, 1), (9, True, 4)])
-def test_a_raylet_that_ended_late_is_started_again_within_the_limit(
+@pytest.mark.parametrize(("ends", "late", "tries"), [(2, True, 3), (1, False, 2), (9, False, 2), (9, True, 4)])
+def test_a_raylet_that_ended_is_started_again_within_the_limit_and_once_if_it_was_soon(
     monkeypatch: pytest.MonkeyPatch, ends: int, late: bool, tries: int
 ) -> None:
     begun: list[float] = []
@@ -210,6 +225,53 @@ async def test_a_real_ray_that_loses_its_raylet_is_ended_whole(vital: dict[str, 
     assert not ray.is_initialized() and len(refused) == 1
     assert carrying(mark) == []
     assert [one for one in everyone if not ray_vitals._ended(one)] == []
+
+
+@linux
+@proof
+@pytest.mark.parametrize("agent", ["runtime env agent", "dashboard agent"])
+async def test_work_that_fails_of_an_agents_death_is_told_of_the_raylet(vital: dict[str, psutil.Process], agent: str) -> None:
+    """The raylet ends its actors some 30 ms before itself."""
+    import ray
+
+    actor = ray.remote(Counter).remote()
+    ray.get(actor.total.remote())
+
+    async def work() -> None:
+        [one] = [process for process in vital["raylet"].children(recursive=True) if VICTIMS[agent](line_of(process))]
+        one.kill()
+        while True:  # not in a thread: the error is to come before anyone looks
+            ray.get(actor.total.remote())
+
+    with pytest.raises(WorkerDiedError, match=rf"Ray is no more: its raylet \(pid {vital['raylet'].pid}\)"):
+        await ray_life.while_ray_lives(work())
+    assert not ray.is_initialized()
+
+
+@linux
+@proof
+@pytest.mark.parametrize("victim", ["runtime env agent", "dashboard agent", "raylet", "GCS"])
+def test_a_ray_that_loses_a_process_while_it_starts_is_started_again(victim: str) -> None:
+    runtime.stop_ray()
+    killed: list[int] = []
+
+    def kill() -> None:
+        while not killed:
+            for one in psutil.Process().children(recursive=True):
+                if VICTIMS[victim](line_of(one)) and not killed:
+                    killed.append(one.pid)
+                    one.kill()
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    began = time.monotonic()
+    try:
+        runtime.start_ray(ClusterConfig(startup_timeout=300.0), object_store_bytes=100 << 20)
+        assert killed and time.monotonic() - began < 250
+        time.sleep(1)
+        assert runtime.ray_gone() == "" and killed[0] not in [one.pid for one in ray_vitals.vitals().values()]
+    finally:
+        runtime.stop_ray()
 
 
 @linux
