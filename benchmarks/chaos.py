@@ -1,11 +1,13 @@
 """Runs whose processes are killed or stopped at random moments: what comes of them, and what they leave behind.
 
-    python benchmarks/chaos.py [--points 100] [--seed 0] [--kinds inline,workers,ray] [--point 17] [--limit 240] [--results]
+    python benchmarks/chaos.py [--points 100] [--seed 0] [--kinds inline,workers,ray] [--limit 240] [--results] [--resume]
+    python benchmarks/chaos.py --point 17        one alone
 
 A point is one tiny run. At a random moment of it one of its processes, the driver or any that it started, gets SIGKILL, or
 SIGSTOP for a random time. If the run does not end by itself it is resumed. It must have the metrics and the weights of the
 undisturbed run to the digit. `GRACE_S` after a run ended or its driver was killed, nothing of it may be left: no process (and so
 no socket), no shared memory, no temporary file. What a point does is drawn from the seed and its number: `--point` plays one
+again. With `--results` what came of them is written after each point; with `--resume` those that are written are not played
 again.
 
 Ray's folder of sessions, its logs, is not counted: Ray keeps it. Temporary files and, as root, /dev/shm are each run's own (a
@@ -27,7 +29,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -301,51 +303,74 @@ def main() -> int:
     parser.add_argument("--point", type=int, help="play this one alone")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of runs")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds in which a run must have ended")
-    parser.add_argument("--results", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
+    parser.add_argument("--results", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}, after each point")
+    parser.add_argument("--resume", action="store_true", help="go on after the points that are written there; as --results")
     arguments = parser.parse_args()
     in_private_mounts()
     import_first()
+    book = Book.read(arguments.seed) if arguments.resume else Book(arguments.seed)
+    wanted = [arguments.point] if arguments.point is not None else list(range(arguments.points))
+    played(arguments, [number for number in wanted if number not in {point.number for point in book.points}], book)
+    print(*said_of(book.points), sep="\n")
+    return 1 if any(point.faults for point in book.points) else 0
+
+
+def played(arguments: argparse.Namespace, wanted: list[int], book: Book) -> None:
+    """Play these points, one after another, into the book."""
     kinds = arguments.kinds.split(",")
     out = Path(tempfile.mkdtemp(prefix="agc-"))
     (out / "spec.json").write_text(json.dumps(SPEC))
     (out / "run.toml").write_text(CONFIG.format(spec=out / "spec.json"))
     print(f"seed {arguments.seed}; folders of points with a fault stay in {out}", flush=True)
     whole: dict[str, tuple[Any, float]] = {}
-    points: list[Point] = []
-    loads = [os.getloadavg()[1]]
-    for number in [arguments.point] if arguments.point is not None else range(arguments.points):
+    for number in wanted:
         kind = random.Random(f"{arguments.seed}/{number}/kind").choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
         if kind not in whole:
             whole[kind] = undisturbed_run(out, kind, arguments.limit)
-        points.append(point := Point(number, kind))
+        point = Point(number, kind)
         play(out, point, arguments.seed, whole[kind], arguments.limit)
         what = f"{point.signal} of {point.victim} after {point.after:.2f} s" if point.victim else "ended before the signal"
         print(f"point {number:3d}  {kind:8} {what}: {point.came}{'; '.join(point.faults) or 'equal'}", flush=True)
-        loads.append(os.getloadavg()[1])
-    lines = said_of(points)
-    print(*lines, sep="\n")
-    if arguments.results:
-        write(lines, points, loads)
-    return 1 if any(point.faults for point in points) else 0
+        book.add(point)
+        if arguments.results or arguments.resume:
+            book.write()
 
 
-def write(lines: list[str], points: list[Point], loads: list[float]) -> None:
-    """What came of a whole run, for `benchmarks/results`."""
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    busy = {"cores": os.cpu_count(), "load_average": {"min": min(loads), "max": max(loads)}}
-    bad = [
-        {"point": point.number, "kind": point.kind, "victim": point.victim, "faults": point.faults}
-        for point in points
-        if point.faults
-    ]
-    table = {
-        "command": " ".join(["python", "benchmarks/chaos.py", *sys.argv[1:]]),
-        "date": now,
-        "machine": busy,
-        "said": lines,
-        "bad": bad,
-    }
-    RESULTS.write_text(json.dumps(table, indent=2) + "\n")
+@dataclass(slots=True)
+class Book:
+    """What came of the points of a seed, for `benchmarks/results`."""
+
+    seed: int
+    points: list[Point] = field(default_factory=list)
+    loads: list[float] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, seed: int) -> Book:
+        """What is written; nothing of another seed."""
+        table = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        if table.get("seed") != seed:
+            return cls(seed)
+        load = table["machine"]["load_average"]
+        return cls(seed, [Point(**row) for row in table["points"]], [load["min"], load["max"]])
+
+    def add(self, point: Point) -> None:
+        """A point that was just played, and how busy the machine is."""
+        self.points.append(point)
+        self.loads.append(os.getloadavg()[1])
+
+    def write(self) -> None:
+        """Replace the file."""
+        table = {
+            "command": " ".join(["python", "benchmarks/chaos.py", *sys.argv[1:]]),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "machine": {"cores": os.cpu_count(), "load_average": {"min": min(self.loads), "max": max(self.loads)}},
+            "seed": self.seed,
+            "said": said_of(self.points),
+            "points": [asdict(point) for point in self.points],
+        }
+        part = RESULTS.with_suffix(".part")
+        part.write_text(json.dumps(table, indent=1) + "\n")
+        part.replace(RESULTS)
 
 
 def said_of(points: list[Point]) -> list[str]:
