@@ -40,7 +40,10 @@ def address() -> Iterator[str]:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
     stop_ray()
     node = {"num_cpus": 16, "num_gpus": 8, "object_store_memory": 96 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    # Else each node starts 16 processes in advance, for whoever comes: half a second of a core each, and nobody does.
+    asked_for = {"prestart_worker_first_driver": False}
+    head = {**node, "include_dashboard": False, "_system_config": asked_for}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
         cluster.add_node(**node)
     yield cluster.address
