@@ -21,7 +21,11 @@ def alone(config: TrainConfig, env: EnvConfig) -> TrainConfig:
     own = {"tools": env.tools, "agent": env.agent, "limits": env.limits, "sampler": env.sampler, "advantage": env.advantage}
     weight = None if trained_at_all(env.weight) else 0.0
     rest = env.model_copy(update={**dict.fromkeys((*own, "eval", "sft"), None), "weight": weight})
-    rollout = _with(config.rollout, env.limits).model_copy(update={"sampler": env.sampler or config.rollout.sampler})
+    if weight is None:
+        drawn: dict[str, Any] = {"sampler": env.sampler or config.rollout.sampler}
+    else:  # it is only evaluated: the run's curriculum is not of its tasks
+        drawn = {"sampler": env.sampler or type(config.rollout)().sampler, "start": None}
+    rollout = _with(config.rollout, env.limits).model_copy(update=drawn)
     algorithm = config.algorithm.model_copy(update={"advantage": env.advantage or config.algorithm.advantage})
     update = {
         "env": rest,

@@ -137,6 +137,7 @@ def test_an_environment_that_is_only_evaluated_has_its_held_out_tasks_alone() ->
         short, long = (survey_of(one) for one in each(both))
         assert [part.name for part in short.parts] == kinds
         assert [part.name for part in long.parts] == found, weight
+        assert [one.rollout.sampler.name for one in each(both)] == ["staged", "staged" if found == kinds else "uniform"]
 
 
 def test_the_table_is_by_horizon_and_a_run_that_may_start_still_names_its_tasks() -> None:
