@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import pytest_asyncio
 import torch
@@ -20,6 +19,7 @@ from agentrl.errors import EngineError, ResourceError
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.trajectory import Message, ToolCall
+from tests.lazily import openai
 
 sys.path.append(str(Path(__file__).parent.parent / "render"))
 from render_conversations import TOOLS

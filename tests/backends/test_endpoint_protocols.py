@@ -4,8 +4,6 @@ import dataclasses
 import json
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 import pytest_asyncio
 from test_endpoint import Breaks, Scripted, bearer, call, posted
@@ -18,6 +16,7 @@ from agentrl.errors import EngineError, PromptTooLongError
 from agentrl.rollout.engine import Sampling
 from agentrl.trajectory import Message, ToolCall
 from tests.conftest import proof
+from tests.lazily import anthropic, openai
 
 from render_conversations import TOOLS  # isort: skip
 

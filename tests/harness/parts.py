@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
-import openai
 
 from agentrl.config.schema import AgentConfig
 from agentrl.env import Message, Task, ToolCall, ToolEnv
@@ -25,6 +24,7 @@ from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.tool import tool
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import Trajectory
+from tests.lazily import openai
 
 STOCK = {"tea": "3", "rice": "1", "milk": "2"}
 TOKENIZER = packaged_tokenizer(4096)
@@ -162,7 +162,7 @@ class Script(Dice):
         return Generation(ids, [-0.5] * len(ids), [self.version] * len(ids), "stop")
 
 
-def client_of(episode: Episode) -> openai.AsyncOpenAI:
+def client_of(episode: Episode) -> Any:
     """An openai client; without the system's certificates, which take longer to read than an episode to play."""
     web = httpx.AsyncClient(verify=False, timeout=60)
     return openai.AsyncOpenAI(base_url=episode.openai_base_url, api_key=episode.api_key, max_retries=0, http_client=web)

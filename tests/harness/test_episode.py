@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 
 from agentrl.config.schema import AgentConfig
@@ -35,6 +34,7 @@ from tests.harness.parts import (
     says,
     told,
 )
+from tests.lazily import openai
 
 TURNS = [
     says("", call("get", key="tea")),
@@ -91,7 +91,7 @@ def test_limits_cut_an_agent_where_they_cut_the_built_in_loop(limit: dict[str, i
         assert told(mine) == told(theirs)
 
 
-async def ask(client: openai.AsyncOpenAI, messages: list[Any], **more: Any) -> Any:
+async def ask(client: Any, messages: list[Any], **more: Any) -> Any:
     return (await client.chat.completions.create(model="policy", messages=messages, **more)).choices[0].message
 
 

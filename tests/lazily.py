@@ -1,0 +1,22 @@
+"""Libraries that few tests want: every process of the suite imports every file of tests, and would pay for them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class Lazily:
+    """A module that is imported when something of it is first asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+
+anthropic = Lazily("anthropic")
+"""2 s of a core."""
+openai = Lazily("openai")
+"""1 s."""
