@@ -6,12 +6,13 @@ import atexit
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,29 @@ def _run(words: tuple[str, ...], cwd: str, env: dict[str, str], typed: str, said
         sys.exit(pytest.main([*words[1:]]) if words[0] == "pytest" else main(words[1:]))
     finally:
         atexit._run_exitfuncs()
+
+
+def run_script(script: Path, *words: str, paths: Sequence[Path], timeout: float) -> None:
+    """`python SCRIPT WORDS`, in a session of its own, with `paths` to import from; fails with what it printed."""
+    with tempfile.TemporaryDirectory(prefix="agentrl-script-") as folder:
+        said = Path(folder) / "said"
+        process = forked(_run_script, str(script), words, [*map(str, paths)], str(said))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        assert process.exitcode == 0, said.read_text()
+
+
+def _run_script(script: str, words: tuple[str, ...], paths: list[str], said: str) -> None:
+    os.setsid()
+    out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    sys.path[:0] = paths
+    sys.argv = [script, *words]
+    runpy.run_path(script, run_name="__main__")
 
 
 def start(out: Path, *args: str) -> Command:

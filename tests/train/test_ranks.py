@@ -3,9 +3,6 @@ of a background save loses that save and nothing else. The ranks' work is done o
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from agentrl.config.schema import ModelConfig
 from agentrl.train.actor import Actor
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.engine import TRAIN_ENGINES
+from tests.e2e.runs import run_script
 from tests.publishing import weights_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
@@ -38,16 +36,7 @@ WHAT = [
 def out(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     here = Path(__file__).parent
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(
-        [sys.executable, str(here / "ranks.py"), str(folder), tiny],
-        env=env,
-        timeout=400,
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_script(here / "ranks.py", str(folder), tiny, paths=[here], timeout=400)
     return folder
 
 

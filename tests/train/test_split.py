@@ -4,9 +4,6 @@ what they save, export and publish is what it would. The ranks' work is done onc
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from agentrl.train.actor import Actor
 from agentrl.train.memory import count, shell
 from agentrl.train.plan_checks import EXPERT_FAMILIES, FAMILIES
 from tests.conftest import PROOFS, proof
+from tests.e2e.runs import run_script
 from tests.publishing import weights_of
 
 from train_batches import toy_optim  # isort: skip
@@ -32,16 +30,7 @@ THESE = CASES if PROOFS else SHORT
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("split")
     here = Path(__file__).parent
-    paths = [str(here.parents[1]), str(here), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, str(here / "split_ranks.py"), str(folder), *THESE],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        timeout=500,
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_script(here / "split_ranks.py", str(folder), *THESE, paths=[here], timeout=500)
     return folder
 
 
@@ -162,16 +151,7 @@ def test_the_memory_that_is_counted_is_what_each_rank_holds(out: Path, name: str
 def of_families(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("families")
     here = Path(__file__).parent
-    paths = [str(here.parents[1]), str(here), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, str(here / "split_families.py"), str(folder), *sorted(FAMILIES | EXPERT_FAMILIES)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        timeout=900,
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_script(here / "split_families.py", str(folder), *sorted(FAMILIES | EXPERT_FAMILIES), paths=[here], timeout=900)
     return folder
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from agentrl.errors import ConfigError
 from agentrl.weights import joined, shared
 from agentrl.weights.joined import RowShard, join
+from tests.e2e.runs import run_script
 
 COUNTS = [3, 2] if os.environ.get("AGENTRL_PROOFS") else [3]
 """Of three ranks the last has fewer rows than the others."""
@@ -23,11 +22,8 @@ COUNTS = [3, 2] if os.environ.get("AGENTRL_PROOFS") else [3]
 @pytest.fixture(scope="module")
 def found(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     out = tmp_path_factory.mktemp("joined")
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests' / 'train'}"}
-    command = [sys.executable, str(Path(__file__).with_name("joined_ranks.py")), str(out), tiny, *map(str, COUNTS)]
-    done = subprocess.run(command, env=env, timeout=400, capture_output=True, text=True, start_new_session=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    script, train = Path(__file__).with_name("joined_ranks.py"), Path(__file__).parents[1] / "train"
+    run_script(script, str(out), tiny, *map(str, COUNTS), paths=[train], timeout=400)
     return {count: json.loads((out / f"{count}.json").read_text()) for count in COUNTS}
 
 
