@@ -5,7 +5,8 @@ Ray has the kernel kill its processes with the driver, but each only from the mo
 driver was forking when it died, or that has not asked yet, goes on without one until it misses its cluster, a minute later. Its
 agents go on with it. This process waits for the driver's death and kills every process in whose environment the variable is,
 which all processes of this Ray have inherited and no other has, until none was there for `QUIET` seconds: the last may be
-starting. A line on stdin says that the driver has stopped Ray itself.
+starting. Then it removes what the driver would have: the folder of temporary files of vLLM's replicas, and the semaphores that
+are named after it (backends/vllm/scratch.py). A line on stdin says that the driver has stopped Ray itself.
 
 Nothing of agentrl is imported: this starts with every run. Linux alone: it reads /proc.
 """
@@ -19,6 +20,8 @@ import time
 INTERVAL = 0.5
 """Seconds between looks at the driver. Its pipe alone may stay open: processes that it forked hold a copy."""
 QUIET = 3.0
+SCRATCH = "rl-vllm-{}-"
+"""How the folder of a driver's replicas begins."""
 
 
 def main(mark: bytes, driver: int) -> None:
@@ -30,6 +33,32 @@ def main(mark: bytes, driver: int) -> None:
                 return
             open_pipe = False  # the driver is ending, or closed it; its death is what counts
     end_all(mark)
+    sweep(SCRATCH.format(driver))
+
+
+def sweep(prefix: str) -> None:
+    """Remove the folders of temporary files that begin so and that nobody holds, each with its semaphores."""
+    import fcntl  # only now: most drivers stop their Ray themselves
+    import shutil
+
+    for parent in {os.environ.get("TMPDIR", "/tmp"), "/tmp"}:
+        for name in names(parent, prefix):
+            folder = f"{parent}/{name}"
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # of a living driver of this number in another container
+                continue
+            finally:
+                os.close(descriptor)
+            shutil.rmtree(folder, ignore_errors=True)
+            for semaphore in names("/dev/shm", f"sem.{name}-"):
+                os.unlink(f"/dev/shm/{semaphore}")  # noqa: PTH108
+
+
+def names(folder: str, prefix: str) -> list[str]:
+    """What is in a folder, if it is there, and begins so."""
+    return [name for name in os.listdir(folder) if name.startswith(prefix)] if os.path.isdir(folder) else []  # noqa: PTH112, PTH208
 
 
 def end_all(mark: bytes) -> None:

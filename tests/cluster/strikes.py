@@ -66,6 +66,7 @@ def _is_raylet(line: str) -> bool:
 
 
 VICTIMS: dict[str, Callable[[str], Any]] = {
+    "driver": lambda line: True,
     "actor": lambda line: line.startswith("ray::Host"),
     "worker": lambda line: line.startswith("ray::RolloutWorker"),
     "replica": lambda line: line.startswith("ray::VllmActor"),
@@ -87,8 +88,9 @@ def line_of(process: psutil.Process) -> str:
 
 
 def strike(victim: str, note: str) -> None:
-    """SIGKILL to the first of the driver's (this process's) descendants that is one, and a note of it."""
-    found = [one for one in psutil.Process().children(recursive=True) if VICTIMS[victim](line_of(one))]
+    """SIGKILL to the first of the driver's (this process's) descendants that is one, or to itself, and a note of it."""
+    everyone = [psutil.Process()] if victim == "driver" else psutil.Process().children(recursive=True)
+    found = [one for one in everyone if VICTIMS[victim](line_of(one))]
     found.sort(key=lambda one: one.pid)
     Path(note).write_text(json.dumps({"pid": found[0].pid if found else 0, "of": [line_of(one)[:80] for one in found]}))
     if found:

@@ -37,9 +37,8 @@ LIMIT = 800.0
 REWARD = Path(__file__).resolve().parents[1] / "e2e" / "short.json"
 # With the cache the last digits depend on which requests share a step, and that on the workers' speed.
 WORKERS = ["rollout.workers=2", "engine_args={cache=false}"]
+VLLM = ["engine=vllm", "vllm.replicas=2", "vllm.kv_cache_mib=64", "vllm.max_model_len=512", "vllm.max_respawns=1"]
 MOMENTS = ("warm start", "rollout", "update", "publish", "evaluation", "save")
-SEMAPHORE = re.compile(r"/dev/shm/sem\.mp-\w{8}$")
-"""Of multiprocessing: one stays if the engine core in a replica of vLLM is killed. Known, not mended."""
 RAY = {"raylet": r"its raylet \(pid {pid}\)", "GCS": r"its GCS \(pid {pid}\)"}
 
 
@@ -337,15 +336,14 @@ def unbroken(config: Path, name: str, *more: str) -> Path:
     return place / "run"
 
 
-def ended_clean(run: Struck, code: int, semaphores: int = 0) -> str:
-    """What it said, once it has ended with that code and left nothing but so many semaphores at most."""
+def ended_clean(run: Struck, code: int) -> str:
+    """What it said, once it has ended with that code and left nothing."""
     try:
         found = run.wait(LIMIT)
         said = run.said()
         assert found == code, said[-3000:]
         assert "Traceback" not in said, said[-3000:]
-        left = run.left()
-        assert [path for path in left if not SEMAPHORE.match(path)] == [] and len(left) <= semaphores, left
+        assert run.left() == []
         return said
     finally:
         run.end()
@@ -354,7 +352,7 @@ def ended_clean(run: Struck, code: int, semaphores: int = 0) -> str:
 def struck(config: Path, place: Path, victim: str, moment: str, *more: str, code: int) -> tuple[str, int]:
     """What a run said of which `victim` was killed at `moment`, and the pid of that."""
     run = Struck(["train", str(config), f"out={place}", "name=run", *more], place, moment, victim)
-    said = ended_clean(run, code, semaphores=int(victim == "engine core"))
+    said = ended_clean(run, code)
     pid = run.note()["pid"]
     assert pid, f"there was no {victim}"
     return said, pid
@@ -431,12 +429,17 @@ def _without_workers(row: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(("victim", "moment"), [("replica", "rollout"), ("engine core", "rollout"), ("engine core", "publish")])
 def test_a_replica_of_vllm_is_replaced(config: Path, tmp_path: Path, victim: str, moment: str) -> None:
     skip_without_vllm()
-    more = ["engine=vllm", "vllm.replicas=2", "vllm.kv_cache_mib=64", "vllm.max_model_len=512", "vllm.max_respawns=1"]
-    struck(config, tmp_path, victim, moment, *more, code=0)
+    struck(config, tmp_path, victim, moment, *VLLM, code=0)
     log = (tmp_path / "run" / "log.txt").read_text()
     assert re.search(r"vLLM replica \d \(pid \d+\) died: .*it is started again \(1 of max_respawns = 1\)", log), log[-3000:]
     once(tmp_path / "run")
     assert all(row["unscored"] == 0 for row in rows(tmp_path / "run") if row["phase"] == "train")
+
+
+@proof
+def test_a_killed_driver_leaves_nothing_of_its_replicas(config: Path, tmp_path: Path) -> None:
+    skip_without_vllm()
+    struck(config, tmp_path, "driver", "rollout", *VLLM, code=-9)
 
 
 def same(run: Path, whole: Path) -> None:

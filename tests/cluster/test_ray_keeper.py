@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -108,3 +109,66 @@ def test_the_keeper_ends_its_own_ray_alone_and_only_when_its_driver_is_dead(slee
     subprocess.run([sys.executable, "-I", "-c", PARENT, *keeper], stdout=subprocess.DEVNULL, timeout=20, check=True)
     mine.wait(10)
     assert (mine.returncode, other.poll()) == (-signal.SIGKILL, None)
+
+
+HOLDER = """
+import json, os, subprocess, sys, time
+import psutil
+from agentrl.backends.vllm.scratch import Scratch
+
+scratch = Scratch()
+code = "import sys; sys.path.insert(0, {path!r}); import held; held.main()"
+held = subprocess.Popen([sys.executable, "-c", code], env={{**os.environ, **scratch.environment()}}, stdout=subprocess.PIPE)
+print(json.dumps([*scratch.environment().values(), held.stdout.readline().decode().strip(), held.pid]), flush=True)
+if sys.argv[1:] == ["close"]:
+    for process in [*psutil.Process(held.pid).children(), held]:
+        process.kill()
+    held.wait()
+    scratch.close()
+time.sleep(60)
+"""
+HELD = """
+import time
+from multiprocessing import get_context
+
+
+def main():
+    from agentrl.backends.vllm.scratch import settle_scratch
+
+    settle_scratch()
+    lock = get_context("spawn").Lock()
+    print(lock._semlock.name, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["closed", "driver killed"])
+def test_the_folder_and_the_semaphores_of_killed_replicas_go_with_who_started_them(tmp_path: Path, how: str) -> None:
+    """As vLLM's: a replica and its resource tracker are killed, so that nothing in it can tidy up."""
+    (tmp_path / "held.py").write_text(HELD)
+    program, words = HOLDER.format(path=str(tmp_path)), ["close"] * (how == "closed")
+    tag = uuid.uuid4().hex
+    driver = subprocess.Popen(
+        [sys.executable, "-c", program, *words], stdout=subprocess.PIPE, env={**os.environ, "OF_TEST": tag, MARK: tag}
+    )
+    assert driver.stdout is not None
+    try:
+        folder, semaphore, _ = json.loads(driver.stdout.readline())
+        path = Path("/dev/shm") / f"sem.{semaphore.lstrip('/')}"
+        assert semaphore.startswith(f"/{Path(folder).name}-")
+        if how == "driver killed":
+            assert Path(folder).is_dir() and path.exists()
+            ray_keeper.sweep(ray_keeper.SCRATCH.format(driver.pid))
+            assert Path(folder).is_dir() and path.exists(), "a living driver's are its own"
+            ray_keeper.kill_all(f"{MARK}={tag}".encode())
+            driver.wait()
+            ray_keeper.sweep(ray_keeper.SCRATCH.format(driver.pid))
+        until = time.monotonic() + 10
+        while (Path(folder).exists() or path.exists()) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not Path(folder).exists() and not path.exists()
+    finally:
+        driver.stdout.close()
+        for pid in alive(tag):
+            os.kill(pid, signal.SIGKILL)
+        driver.wait()
