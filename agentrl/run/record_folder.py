@@ -20,6 +20,7 @@ from agentrl.rollout.replay.record import Recorder
 from agentrl.rollout.replay.tape import CONTINUED, Recorded
 from agentrl.run.assembly import Inputs
 from agentrl.run.engines import talks_in_messages
+from agentrl.run.reader import is_run
 from agentrl.train.pretrained import load_model_config, load_tokenizer
 
 FORMAT = 1
@@ -40,8 +41,10 @@ class RecordFolder:
         file = self.path / "record.json"
         try:
             manifest: dict[str, Any] = read_json(file.read_text())
-        except FileNotFoundError:
-            raise ReplayError(f"{self.path}: expected a folder that --record wrote, got one without {file.name}") from None
+        except (FileNotFoundError, NotADirectoryError):
+            text = f"{self.path}: expected a folder that --record wrote, got one without {file.name}"
+            played = f"; to play with the policy of this run and record that: agentrl eval --run {self.path} --record DIR"
+            raise ReplayError(text + (played if is_run(self.path) else "")) from None
         except ValueError as problem:
             raise ReplayError(f"{file}: expected the JSON of a record, got: {problem}") from None
         if manifest.get("agentrl_record") != FORMAT:

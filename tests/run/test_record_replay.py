@@ -17,6 +17,7 @@ from agentrl.rollout.replay.tape import Recorded, RecordWriter, first_difference
 from agentrl.train.init_model import init_model
 from tests.rollout.loopback import Loopback, solve
 from tests.strict_json import read_strictly
+from tests.view.folders import episode, run_folder
 
 ENV = '''
 """A talk with a simulated user (a model), who is told a number by a tool of the environment."""
@@ -215,6 +216,19 @@ def test_a_changed_record_is_refused(change: str, recorded: Path, tmp_path: Path
     message = capsys.readouterr().err
     assert f"calls.jsonl:{index + 1}: episode" in message and "the record was changed after it was written" in message
     assert "expected sum" in message
+
+
+def test_a_run_is_no_record_whatever_is_left_of_its_trajectories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_folder(tmp_path / "run", {"step_000003": [episode(3)], "step_000004": [episode(4)]}).path  # older ones rotated away
+    (file := tmp_path / "file").write_text("{}")
+    for words, fix in (
+        (["rollout", "--replay", str(run)], f"agentrl eval --run {run} --record DIR"),
+        (["eval", "--replay", str(run)], f"agentrl eval --run {run} --record DIR"),
+        (["rollout", "--replay", str(file)], "without record.json"),
+    ):
+        assert main(words) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "expected a folder that --record wrote, got one without record.json" in said and fix in said
 
 
 def test_code_that_changed_since_is_found_at_the_end(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
