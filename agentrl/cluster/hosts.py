@@ -12,7 +12,7 @@ from agentrl.cluster.address import LOOPBACK_ADDRESS
 from agentrl.cluster.host import Host, RemoteFailure
 from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.worker import Worker, WorkerContext
-from agentrl.errors import ResourceError, WorkerError
+from agentrl.errors import ResourceError, WorkerDiedError, WorkerError
 
 GRACE = 2.0
 """Seconds that a process gets to exit by itself."""
@@ -38,7 +38,8 @@ class Hosts:
         self._start()
 
     def _start(self) -> None:
-        """Start all processes and wait until they answer. Raises ResourceError if they do not, and leaves none behind."""
+        """Start all processes and wait until they answer. Raises ResourceError if they do not, WorkerDiedError if one was
+        killed, and leaves none behind."""
         remote = ray.remote(Host)
         # Ray must not restart or retry by itself: a fresh process has no roles, and a repeated update would train twice.
         fixed = {"max_concurrency": 1, "max_restarts": 0, "max_task_retries": 0}
@@ -49,6 +50,8 @@ class Hosts:
         except (GetTimeoutError, RayActorError, RayTaskError) as error:
             done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
             self.kill()  # also those that did start: they would keep their resources from the next attempt
+            if isinstance(error, RayActorError) and not error.actor_init_failed:
+                raise WorkerDiedError(f"group {self.name!r}: a process died while it started: {first_line(error)}") from None
             raise ResourceError(self._not_placed(len(done), error)) from None
 
     def _not_placed(self, started: int, error: BaseException) -> str:
@@ -61,7 +64,7 @@ class Hosts:
         )
 
     def create(self, role: str, cls: type[Worker], mesh: Mesh) -> None:
-        """Build one role object per host. Raises WorkerError or the role's own UserError."""
+        """Build one role object per host. Raises WorkerDiedError if a process is gone, WorkerError, or the role's UserError."""
         # On one node loopback always works, even if the node's own address does not route back (see guard.py).
         one_node = len({node for _, _, node in self.nodes}) == 1
         address = LOOPBACK_ADDRESS if one_node else self.nodes[0][0]
@@ -75,7 +78,7 @@ class Hosts:
         except RayTaskError as error:
             raise _not_built(role, cls, error) from None
         except RayActorError as error:
-            raise WorkerError(f"group {role!r}: a process died while building it: {first_line(error)}") from None
+            raise WorkerDiedError(f"group {role!r}: a process died while building it: {first_line(error)}") from None
         self.roles[role] = (cls, mesh)
 
     def cards(self) -> list[list[str]]:

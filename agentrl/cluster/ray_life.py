@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 LOOK = 0.5
 """Seconds between two looks at Ray's processes."""
-SETTLE = 3.0
+SETTLE = 5.0
 """Seconds in which a process of Ray's that has begun to end is gone. A raylet that lost an agent ends its actors first, and the
 work fails of those."""
 END_S = 60.0

@@ -100,6 +100,7 @@ def strike(victim: str, note: str) -> None:
 def arrange(moment: str, act: Callable[[], None]) -> None:
     """Have `act` called once in this process, in the middle of the second update's `moment` (the second part of a warm start)."""
     from agentrl.cluster.actors import RayBackend
+    from agentrl.cluster.hosts import Hosts
     from agentrl.rollout.player import LocalPlayer
     from agentrl.rollout.workers.pool import WorkerPool
     from agentrl.run import loop
@@ -114,7 +115,11 @@ def arrange(moment: str, act: Callable[[], None]) -> None:
             state["done"] = True
             act()
 
-    submit, send, evaluate = RayBackend.submit, Publisher.send, loop.evaluate_now
+    submit, create, send, evaluate = RayBackend.submit, Hosts.create, Publisher.send, loop.evaluate_now
+
+    def creates(self: Hosts, *rest: Any) -> None:
+        come("start", 1)
+        create(self, *rest)
 
     def submits(self: RayBackend, method: str, *rest: Any) -> Any:
         pending = submit(self, method, *rest)  # then: the call is under way
@@ -151,6 +156,7 @@ def arrange(moment: str, act: Callable[[], None]) -> None:
         return played
 
     RayBackend.submit, Publisher.send = submits, sends  # type: ignore[method-assign]
+    Hosts.create = creates  # type: ignore[method-assign]
     loop.evaluate_now = evaluates
     for player in (LocalPlayer, WorkerPool):
         player.play = plays(player.play)  # type: ignore[method-assign]

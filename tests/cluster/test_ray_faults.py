@@ -1,5 +1,9 @@
 """Whole runs on real Ray, one of whose processes is killed (SIGKILL) at a chosen moment: what comes of them, and what they leave.
 
+Two rows are elsewhere. A second machine that is lost, with a replica of vLLM (none loses one with training processes):
+test_a_machine_that_joins_in_mid_run_samples_and_one_that_leaves_loses_nothing in test_two_machines.py. The driver, at random
+moments of runs of three kinds: benchmarks/chaos.py.
+
 docs/cluster.md has the table of what must happen. `make proofs` runs the matrix, `make test` what notices the death of a Ray.
 """
 
@@ -377,6 +381,16 @@ def test_a_run_goes_on_from_its_newest_checkpoint_to_the_same_digits(
     named(victim, pid, said)
     assert said.count("; restarting from the newest checkpoint (1 of 2)") == 1
     same(tmp_path / "run", whole)
+
+
+@proof
+@pytest.mark.parametrize("victim", ["actor", "raylet", "dashboard agent"])
+def test_what_dies_while_the_training_processes_are_built_is_started_again(config: Path, tmp_path: Path, victim: str) -> None:
+    said, _ = struck(config, tmp_path, victim, "start", code=0)
+    assert 1 <= said.count("; restarting from the newest checkpoint (") <= 2
+    if victim == "actor":
+        assert "group 'actor': a process died while building it" in said.replace("\n", " ")
+    same(tmp_path / "run", unbroken(config, "whole"))
 
 
 @proof
