@@ -9,7 +9,7 @@ from agentrl.shown import say
 HELP = "write a run's checkpoint as a Hugging Face model folder"
 EPILOG = """examples:
   agentrl export runs/quickstart models/mine              the newest checkpoint
-  agentrl export runs/quickstart models/step20 --step 20  the checkpoint of step 20
+  agentrl export runs/quickstart models/step10 --step 10  the checkpoint of step 10
   agentrl export runs/quickstart models/best --best       the best one by held-out evaluation
 
 The folder holds config, weights and tokenizer; plain transformers and vLLM load it.

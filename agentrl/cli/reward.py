@@ -29,7 +29,7 @@ HELP = "check, explain and apply reward specs"
 EPILOG = """examples:
   agentrl reward lint key_value                                  mistakes in the spec
   agentrl reward lint my_spec.json --env agentrl/KeyValue-v0     ... on gold, empty and spam episodes
-  agentrl reward explain key_value runs/quickstart/trajectories/after_000040.jsonl --row 3
+  agentrl reward explain key_value runs/quickstart/trajectories/after_000010.jsonl --row 3
   agentrl reward score my_spec.json episodes.jsonl --workers 4 > scores.jsonl
   agentrl reward diff key_value my_spec.json episodes.jsonl      which episodes change rank or value
   agentrl reward leaves                                          every leaf with its formula and an example

@@ -17,7 +17,7 @@ EPILOG = """examples:
   agentrl runs                                       the runs in runs/
   agentrl runs list other/runs --json                those of another folder, as JSON
   agentrl runs compare runs/seed0 runs/seed1         what differs in their configs, and their final figures
-  agentrl runs failures runs/quickstart --step 40    why episodes did not succeed, by reason
+  agentrl runs failures runs/quickstart --step 10    why episodes did not succeed, by reason
 
 In a browser: agentrl view. One run, a step of it or an episode: agentrl show.
 """

@@ -6,7 +6,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 
+from tensordict import TensorDict
+
 from agentrl.batch import collate
+from agentrl.batch.rows import Ragged
+from agentrl.batch.schedule import Mode, with_trees
 from agentrl.cluster.shared_folder import check_arrived
 from agentrl.config.envs import alone, warmed, weight_at
 from agentrl.config.schema import SftConfig
@@ -83,25 +87,35 @@ async def _to_the_gate(
     config = session.config.sft
     assert config is not None
 
-    async def drawn(first: int) -> tuple[Sequence[Trajectory], int, int]:
+    async def drawn(first: int) -> tuple[TensorDict, int, int]:
         # No call goes past the last step or past a step at which the gate is measured.
         count = min(STEPS_A_CALL, config.max_steps - first, config.gate_every - first % config.gate_every)
-        return await source.take(first * config.batch, count * config.batch), count, source.skipped
+        rows = await source.take(first * config.batch, count * config.batch)
+        batch = await in_thread("batch", steps_batch, rows, config.batch, session.learner.sharing)
+        return batch, count, source.skipped
 
     drawing = asyncio.create_task(drawn(step))
     try:
         while not interrupt.requested:
-            rows, count, skipped = await drawing
+            batch, count, skipped = await drawing
             step += count
             if not _measured(step, config):  # else the gate may end it here
                 drawing = asyncio.create_task(drawn(step))
             with session.display.doing("supervised steps"):
-                metrics = await session.actors.arun(Actor.sft_steps, collate(rows, allow_unscored=True), count)
+                metrics = await session.actors.arun(Actor.sft_steps, batch, count)
             yield step, metrics | {"transcripts_skipped": float(skipped)}
             if _measured(step, config):
                 return
     finally:
         drawing.cancel()
+
+
+def steps_batch(rows: Sequence[Trajectory], each: int, sharing: Mode) -> TensorDict:
+    """Transcripts of several steps, `each` of every step, as a batch. Those of one step begin alike, with the environment's
+    prompt and tools: they compute that once, as `sharing` (of `optim.prefix_sharing`) says."""
+    # A group for every step: what rows of different steps have in common cannot be shared.
+    batch = collate(rows, [place // each for place in range(len(rows))], allow_unscored=True)
+    return with_trees(Ragged.of(batch), sharing).batch
 
 
 def transcripts_of(session: Session) -> Transcripts | MixedTranscripts:

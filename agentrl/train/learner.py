@@ -129,7 +129,7 @@ class Learner:
         self.algorithm, self._own = fill_length_norm(config), own_advantages(config)
         self.kl_coef = config.algorithm.kl.coef
         mode = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, "actor"))
-        self._sharing = mode if shares_prefixes(config.model) else "off"
+        self.sharing = mode if shares_prefixes(config.model) else "off"
         self._skipped = 0
         self.tokens: TrainedTokens | None = None
 
@@ -248,7 +248,7 @@ class Learner:
         reference policy, and values, each only if the config asks for it."""
         temperature = self.config.rollout.temperature or 1.0
         # First, so that each of the forward passes below computes a shared prefix once.
-        view = await in_thread("batch", with_trees, view, self._sharing)
+        view = await in_thread("batch", with_trees, view, self.sharing)
         metrics: dict[str, float] = {}
         if self.reward_models is not None and self.config.reward_model is not None:
             scores = (await self.reward_models.arun(RewardModel.compute_scores, view.batch))["score"]

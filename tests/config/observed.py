@@ -335,7 +335,7 @@ class Course:
             callbacks=SimpleNamespace(step=self.waited("on_step", None)),
             tracing=Tracing(config, "embedded"),
             rest=self.waited("rest", None),
-            learner=SimpleNamespace(step=self.waited("update", {}), tokens=None),
+            learner=SimpleNamespace(step=self.waited("update", {}), tokens=None, sharing="off"),
             publish=self.waited("publish", None),
             publisher=SimpleNamespace(prove=self.waited("prove", None)),
             saver=SimpleNamespace(

@@ -26,6 +26,7 @@ HERE = [
     "checkpoint.every=100",
     "trajectories_every=1",
     f"env.reward={Path(__file__).with_name('short.json')}",
+    "stop_at_success=false",
 ]
 
 

@@ -41,6 +41,7 @@ SMALL = [
     "eval.every=2",
     "checkpoint.every=2",
     "trajectories_every=1",
+    "stop_at_success=false",
 ]
 
 

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from agentrl.batch.rows import Ragged
+from agentrl.batch.schedule import token_ratio
 from agentrl.catalog import EnvRef
+from agentrl.cluster.launch import launch
 from agentrl.config.load import config_from
+from agentrl.config.schema import InitModelConfig, ModelConfig, OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.render import make_renderer
 from agentrl.run.assembly import longest_row
 from agentrl.run.checks.warm_start import check_warm_start
+from agentrl.run.sft import steps_batch
+from agentrl.train.actor import Actor
+from agentrl.train.init_model import init_model
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.warm_start import TRIES, Transcripts
 
@@ -94,3 +105,28 @@ def test_a_warm_start_of_adapters_is_refused() -> None:
     config = config_of("model.lora.rank=4")
     with pytest.raises(ConfigError, match=r"model\.lora.*\[sft\].*agentrl sft.*model\.lora=false"):
         check_warm_start(config, EnvRef.of(config))
+
+
+async def test_transcripts_of_a_step_compute_the_prompt_that_they_share_once(tmp_path: Path) -> None:
+    """A quarter of the quickstart's warm start was the same prompt, computed for each of a step's rows."""
+    rows = await source(config_of()).take(0, 12)
+    batch = {mode: steps_batch(rows, 4, mode) for mode in ("off", "on")}
+    model = init_model(InitModelConfig(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16), tmp_path / "model", seed=0)
+    found, weights = {}, {}
+    for mode in batch:
+        actor = launch(Actor, backend="inline")
+        actor.run(Actor.init_model, str(model), ModelConfig(dtype="float32"), OptimConfig(micro_tokens=8192))
+        actor.run(Actor.begin_sft, config_of().sft)
+        found[mode] = actor.run(Actor.sft_steps, batch[mode], 3)
+        actor.run(Actor.end_sft, str(tmp_path / mode))
+        weights[mode] = load_file(tmp_path / mode / "model.safetensors")
+    assert found["on"]["loss"] == pytest.approx(found["off"]["loss"], rel=1e-5)
+    assert found["on"]["tokens_trained"] == found["off"]["tokens_trained"]
+    for name, value in weights["off"].items():
+        assert torch.allclose(weights["on"][name], value, atol=2e-5), name
+    texts = [row.ledgers[0].token_ids.tolist() for row in rows]
+    # Of zip's columns, those before the first in which not all are the same token.
+    alike = [len(list(takewhile(lambda at: len(set(at)) == 1, zip(*texts[i : i + 4], strict=False)))) for i in (0, 4, 8)]
+    plain = sum(map(len, texts))
+    assert min(alike) > 40 and token_ratio(Ragged.of(batch["on"])) >= plain / (plain - 3 * sum(alike)) > 1.2
+    assert "tree" not in batch["off"]
