@@ -65,10 +65,24 @@ RAY = [
 """The files that start a Ray (vLLM's actors are of one), longest first. One process plays them all: a Ray that starts has five
 programs import at once and its tests wait for them, which beside a second Ray is only slower, and beside plain tests is free."""
 
+CLIENTS = [
+    "tests/harness/test_episode.py",
+    "tests/run/test_api_eval.py",
+    "tests/backends/test_endpoint.py",
+    "tests/backends/test_clocks.py",
+    "tests/reward/test_reward_judge.py",
+    "tests/backends/test_endpoint_protocols.py",
+    "tests/backends/test_litellm.py",
+    "tests/run/test_record_replay.py",
+    "tests/env/test_users.py",
+]
+"""The files that import litellm, openai's client or anthropic's: 7 s of a core, in the one process that plays them all."""
+
 LONGEST = [
     *RAY,
     "tests/shelf/test_mcp_env.py",
     "tests/e2e/test_unlit_paths.py",
+    *CLIENTS,
     "tests/train/test_keys.py",
     "tests/train/test_split.py",
     "tests/train/test_ranks.py",
@@ -93,7 +107,7 @@ begin before the others, so that no process is left alone at the end with a long
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile` with the files of RAY as one; None: xdist's own."""
+    """`--dist loadfile` with the files of RAY as one, and those of CLIENTS; None: xdist's own."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -101,7 +115,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "ray" if file in RAY else file
+            return "ray" if file in RAY else "clients" if file in CLIENTS else file
 
     return Files(config, log)
 

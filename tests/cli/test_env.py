@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from agentrl.cli.env_subject import reference
 from agentrl.cli.main import build_parser
 from agentrl.errors import UserError
 from agentrl.trajectory import Message, ToolCall
+from tests.e2e.runs import Command, finish
 
 
 def run(*words: str) -> int:
@@ -48,6 +47,13 @@ def test_a_broken_file_is_shown_as_left_out(here: Path, capsys: pytest.CaptureFi
     assert "skipped:" in out and "bad.py" in out
 
 
+def tested(here: Path) -> int | None:
+    """The exit code of the tests of envs/todo."""
+    command = Command(here, "-q", "-p", "no:cacheprovider", "envs/todo", program="pytest")
+    finish(command)
+    return command.returncode
+
+
 def test_new_writes_an_environment_that_passes_its_checks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("new", "todo") == 0
     source = (here / "envs" / "todo" / "env.py").read_text()
@@ -57,10 +63,9 @@ def test_new_writes_an_environment_that_passes_its_checks(here: Path, capsys: py
     out = capsys.readouterr().out
     assert "my/Todo-v0: all checks passed" in out and "FAIL" not in out
     # The test it wrote is a real one: it passes, and fails once the environment is broken.
-    command_line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "envs/todo"]
-    assert subprocess.run(command_line, capture_output=True).returncode == 0
+    assert tested(here) == 0
     (here / "envs" / "todo" / "env.py").write_text(source.replace('task.gold["answer"])]', '"none")]'))
-    assert subprocess.run(command_line, capture_output=True).returncode == 1
+    assert tested(here) == 1
     with pytest.raises(UserError, match="exists already"):
         run("new", "todo")
     with pytest.raises(UserError, match="lower-case"):
