@@ -3,9 +3,10 @@
     python benchmarks/long_horizon.py --only speed
     python benchmarks/long_horizon.py --only credit [--seeds 0 1 2] [--quick]      # resumable: what is done is not done again
     python benchmarks/long_horizon.py --only curriculum [--seeds 0] [--quick]
+    python benchmarks/long_horizon.py --only reach [--seeds 0 1 2] [--quick]       # configs/long_horizon.toml as it is, from nothing
     python benchmarks/long_horizon.py --only report                                # tables, CSV and PNG of what is there
 
-All runs start from one warm start, that of `configs/recipes/horizon/key_value.toml`: goals of 2 to 12 calls, of which its
+The runs of `credit` and `curriculum` start from one warm start, that of `configs/recipes/horizon/key_value.toml`: goals of 2 to 12 calls, of which its
 teacher leaves nine in ten too early. A seed is of the tasks and of the sampling.
 
 Credit: three arms on key_value tasks of 8 and 10 calls. `terminal` has the success of the episode as its reward, compared by
@@ -16,6 +17,9 @@ greedy held-out episodes end before and after.
 
 Curriculum: that recipe's stages, from 2 calls to 12, at its constant rate and at one that falls to 0, against tasks of 10 and 12
 calls from the start; held-out success by horizon, from environments of weight 0.
+
+Reach: `configs/long_horizon.toml` with nothing changed but the seed, its own warm start included: held-out success at 5, 10, 20 and 50
+calls over the updates, and the minutes of each run.
 """
 
 from __future__ import annotations
@@ -67,6 +71,7 @@ CURRICULA = {
 }
 QUICK = "--quick"
 HORIZONS = (2, 4, 6, 8, 10, 12)
+REACHED = (5, 10, 20, 50)
 REQUESTS = {8: [2, 3], 50: [8, 14], 100: [16, 28], 200: [32, 56]}
 
 
@@ -174,6 +179,15 @@ def curriculum(args: argparse.Namespace) -> None:
             run(f"horizon-{arm}-{seed}", str(spec), [*COMMON, f"seed={seed}", model, *own, *size, *few])
 
 
+def reach(args: argparse.Namespace) -> None:
+    """The shipped config of every seed, one after the other."""
+    few = ["steps=3", "sft.min_steps=30", "sft.max_steps=30", "eval.every=1", "eval.tasks=4"] if args.quick else []
+    for seed in args.seeds:
+        began = time.monotonic()
+        run(f"reach-{seed}", "long_horizon", [f"seed={seed}", *few])
+        print(f"seed {seed}: {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
+
+
 def horizons() -> str:
     """A run of key_value whose held-out success is known by horizon: one more environment for each, which is only evaluated."""
     shared = "set_share = 0.0, keys = 14, max_value = 4"
@@ -217,6 +231,9 @@ def report(args: argparse.Namespace) -> None:
     curves = {(name.split("-")[1], name.split("-")[2]): curve(name, ["success"]) for name in done if name.startswith("credit-")}
     if curves:
         report_credit(curves)
+    reached = [name.split("-")[1] for name in done if name.startswith("reach-")]
+    if reached:
+        report_reach(reached)
     climbs = [name.split("-")[1:] for name in done if name.startswith("horizon-")]
     if climbs:
         report_climbs([(arm, seed) for one in CURRICULA for arm, seed in climbs if arm == one])
@@ -239,6 +256,26 @@ def report_climbs(runs: Sequence[tuple[str, str]]) -> None:
         means = [[statistics.mean(column) for column in zip(*rows, strict=True)] for rows in zip(*mine, strict=True)]
         lines = {f"{n} calls": (f"C{k}", [(row[0], row[2 + k]) for row in means]) for k, n in enumerate(HORIZONS)}
         draw(f"horizon-{arm}.png", lines, f"update (mean of {len(mine)} seeds)")
+
+
+def report_reach(seeds: Sequence[str]) -> None:
+    """Held-out success by horizon of every evaluation, of the first and the last, and a picture of all seeds."""
+    keys = [f"env/calls{n}/success" for n in REACHED]
+    curves = {seed: curve(f"reach-{seed}", keys) for seed in seeds}
+    head = ["seed", "update", "tokens", *(f"{n} calls" for n in REACHED)]
+    save("reach.csv", head, [[seed, *row] for seed, rows in curves.items() for row in rows])
+    print("\nheld-out success by horizon, after the warm start and at the last update")
+    rows = [[seed, int(row[0]), f"{row[1]:,.0f}", *(f"{value:.2f}" for value in row[2:]), minutes(f"reach-{seed}")]
+            for seed, all_rows in curves.items() for row in (all_rows[0], all_rows[-1])]  # fmt: skip
+    table([*head, "minutes in all"], rows, "reach_table.csv")
+    lines = {f"{n} calls, seed {seed}": (f"C{k}", [(row[0], row[2 + k]) for row in rows])
+             for seed, rows in curves.items() for k, n in enumerate(REACHED)}  # fmt: skip
+    draw("reach.png", lines, "update")
+
+
+def minutes(name: str) -> str:
+    """How long a run took, its warm start included."""
+    return f"{json.loads((work() / 'runs' / name / 'summary.json').read_text())['seconds'] / 60:.1f}"
 
 
 def report_credit(curves: dict[tuple[str, str], list[list[float]]]) -> None:
@@ -322,7 +359,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]], name: str) -> None
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
-    "speed": speed, "credit": credit, "curriculum": curriculum, "report": report,
+    "speed": speed, "credit": credit, "curriculum": curriculum, "reach": reach, "report": report,
 }  # fmt: skip
 
 
