@@ -29,6 +29,7 @@ from agentrl.errors import (
 from agentrl.executors import in_thread, share_the_lock
 from agentrl.files import full_disk_said
 from agentrl.run.callbacks import Callback
+from agentrl.run.checks.harder import harder
 from agentrl.run.checks.model import model_notes
 from agentrl.run.checks.sizes import advice
 from agentrl.run.checks.solvable import survey_lines
@@ -349,6 +350,7 @@ def _next(config: TrainConfig, folder: RunFolder, outcome: RunOutcome) -> list[s
     # A run that is over may have more updates than its config has steps, if it was resumed with fewer.
     more = 2 * max([config.steps, *(row["step"] for row in rows if row["phase"] == "train")])
     solved = [row["success"] for row in rows if row["phase"] == "after"]
+    better = harder(config, solved[-1] if solved else None)
     if outcome.status != "done":
         return [
             "",
@@ -361,7 +363,7 @@ def _next(config: TrainConfig, folder: RunFolder, outcome: RunOutcome) -> list[s
         f"look at it                  agentrl view {run};  agentrl show {run}",
         *([f"why nothing is solved       agentrl runs failures {run}"] if solved and not solved[-1] else []),
         f"try next                    agentrl eval --run {run} --checkpoint 0 --checkpoint last",
-        f"                            agentrl train --resume {run} steps={more}",
+        f"                            agentrl train {shlex.quote(better) if better else f'--resume {run} steps={more}'}",
         "                            agentrl env list;  agentrl env new my_env",
     ]
 

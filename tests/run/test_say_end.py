@@ -16,6 +16,7 @@ from agentrl.cli.main import _parse
 from agentrl.config.envs import alone
 from agentrl.config.load import config_from
 from agentrl.errors import CheckpointError, ConfigError
+from agentrl.run.checks.harder import check_next
 from agentrl.run.folder import RunFolder
 from agentrl.run.main import RunOutcome, _say_end
 from agentrl.run.of_run import RunModel, model_of, run_folder
@@ -93,6 +94,29 @@ def test_a_run_that_was_longer_is_advised_more_updates_than_it_had(tmp_path: Pat
     rows = [{"phase": "train", "step": 12, "success": 0.5}, {"phase": "after", "step": 12, "success": 0.5}]
     words = commands(ended(tmp_path, {**TABLE, "steps": 5}, rows=rows)[1])
     assert words[3][-1] == "steps=24"
+
+
+@pytest.mark.parametrize(
+    ("success", "env", "advised"),
+    [
+        (0.95, "key_value", ["train", "long_horizon"]),
+        (0.94, "key_value", ["train", "--resume"]),
+        (None, "key_value", ["train", "--resume"]),
+        (1.0, "workspace", ["train", "--resume"]),  # it inherited the key from a base of another environment
+    ],
+)
+def test_a_solved_run_is_advised_the_config_that_its_own_names(
+    tmp_path: Path, success: float | None, env: str, advised: list[str]
+) -> None:
+    table = {**TABLE, "env": {"id": env}, "next": "long_horizon"}
+    words = commands(ended(tmp_path, table, rows=[{"phase": "after", "step": 1, "success": success}])[1])
+    assert next(command for command in words if command[0] == "train")[:2] == advised
+
+
+def test_a_next_config_that_is_not_there_is_refused_before_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"^next: no config 'long_horizn'; did you mean 'long_horizon'"):
+        check_next(config_from({**TABLE, "next": "long_horizn"}))
+    check_next(config_from({**TABLE, "next": "long_horizon"}))
 
 
 def test_a_run_that_solves_nothing_is_told_where_to_look(tmp_path: Path) -> None:

@@ -108,6 +108,9 @@ class TrainConfig(Frozen):
     """Updates of the run. A resume may change it; `optim.schedule` then decays over the new number."""
     stop_at_success: Fraction | None = None
     """The run ends early once an evaluation (`eval.every`) reaches this success; by default it never does."""
+    next: str | None = None
+    """The config that a run which ends solved (success of 0.95 on held-out tasks) says to try next, if it has the same
+    environments: a name on a shelf, or a path."""
     trajectories_every: Annotated[PositiveInt, Unit("updates")] = 1
     """Of how many updates the episodes of one are written to `trajectories/`; the last one's always are."""
     engine: str = "auto"

@@ -2,7 +2,7 @@
 
 A check raises a UserError that names the key, its value and what was expected; no folder is created and no process
 started before the last check. The checks are in the files of this folder (`agent`, `model`, `capacity`, `parts`, `remote`,
-`rollout`, `held_out`, `routing`, `sizes`, `solvable`, `start`, `placement`, `workers`, `reward`, `preflight`, `suite`,
+`rollout`, `harder`, `held_out`, `routing`, `sizes`, `solvable`, `start`, `placement`, `workers`, `reward`, `preflight`, `suite`,
 `lint`, `warm_start`); what only the trainer can know is checked in `train/`, by the file that computes with it.
 """
 
@@ -17,6 +17,7 @@ from agentrl.rollout.mixture.base import make_mixture
 from agentrl.run.callbacks import check_callbacks
 from agentrl.run.checks.agent import check_agent
 from agentrl.run.checks.capacity import check_capacity
+from agentrl.run.checks.harder import check_next
 from agentrl.run.checks.held_out import check_held_out
 from agentrl.run.checks.lint import check_lint
 from agentrl.run.checks.model import check_models, check_other_models, check_prompts
@@ -67,6 +68,7 @@ def _check_sources(config: TrainConfig, planned: bool) -> None:
     check_engine(config)
     check_trackers(config)
     check_callbacks(config.callbacks)
+    check_next(config)
     check_traces(config)
     check_profile(config)
     check_prometheus(config)
