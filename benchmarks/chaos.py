@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 import psutil  # noqa: E402
 
 GRACE_S = 10.0
-RESULTS = ROOT / "benchmarks" / "results" / "chaos.json"
+RESULTS = ROOT / "benchmarks" / "proofs" / "chaos.json"
 PRIVATE = "AGENTRL_CHAOS_PRIVATE"
 TAG = "AGENTRL_CHAOS"
 SPEC = {
@@ -338,7 +338,7 @@ def played(arguments: argparse.Namespace, wanted: list[int], book: Book) -> None
 
 @dataclass(slots=True)
 class Book:
-    """What came of the points of a seed, for `benchmarks/results`."""
+    """What came of the points of a seed, for `benchmarks/proofs`."""
 
     seed: int
     points: list[Point] = field(default_factory=list)

@@ -455,6 +455,7 @@ ELSEWHERE: dict[str, str] = {
         for key in ("left", "step", "threshold", "window")
     },
     "StartConfig.whole": f"{START}::test_choices_are_resumed_to_the_digit_and_the_curriculum_learns_from_whole_tasks_alone",
+    "TrainConfig.next": "run/test_say_end.py::test_a_solved_run_is_advised_the_config_that_its_own_names",
     "HealthConfig.max_unsolvable": "run/test_solvable.py::test_too_many_tasks_without_room_are_refused_by_name",
     "HealthConfig.max_unscored": "run/test_health.py::test_each_key_of_health_moves_its_limit",
     **{

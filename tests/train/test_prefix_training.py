@@ -158,7 +158,7 @@ def test_auto_is_off_if_the_actors_have_gpus(monkeypatch: pytest.MonkeyPatch) ->
     for gpus, auto in ((True, "off"), (False, "auto")):
         monkeypatch.setattr("agentrl.train.learner.has_gpus", lambda cluster, role, gpus=gpus: gpus and role == "actor")
         found = [
-            Learner(TrainConfig(env=EnvConfig(id="none"), optim=toy_optim(prefix_sharing=mode)), None)._sharing  # type: ignore[arg-type]
+            Learner(TrainConfig(env=EnvConfig(id="none"), optim=toy_optim(prefix_sharing=mode)), None).sharing  # type: ignore[arg-type]
             for mode in ("off", "auto", "on")
         ]
         assert found == ["off", auto, "on"]

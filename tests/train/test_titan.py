@@ -143,7 +143,14 @@ def test_a_config_with_the_one_engine_trains_as_with_the_other(tmp_path: Path) -
     with published weights; then the checkpoint is exported without torchtitan, and FSDP2 goes on with it."""
     both = {}
     for name in ("titan", "fsdp2"):
-        keys = ("steps=2", "checkpoint.every=2", "eval.tasks=1", "algorithm.kl.coef=0.1", "rollout.temperature=0.8")
+        keys = (
+            "steps=2",
+            "checkpoint.every=2",
+            "eval.tasks=1",
+            "algorithm.kl.coef=0.1",
+            "rollout.temperature=0.8",
+            "model.init.layers=2",
+        )
         out = execute(config_of(tmp_path, name, f"model.engine={name}", *keys))
         both[name] = updates(out)
         export_run(out, tmp_path / f"{name}-exported")
