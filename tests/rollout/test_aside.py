@@ -16,7 +16,8 @@ from agentrl import schemas
 from agentrl.config import RolloutConfig
 from agentrl.env import ToolEnv
 from agentrl.env.users import RuleUser
-from agentrl.executors import LONG_TEXT, size_of
+from agentrl.executors import LONG_TEXT, TooLongError, at_once, size_of
+from agentrl.matching import within_seconds
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
 from agentrl.render.text import Codec
@@ -229,6 +230,53 @@ def test_a_pattern_that_never_ends_is_answered_and_the_loop_goes_on_meanwhile(mo
     _, fine = asyncio.run(body("aaa"))
     _, wrong = asyncio.run(body("b"))
     assert fine.value == "aaa" and "does not match" in wrong.content
+
+
+@pytest.mark.parametrize("numbers", [3, 1200])
+def test_a_busy_machine_sends_no_check_against_a_schema_into_a_thread_but_much_to_check_does(
+    numbers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread answers some loop iterations later, so other requests share the engine's next step, and a run's last digits would
+    depend on the load of the machine."""
+    where, best, loop = list[bool](), schemas.best_match, threading.get_ident()
+
+    def stopped(errors: Any) -> Any:
+        where.append(threading.get_ident() == loop)
+        time.sleep(0.1)  # for so long the process gets no processor
+        return best(errors)
+
+    monkeypatch.setattr(schemas, "best_match", stopped)
+    many = {
+        "type": "array",
+        "items": {"type": "integer"},
+        "maxItems": numbers,
+    }  # another schema each, since checked ones are kept
+    schema = {"type": "object", "properties": {"n": many}}
+    box = Toolbox([Tool.from_schema("add", "", schema, lambda n: sum(n))])
+    where.clear()  # the schema itself was checked
+    call = ToolCall("add", {"n": [1] * numbers})
+    assert asyncio.run(box.call(call)).value == numbers
+    aside = [] if numbers == 3 else [False]
+    assert where == [True, *aside]
+    tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": schema}}]
+    scorer = compile_spec(spec({"use": "calls.schema"}), context=Context())
+    played = Trajectory("x", Task("t", 0), turns=[Turn(0, Message("assistant", "", tool_calls=[call]))], tools=tools)
+    where.clear()
+    assert asyncio.run(scorer.ascore(played)).value == 1.0
+    assert where == [True, True, *aside], "the schema itself, then the call"
+
+
+def test_a_match_that_is_late_once_because_another_thread_computed_is_tried_again_on_the_loop() -> None:
+    late = [True, False, True, True]
+
+    def look(text: str, timeout: float) -> str:
+        if late.pop(0):
+            raise TimeoutError
+        return text
+
+    assert at_once(within_seconds, look, "a", 1.0) == "a"
+    with pytest.raises(TooLongError):
+        at_once(within_seconds, look, "a", 1.0)
 
 
 def test_a_spec_with_a_pattern_that_never_ends_lets_the_loop_go_on() -> None:
