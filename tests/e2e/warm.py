@@ -1,5 +1,6 @@
 """What the server that killable runs are forked from imports once."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,5 +14,8 @@ import agentrl.backends.embedded.engine
 import agentrl.cli.train
 import agentrl.run.main
 import agentrl.train.actor
+
+# Else each run looks through all that was imported, half a second a time, and its pages become its own by that.
+gc.freeze()
 
 __all__ = ["SummaryWriter", "agentrl", "matplotlib", "modeling_qwen3", "transformers"]
