@@ -190,8 +190,8 @@ def test_every_file_of_a_run_has_its_writer_in_the_list(whole: Path, tmp_path: P
     (run / "config.toml").write_text((run / "config.toml").read_text().replace(str(whole.parent), str(tmp_path)))
     code = resume(tmp_path, run, f"steps={STEPS + 1}", "rollout.workers=1", "cluster.backend=ray")
     assert code == 0, (tmp_path / "said").read_text()[-3000:]
-    words = ["eval", "--run", str(run), "--checkpoint", "2", "-n", "2", "--out", str(tmp_path / "eval")]
-    assert command(tmp_path, words, "", run) == 0
+    words = ["eval", "--run", str(run), "--checkpoint", str(STEPS), "-n", "2", "--out", str(tmp_path / "eval")]
+    assert command(tmp_path, words, "", run) == 0, (tmp_path / "said").read_text()[-3000:]
     there = [str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()]
     assert full_disk.unlisted(there, full_disk.ALL.values()) == set()
 
