@@ -115,8 +115,10 @@ class BranchDict(dict[Any, Any]):
         return self._own if self._base is base else list(self)
 
     def _value(self, key: Any, value: Any) -> Any:
-        if type(value) in _FIXED or key in self._own or _LOOKING.get():
+        if type(value) in _FIXED or _LOOKING.get():
             return value
+        if key in self._own:
+            return super().get(key, value)  # another thread may have made it the branch's own since `value` was read
         with _LOCK:
             if key not in self._own:
                 super().__setitem__(key, _branch(value))

@@ -241,6 +241,24 @@ def test_changes_are_told_against_any_base_also_by_a_copy_of_a_branch() -> None:
         assert changes({"a": [2], "e": 1}, made)["set"] == {"/a": [1], "/b": {"n": 2}, "/d": 3}
 
 
+def test_a_part_that_another_thread_copies_between_two_looks_is_the_copy() -> None:
+    """Not the shared one, which was read before the other thread had made it the branch's own."""
+    base = {"a": {"x": 1}}
+    ours = branch(base)
+
+    class Key(str):
+        looks = 0
+
+        def __hash__(self) -> int:
+            Key.looks += 1
+            if Key.looks == 2:  # the value was read, and whether it is the branch's own is asked
+                ours["a"]["x"] = 2
+            return str.__hash__(self)
+
+    assert ours[Key("a")] == {"x": 2} and Key.looks >= 2
+    assert base == {"a": {"x": 1}}
+
+
 def test_threads_that_read_a_part_at_once_get_the_same_copy() -> None:
     sys.setswitchinterval(1e-6)
     try:
