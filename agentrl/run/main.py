@@ -350,7 +350,6 @@ def _next(config: TrainConfig, folder: RunFolder, outcome: RunOutcome) -> list[s
     # A run that is over may have more updates than its config has steps, if it was resumed with fewer.
     more = 2 * max([config.steps, *(row["step"] for row in rows if row["phase"] == "train")])
     solved = [row["success"] for row in rows if row["phase"] == "after"]
-    better = harder(config, solved[-1] if solved else None)
     if outcome.status != "done":
         return [
             "",
@@ -358,6 +357,7 @@ def _next(config: TrainConfig, folder: RunFolder, outcome: RunOutcome) -> list[s
             f"look at its episodes        agentrl view {run};  agentrl runs failures {run}",
             f"after mending it            agentrl train --resume {run} steps={more}   (or start over: --overwrite)",
         ]
+    better = harder(config, solved[-1] if solved else None)
     return [
         *([f"but                         {outcome.cause}"] if outcome.cause is not None else []),
         f"look at it                  agentrl view {run};  agentrl show {run}",

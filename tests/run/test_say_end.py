@@ -119,6 +119,20 @@ def test_a_next_config_that_is_not_there_is_refused_before_the_run() -> None:
     check_next(config_from({**TABLE, "next": "long_horizon"}))
 
 
+def test_a_next_config_that_is_none_is_refused_before_the_run_and_not_advised_after_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Broken while the run went on: the run ends as well as it would have."""
+    broken = tmp_path / "harder.toml"
+    broken.write_text("steps = many")
+    table = {**TABLE, "next": str(broken)}
+    with pytest.raises(ConfigError, match=rf"^next: .*{re.escape(str(broken))}"):
+        check_next(config_from(table))
+    words = commands(ended(tmp_path, table, rows=[{"phase": "after", "step": 1, "success": 1.0}])[1])
+    assert next(command for command in words if command[0] == "train")[:2] == ["train", "--resume"]
+    assert "is not advised" in caplog.text and str(broken) in caplog.text
+
+
 def test_a_run_that_solves_nothing_is_told_where_to_look(tmp_path: Path) -> None:
     folder, lines = ended(tmp_path, TABLE, rows=[{"phase": "after", "step": 1, "success": 0.0}])
     assert ["runs", "failures", str(folder.path)] in commands(lines)
