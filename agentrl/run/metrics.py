@@ -209,6 +209,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("sampler/<arm>/share", "share", "its share of the groups"),
         MetricInfo("sampler/stage", "stage", "stage of the curriculum, from 0 (staged)"),
         MetricInfo("sampler/stage_success", "share", "success of the last groups of this stage"),
+        MetricInfo("sampler/ahead_success", "share", "of the last groups of the next stage (`ahead`)"),
         MetricInfo("sampler/left/<calls>", "calls", "of a task with so many calls, those that are left to the policy "
             "(`rollout.start`); there once the first of them were won"),
         MetricInfo("sampler/<env>/<key>", "value", "with several environments: the same of each one's sampler"),
