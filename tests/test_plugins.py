@@ -255,7 +255,7 @@ def test_a_run_of_plugins_alone(shelf: Path) -> None:
         (["rollout.context={name='noted'}"], "argument 'into' is required"),
         (["rollout.context={name='truncate'}", "rollout.summary_model=x"], 'rollout.context.name = "compact" uses summaries'),
         (["env.wrappers=[{name='by_the_clock'}]"], "by_the_clock counts wall-clock time"),
-        (["rollout.group_size=1"], 'use one of "gae", "reinforce_pp", "remax"'),
+        (["rollout.group_size=1"], 'use one of "gae", "gae_turns", "reinforce_pp", "remax"'),
         (["weights.route=tolt"], "did you mean 'told'"),
         (["trackers=[{name='line'}]"], "did you mean 'lines'"),
         (["trackers=[{name='lines'}]"], "argument 'file' is required"),

@@ -107,3 +107,11 @@ def discounted(column: Tensor, offsets: Tensor, factor: float) -> Tensor:
         carry = padded[:, step] + factor * carry
         out[:, step] = carry
     return out[rows, place]
+
+
+def following(column: Tensor, offsets: Tensor) -> Tensor:
+    """y[t] = x[t + 1] within each row, 0 after a row's last: [M] -> [M]."""
+    after = torch.cat([column[1:], column.new_zeros(1)]) if len(column) else column.clone()
+    last = offsets[1:][offsets.diff() > 0] - 1
+    after[last] = 0.0
+    return after

@@ -77,7 +77,7 @@ class AdvantageInput:
 class AdvantageOutput:
     """`advantages` [T], 0 on tokens that were not sampled; `returns` [T] if the estimator defines a value target.
 
-    On the tokens of an unscored episode `gae` returns the values themselves (no error to learn from), others 0.
+    On the tokens of an unscored episode `gae` and `gae_turns` return the values themselves (no error to learn from), others 0.
     """
 
     advantages: Tensor

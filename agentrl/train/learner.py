@@ -77,7 +77,9 @@ def check_learner(config: TrainConfig) -> None:
     names = {alone(config, env).algorithm.advantage.name for env in config.envs}
     if config.critic is not None and not any("values" in ADVANTAGES.entry(name).needs for name in names):
         users, listed = ADVANTAGES.that_need("values"), ", ".join(f'"{name}"' for name in sorted(names))
-        raise ConfigError(f"there is a [critic] section, but algorithm.advantage {listed} does not use a critic; use {users}")
+        raise ConfigError(
+            f"there is a [critic] section, but algorithm.advantage {listed} does not use a critic; use one of {users}"
+        )
     if config.critic is not None and config.critic.warmup >= config.steps:
         raise ConfigError(
             f"critic.warmup = {config.critic.warmup}: during these steps only the critic learns, and the run has steps = "

@@ -64,6 +64,10 @@ EPISODES: dict[str, tuple[AdvantageInput, dict[str, Any]]] = {
     "gpg": (group_of([1, 0, 0, 1, 1], groups=[0, 0, 0, 1, 1]), {}), "pass_at_k": (PLAIN, {"k": 2}),
     "reinforce_pp": (group_of([1], [2]), {"gamma": 0.5}), "reinforce_pp_baseline": (LONG, {}),
     "gae": (group_of([1], [3], values=torch.tensor([0.1, 0.2, 0.3]).double()), {"whitened": False}),
+    "gae_turns": (
+        group_of([3], [3], turns=torch.tensor([0, 0, 1]), values=torch.tensor([0.2, 9, 0.4]).double()),
+        {"gamma": 0.5, "whitened": False},
+    ),
     "turn_returns": (TURNS, {"gamma": 0.5}), "gigpo": (TURNS, {"gamma": 1.0, "divide": False}),
     "remax": (group_of([1, 0], groups=[0, 0], baseline=torch.tensor([0.5, 0.5]).double()), {}),
     "multi_reward": (group_of([0, 0, 0], terms=torch.tensor([[1.0, 2], [0, 2], [0, 5]]).double()), {"terms": ["a", "b"]}),

@@ -136,7 +136,7 @@ def test_remax_and_its_missing_column():
 
 def test_missing_columns_are_named():
     plain = batch_of([1, 0], [1, 1], [0, 0])
-    for name, word in (("gae", "critic"), ("gigpo", "anchors"), ("multi_reward", "terms")):
+    for name, word in (("gae", "critic"), ("gae_turns", "critic"), ("gigpo", "anchors"), ("multi_reward", "terms")):
         with pytest.raises(ConfigError, match=word):
             advantages(name, {"terms": ["right"]} if name == "multi_reward" else {})(plain)
     with pytest.raises(ConfigError, match="terms"):
@@ -263,6 +263,7 @@ def test_corrections_by_hand():
 
 SWITCHES = {
     "gae": [("gamma", 0.5), ("lam", 0.5), ("whitened", False)],
+    "gae_turns": [("gamma", 0.5), ("lam", 0.5), ("whitened", False)],
     "gigpo": [("gamma", 0.5), ("weight", 0.5), ("divide", False)],
     "gpg": [("f_norm", 2.0)],
     "grpo": [("eps", 1.0)],

@@ -55,6 +55,7 @@ CLIPS = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
 REQUIRED = inspect.Parameter.empty
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gae": {"gamma": 1.0, "lam": 1.0, "whitened": True}, "gigpo": {"gamma": 0.95, "weight": 1.0, "divide": True},
+    "gae_turns": {"gamma": 1.0, "lam": 1.0, "whitened": True},
     "gpg": {"f_norm": 1.0}, "grpo": {"eps": 1e-6}, "pass_at_k": {"k": 4, "eps": 1e-6}, "reinforce_pp": {"gamma": 1.0},
     "multi_reward": {"terms": REQUIRED, "weights": None, "eps": 1e-6, "whitened": True},
     "turn_returns": {"gamma": 1.0, "divide": True},

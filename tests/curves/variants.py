@@ -40,7 +40,8 @@ BASE_ARGS = {"ppo_clip": "{clip_low=0.2, clip_high=0.28}"}
 
 def _advantage(name: str) -> Variant:
     args = ADVANTAGE_ARGS.get(name, "{}")
-    return Variant([f'algorithm.advantage={{name="{name}", args={args}}}', *(CRITIC if name == "gae" else [])])
+    critic = CRITIC if "values" in ADVANTAGES.entry(name).needs else []
+    return Variant([f'algorithm.advantage={{name="{name}", args={args}}}', *critic])
 
 
 def _loss(name: str) -> Variant:

@@ -120,7 +120,7 @@ def test_pass_at_k_needs_groups_larger_than_k(size: int, args: dict[str, int], k
     sizes.check_sizes(config(k + 1), "embedded")
 
 
-@pytest.mark.parametrize("advantage", ["gae", "reinforce_pp", "remax"])
+@pytest.mark.parametrize("advantage", ["gae", "gae_turns", "reinforce_pp", "remax"])
 def test_one_episode_a_group_is_enough_for_others(advantage: str) -> None:
     sizes.check_sizes(config_of("rollout.group_size=1", f"algorithm.advantage.name={advantage}"), "embedded")
 

@@ -151,7 +151,9 @@ def test_what_estimators_need_is_asked_of_all_environments() -> None:
     with pytest.raises(ConfigError, match=r'env\[1\] \(sql\): algorithm.advantage "gae" needs a critic'):
         check_learner(config_of(sql=gae))
     check_learner(config_of(sql=gae, critic={}))
-    with pytest.raises(ConfigError, match=r'algorithm.advantage "grpo", "rloo" does not use a critic; use "gae"'):
+    with pytest.raises(
+        ConfigError, match=r'algorithm.advantage "grpo", "rloo" does not use a critic; use one of "gae", "gae_turns"'
+    ):
         check_learner(config_of(sql={"advantage": {"name": "rloo"}}, critic={}))
     with pytest.raises(ConfigError, match=r'env\[1\] \(sql\): algorithm.advantage "remax" reads scores of the reward spec'):
         check_learner(config_of(sql={"advantage": {"name": "remax"}}, reward_model={"path": "r"}))

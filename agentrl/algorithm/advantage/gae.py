@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from agentrl.algorithm.advantage import ADVANTAGES
 from agentrl.algorithm.groups import episode_tokens
-from agentrl.algorithm.ragged import discounted, zscores
+from agentrl.algorithm.ragged import discounted, following, zscores
 from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
 from agentrl.errors import ConfigError
 
@@ -34,16 +32,8 @@ def gae(
         raise ConfigError('algorithm.advantage "gae" needs a critic: add a [critic] section to the config')
     dtype, tokens = batch.reward.dtype, episode_tokens(batch)
     values = batch.values[tokens.indices].double()
-    delta = tokens.earned(batch.token_rewards) + gamma * _following(values, tokens.compact) - values
+    delta = tokens.earned(batch.token_rewards) + gamma * following(values, tokens.compact) - values
     raw = discounted(delta, tokens.compact, gamma * lam)
     returns = batch.values.to(dtype) * batch.mask
     returns[tokens.indices] = (raw + values).to(dtype)
     return AdvantageOutput(tokens.put(zscores(raw) if whitened else raw, dtype), returns)
-
-
-def _following(values: Tensor, compact: Tensor) -> Tensor:
-    """The value of the next sampled token of the same episode, 0 after the last."""
-    after = torch.cat([values[1:], values.new_zeros(1)]) if len(values) else values.clone()
-    last = compact[1:][compact.diff() > 0] - 1
-    after[last] = 0.0
-    return after

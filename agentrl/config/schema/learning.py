@@ -130,7 +130,7 @@ class OptimConfig(Frozen):
 
 
 class CriticConfig(Frozen):
-    """A value function next to the policy, for advantage "gae"."""
+    """A value function next to the policy, for advantages that need one ("gae", "gae_turns")."""
 
     path: str | None = None
     """Its model, a folder or hub name; by default the policy's."""

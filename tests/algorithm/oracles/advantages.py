@@ -22,6 +22,7 @@ Place = tuple[int, int]
 GAMMAS = [0.0, 0.5, 0.9, 1.0]
 ARGUMENTS: dict[str, dict[str, list[Any]]] = {
     "gae": {"gamma": GAMMAS, "lam": GAMMAS, "whitened": [True, False]},
+    "gae_turns": {"gamma": GAMMAS, "lam": GAMMAS, "whitened": [True, False]},
     "gigpo": {"gamma": GAMMAS, "weight": [0.0, 0.5, 2.0], "divide": [True, False]},
     "gpg": {"f_norm": [0.5, 2.0]},
     "grpo": {"eps": [1e-6, 1e-3, 1.0]},
@@ -229,6 +230,7 @@ class Turn:
     positions: list[Place]
     reward: float
     to_go: float = 0.0
+    last: bool = False
 
 
 def turns(rows: list[Row], gamma: float) -> list[Turn]:
@@ -244,6 +246,8 @@ def turns(rows: list[Row], gamma: float) -> list[Turn]:
         after = 0.0
         for turn in reversed(mine):
             after = turn.to_go = turn.reward + gamma * after
+        if mine:
+            mine[-1].last = True
         found += mine
     return found
 
@@ -257,6 +261,22 @@ def compared(rows: list[Row], found: list[Turn], key: Callable[[Turn], int], div
         for n, t in turn.positions:
             out[n][t], exact[n][t], returns[n][t] = value, flat_same(others), turn.to_go
     return Out(out, exact, returns)
+
+
+def gae_turns(rows: list[Row], gamma: float = 1.0, lam: float = 1.0, whitened: bool = True) -> Out:
+    out = empty(rows)
+    returns = [row.mask * row.values for row in rows]
+    value_after = advantage_after = 0.0
+    for turn in reversed(turns(rows, 0.0)):
+        first = turn.positions[0]
+        value = float(rows[first[0]].values[first[1]])
+        if turn.last:
+            value_after = advantage_after = 0.0
+        advantage = turn.reward + gamma * value_after - value + gamma * lam * advantage_after
+        for n, t in turn.positions:
+            out[n][t], returns[n][t] = advantage, advantage + value
+        value_after, advantage_after = value, advantage
+    return Out(whiten_rows(rows, out) if whitened else out, never(rows), returns)
 
 
 def turn_returns(rows: list[Row], gamma: float = 1.0, divide: bool = True) -> Out:
